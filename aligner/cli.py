@@ -170,8 +170,10 @@ def demo(arguments: tuple[str, ...]) -> int:
     script = shipped("examples") / "demo" / "run.py"
     sys.path.insert(0, str(script.parent))
     sys.argv = ["aligner demo", *arguments]
-    runpy.run_path(str(script), run_name="__main__")
-    return 0
+    try:
+        return int(runpy.run_path(str(script))["main"]())
+    except SystemExit as end:  # of --help, or an argument that is wrong
+        return int(end.code or 0)
 
 
 @commands.command(epilog=f"{CONFIG} {SETTINGS}")

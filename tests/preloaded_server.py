@@ -79,6 +79,8 @@ def _end(running: set[int]) -> None:
 
 def _become_requested(request: dict) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process of a terminal, also under nohup and `make test &`
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _die_with_parent(signal.SIGTERM)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     nothing = os.open(os.devnull, os.O_RDONLY)

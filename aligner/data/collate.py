@@ -6,7 +6,9 @@ context parallelism may ask for it).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -58,9 +60,13 @@ class EpochSampler:
     def check(self, num_steps: int) -> None:
         """Raise ConfigError if there are not examples enough for so many steps; epochs never end."""
 
+    def steps_of(self, epochs: float) -> int:
+        """Steps that so many epochs take, at least 1; the last one may reach into the next epoch."""
+        return max(1, math.ceil(Fraction(repr(float(epochs))) * self.size / self.batch_size))
+
     def steps_per_epoch(self) -> int:
         """Steps after which every example was seen at least once."""
-        return -(-self.size // self.batch_size)
+        return self.steps_of(1)
 
     def _permutation(self, epoch: int) -> NDArray[np.uint32]:
         if not self.shuffle:

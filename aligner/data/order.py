@@ -89,7 +89,7 @@ class MixtureSampler(EpochSampler):
     def _end(self, total: int) -> None:
         raise ConfigError(
             f"data.train: every source reaches its max_epochs after {total} examples, which are {total // self.batch_size} steps of "
-            f"{self.batch_size}; allowed: fewer steps (loop.max_steps), or a larger max_epochs"
+            f"{self.batch_size}; allowed: fewer steps (loop.max_steps, loop.epochs), or a larger max_epochs"
         )
 
 

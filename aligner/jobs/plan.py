@@ -16,6 +16,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs import explain
 from aligner.jobs.plan_outputs import Outputs, is_run, of_run
 from aligner.jobs.programs import placement_of
+from aligner.loop import parts
 from aligner.loop.config import JobRun, WritingRun
 from aligner.loop.lengths import fill
 from aligner.loop.recipe import Server
@@ -110,6 +111,7 @@ def habits(config: JobRun) -> Habits:
         validate_every=config.loop.validate_every,
         save_every=config.loop.save_every,
         saves_in_background=config.checkpoint.asynchronous,
+        save_minutes=config.loop.save_minutes,
         max_steps=config.loop.max_steps,
     )
 
@@ -188,11 +190,13 @@ def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[Comp
 def load(name: str, overrides: Sequence[str]) -> JobRun:
     """The composed config, or that of the run in the directory `name`, with the configs of models that it names on the Hugging Face Hub.
 
-    Data need not be named.
+    Data need not be named; how many steps `loop.epochs` take is known if they are there.
     """
     config: JobRun = of_run(name, overrides) if is_run(name) else composed(name, ["data.train=not-read", *overrides])
     fetch_named(config, weights=False, data=False, may_fail=_is_described)
-    return config
+    if not config.loop.epochs or (isinstance(config.data.train, str) and not Path(config.data.train).exists()):
+        return config
+    return replace(config, loop=parts.with_steps(parts.with_lengths(config)).loop)
 
 
 def _is_described(section: object) -> bool:

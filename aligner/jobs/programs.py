@@ -32,6 +32,7 @@ def programs(name: str, config: JobRun, overrides: Sequence[str], *, num_process
     """
     recipe = recipe_of(name, overrides)
     num_ranks = num_processes or config.num_processes
+    overrides = [*overrides, *([f"num_processes={num_processes}"] if num_processes else [])]
     config.parallel.check_world(num_ranks)
     role = config.traits().role
     shared = config.run.ranks_per_gpu

@@ -13,7 +13,7 @@ from aligner.cluster import lease as leases
 from aligner.cluster.config import Placement
 from aligner.errors import ConfigError
 from aligner.loop.checkpointing import CriticCheckpointer, load_critic
-from aligner.loop.parts import load_model_files, tokenizer_directory, with_lengths
+from aligner.loop.parts import load_model_files, tokenizer_directory, with_lengths, with_steps
 from aligner.loop.session import Session, announced, open_session
 from aligner.loop.sources import pinned, pinned_base
 from aligner.losses.value import value_loss
@@ -48,13 +48,12 @@ def serve_critic(config: TrainPPO) -> None:
         model_config = pinned_base(session, "critic.model", critic.model.or_else(config.model))
         with in_section("critic"):
             _, architecture = load_model_files(model_config)
-        with_lengths(config)  # raises where the longest rollout does not fit
+        config = with_lengths(config)  # raises where the longest rollout does not fit
+        steps = from_rank_0(lambda: with_steps(config).loop.max_steps)
         config.check_critic(model_config, architecture, session.topology.world_size)
         turn = _begin_turn(session, config, "critic", publication)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
-        training = create.training(
-            model_config, critic.optimizer, total_steps=config.loop.max_steps * updates, guard=ReportingGuard(config.guard)
-        )
+        training = create.training(model_config, critic.optimizer, total_steps=steps * updates, guard=ReportingGuard(config.guard))
         weights = config.reward.attribute_weights
         with in_section("critic"):
             model = create.create_value_model(

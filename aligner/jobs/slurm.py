@@ -98,6 +98,7 @@ def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
         name=name,
         run_directory=str(RunDirectory(Path(config.run.directory)).path),
         max_steps=config.loop.max_steps,
+        epochs=config.loop.epochs,
         checkpoints=tuple(config.traits().checkpoints),
         components=_components(found, placement_of(config), config.cluster),
         preflight=preflight,

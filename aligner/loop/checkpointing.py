@@ -18,6 +18,7 @@ from typing import Any
 from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.errors import CheckpointError, ConfigError, WrongContents
 from aligner.loop.config import BestMode, CheckpointConfig, DamagedCheckpoint
+from aligner.loop.loop import BY_TIME, NEWEST_BY_TIME
 from aligner.loop.pairs import find_pair
 from aligner.loop.session import Session
 from aligner.models import checkpoint
@@ -277,7 +278,8 @@ def warn_of_shortage(session: Session, model: TrainableModel, folder: Path, conf
 def keep(folders: list[Path], config: CheckpointConfig) -> None:
     """Point `best` at the best checkpoint. Remove superfluous ones, those of all components together. On one rank.
 
-    The newest pair known to be intact stays, however old; without one, nothing is removed.
+    Without `config.keep` only those saved by time alone are superfluous, once there are `NEWEST_BY_TIME` newer ones. The newest pair known
+    to be intact stays, however old; without one, nothing is removed.
     """
     complete = [files.complete_steps(folder) for folder in folders]
     own = complete[0]
@@ -287,14 +289,26 @@ def keep(folders: list[Path], config: CheckpointConfig) -> None:
     latest = (files.pointed_step(folder, files.LATEST) for folder in folders)
     protected = {*best, *(step for step in latest if step is not None)}
     paired = [step for step in own if all(step in steps for steps in complete)]
-    if not config.keep or not paired:
+    if not paired:
         return
+    for aside in folders[0].glob(f"{UNPAIRED}step_*"):  # of a history that has been lived again
+        if int(aside.name.rpartition("_")[2]) <= paired[-1]:
+            files.discard(aside)
+    if not config.keep:
+        protected |= {step for step in set().union(*complete) if step not in own or not _is_by_time(own[step])}
     sound = next((step for step in reversed(paired) if all(files.is_sound(steps[step]) for steps in complete)), None)
     if sound is None:  # the older ones are all there is to go back to
         return
     protected.add(sound)
-    for step in files.steps_to_remove(sorted(set().union(*complete)), paired, keep=config.keep, protected=protected):
+    for step in files.steps_to_remove(sorted(set().union(*complete)), paired, keep=config.keep or NEWEST_BY_TIME, protected=protected):
         files.remove_step(folders, step)
+
+
+def _is_by_time(path: Path) -> bool:
+    try:
+        return BY_TIME in checkpoint.read_state(path)["loop"]
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: whoever loads it says so
+        return False
 
 
 def _best_steps(complete: Mapping[int, Path], config: CheckpointConfig) -> list[int]:

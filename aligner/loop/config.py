@@ -48,10 +48,10 @@ class DamagedCheckpoint(str, Enum):
 class CheckpointConfig:
     """Applies to the actor and the critic alike; what is kept of one is kept of the other."""
 
-    asynchronous: bool = False  # go on training while a thread writes the files; costs host memory for one copy of the saved state
+    asynchronous: bool = True  # go on training while a thread writes the files; costs host memory for one copy of the saved state
     verify: bool = True  # compare every file with its SHA-256 before a checkpoint is loaded
     read_back: bool = False  # read a checkpoint back before it becomes `latest`; costs host memory for one copy of what a rank writes
-    keep: int = 0  # newest checkpoints that stay; 0: all
+    keep: int = 0  # newest checkpoints that stay; 0: all, of those that loop.save_minutes alone asked for the newest two
     best_metric: str = ""  # of validation, e.g. validation/accuracy: the best checkpoints stay, `best` names the first; empty: off
     best_mode: BestMode = BestMode.max  # which values of best_metric are better: the largest or the smallest
     keep_best: int = 1  # how many stay for their best_metric
@@ -120,6 +120,11 @@ class JobRun(ABC):
     def __post_init__(self) -> None:
         if self.num_processes < 1:
             raise ConfigError(f"num_processes={self.num_processes}: must be at least 1")
+
+    @property
+    def examples_per_step(self) -> int:
+        """Examples of data.train, or prompts, that a training step takes."""
+        return next(filter(None, (getattr(self.algorithm, name, 0) for name in ("prompts_per_step", "batch_size", "rollouts_per_step"))))
 
     @abstractmethod
     def start(self, recipe: Recipe) -> int:

@@ -11,13 +11,14 @@ and skips the step that raised it.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aligner.errors import AlignerError, ConfigError, RollBack, RunHalted
 from aligner.parallel import platform
@@ -25,7 +26,13 @@ from aligner.parallel.collectives import gather_objects
 from aligner.parallel.progress import Progress
 from aligner.types import SampleRow
 
+if TYPE_CHECKING:
+    from aligner.data.collate import EpochSampler
+
 VARIABLE = "ALIGNER_END_TIME"  # Unix time, set by whoever knows it (the conductor of a Slurm job)
+DEFAULT_STEPS = 100
+NEWEST_BY_TIME = 2  # checkpoints saved by time alone stay until there are so many newer ones
+BY_TIME = "saved_by_time"  # in the state of a checkpoint that only loop.save_minutes asked for
 _REMEMBERED_STEPS = 8
 _SLACK = 1.2  # steps differ: responses get longer
 
@@ -39,8 +46,13 @@ def seconds_left(environ: Mapping[str, str]) -> Callable[[], float] | None:
 class TimeBudget:
     """Measures steps and saves; one per rank, and all ranks agree on the result."""
 
-    def __init__(self, left: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, left: Callable[[], float] | None = None, *, save_minutes: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._left = left
+        self._save_seconds = 60 * save_minutes
+        self._clock = clock
+        self._saved = clock()
         self._steps: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._longest_save = 0.0
 
@@ -56,16 +68,20 @@ class TimeBudget:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Measure a step, all but its checkpoint."""
-        start = time.monotonic()
+        start = self._clock()
         yield
-        self._steps.append(time.monotonic() - start)
+        self._steps.append(self._clock() - start)
 
     @contextmanager
     def save(self) -> Iterator[None]:
         """Measure a save."""
-        start = time.monotonic()
+        self._saved = self._clock()
         yield
-        self._longest_save = max(self._longest_save, time.monotonic() - start)
+        self._longest_save = max(self._longest_save, self._clock() - self._saved)
+
+    def wants_save(self) -> bool:
+        """True if the last save, or the start, is `save_minutes` ago; never with 0."""
+        return 0 < self._save_seconds <= self._clock() - self._saved
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -75,18 +91,28 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class LoopConfig:
     """How long to train and what to do on the way."""
 
-    max_steps: int = 100  # training steps of the whole run, those before a resume included
-    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    max_steps: int = 0  # training steps of the whole run, those before a resume included; 0: as many as epochs take, else 100
+    epochs: float = 0.0  # passes over data.train (its prompts, if the run samples) after which the run ends; 0: max_steps alone counts
+    save_every: int = 0  # steps between checkpoints, all of which stay unless checkpoint.keep says otherwise; 0: off
+    save_minutes: float = 30.0  # minutes after which another one is saved, of which the newest two stay; 0: off
     validate_every: int = 0  # steps between validations; 0: never
     validate_first: bool = False  # validate before the first step too
     table_every: int = 10  # steps between tables of sample rollouts; 0: never
 
     def __post_init__(self) -> None:
-        if self.max_steps < 1:
-            raise ConfigError(f"loop.max_steps={self.max_steps}: must be at least 1")
-        for name in ("save_every", "validate_every", "table_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"loop.{name}={getattr(self, name)}: must not be negative (0 is off)")
+        if self.max_steps < 0:
+            raise ConfigError(f"loop.max_steps={self.max_steps}: must be at least 1 (0: as many as loop.epochs take, else {DEFAULT_STEPS})")
+        if not 0 <= self.epochs < math.inf:
+            raise ConfigError(f"loop.epochs={self.epochs}: must be finite and not negative (0: loop.max_steps alone counts)")
+        self.max_steps = self.max_steps or (0 if self.epochs else DEFAULT_STEPS)
+        for name in ("save_every", "save_minutes", "validate_every", "table_every"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"loop.{name}={getattr(self, name)}: must be finite and not negative (0 is off)")
+
+    def over(self, order: EpochSampler) -> LoopConfig:
+        """With the number of steps that `epochs` take in this order of the examples; without `epochs` if `max_steps` are fewer."""
+        steps = order.steps_of(self.epochs) if self.epochs else 0
+        return replace(self, epochs=0.0) if 0 < self.max_steps < steps else replace(self, max_steps=steps or self.max_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +239,7 @@ def run(
     `skipped_steps` are counted but not trained on. If another step could not be saved within `budget`, the run stops as after a signal.
     If one of the `alarms` demands it, the run saves the step and raises RunHalted.
     """
-    progress, budget = progress or Progress(), budget or TimeBudget()
+    progress, budget = progress or Progress(), budget or TimeBudget(save_minutes=config.save_minutes)
     finished = _resume(algorithm, checkpointer, progress)
     reporter = open_reporter(finished)
     if finished:
@@ -230,7 +256,7 @@ def run(
                 progress.at_step(step)
                 with budget.step():
                     with progress.phase("step") as recorded:
-                        result = _timed_step(algorithm, step, progress, skipped_steps)
+                        result, is_time = _timed_step(algorithm, step, progress, skipped_steps, budget.wants_save)
                         recorded[platform.PEAK_MEMORY] = platform.peak_memory()
                     # Validation belongs to the step: an error in it leaves the step unfinished only in the log, not in the weights.
                     finished, version = step, checkpointer.version()
@@ -238,9 +264,9 @@ def run(
                         validation = _report(algorithm, config, reporter, step, result, progress)
                 checkpointer.poll()
                 halt = _heed(alarms, reporter, step, result)
-                if halt or _due(step, config.save_every) or step == config.max_steps:
+                if (asked := halt or _due(step, config.save_every) or step == config.max_steps) or is_time:
                     with budget.save():
-                        saved = _save(algorithm, checkpointer, step, validation, progress)
+                        saved = _save(algorithm, checkpointer, step, validation, progress, by_time=not asked)
                 _end_where(halt, checkpointer)
             if finished < config.max_steps:
                 reporter.note(f"stopped {reason} after step {finished}" + ("; saving" if saved < finished else ""))
@@ -263,7 +289,7 @@ def _resume(algorithm: Algorithm, checkpointer: Checkpointer, progress: Progress
     with progress.phase("load checkpoint"):
         finished, state = checkpointer.load()
         if finished:
-            algorithm.load_state(state)
+            algorithm.load_state({name: value for name, value in state.items() if name != BY_TIME})
     return finished
 
 
@@ -283,18 +309,22 @@ def _rescue(
     checkpointer.rescue(finished, algorithm.state())
 
 
-def _timed_step(algorithm: Algorithm, step: int, progress: Progress, skipped_steps: SkippedSteps | None) -> StepResult:
+def _timed_step(
+    algorithm: Algorithm, step: int, progress: Progress, skipped_steps: SkippedSteps | None, wants_save: Callable[[], bool]
+) -> tuple[StepResult, bool]:
+    """A step, and whether it is time for a checkpoint: by the clock of rank 0, which every rank hears of with the others' seconds."""
     if skipped_steps is not None and step in skipped_steps.steps:
-        return StepResult(metrics={"optim/step_left_out": 1.0})
+        return StepResult(metrics={"optim/step_left_out": 1.0}), False
     clock = Clock(progress)
     start = time.perf_counter()
     result = algorithm.step(step, clock)
     seconds = clock.seconds | {"time/step": time.perf_counter() - start}
     slowest: dict[str, float] = {}
-    for rank_seconds in gather_objects(seconds):
+    gathered = gather_objects((seconds, wants_save()))
+    for rank_seconds, _ in gathered:
         for name, value in rank_seconds.items():
             slowest[name] = max(value, slowest.get(name, 0.0))
-    return StepResult(metrics={**result.metrics, **slowest}, samples=result.samples)
+    return StepResult(metrics={**result.metrics, **slowest}, samples=result.samples), gathered[0][1]
 
 
 def _report(
@@ -327,10 +357,12 @@ def _end_where(halt: str, checkpointer: Checkpointer) -> None:
         raise RunHalted(halt)
 
 
-def _save(algorithm: Algorithm, checkpointer: Checkpointer, step: int, validation: Mapping[str, float], progress: Progress) -> int:
+def _save(
+    algorithm: Algorithm, checkpointer: Checkpointer, step: int, validation: Mapping[str, float], progress: Progress, by_time: bool = False
+) -> int:
     with progress.phase("save checkpoint"):
         algorithm.finish()
-        checkpointer.save(step, algorithm.state(), validation)
+        checkpointer.save(step, algorithm.state() | ({BY_TIME: True} if by_time else {}), validation)
     return step
 
 

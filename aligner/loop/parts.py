@@ -10,12 +10,15 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from aligner.cluster.exit_codes import ExitCode
+from aligner.data.collate import EpochSampler
+from aligner.data.order import order_of
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, listed, load_tokenizer
 from aligner.errors import AlignerError, ConfigError, RunHalted, describe_os_error
@@ -96,6 +99,14 @@ def with_lengths(config: J) -> J:
     return lengths.fill(config, contexts, reserved=config.reserved_length(lambda: load_model_files(config.model, config.data)[0]))
 
 
+def with_steps(config: J) -> J:
+    """The config with the number of steps that `loop.epochs` take. Reads data.train for it; raises DataError listing all bad lines."""
+    if not config.loop.epochs:
+        return config
+    examples, _ = config.read(config.data.train, load_model_files(config.model, config.data)[0])
+    return replace(config, loop=config.loop.over(order_of(examples, config.examples_per_step, config.run.seed)))
+
+
 def load_sets(
     session: Session, load: Callable[..., tuple[Sequence[Example], LoadReport]], data: Any, tokenizer: Tokenizer
 ) -> tuple[Sequence[Example], Sequence[Example]]:
@@ -153,7 +164,22 @@ def tokenizer_directory(config: ModelConfig) -> Path:
     return Path(config.tokenizer_path) if config.tokenizer or source is None else source
 
 
-def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path, shown: Sequence[Column]) -> int:
+def length_of(config: Any, order: EpochSampler, tokens: str) -> str:
+    """One line on a whole run: its steps, samples, epochs and `tokens`, its end, and when checkpoints are saved."""
+    settings, steps = config.loop, config.loop.max_steps
+    end = f"loop.epochs={settings.epochs:g}" if settings.epochs else f"loop.max_steps={steps}"
+    saves = (
+        [f"first after {settings.save_minutes:g} minutes, then every {settings.save_minutes:g} minutes"] if settings.save_minutes else []
+    )
+    saves += [f"every {settings.save_every} steps"] if settings.save_every else []
+    saves += ["and at the end" if saves else "at the end only"]
+    return (
+        f"the run ends after {steps:,} steps ({end}) of {order.batch_size:,} samples: {steps * order.batch_size:,} samples, "
+        f"{order.epoch(steps):.3g} epochs of {order.size:,}, {tokens}; checkpoints: {', '.join(saves)}"
+    )
+
+
+def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path, shown: Sequence[Column], length: str) -> int:
     """Train to the last step, with checkpoints, and export the model with the tokenizer of that directory.
 
     Returns the exit code: 0, or 75 if a signal or the time limit stopped the run before the last step. Every rank calls it.
@@ -171,21 +197,25 @@ def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path
         damaged=config.run.damaged_checkpoint,
     )
     logging, guard = config.logging, config.guard
-    last = run_loop(session, built.algorithm, keeper, config.loop, logging=logging, shown=shown, guard=guard, model=built.model)
+    how = {"logging": logging, "shown": shown, "guard": guard, "model": built.model, "length": length}
+    last = run_loop(session, built.algorithm, keeper, config.loop, **how)
     export_at_end(session, config, last, built.model.chunks, tokenizer, source)
-    return conclude(session, last, config.loop.max_steps)
+    return conclude(session, last, config.loop)
 
 
-def conclude(session: Session, last_step: int, max_steps: int) -> ExitCode:
+def conclude(session: Session, last_step: int, length: loop.LoopConfig) -> ExitCode:
     """The exit code of a run that ended at `last_step`, after the export. Writes `done.json` after the last step. Every rank calls it."""
-    if last_step < max_steps:
+    for text in session.last_words:
+        session.say(text)
+    if last_step < length.max_steps:
         return ExitCode.stopped
-    from_rank_0(lambda: _write_done(session, last_step))
+    from_rank_0(lambda: _write_done(session, last_step, length.epochs))
     return ExitCode.done
 
 
-def _write_done(session: Session, step: int) -> None:
-    record = {"step": step, "run_id": session.directory.run_id(), "attempt": os.environ.get("ALIGNER_ATTEMPT", ""), "time": time.time()}
+def _write_done(session: Session, step: int, epochs: float) -> None:
+    record = {"step": step, "epochs": epochs, "run_id": session.directory.run_id(), "attempt": os.environ.get("ALIGNER_ATTEMPT", "")}
+    record["time"] = time.time()
     publish(session.directory.done, lambda new: new.write_text(json.dumps(record) + "\n"))
 
 
@@ -215,8 +245,9 @@ def run_loop(
     shown: Sequence[Column],
     guard: GuardConfig,
     model: TrainableModel | None = None,
+    length: str = "",
 ) -> int:
-    """`loop.run` with the run's reporter, which is always closed. Returns the last finished step.
+    """`loop.run` with the run's reporter, which is always closed and first prints the run's `length`. Returns the last finished step.
 
     `model` is the trained model or None. Also raises RunHalted if the run learnt nothing and the settings make that an error.
     """
@@ -227,7 +258,11 @@ def run_loop(
         def open_reporter(start: int) -> loop.Reporter:
             if watch is not None:
                 watch.begin(start)
-            return stack.enter_context(reporter(start))
+            opened = stack.enter_context(reporter(start))
+            session.last_words.extend(filter(None, [opened.lost]))
+            if length:
+                opened.note(length)
+            return opened
 
         last = loop.run(
             algorithm,
@@ -235,7 +270,7 @@ def run_loop(
             checkpointer=keeper,
             open_reporter=open_reporter,
             progress=session.progress,
-            budget=TimeBudget(seconds_left(os.environ)),
+            budget=TimeBudget(seconds_left(os.environ), save_minutes=config.save_minutes),
             skipped_steps=SkippedStepsFile(session.directory.skipped_steps, most=guard.max_roll_backs),
             alarms=[GapAlarm(guard.logprob_gap, command=f"aligner gap {session.directory.path}"), *([watch] if watch is not None else [])],
         )

@@ -138,6 +138,7 @@ class Session:
     config_yaml: str
     progress: Progress = field(default_factory=Progress)
     reports: list[LoadReport] = field(default_factory=list)  # of the data that it trains on
+    last_words: list[str] = field(default_factory=list)  # printed at the end of a run too
 
     @property
     def is_first(self) -> bool:
@@ -182,6 +183,7 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
     prepare_environment(config, parallel)
     world, _ = launch.detect_world(os.environ)
     if world is not None:
+        _check_ranks(config, component, world.world_size)
         parallel.check_world(world.world_size)  # before anything starts
         see_own_gpus(config, world.local_rank)
     world = launch.initialize(
@@ -191,6 +193,7 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
         claim_gpu=lambda world: platform.claim_device(world.local_rank, ranks_per_gpu=run.ranks_per_gpu),
         fingerprint=fingerprint(with_names(config)),
     )
+    _check_ranks(config, component, world.world_size)  # MPI tells only now
     layout = topology.initialize(parallel, seed=run.seed)
     directory = RunDirectory(Path(run.directory))
     yaml = to_yaml(with_names(config))
@@ -227,6 +230,18 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
     finally:
         watch.stop()
         recording.close()
+
+
+def _check_ranks(config: Any, component: str, num_ranks: int) -> None:
+    """Raise ConfigError if as many ranks as `num_processes` names are not what was started. Its default, 1, names none."""
+    server = next((one for one in config.servers() if one.name == component), None)
+    named, prefix = (server.num_ranks, f"{component}.") if server else (config.num_processes, "")
+    if named not in (1, num_ranks):
+        started = f"{num_ranks} rank{' was' if num_ranks == 1 else 's were'} started"
+        raise ConfigError(
+            f"{prefix}num_processes={named}: {started}; start {named} (`aligner launch local` does, or torchrun, srun or mpiexec "
+            f"with {named} processes), or set {prefix}num_processes={num_ranks}"
+        )
 
 
 def _record(directory: RunDirectory, component: str, rank: int, run: RunConfig) -> None:

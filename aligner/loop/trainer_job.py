@@ -13,7 +13,7 @@ from aligner.data.report import LoadReport
 from aligner.data.stored import row_counts
 from aligner.data.tokenizer import Tokenizer
 from aligner.loop.config import TrainerRun
-from aligner.loop.parts import load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
+from aligner.loop.parts import length_of, load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
 from aligner.loop.recipe import Built, Recipe
 from aligner.loop.session import Session, open_session
 from aligner.loop.sources import pinned, pinned_base
@@ -34,14 +34,16 @@ NUM_STEPS = 20  # whose batches are looked at before the first one
 MUCH_PADDING = 0.15
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class TrainerJob(Generic[C]):
-    """The inputs of a recipe's algorithm, on one rank. `config` has every length and the run's original model."""
+    """The inputs of a recipe's algorithm, on one rank. `config` has every length, and once the data are read every number of steps, and the
+    run's original model."""
 
     session: Session
     config: C
     tokenizer: Tokenizer
     architecture: Architecture
+    length: str = ""  # of the whole run, in words, once the data are read
 
     @property
     def common(self) -> dict[str, Any]:
@@ -53,7 +55,11 @@ class TrainerJob(Generic[C]):
     ) -> tuple[Sequence[Example], Sequence[Example]]:
         """(training examples, validation examples); prints what was left out. Raises DataError listing all bad lines."""
         train, validation = load_sets(self.session, load, self.config.data, self.tokenizer)
-        order_of(train, self.config.algorithm.batch_size, self.config.run.seed).check(self.config.loop.max_steps)
+        order = order_of(train, self.config.algorithm.batch_size, self.config.run.seed)
+        self.config = replace(self.config, loop=self.config.loop.over(order))
+        order.check(steps := self.config.loop.max_steps)
+        tokens = row_counts(train)[..., 0].sum() / order.size * steps * order.batch_size
+        self.length = length_of(self.config, order, f"about {tokens:,.0f} tokens")
         return train, validation
 
     def policy(self) -> MegatronPolicy:
@@ -94,7 +100,9 @@ def train(recipe: Recipe, config: TrainerRun) -> int:
         built: Built | None = recipe.build(job)
         if built is None:
             return ExitCode.stopped
-        code = train_to_end(session, job.config, built, tokenizer=run_tokenizer(session, config, config.model), shown=recipe.columns)
+        code = train_to_end(
+            session, job.config, built, tokenizer=run_tokenizer(session, config, config.model), shown=recipe.columns, length=job.length
+        )
     return code
 
 

@@ -139,7 +139,7 @@ class WriterJob(Generic[C]):
         last = run_loop(self.session, work, WrittenFiles(count), loop, logging=logging, shown=self.columns, guard=GuardConfig())
         if last == work.num_steps and finish is not None:
             self.session.say(from_rank_0(finish))
-        return conclude(self.session, last, work.num_steps)
+        return conclude(self.session, last, loop)
 
 
 def write(recipe: Recipe, config: WritingRun) -> int:

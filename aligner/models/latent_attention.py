@@ -28,6 +28,8 @@ from aligner.parallel.mcore import (
     gather_from_sequence_parallel_region,
 )
 
+LATENT_EPS = 1e-6  # of the latents' norms, whatever a model's own rms_norm_eps is: in `transformers` too
+
 
 class WholeLinear(torch.nn.Linear):
     """A linear layer without bias that every tensor-parallel rank has whole; under sequence parallelism for its part of a sequence."""
@@ -58,7 +60,7 @@ class LatentAttention(SelfAttention):
         self.heads = a.num_attention_heads // config.tensor_model_parallel_size
 
         def normed(size: int) -> torch.nn.Module:
-            return build_module(norm, config=config, hidden_size=size, eps=config.layernorm_epsilon)
+            return build_module(norm, config=config, hidden_size=size, eps=LATENT_EPS)
 
         def split(inputs: int, outputs: int) -> torch.nn.Module:
             settings = {"init_method": config.init_method, "bias": False, "tp_group": self.pg_collection.tp}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class OptimizerConfig:
     lr: float = 9e-7  # learning rate after the warm-up
     min_lr: float = 9e-8  # learning rate at the end of the decay
     decay: Decay = Decay.cosine  # shape of the learning rate after the warm-up
-    warmup_steps: int = 10  # optimizer steps in which the learning rate rises from 0 to lr
+    warmup_fraction: float = 0.1  # part of the run's optimizer steps, rounded up, in which the learning rate rises from 0 to lr
+    warmup_steps: int = -1  # the same as a number of optimizer steps; -1: as warmup_fraction says
     decay_steps: int = 0  # 0: the run's number of optimizer steps
     weight_decay: float = 0.1  # decoupled: each step takes lr * this off every weight; 0: none
     beta1: float = 0.9  # decay of the mean of gradients (Adam)
@@ -46,7 +48,11 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not (0 < self.lr <= MAX_LR and 0 <= self.min_lr <= self.lr):
             raise ConfigError(f"optimizer.lr={self.lr}, min_lr={self.min_lr}: need 0 <= min_lr <= lr and 0 < lr <= {MAX_LR:g}")
-        for name in ("warmup_steps", "decay_steps", "clip_grad"):
+        if self.warmup_steps < -1:
+            raise ConfigError(f"optimizer.warmup_steps={self.warmup_steps}: must not be negative (-1: as optimizer.warmup_fraction says)")
+        if not 0 <= self.warmup_fraction < 1:
+            raise ConfigError(f"optimizer.warmup_fraction={self.warmup_fraction}: must be at least 0 and below 1")
+        for name in ("decay_steps", "clip_grad"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"optimizer.{name}={getattr(self, name)}: must be finite and not negative")
         if not 0 <= self.lr * self.weight_decay < 1:
@@ -67,6 +73,17 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.loss_scale_window={self.loss_scale_window}: must be at least 1")
         if self.precision_aware and not self.distributed:
             raise ConfigError("optimizer.precision_aware=true: needs optimizer.distributed=true")
+
+    def warmup(self, total_steps: int) -> int:
+        """Optimizer steps of the warm-up in a run of `total_steps`."""
+        return math.ceil(Fraction(repr(self.warmup_fraction)) * total_steps) if self.warmup_steps < 0 else self.warmup_steps
+
+    def shortfall(self, total_steps: int) -> str:
+        """A warning if a run of `total_steps` ends within its warm-up; empty if it does not."""
+        if (warmup := self.warmup(total_steps)) <= total_steps:
+            return ""
+        reached = f"the run has {total_steps} optimizer steps, so the learning rate rises to {self.lr * total_steps / warmup:g} only"
+        return f"warning: optimizer.warmup_steps={warmup}, optimizer.lr={self.lr:g}: {reached}"
 
 
 def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dtype) -> Any:
@@ -116,13 +133,14 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -
     """Warm-up, then decay to `min_lr` over `decay_steps` (default: `total_steps`) optimizer steps."""
     from aligner.parallel import mcore
 
-    decay_steps = max(config.decay_steps or total_steps, config.warmup_steps + 1)
+    warmup = config.warmup(total_steps)
+    decay_steps = max(config.decay_steps or total_steps, warmup + 1)
     return mcore.OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=config.warmup_steps,
+        lr_warmup_steps=warmup,
         lr_decay_steps=decay_steps,
         lr_decay_style=config.decay.value,
         start_wd=config.weight_decay,

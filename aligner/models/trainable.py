@@ -19,6 +19,7 @@ from aligner.metrics import Max, Mean, Metric, Sum, without_values
 from aligner.models import finite
 from aligner.models import forward as passes
 from aligner.models.build import Transformer
+from aligner.models.fusions import note_once
 from aligner.models.generators import generator_state, set_generator_state
 from aligner.models.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
 from aligner.models.loss_scale import LossScale
@@ -130,6 +131,8 @@ class TrainableModel:
         ]
         self.optimizer = build_optimizer(optimizer, self.runners, self.config.params_dtype)
         self.scheduler = build_scheduler(optimizer, self.optimizer, training.total_steps)
+        if warning := optimizer.shortfall(training.total_steps):
+            note_once(warning, rank=self.topology.rank)
         if gathers:
             for chunk, runner in zip(self.chunks, self.runners, strict=True):
                 chunk.gather = WeightGather(runner)

@@ -22,7 +22,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.environments.exchange import environment_follow_up
 from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError, describe_os_error
-from aligner.loop.parts import load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
+from aligner.loop.parts import length_of, load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
 from aligner.loop.recipe import Built, Recipe
 from aligner.loop.session import Session, announced, open_session
 from aligner.loop.sources import frozen_model, pinned, pinned_base
@@ -108,7 +108,7 @@ Load = Callable[[Tokenizer], tuple[Sequence[Prompt], Sequence[Prompt]]]
 
 @dataclass(kw_only=True)
 class OnlineJob(Generic[C]):
-    """The parts from which a recipe builds its algorithm, on one rank. `config` has every length."""
+    """The parts from which a recipe builds its algorithm, on one rank. `config` has every length, and with the task the number of steps."""
 
     session: Session
     config: C
@@ -116,6 +116,7 @@ class OnlineJob(Generic[C]):
     policy: MegatronPolicy = field(init=False, repr=False)  # once there is a task
     tokenizer_files: Path | None = None
     parts: list[Callable[[], None]] = field(default_factory=list)  # how what was opened is closed, in this order
+    length: str = ""  # of the whole run, in words, once there is a task
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -150,6 +151,8 @@ class OnlineJob(Generic[C]):
         task, self.policy, self.tokenizer_files = build_task(
             self.session, self.config, with_reference=with_reference, num_prompts=num_prompts, load=load
         )
+        self.config = replace(self.config, loop=self.config.loop.over(task.order))
+        self.length = length_of(self.config, task.order, f"responses of at most {task.max_response_length:,} tokens")
         self.parts += [task.engine.shutdown, task.reward.close]
         return task
 
@@ -206,7 +209,7 @@ def train(recipe: Recipe, config: OnlineRun) -> int:
     with open_session(config, config.run, config.parallel, component="actor") as session, announced(session, "actor") as publication:
         job = OnlineJob(session=session, config=with_lengths(config), publication=publication)
         built: Built = recipe.build(job)
-        code = train_to_end(session, job.config, built, tokenizer=job.tokenizer_files, shown=recipe.columns)
+        code = train_to_end(session, job.config, built, tokenizer=job.tokenizer_files, shown=recipe.columns, length=job.length)
         for close in job.parts:
             close()
     return code
@@ -230,6 +233,7 @@ def build_task(
         check_ahead(config.rollout, tp=config.rollout.tp or config.parallel.tp)
     prompts, validation = (load or partial(load_prompt_sets, session, config))(tokenizer)
     order = order_of(prompts, num_prompts, config.run.seed)
+    config = replace(config, loop=config.loop.over(order))
     order.check(config.loop.max_steps)
     longest = max((int(row_counts(one)[..., 0].max()) for one in (prompts, validation) if len(one)), default=0)
     check_cache(config.rollout, longest_prompt=longest, context=create.context_length(config.model, architecture))

@@ -47,6 +47,7 @@ class Habits:
     recompute: bool = False  # and their keys and values are computed anew
     validate_every: int = 0
     save_every: int = 0
+    save_minutes: float = 0.0
     saves_in_background: bool = False
     max_steps: int = 100
 
@@ -107,8 +108,8 @@ class _Run(ABC):
         step, habits = sum(phases.values()), self.habits
         if habits.validate_every and self.assumed.validation_responses:
             phases["validation"] = self._validation() / habits.validate_every
-        if habits.save_every:
-            phases["checkpoints"] = self._saving(step) / habits.save_every
+        if (saving := self._saving(step)) > 0:
+            phases["checkpoints"] = saving / self._steps_between_saves(step)
         useful, seconds = self._failures(sum(phases.values()))
         return Simulated(phases=phases, useful=useful, run_seconds=seconds, preemptions=self.preempted, spans=tuple(self.spans))
 
@@ -204,15 +205,23 @@ class _Run(ABC):
             return 0.0
         return max(queue.now for queue, _, _ in self.sampled(self.work.responses(self.assumed.validation_responses)))
 
+    def _steps_between_saves(self, step: float) -> float:
+        """Infinite if there is a checkpoint at the end only. Those by time come in between those by steps if these are rarer."""
+        every, minutes = self.habits.save_every or math.inf, self.habits.save_minutes
+        by_time = max(1, math.ceil(60 * minutes / step)) if minutes and step else math.inf
+        return min(every, by_time)
+
     def _saving(self, step: float) -> float:
         """A checkpoint of all that is trained; of one that is written in the background what the steps until the next do not cover."""
+        if math.isinf(between := self._steps_between_saves(step)):
+            return 0.0
         size = 0
         for part in (self.main, *self.servers):
             component = part.component
             if component.optimizer is not None:
                 size += sum(state.optimizer for state in part.sizes.stages) * component.num_ranks // component.parallel.pp
         seconds = size / (self.cluster.storage_gb_per_second * GIGA)
-        return max(0.0, seconds - step * self.habits.save_every) if self.habits.saves_in_background else seconds
+        return max(0.0, seconds - step * between) if self.habits.saves_in_background else seconds
 
     def _failures(self, step: float) -> tuple[float, float]:
         """(useful part, seconds) of the whole run: nodes fail at random, and what came after the last checkpoint is computed again."""
@@ -222,7 +231,7 @@ class _Run(ABC):
         ranks = sum(part.component.num_ranks for part in (self.main, *self.servers) if not part.component.within)
         own = self.component.engine.own_ranks if self.component.engine else 0
         nodes = math.ceil(((self.component.num_ranks if self.take_turns else ranks) + own) / self.cluster.gpus_per_node)
-        between, saved = assumed.node_mtbf_hours * 3600 / nodes, step * (self.habits.save_every or self.habits.max_steps)
+        between, saved = assumed.node_mtbf_hours * 3600 / nodes, step * min(self._steps_between_saves(step), self.habits.max_steps)
         draw, clock, done = random.Random(assumed.seed), 0.0, 0.0
         while True:
             lasts = draw.expovariate(1 / between)

@@ -74,6 +74,7 @@ class MetricsFile:
         kept = [record for record in records if record.step <= resumed_step]
         publish(path, lambda new: new.write_bytes(b"".join(map(_encode, kept))))
         self.num_cut = len(records) - len(kept)
+        self.missing = sorted(set(range(1, resumed_step + 1)) - {record.step for record in kept})  # torn, or lost to a full disk
         self._last = kept[-1] if kept else None
         self._file = path.open("r+b", buffering=0)  # nothing may be left to a later write: it would come at another place
         self._line_start = path.stat().st_size - (len(_encode(self._last)) if self._last else 0)

@@ -24,6 +24,8 @@ from aligner.reporting.loggers import open_loggers
 from aligner.reporting.progress import open_view
 from aligner.reporting.rollout_table import SampleRow, write_rows
 
+_SHOWN = 8  # steps that a message lists
+
 
 class RunPaths(Protocol):
     """Where a run keeps what a reporter writes (`aligner.cluster.run_directory.RunDirectory`)."""
@@ -44,12 +46,15 @@ class RunPaths(Protocol):
 
 
 class Reporter:
-    """Rank 0's reporter. `start_step`: last step of the checkpoint resumed from, 0 for a new run.
+    """Rank 0's reporter. `start_step`: last step of the checkpoint resumed from, 0 for a new run. `lost` says it if that had none to
+    resume from although there was an earlier start.
 
     Raises:
         ConfigError: at construction, where a configured logger is not installed or cannot start.
         DataError: at construction, where an existing metrics.jsonl is damaged.
     """
+
+    lost = ""
 
     def __init__(
         self,
@@ -89,8 +94,14 @@ class Reporter:
             start_step=start_step,
             stream=stream or sys.stdout,
         )
-        if self._file.num_cut:
-            self.note(f"resumed at step {start_step}: {self._file.num_cut} later steps were cut from {run_directory.metrics.name}")
+        cut, missing, name = self._file.num_cut, self._file.missing, run_directory.metrics.name
+        if cut and not start_step:
+            self.lost = f"warning: no checkpoint to resume from: {cut} steps of an earlier start are lost"
+        if cut:
+            self.note(self.lost or f"resumed at step {start_step}: {cut} later steps were cut from {name}")
+        if missing:
+            steps = ", ".join(map(str, missing[:_SHOWN])) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
+            self.note(f"warning: {name} has no whole line of step {steps}: torn, or lost to a full disk")
 
     def __enter__(self) -> Reporter:
         return self
@@ -155,6 +166,8 @@ class Reporter:
 
 class SilentReporter:
     """Other ranks' reporter: takes the same calls and does nothing."""
+
+    lost = ""
 
     def __enter__(self) -> SilentReporter:
         return self

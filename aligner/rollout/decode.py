@@ -13,7 +13,7 @@ Feed-forward layers have the arithmetic of Megatron-Core's `MLP`; `aligner.rollo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from aligner.models import rope
 from aligner.models.activations import activation_of
 from aligner.models.build import rounded_scale
 from aligner.models.config import Architecture, ParallelResidual
+from aligner.models.latent_attention import LATENT_EPS
 from aligner.models.own_layer import neighbours_apart
 from aligner.models.tracing import Operation, Tap
 from aligner.models.windowed_attention import form_of
@@ -98,7 +99,8 @@ class Decoder:
         self._norm_of_heads = norm_of_heads(architecture, ranks=shards.count, add_up=self._sum)
         self.latent = None
         if architecture.latent_size:  # all heads read what one group of keys and values holds
-            self.latent = LatentHeads(architecture=architecture, heads=self.groups * self.queries, norm=self.norm)
+            latent_norm = norm_of(replace(architecture, norm_eps=LATENT_EPS))
+            self.latent = LatentHeads(architecture=architecture, heads=self.groups * self.queries, norm=latent_norm)
             self.groups, self.queries, self.head_dim = 1, self.groups * self.queries, architecture.latent_size + architecture.rotated
         # Which delta net a layer is, or else which of those with keys and values.
         linear, layers = architecture.linear_attention_layers, range(architecture.num_layers)

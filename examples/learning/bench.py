@@ -14,7 +14,7 @@ from stories import Files, StoryFiles
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 
 COMMON = (
-    *("model.micro_batch_tokens=2048", "optimizer.weight_decay=0.01"),
+    *("model.micro_batch_tokens=2048", "optimizer.weight_decay=0.01", "optimizer.warmup_steps=10"),
     *("loop.table_every=0", "logging.tensorboard=false", "logging.progress=plain"),
 )
 

@@ -15,7 +15,7 @@ LEARNING_RATE = 3e-4
 
 COMMON = (
     *("model.micro_batch_size=64", "model.make_vocab_divisible_by=2"),
-    *(f"optimizer.lr={LEARNING_RATE}", f"optimizer.min_lr={LEARNING_RATE / 10}", "optimizer.weight_decay=0"),
+    *(f"optimizer.lr={LEARNING_RATE}", f"optimizer.min_lr={LEARNING_RATE / 10}", "optimizer.weight_decay=0", "optimizer.warmup_steps=10"),
     "data.max_prompt_length=8",
     *("rollout.max_batch_size=256", f"rollout.sampling.max_response_length={MAX_RESPONSE_LENGTH}"),
     "reward.function.path=aligner.rewards.builtin:exact_match",
@@ -49,6 +49,7 @@ _PPO = Case(
         "reward.serve=false",
         *("critic.model.micro_batch_size=64", "critic.model.make_vocab_divisible_by=2", "critic.mini_batch_size=64"),
         *("critic.optimizer.lr=1e-3", "critic.optimizer.min_lr=1e-4", "critic.optimizer.weight_decay=0"),
+        "critic.optimizer.warmup_steps=10",
     ),
 )
 _ONLINE_DPO = Case(

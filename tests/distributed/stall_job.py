@@ -26,6 +26,10 @@ class Config:
     """As much of a job's config as a session needs."""
 
     run: RunConfig = field(default_factory=RunConfig)
+    num_processes: int = 2
+
+    def servers(self) -> tuple[()]:
+        return ()
 
 
 def main() -> None:

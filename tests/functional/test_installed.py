@@ -100,6 +100,7 @@ def test_the_demo_of_a_wheel(installed: Path, tmp_path: Path) -> None:
     out = run(installed, tmp_path, "demo", "--steps", "3", "--directory", "demo", code=1)
     records = [json.loads(line) for line in (tmp_path / "demo" / "ppo" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2, 3] and "PPO" in out
+    assert out.endswith("the accuracy did not rise: something is wrong\n") and "error" not in out
 
 
 @pytest.mark.slurm

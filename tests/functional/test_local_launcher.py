@@ -213,7 +213,9 @@ def test_registered_services_are_announced_and_missing_ones_end_the_run(tmp_path
 
 
 _LAUNCHER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and `make test &` start this with signals ignored, which the launcher
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # leaves so
 from pathlib import Path
 from aligner.cluster.component import Component
 from aligner.cluster.config import LocalLauncherConfig

@@ -83,3 +83,35 @@ def test_a_signal_saves_and_kill_9_loses_only_the_unsaved_steps(task: Path, unin
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
     assert without_times(run) == without_times(uninterrupted)
     assert weights(run) == weights(uninterrupted)
+
+
+def test_checkpoints_by_time_of_a_run_by_epochs(task: Path, uninterrupted: Path) -> None:
+    """One after every step here, written in the background; 2.25 epochs of 64 prompts, 24 a step, are the six steps."""
+    run, length = task / "by_time", ["loop.max_steps=0", "loop.epochs=2.25"]
+    given = [*settings(task), *length, "loop.save_minutes=1e-9", "checkpoint.asynchronous=true"]
+    with Job(TRAIN, run, [*given, slow_reward(task, 0.2)]) as job:
+        job.reached(4)
+        os.kill(job.process.pid, signal.SIGKILL)
+        job.wait()
+    kept = checkpoint_steps(run / "checkpoints" / "policy")
+    assert kept and len(kept) <= 2
+    output = run_job(TRAIN, run, [*given, slow_reward(task, 0.2)])
+    assert f"resumed after step {kept[-1]}" in output and "lost" not in output
+    said = "the run ends after 6 steps (loop.epochs=2.25) of 24 samples: 144 samples, 2.25 epochs of 64, responses of at most 8 tokens"
+    assert said in output
+    assert checkpoint_steps(run / "checkpoints" / "policy") == [5, 6]
+    assert without_times(run) == without_times(uninterrupted)
+    assert weights(run) == weights(uninterrupted)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_so_at_its_start_and_end(task: Path, uninterrupted: Path) -> None:
+    run = task / "too_early"
+    with Job(TRAIN, run, [*settings(task), slow_reward(task, 0.2)]) as job:
+        job.reached(2)
+        os.kill(job.process.pid, signal.SIGKILL)
+        assert "first after 30 minutes, then every 30 minutes, and at the end" in job.output()
+        job.wait()
+    output = run_job(TRAIN, run, [*settings(task), slow_reward(task, 0.0)])
+    lines = [line for line in output.splitlines() if "steps of an earlier start are lost" in line]
+    assert len(lines) == 2 and output.splitlines()[-1] == lines[-1]
+    assert without_times(run) == without_times(uninterrupted)

@@ -61,6 +61,7 @@ def tiny_settings(folder: Path) -> list[str]:
         "rollout.sampling.max_response_length=8",
         *("optimizer.lr=1e-2", "optimizer.min_lr=0", "optimizer.warmup_steps=0", "optimizer.decay=constant", "optimizer.weight_decay=0"),
         *("logging.tensorboard=false", "logging.progress=plain", "loop.table_every=0"),
+        "checkpoint.asynchronous=false",  # what is on the disk when a run is killed is what it had asked for
     ]
 
 

@@ -104,7 +104,7 @@ def test_cfg_shows_what_is_missing_and_what_is_given(script: Path, monkeypatch, 
     ("arguments", "text"),
     [
         (["++loop.max_stepps=4"], "did you mean loop.max_steps?"),
-        (["loop.max_steps=0", "data.train=x"], "loop.max_steps=0: must be at least 1"),
+        (["loop.max_steps=-1", "data.train=x"], "loop.max_steps=-1: must be at least 1"),
         (["loop.max_steps=many"], "loop.max_steps"),
         (["--max-steps=4"], "unknown option --max-steps=4; settings are written key=value"),
         ([], "data.train is required"),
@@ -300,3 +300,17 @@ except SystemExit:
         *("aligner.cli", "aligner.files", "aligner.command_parts", "aligner.plan_commands"),
     }
     assert not loaded & {"torch", "hydra", "omegaconf", "rich", "jinja2", "numpy", "argparse"}
+
+
+@pytest.mark.parametrize(("ends", "code"), [("return 0", 0), ("return 1", 1), ("sys.exit(0)", 0), ("sys.exit(2)", 2)])
+def test_the_demo_ends_with_its_own_code(ends: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    """0 once the accuracy has risen; its parser exits by itself after --help (0) and for a wrong argument (2)."""
+    (tmp_path / "demo").mkdir()
+    text = f"import sys\ndef main():\n    print(sys.argv)\n    {ends}\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    (tmp_path / "demo" / "run.py").write_text(text)
+    monkeypatch.setattr("aligner.files.shipped", lambda name: tmp_path)
+    monkeypatch.setattr(sys, "argv", ["aligner"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert cli.main(["demo", "--steps", "3"]) == code
+    said = capsys.readouterr()
+    assert said.out == "['aligner demo', '--steps', '3']\n" and said.err == ""

@@ -95,7 +95,7 @@ TABLE = {
     "lambd": ("", "", "", "algorithm.gae_lambda"),
     "adam_betas": ("optimizer.beta1 and optimizer.beta2",) * 4,
     "gradient_checkpointing": ("model.recompute=full",) * 4,
-    "num_train_epochs": ("loop.max_steps",) * 4,
+    "num_train_epochs": ("loop.epochs",) * 4,
     "trainer.dpo.max_steps": ("loop.max_steps",) * 4,
     "lora_r": ("model.lora.rank",) * 4,
     "output_dir": ("run.directory",) * 4,
@@ -120,7 +120,7 @@ def test_the_setting_that_is_meant(typed: str, keys) -> None:
     ("typed", "said"),
     [
         ("gradient_accumulation_steps", "there is no such setting: it follows from"),
-        ("trainer.total_epochs", "did you mean loop.max_steps? (the run's length is in steps, not in epochs)"),
+        ("trainer.total_epochs", "did you mean loop.epochs?"),
         ("min_prompt_length", "see --help"),  # nothing of another meaning for being spelled like it
         ("optimizer.max_lr", "see --help optimizer"),
         ("dataset.nothing", "see --help"),
@@ -141,7 +141,7 @@ def test_all_unknown_keys_at_once(tmp_path) -> None:
     own.mkdir(parents=True)
     (own / "mine.yaml").write_text("kl_beta: 0.1\ngroup_size: 4\nnested: {deep: 1}\n")
     schema = recipes()["grpo"].config
-    given = ["data.train=x", f"hydra.searchpath=[file://{tmp_path / 'own'}]", "algorithm=mine", "loop.max_steps=0"]
+    given = ["data.train=x", f"hydra.searchpath=[file://{tmp_path / 'own'}]", "algorithm=mine", "loop.max_steps=-1"]
     with pytest.raises(ConfigError) as caught:
         compose(schema, "grpo", [*given, "learning_rate=1", "+trainer={ppo: {max_steps: 3}}", "reward.functions.a={pathh: b}"])
     first, *lines = str(caught.value).split("\n  ")

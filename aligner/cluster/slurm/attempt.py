@@ -120,8 +120,8 @@ class Attempt:
 
     def _actor_ended(self) -> Verdict:
         actor = self._actor
-        if done_step(self._place.run) >= self._spec.max_steps:
-            return Verdict(ending=Ending.done, reason=f"step {self._spec.max_steps} is reached")
+        if step := done_step(self._place.run, self._spec):
+            return Verdict(ending=Ending.done, reason=f"step {step} is reached")
         outcome = actor.outcome()
         ending = _ENDINGS.get(ExitCode(outcome.code), Ending.crashed) if outcome and outcome.code in set(ExitCode) else Ending.crashed
         if ending is Ending.crashed and self._requests.stop:
@@ -211,9 +211,9 @@ class Attempt:
         if self._doomed is not None and time.monotonic() > self._doomed[0]:
             return Verdict(ending=Ending.crashed, reason=self._doomed[1])
         done = self._place.run.done
-        if done.exists() and done_step(self._place.run) >= self._spec.max_steps:
+        if step := done_step(self._place.run, self._spec):
             if time.time() - done.stat().st_mtime > self._slurm.spread_seconds:
-                return Verdict(ending=Ending.done, reason=f"step {self._spec.max_steps} is reached; not every rank had left")
+                return Verdict(ending=Ending.done, reason=f"step {step} is reached; not every rank had left")
         return None
 
     def _describe_end(self, step: Step) -> str:

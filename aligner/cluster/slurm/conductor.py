@@ -116,7 +116,7 @@ def conduct(spec: JobSpec, around: Surroundings) -> int:
     """Run a job of this run to its end; the exit code. Raises LaunchError if another job holds the run."""
     run = RunDirectory(Path(spec.run_directory)).create()
     around.allocation.check(spec)
-    if (step := done_step(run)) >= spec.max_steps:
+    if step := done_step(run, spec):
         around.say(f"the run in {run.path} is done (step {step}, {run.done.name}): nothing to do")
         return ExitCode.done
     job = around.allocation.job

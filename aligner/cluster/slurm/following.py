@@ -152,7 +152,7 @@ def go_on(folder: Path, client: SlurmClient, environ: Mapping[str, str]) -> str:
 def _in_vain(spec: JobSpec, job: str, history: History, client: SlurmClient) -> str:
     """Why the run is not to go on by itself; empty if it is."""
     run = RunDirectory(Path(spec.run_directory))
-    if (step := done_step(run)) >= spec.max_steps:
+    if step := done_step(run, spec):
         return f"the run is done (step {step})"
     later = history.started_after(job)
     if later:

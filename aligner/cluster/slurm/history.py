@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.cluster.run_directory import RunDirectory
+from aligner.cluster.slurm.spec import JobSpec
 from aligner.models import checkpoint_files
 
 SUBMITTED, STARTED, ENDED = "job_started", "attempt_started", "job_ended"
@@ -76,11 +77,11 @@ def newest_step(run: RunDirectory, folders: Sequence[str]) -> int:
     return max(set.intersection(*steps), default=0) if steps else 0
 
 
-def done_step(run: RunDirectory) -> int:
-    """The step that `done.json` says the run has reached; 0 if there is none."""
+def done_step(run: RunDirectory, spec: JobSpec) -> int:
+    """The step at which `done.json` says that this run is over; 0 if it is not, or not with the length that `spec` wants now."""
     try:
-        return int(json.loads(run.done.read_text())["step"])
-    except FileNotFoundError:
-        return 0
-    except (ValueError, KeyError, TypeError):  # damaged: the run will write it again when it comes there
+        done = json.loads(run.done.read_text())
+        over = done["step"] >= spec.max_steps > 0 or done.get("epochs", 0) >= spec.epochs > 0
+        return int(done["step"]) if over else 0
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged: the run will write it again when it comes there
         return 0

@@ -175,6 +175,7 @@ class JobSpec:
     components: tuple[ComponentSpec, ...]
     preflight: tuple[str, ...]  # arguments of the Python interpreter; empty: none
     slurm: SlurmConfig
+    epochs: float = 0.0  # after which it ends too; max_steps is 0 if they alone say when
     idle_seconds: float = 3600.0  # so long nodes of servers wait for an actor (server.idle_timeout_seconds), where each has a job
     container: ContainerConfig = field(default_factory=ContainerConfig)
 

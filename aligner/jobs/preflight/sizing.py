@@ -22,6 +22,7 @@ from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, w
 from aligner.jobs.preflight.tokenizers import tokenizer_of
 from aligner.jobs.programs import placement_of, programs, share_out
 from aligner.loop.config import JobRun
+from aligner.loop.loop import NEWEST_BY_TIME
 from aligner.loop.session import see_own_gpus
 from aligner.models.config import Dtype
 from aligner.parallel import platform
@@ -269,7 +270,8 @@ def judge_space(context: Context, seen: Mapping[int, Space]) -> Finding:
     space, config = seen[0], context.config
     one = context.findings["plan"].figures["checkpoint_bytes"] if "plan" in context.findings else 0.0
     saves = max(1, config.loop.max_steps // config.loop.save_every) if config.loop.save_every else 1
-    kept = min(saves, config.checkpoint.keep + 1) if config.checkpoint.keep else saves
+    by_time = NEWEST_BY_TIME if config.loop.save_minutes else 0  # beside them, of a run that takes so long
+    kept = min(saves + by_time, config.checkpoint.keep + 1) if config.checkpoint.keep else saves + by_time
     needed, everything = one * min(2, saves), one * max(kept, min(2, saves))
     figures = {"free_bytes": float(space.free), "checkpoint_bytes": one, "needed_bytes": needed, "all_bytes": everything}
     found = f"{space.free / GIB:.1f} GiB free; a checkpoint is {one / GIB:.2f} GiB, {kept} of them {everything / GIB:.1f} GiB"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from aligner.data.collate import EpochSampler
 from aligner.errors import AlignerError, CheckpointError, ConfigError, ServerUnreachable
-from aligner.loop.loop import Clock, LoopConfig, StepResult, TimeBudget, run
+from aligner.loop.loop import BY_TIME, Clock, LoopConfig, StepResult, TimeBudget, run
 from aligner.types import FinishReason, SampleRow
 
 pytestmark = pytest.mark.usefixtures("topology")
@@ -34,6 +35,7 @@ class Recorder:
         self.validations: dict[int, dict[str, float]] = {}
         self.under_way: int | None = None  # the step of a save in the background
         self.background = False
+        self.by_time: list[int] = []
         self.on_disk = start[0]
 
     def step(self, step: int, clock: Clock) -> StepResult:
@@ -68,6 +70,7 @@ class Recorder:
             self.on_save()
         self.validations[step] = dict(validation)
         self.events.append(f"save {step} {state['updates']}")
+        self.by_time += [step] if BY_TIME in state else []
         self.under_way = step
         if not self.background:
             self.settle()
@@ -298,7 +301,61 @@ def test_a_bug_is_not_rescued() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("field, value", [("max_steps", 0), ("save_every", -1), ("validate_every", -1), ("table_every", -1)])
+NUMBERS = ("max_steps", "epochs", "save_minutes", "save_every", "validate_every", "table_every")
+
+
+@pytest.mark.parametrize("field, value", [(name, -1) for name in NUMBERS])
 def test_bad_settings(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"loop.{field}={value}: must"):
         LoopConfig(**{field: value})
+
+
+class Watch:
+    """A clock that each step takes forward."""
+
+    def __init__(self, recorder: Recorder, *seconds: float) -> None:
+        self.now = 0.0
+        recorder.on_step = {step: lambda taken=taken: self.wait(taken) for step, taken in enumerate(seconds, 1)}
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def saves(recorder: Recorder, watch: Watch, **config: Any) -> list[str]:
+    settings = LoopConfig(table_every=0, **config)
+    budget = TimeBudget(save_minutes=settings.save_minutes, clock=watch)
+    run(recorder, settings, checkpointer=recorder, open_reporter=lambda start: recorder, budget=budget)
+    return [event for event in recorder.events if event.startswith("save")]
+
+
+def test_a_checkpoint_is_saved_when_it_is_time() -> None:
+    """Half an hour after the start, or after the last one, whichever asked for that; by default too."""
+    recorder = Recorder()
+    assert saves(recorder, Watch(recorder, 1000, 799, 1, 1799, 1, 10), max_steps=6) == ["save 3 3", "save 5 5", "save 6 6"]
+    assert recorder.by_time == [3, 5]
+    recorder = Recorder()
+    assert saves(recorder, Watch(recorder, 60, 60, 60, 60, 61), max_steps=5, save_minutes=2, save_every=3) == [
+        *("save 2 2", "save 3 3", "save 5 5"),
+    ]
+    assert recorder.by_time == [2]  # the others were asked for by their steps
+    recorder = Recorder()
+    assert saves(recorder, Watch(recorder, 1e6, 1e6), max_steps=3, save_minutes=0) == ["save 3 3"]
+
+
+def test_the_mark_of_a_checkpoint_by_time_is_no_state_of_the_algorithm() -> None:
+    recorder = Recorder(start=(3, {"updates": 3, BY_TIME: True}))
+    recorder.run(max_steps=4)
+    assert "load {'updates': 3}" in recorder.events
+
+
+def test_another_length_by_epochs() -> None:
+    order = EpochSampler(50, 8, 0)
+    assert LoopConfig().max_steps == 100 and LoopConfig().over(order) == LoopConfig()
+    assert LoopConfig(epochs=2).max_steps == 0  # until the data are known
+    assert LoopConfig(epochs=2).over(order) == LoopConfig(epochs=2, max_steps=13)
+    assert LoopConfig(epochs=2, max_steps=13).over(order).epochs == 2
+    assert LoopConfig(epochs=2, max_steps=12).over(order) == LoopConfig(max_steps=12)  # sooner
+    assert LoopConfig(epochs=2, max_steps=99).over(order) == LoopConfig(epochs=2, max_steps=13)

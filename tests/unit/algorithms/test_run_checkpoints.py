@@ -13,6 +13,7 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import CheckpointError, ConfigError, ServerUnreachable
 from aligner.loop.checkpointing import CRITIC, POLICY, CriticCheckpointer, RunCheckpointer, load_critic
 from aligner.loop.config import BestMode, CheckpointConfig
+from aligner.loop.loop import BY_TIME
 from aligner.loop.pairs import newest_pair
 from aligner.loop.session import Session
 from aligner.models import checkpoint
@@ -44,7 +45,7 @@ def value_model(make_model):
 
 
 def keeper(session: Session, model, critic=None, **config) -> RunCheckpointer:
-    settings = CheckpointConfig(**config)
+    settings = CheckpointConfig(**{"asynchronous": False} | config)
     return RunCheckpointer(session, model, name=POLICY, tokenizer=session.directory.path, config=settings, critic=critic)
 
 
@@ -348,7 +349,8 @@ def test_an_error_of_the_writer_comes_with_a_poll(session, model, monkeypatch) -
 
 
 def critic_keeper(session, value_model, ledger: Ledger, **config) -> CriticCheckpointer:
-    return CriticCheckpointer(session, value_model, ledger, tokenizer=session.directory.path, config=CheckpointConfig(**config))
+    settings = CheckpointConfig(**{"asynchronous": False} | config)
+    return CriticCheckpointer(session, value_model, ledger, tokenizer=session.directory.path, config=settings)
 
 
 def test_a_critic_begins_a_checkpoint_and_completes_it(session, value_model) -> None:
@@ -401,3 +403,29 @@ def test_a_critics_checkpoint_without_a_ledger_or_of_another_run(session, value_
         checkpoint.save(session.directory.checkpoints / CRITIC, value_model, checkpoint.SaveRequest(step=3, state=state))
         with pytest.raises(CheckpointError, match=message):
             load_critic(session, value_model, CheckpointConfig())
+
+
+def test_of_those_saved_by_time_the_newest_two_stay(session, model) -> None:
+    keeping = keeper(session, model, asynchronous=True)
+    for step, by_time in ((1, True), (2, False), (3, True), (4, True), (5, True), (6, False)):
+        keeping.save(step, {BY_TIME: True} if by_time else {}, {})
+        keeping.wait()
+    assert steps(session) == [2, 5, 6]  # 5 is the one to go back to if 6 is damaged
+    keeping = keeper(session, model, keep=1)
+    keeping.save(7, {BY_TIME: True}, {})
+    assert steps(session) == [7]
+
+
+def test_what_was_put_aside_goes_when_its_step_is_reached_again(session, model, value_model, fakes) -> None:
+    for step in (2, 6):
+        keeper(session, model).rescue(step, {})
+    save_critic(session, value_model, 2)
+    critic = fakes.FakeCritic([])
+    critic.save = lambda step: fakes.done(save_critic(session, value_model, step))
+    keeping = keeper(session, model, critic)
+    assert keeping.load()[0] == 2
+    aside = session.directory.checkpoints / POLICY / "unpaired_step_000006"
+    keeping.save(4, {}, {})
+    assert aside.exists()
+    keeping.save(7, {}, {})
+    assert not aside.exists() and steps(session) == [2, 4, 7]

@@ -115,6 +115,24 @@ def test_steps_that_train_the_critic_alone_are_no_part_of_the_policys_schedule(r
     assert noted[id(outcome.critic_model)].rates == pytest.approx(rates(critic * STEPS, "cosine"))
 
 
+@pytest.mark.parametrize("case", ["sft", "ppo"])
+def test_epochs_make_the_schedule_of_as_many_steps(case: str, runs: Runs, noted: dict[int, Noted]) -> None:
+    """Of the critic too, which counts the prompts by itself. The warm-up is a tenth of the updates."""
+    recipe, settings, policy, critic = UPDATES[case]
+    given = settings | {"optimizer.lr": HIGH, "optimizer.min_lr": LOW, "optimizer.warmup_steps": -1, "optimizer.warmup_fraction": 0.3}
+    given |= {"critic.optimizer.lr": HIGH, "critic.optimizer.warmup_steps": -1} if critic else {}
+    by_steps = runs.new(recipe, given | {"loop.max_steps": STEPS})
+    algorithm = by_steps.algorithm
+    order = algorithm.order if case == "sft" else algorithm.task.order
+    by_epochs = runs.new(recipe, given | {"loop.max_steps": 0, "loop.epochs": order.epoch(STEPS)})
+    first, second = noted[id(by_steps.model)], noted[id(by_epochs.model)]
+    assert first.rates == second.rates and len(first.rates) == policy * STEPS
+    assert first.rates[math.ceil(0.3 * policy * STEPS) - 1] == HIGH == max(first.rates)
+    if critic:
+        rates_of = [noted[id(outcome.critic_model)].rates for outcome in (by_steps, by_epochs)]
+        assert rates_of[0] == rates_of[1] and len(rates_of[0]) == critic * STEPS
+
+
 def test_a_length_of_the_users_own_counts_updates(runs: Runs, noted: dict[int, Noted]) -> None:
     """What comes behind it stays at the end; so does a run whose warm-up is longer than all of it."""
     outcome = runs.new("grpo", GROUPS | scheduled("linear", STEPS) | {"optimizer.decay_steps": 11})

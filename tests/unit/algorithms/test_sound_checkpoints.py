@@ -52,7 +52,7 @@ def critic(session, make_model, fakes):
 
 
 def keeper(session: Session, model, critic=None, damaged=DamagedCheckpoint.fall_back, **config) -> RunCheckpointer:
-    settings, tokenizer = CheckpointConfig(**config), session.directory.path
+    settings, tokenizer = CheckpointConfig(**{"asynchronous": False} | config), session.directory.path
     return RunCheckpointer(session, model, name=POLICY, tokenizer=tokenizer, config=settings, critic=critic, damaged=damaged)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -365,5 +367,18 @@ def test_newest_step_is_of_complete_pairs(world) -> None:
             (directory / "aligner.json").touch()
     assert newest_step(world.run, ("policy", "critic")) == 2
     assert newest_step(world.run, ("policy",)) == 4
+
+
+def test_a_run_is_done_by_the_length_that_is_wanted_now(world) -> None:
+    def done(step: int = 0, reached: float = 0.0, *, max_steps: int = 0, epochs: float = 0.0) -> int:
+        world.run.done.write_text(json.dumps({"step": step, "epochs": reached}))
+        return done_step(world.run, SimpleNamespace(max_steps=max_steps, epochs=epochs))
+
+    assert done(10, max_steps=10) == done(10, max_steps=9) == 10 and done(10, max_steps=11) == 0
+    assert done(33, 2.5, epochs=2.5) == 33 and done(33, 2.5, epochs=3) == 0
+    assert done(33, epochs=2.5) == 0  # max_steps ended it
+    assert done(33, 2.5, epochs=3, max_steps=20) == 33  # max_steps are fewer now
+    world.run.done.write_text('{"step": 10}')  # of an earlier version
+    assert done_step(world.run, SimpleNamespace(max_steps=10, epochs=0.0)) == 10
     world.run.done.write_text("{half")
-    assert done_step(world.run) == 0
+    assert done_step(world.run, SimpleNamespace(max_steps=1, epochs=0.0)) == 0

@@ -158,11 +158,15 @@ def test_a_plan_gives_the_size_of_checkpoints(context_of, settings):
 @pytest.mark.parametrize(
     ("free", "values", "level"),
     [
-        (4000, {"loop.save_every": 10}, Level.ok),  # 100 steps: ten checkpoints of 400
-        (3999, {"loop.save_every": 10}, Level.warning),
+        (4000, {"loop.save_every": 10, "loop.save_minutes": 0}, Level.ok),  # 100 steps: ten checkpoints of 400
+        (3999, {"loop.save_every": 10, "loop.save_minutes": 0}, Level.warning),
+        (4800, {"loop.save_every": 10}, Level.ok),  # and the newest two by time
+        (4799, {"loop.save_every": 10}, Level.warning),
         (799, {"loop.save_every": 10}, Level.fatal),  # not even two
         (800, {"loop.save_every": 10, "checkpoint.keep": 1}, Level.ok),  # the one that stays and the one that is written
-        (400, {}, Level.ok),  # only at the end
+        (1200, {}, Level.ok),  # two by time and the one at the end
+        (1199, {}, Level.warning),
+        (400, {"loop.save_minutes": 0}, Level.ok),  # only at the end
         (399, {}, Level.fatal),
     ],
 )

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, ConfigError
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.policy import policy_loss
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
@@ -316,3 +316,20 @@ def test_the_fingerprint_shows_every_update(dtype, distributed, make_model):
         if lr == 1e-30:
             assert all(torch.equal(old, new) for old, new in zip(weights, weights_of(policy), strict=True))
     assert found == {1e-7: True, 1e-30: False}
+
+
+def test_the_warm_up_is_a_tenth_of_the_run_unless_steps_are_given():
+    assert [OptimizerConfig().warmup(total) for total in (1, 5, 10, 11, 100, 1000)] == [1, 1, 1, 2, 10, 100]
+    assert OptimizerConfig(warmup_fraction=0.03).warmup(100) == 3  # as written: 0.03 * 100 is above 3 in floating point
+    assert OptimizerConfig(warmup_fraction=0.0).warmup(100) == 0 == OptimizerConfig(warmup_steps=0).warmup(100)
+    assert OptimizerConfig(warmup_steps=7, warmup_fraction=0.5).warmup(100) == 7
+    for wrong, said in (({"warmup_fraction": 1.0}, "warmup_fraction=1.0"), ({"warmup_steps": -2}, "warmup_steps=-2")):
+        with pytest.raises(ConfigError, match=f"optimizer.{said}"):
+            OptimizerConfig(**wrong)
+
+
+def test_a_run_that_ends_within_its_warm_up_says_so(make_model, capsys):
+    make_model("policy", optimizer=OptimizerConfig(lr=1e-3, min_lr=0.0, warmup_steps=8), training={"total_steps": 4})
+    said = "warning: optimizer.warmup_steps=8, optimizer.lr=0.001: the run has 4 optimizer steps, so the learning rate rises to 0.0005 only"
+    assert said in capsys.readouterr().out
+    assert OptimizerConfig(warmup_steps=8).shortfall(8) == "" == OptimizerConfig().shortfall(1)

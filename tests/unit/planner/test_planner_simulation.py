@@ -160,7 +160,7 @@ def test_what_comes_between_steps():
     found = phases(replace(actor(), sizes=state), assumed=PlanConfig(validation_responses=8), habits=habits)
     assert found["validation"] == 2 and found["checkpoints"] == 2
     hidden = phases(replace(actor(), sizes=state), habits=replace(habits, saves_in_background=True))
-    assert hidden["checkpoints"] == 0
+    assert "checkpoints" not in hidden
 
 
 def test_failures():
@@ -194,3 +194,19 @@ def test_ten_thousand_gpus_and_a_hundred_steps():
     part = replace(actor(work=work, engine=engine, num_ranks=5000), seconds={Phase.train: 30.0})
     run = simulate([part], CLUSTER, PlanConfig(steps=100), Habits(max_staleness=2), take_turns=False)
     assert run.step_seconds >= 30
+
+
+def test_checkpoints_by_time_come_in_between_rarer_ones_by_steps():
+    """Steps of 17 s: half an hour is 106 of them."""
+    state = replace(SIZES, stages=(replace(NOTHING, optimizer=20 * 10**9),))
+
+    def saving(**habits: float) -> float:
+        return phases(replace(actor(), sizes=state), habits=Habits(**habits)).get("checkpoints", 0.0)
+
+    assert saving(save_minutes=30) == saving(save_minutes=30, save_every=500) == pytest.approx(20 / 106)
+    assert saving(save_minutes=30, save_every=10) == 2 and saving() == 0
+    often = PlanConfig(node_mtbf_hours=1, restart_minutes=5)
+    at_the_end, by_time = (
+        simulate([actor()], CLUSTER, often, Habits(max_steps=1000, save_minutes=minutes), take_turns=False).useful for minutes in (0, 10)
+    )
+    assert by_time > at_the_end

@@ -137,3 +137,29 @@ def test_summary_of_nothing(tmp_path: Path) -> None:
 def test_bad_format_is_found_before_the_run() -> None:
     with pytest.raises(ConfigError):
         Column("reward", "reward/mean", "%.3f")
+
+
+def test_a_start_without_a_checkpoint_after_another_start_says_what_is_lost(tmp_path: Path) -> None:
+    run, stream = RunDirectory(tmp_path / "run").create(), io.StringIO()
+    with _reporter(run, stream) as reporter:
+        assert reporter.lost == ""
+        for step in (1, 2, 3):
+            reporter.log(step, {"reward/mean": step / 10})
+    stream.truncate(0)
+    with _reporter(run, stream) as reporter:
+        assert reporter.lost == "warning: no checkpoint to resume from: 3 steps of an earlier start are lost"
+    assert reporter.lost in stream.getvalue() and "resumed at" not in stream.getvalue()
+
+
+def test_a_step_whose_line_was_torn_is_said(tmp_path: Path) -> None:
+    run, stream = RunDirectory(tmp_path / "run").create(), io.StringIO()
+    with _reporter(run, stream) as reporter:
+        for step in (1, 2, 3):
+            reporter.log(step, {"reward/mean": step / 10})
+    run.metrics.write_bytes(run.metrics.read_bytes()[:-5])  # the node died
+    with _reporter(run, stream, start_step=3) as reporter:
+        reporter.log(4, {"reward/mean": 0.5})
+    assert stream.getvalue().count("warning: metrics.jsonl has no whole line of step 3: torn, or lost to a full disk") == 1
+    run.metrics.unlink()
+    with _reporter(run, stream, start_step=10):
+        assert "has no whole line of step 1, 2, 3, 4, 5, 6, 7, 8 and 2 more:" in stream.getvalue()
