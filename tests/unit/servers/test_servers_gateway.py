@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_triton import ENDPOINTS, LIMITS, FakeTriton
 
 from aligner.errors import ConfigError
-from aligner.servers import seats, wire
+from aligner.servers import seats, upstream, wire
 from aligner.servers.access import Access
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.gateway import Gateway
 from aligner.servers.health import Health
 from aligner.servers.inbound import body_limit
-from aligner.servers.kserve import HEADER_LENGTH, decode_response, encode_request
+from aligner.servers.kserve import HEADER_LENGTH, AnswerError, decode_response, encode_request
 
 ACCESS = Access("5e" * 32)
 INFER = "/v2/models/critic_infer/infer"
@@ -103,6 +104,30 @@ def test_binary_and_json_mean_the_same(serving: Serving) -> None:
         wanted = {"inputs": texts, "parameters": {"binary_data_output": True}}
         status, headers, body = served.ask("POST", "/v2/models/reward_model/infer", json.dumps(wanted).encode())
         assert decode_response(headers[HEADER_LENGTH], body)["rewards"].tolist() == [[3.0]]
+
+
+def test_large_requests_are_computed_beside_the_others(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "LARGE_BYTES", 0)
+    with serving() as served:
+        status, headers, body = served.infer()
+        assert (status, decode_response(headers[HEADER_LENGTH], body)["values"].tolist()) == (200, [[2.0, 4.0, 6.0]])
+        status, _, body = served.infer({**TOKENS, "tokens": np.array([[1, 2, 100]])})
+        assert (status, json.loads(body)["error"]) == (400, "critic_infer: tokens: ids from 1 to 100; allowed are 0 to 99")
+
+
+def test_an_ending_server_answers_those_who_wait(serving: Serving) -> None:
+    with serving() as served:
+        served.fake.may_answer.clear()
+        with ThreadPoolExecutor() as pool:
+            answers = [pool.submit(served.infer) for _ in range(2)]
+            while len(served.fake.received) < 2:
+                time.sleep(0.01)
+            served.fake.intake.close(AnswerError("server critic was told to end", status=503))
+            for answer in answers:
+                status, _, body = answer.result(20)
+                assert (status, json.loads(body)["error"]) == (503, "server critic was told to end")
+        served.fake.may_answer.set()
+        assert served.infer()[0] == 503
 
 
 def test_everything_but_liveness_needs_the_secret(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:
