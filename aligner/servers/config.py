@@ -97,8 +97,8 @@ class ServerConfig:
             return Transport.pytriton if is_installed else Transport.http
         if self.transport is Transport.pytriton and not is_installed:
             raise ConfigError(
-                "server.transport=pytriton: nvidia-pytriton is not installed in this environment: pip install 'aligner[servers]' (needs "
-                "numpy 1), or set server.transport=http"
+                "server.transport=pytriton: nvidia-pytriton is not installed in this environment: pip install 'aligner[servers]' (numpy 1, "
+                "Python up to 3.12), or set server.transport=http"
             )
         return self.transport
 

@@ -313,7 +313,7 @@ def _metadata(endpoint: Endpoint) -> dict[str, object]:
     return {
         "name": endpoint.name,
         "versions": ["1"],
-        "platform": "pytriton",
+        "platform": "aligner",
         "inputs": described(endpoint.inputs),
         "outputs": described(endpoint.outputs),
     }
