@@ -1,4 +1,4 @@
-"""What the algorithms ask of the parts they are given. Local objects and PyTriton clients satisfy the same protocols.
+"""What the algorithms ask of the parts they are given. Local objects and clients of servers satisfy the same protocols.
 
 Global view: the methods of `Policy` take and return the *whole* batch on every rank. Which rows a data-parallel replica computes, and how
 results come back together, is the implementation's business, so an algorithm never sees a layout. All methods of `Policy` and

@@ -1,14 +1,14 @@
-"""Latency and throughput of inference through the gateway against the same requests straight to Triton, and a soak.
+"""Latency and throughput of inference over both transports of a server, against the same requests straight to Triton, and a soak.
 
     python benchmarks/servers.py [--rows 16] [--length 512] [--seconds 5] [--clients 1 8 32]
-    python benchmarks/servers.py --soak 600            # 32 clients; resident memory before and after
+    python benchmarks/servers.py --soak 600            # 32 clients; resident memory before and after, by `--transport`
     python benchmarks/servers.py --soak 600 --flood    # half of the time beside 2,100 connections of a stranger: p99
     python benchmarks/servers.py --tls                 # any of these with run.server_tls
 
-The server is a real one whose model costs nothing (a token's value is the token), so that what is timed is the way of a request. Straight
-to Triton means through Triton's own socket, past authentication and validation. Clients are processes with a connection of their own for
-each request, as `ServiceLink` has. Compare the ratios, not seconds of two machines; where
-other work runs, compare CPU. Linux only (/proc).
+The servers are real ones whose model costs nothing (a token's value is the token), so that what is timed is the way of a request: through
+the gateway and Triton (`pytriton`), through the gateway alone (`http`), or through Triton's own socket, past authentication and validation
+(`triton`). Clients are processes with a connection of their own for each request, as `ServiceLink` has. Compare the ratios, not seconds of
+two machines; where other work runs, compare CPU. Linux only (/proc).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from aligner.servers.access import Access
-from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig
+from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig, Transport
 from aligner.servers.frontend import MARKER
 from aligner.servers.intake import Operation
 from aligner.servers.kserve import encode_request
@@ -81,13 +81,19 @@ class Unix(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def serve_nothing(run: Path) -> None:
+def serve_nothing(run: Path, transport: Transport) -> None:
     """The server's process."""
     operation = Operation(endpoint=CRITIC_INFER, handler=lambda request: request.batch.tokens.float())
     limits = RequestLimits(vocab_size=32_000, max_sequence_length=8192)
     own_tls = (run / "tls").is_dir()
     serve(
-        "critic", [operation], config=ServerConfig(), limits=limits, services_dir=run / "services", secret=run / "secret", own_tls=own_tls
+        "critic",
+        [operation],
+        config=ServerConfig(transport=transport),
+        limits=limits,
+        services_dir=run / transport.value,
+        secret=run / "secret",
+        own_tls=own_tls,
     )
 
 
@@ -183,33 +189,32 @@ class Load:
         )
 
 
-def compare(options: argparse.Namespace, load: Load, gateway: str, triton: str) -> list[dict]:
-    """A row for each number of clients: both ways, in turn, and their ratios."""
+def compare(options: argparse.Namespace, ways: dict[str, tuple[Load, str]]) -> list[dict]:
+    """A row for each number of clients: all ways, in turn, and the first one's figures as a ratio to each other one's."""
     rows = []
-    times = f"{'p50 ms':>8} {'p99 ms':>8} {'CPU ms':>8}"
-    print(f"{'clients':>7} {'gateway req/s':>14} {times} {'Triton req/s':>13} {times}  gateway / Triton")
+    print(f"{'clients':>7} {'way':>9} {'req/s':>8} {'p50 ms':>8} {'p99 ms':>8} {'CPU ms':>8}")
     for clients in options.clients:
         rounds = [
-            (
-                load.put("gateway", gateway, clients, options.seconds, WARM_UP_SECONDS),
-                load.put("triton", triton, clients, options.seconds, WARM_UP_SECONDS),
-            )
+            {way: load.put(way, address, clients, options.seconds, WARM_UP_SECONDS) for way, (load, address) in ways.items()}
             for _ in range(options.rounds)
         ]
-        through, straight = (sorted((pair[side] for pair in rounds), key=lambda f: f.p50_ms)[len(rounds) // 2] for side in (0, 1))
-        ratios = {
-            "requests_per_second": through.requests_per_second / straight.requests_per_second,
-            "p50": through.p50_ms / straight.p50_ms,
-            "p99": through.p99_ms / straight.p99_ms,
-            "cpu": through.cpu_ms / straight.cpu_ms,
-        }
-        print(
-            f"{clients:>7} {through.requests_per_second:>14.1f} {through.p50_ms:>8.1f} {through.p99_ms:>8.1f} {through.cpu_ms:>8.1f} "
-            f"{straight.requests_per_second:>13.1f} {straight.p50_ms:>8.1f} {straight.p99_ms:>8.1f} {straight.cpu_ms:>8.1f}  "
-            f"req/s {ratios['requests_per_second']:.2f}x, p50 {ratios['p50']:.2f}x, p99 {ratios['p99']:.2f}x, CPU {ratios['cpu']:.2f}x",
-            flush=True,
-        )
-        rows.append({"clients": clients, "gateway": asdict(through), "triton": asdict(straight), "ratios": ratios})
+        middle = {way: sorted((one[way] for one in rounds), key=lambda f: f.p50_ms)[len(rounds) // 2] for way in ways}
+        first = next(iter(middle.values()))
+        row: dict = {"clients": clients, "ways": {way: asdict(figures) for way, figures in middle.items()}, "ratios": {}}
+        for way, figures in middle.items():
+            measured = f"{figures.p50_ms:>8.1f} {figures.p99_ms:>8.1f} {figures.cpu_ms:>8.1f}"
+            print(f"{clients:>7} {way:>9} {figures.requests_per_second:>8.1f} {measured}", end="" if way == first.way else "  ")
+            if way != first.way:
+                ratios = row["ratios"][f"{first.way} / {way}"] = {
+                    "requests_per_second": first.requests_per_second / figures.requests_per_second,
+                    "p50": first.p50_ms / figures.p50_ms,
+                    "p99": first.p99_ms / figures.p99_ms,
+                    "cpu": first.cpu_ms / figures.cpu_ms,
+                }
+                shown = f"{first.way} / {way}: req/s {ratios['requests_per_second']:.2f}x, p50 {ratios['p50']:.2f}x"
+                print(f"{shown}, p99 {ratios['p99']:.2f}x, CPU {ratios['cpu']:.2f}x", end="")
+            print(flush=True)
+        rows.append(row)
     return rows
 
 
@@ -299,16 +304,31 @@ def flooded_soak(options: argparse.Namespace, load: Load, gateway: str) -> dict:
     }
 
 
-def started_server(run: Path) -> tuple[subprocess.Popen, Registration]:
-    """The server's process, once it is ready."""
-    with (run / "server.log").open("w") as log:
-        server = subprocess.Popen([sys.executable, __file__, "--serve", str(run)], stdout=log, stderr=subprocess.STDOUT)
+@contextlib.contextmanager
+def started_server(run: Path, transport: Transport) -> Iterator[tuple[Registration, dict[str, int], str]]:
+    """A server that is ready: its registration, its processes by name, and the address of its Triton ('' without)."""
+    log = run / f"{transport.value}.log"
+    with log.open("w") as file:
+        command = [sys.executable, __file__, "--serve", str(run), "--transport", transport.value]
+        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
-        return server, wait_for_service(run / "services", "critic", timeout_seconds=START_SECONDS)
+        registration = wait_for_service(run / transport.value, "critic", timeout_seconds=START_SECONDS)
+        pids, address = {"gateway": server.pid}, ""
+        for pid, command in processes_with_variable(f"{MARKER}={registration.incarnation}").items():
+            if "tritonserver --id" in command:
+                pids["tritonserver"] = pid
+                address = next(word for word in command.split() if word.startswith("unix:"))
+            elif "triton_python_backend_stub" in command:
+                pids["stub"] = pid
+        yield registration, pids, address
+        server.send_signal(signal.SIGTERM)
+        if server.wait(timeout=60):
+            raise SystemExit(f"the server ended with {server.returncode}:\n{log.read_text()}")
     except Exception:
-        server.kill()
-        print((run / "server.log").read_text(), file=sys.stderr)
+        print(log.read_text(), file=sys.stderr)
         raise
+    finally:
+        server.kill()
 
 
 def main() -> int:
@@ -318,44 +338,44 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument(
+        "--transport", default="auto", choices=[one.value for one in Transport], help="of --soak; without it both are compared"
+    )
     parser.add_argument("--soak", type=float, default=0.0)
     parser.add_argument("--flood", action="store_true")
     parser.add_argument("--tls", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    asked = ServerConfig(transport=Transport(options.transport)).chosen_transport()
     if options.serve:
-        serve_nothing(options.serve)
+        serve_nothing(options.serve, asked)
         return 0
     tokens = np.arange(options.rows * options.length).reshape(options.rows, options.length) % 32_000
     lengths = np.full((options.rows, 1), options.length)
     headers, body = encode_request({"tokens": tokens, "sequence_lengths": lengths}, CRITIC_INFER.output_names)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
         access = Access.for_client(Path(folder) / "secret", ClientConfig(), own_tls=options.tls)
         ACCESS.append(access)
-        server, registration = started_server(Path(folder))
-        try:
-            processes = processes_with_variable(f"{MARKER}={registration.incarnation}")
-            triton = next(pid for pid, command in processes.items() if "tritonserver --id" in command)
-            stub = next(pid for pid, command in processes.items() if "triton_python_backend_stub" in command)
-            address = next(word for word in processes[triton].split() if word.startswith("unix:"))
-            pids = {"gateway": server.pid, "tritonserver": triton, "stub": stub}
+        ways: dict[str, tuple[Load, str]] = {}
+        for transport in (asked,) if options.soak else dict.fromkeys((Transport.http, ServerConfig().chosen_transport())):
+            registration, pids, address = servers.enter_context(started_server(Path(folder), transport))
             load = Load(request=({**headers, **access.headers()}, body), pids=pids)
-            report: dict = {"rows": options.rows, "length": options.length, "body_bytes": len(body), "cpus": os.cpu_count()}
-            if options.soak and options.flood:
-                report["flood"] = flooded_soak(options, load, registration.url)
-            elif options.soak:
-                report["soak"] = soak(options, load, registration.url)
-            else:
-                report["compared"] = compare(options, load, registration.url, address)
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(timeout=60)
+            ways[transport.value] = load, registration.url
+            if address:
+                ways["triton"] = load, address
+        report: dict = {"rows": options.rows, "length": options.length, "body_bytes": len(body), "cpus": os.cpu_count()}
+        if options.soak and options.flood:
+            report["flood"] = flooded_soak(options, *ways[asked.value])
+        elif options.soak:
+            report["soak"] = soak(options, *ways[asked.value])
+        else:
+            report["compared"] = compare(options, ways)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    failed = sum(row["gateway"]["errors"] for row in report.get("compared", ()))
+    failed = sum(way["errors"] for row in report.get("compared", ()) for way in row["ways"].values())
     failed += report["soak"]["figures"]["errors"] if "soak" in report else report["flood"]["errors"] if "flood" in report else 0
-    return 1 if failed or server.returncode else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def serve_critic(config: TrainPPO) -> None:
     critic = config.critic
     with ExitStack() as stack:
         with in_section("critic"):
+            critic.server.chosen_transport()  # raises before anything is loaded
             session = stack.enter_context(open_session(config, config.run, critic.parallel, component="critic", writes_config=False))
         publication = stack.enter_context(announced(session, "critic", heartbeat_seconds=critic.server.heartbeat_seconds))
         model_config = pinned_base(session, "critic.model", critic.model.or_else(config.model))
@@ -90,6 +91,7 @@ def serve_reward_model(config: OnlineRun) -> None:
     reward = config.reward
     with ExitStack() as stack:
         with in_section("reward"):
+            reward.server.chosen_transport()  # raises before anything is loaded
             session = stack.enter_context(open_session(config, config.run, reward.parallel, component="reward", writes_config=False))
         publication = stack.enter_context(announced(session, "reward", heartbeat_seconds=reward.server.heartbeat_seconds))
         needs_device = not reward.function.path

@@ -1,1 +1,1 @@
-"""Critic and reward model behind PyTriton: the wire format, the multi-rank server, discovery and the asynchronous clients."""
+"""Critic and reward model behind HTTP servers: the wire format, the multi-rank server, discovery and the asynchronous clients."""

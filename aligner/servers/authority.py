@@ -109,9 +109,7 @@ class _Signed:
             from cryptography.hazmat.primitives.asymmetric import ec
             from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
         except ImportError as error:
-            raise ConfigError(
-                f"run.server_tls=true needs the package cryptography here ({error}): pip install 'aligner[servers]'"
-            ) from error
+            raise ConfigError(f"run.server_tls=true needs the package cryptography here ({error}): pip install cryptography") from error
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
         issuer, signer = subject, key

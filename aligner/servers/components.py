@@ -72,7 +72,7 @@ class RewardConfig:
     (`model.path`); behind a server with `serve`.
     """
 
-    serve: bool = False  # a component of its own behind PyTriton; else a function in the actor's processes
+    serve: bool = False  # a component of its own behind a server; else a function in the actor's processes
     function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # a Python function that scores responses
     functions: dict[str, NamedRewardConfig] = field(default_factory=dict)  # by name, instead of `function`
     model: ModelConfig = field(default_factory=ModelConfig)  # a reward model

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from importlib.util import find_spec
 
 from aligner.errors import ConfigError
 
@@ -14,6 +16,14 @@ def _positive(**values: float) -> None:
             raise ConfigError(f"{name}={value}: must be above 0")
 
 
+class Transport(str, Enum):
+    """How requests get from a server's gateway to its ranks."""
+
+    auto = "auto"  # pytriton if nvidia-pytriton is installed, else http
+    pytriton = "pytriton"  # through the Triton server that PyTriton brings; needs numpy 1
+    http = "http"  # straight, in the gateway's process; needs nothing further
+
+
 @dataclass(kw_only=True, slots=True)
 class ServerConfig:
     """How one critic or reward server listens, how long it waits and how much it takes. Times are in seconds.
@@ -22,6 +32,7 @@ class ServerConfig:
     socket that only this user can reach.
     """
 
+    transport: Transport = Transport.auto  # behind the gateway, the same to clients; auto: pytriton where it is installed, else http
     host: str = "127.0.0.1"  # the address that is bound; 0.0.0.0: every one of this machine, for clients on other nodes
     port: int = 0  # 0 picks a free one; clients find it through the services directory
     advertised_host: str = ""  # what clients connect to; empty: `host`, or this machine's own address where `host` is 0.0.0.0
@@ -39,7 +50,7 @@ class ServerConfig:
     body_timeout_seconds: float = 60.0  # from a request's header to the last byte of its body
     round_limit_seconds: float = 15.0  # an idle server that has not heard from all ranks for so long is not ready
     operation_limit_seconds: float = 7200.0  # a server whose operation runs longer is not ready
-    stuck_limit_seconds: float = 120.0  # a server ends when for so long requests went into Triton and none came out
+    stuck_limit_seconds: float = 120.0  # a server ends when for so long requests wait and none reaches its ranks
     tls_certificate: str = ""  # PEM file with the server's certificate chain; empty: plain HTTP
     tls_key: str = ""  # PEM file with its key, without a password
 
@@ -78,6 +89,18 @@ class ServerConfig:
             raise ConfigError(
                 f"idle_seconds={self.idle_seconds}: must be at most a quarter of control_timeout_seconds={self.control_timeout_seconds}"
             )
+
+    def chosen_transport(self) -> Transport:
+        """pytriton or http. Raises ConfigError if PyTriton is asked for and is not installed in this environment."""
+        is_installed = find_spec("pytriton") is not None
+        if self.transport is Transport.auto:
+            return Transport.pytriton if is_installed else Transport.http
+        if self.transport is Transport.pytriton and not is_installed:
+            raise ConfigError(
+                "server.transport=pytriton: nvidia-pytriton is not installed in this environment: pip install 'aligner[servers]' (numpy 1, "
+                "Python up to 3.12), or set server.transport=http"
+            )
+        return self.transport
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,8 +16,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -28,14 +27,13 @@ from aligner.servers import watchdog
 from aligner.servers.config import ServerConfig
 from aligner.servers.kserve import TensorSpec
 from aligner.servers.processes import parent, processes_with_variable, start_ticks, zombie_children
+from aligner.servers.upstream import Submit
 from aligner.servers.wire import Endpoint
 
 MARKER = "ALIGNER_SERVER_INCARNATION"
 
 BROKEN_SECONDS = 2.0  # for what is left of a Triton of which a process has died
 ALWAYS_SAID = "NODELAY NOT SUPPORTED"  # by Triton's HTTP library of every Unix socket
-
-Submit = Callable[[Endpoint, Mapping[str, np.ndarray]], "Future[dict[str, np.ndarray]]"]
 
 
 def _bound_function(endpoint: Endpoint, submit: Submit) -> Callable:
@@ -87,7 +85,7 @@ class Frontend:
             if isinstance(self._error, TritonDied):
                 raise TritonDied(f"{self._error}; see {self._log}")
             if self._error is not None:
-                raise ServerError(f"PyTriton did not start: {self._error}") from self._error
+                raise ServerError(f"PyTriton did not start: {self._error}; server.transport=http does without it") from self._error
             if self._lost_stub():
                 raise TritonDied(f"a Python stub of tritonserver died while starting; see {self._log}")
             if stop_requested():

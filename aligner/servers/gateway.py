@@ -1,4 +1,4 @@
-"""The network front of a server: admits the run's own requests, checks their form, and passes them on to Triton.
+"""The network front of a server: admits the run's own requests, checks their form, and passes them on (see `upstream`).
 
 It speaks the KServe v2 protocol (JSON and Triton's binary tensors), and of that only health, metadata and inference. It runs in a thread of
 rank 0's process with an event loop of its own.
@@ -14,8 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import aiohttp
 from aiohttp import web
@@ -25,19 +24,17 @@ from aligner.errors import ConfigError, ServerError
 from aligner.servers.access import Access, listen
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.health import Health
-from aligner.servers.inbound import Inbound, body_limit, outbound, read_request
-from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, TensorSpec, decode_failure
+from aligner.servers.inbound import Inbound, body_limit, read_request
+from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, AnswerError, TensorSpec
 from aligner.servers.seats import Seats, Server, allow_files
+from aligner.servers.upstream import Upstream, computed
 from aligner.servers.wire import Endpoint
 
 START_SECONDS = 30.0
-CONNECT_SECONDS = 10.0
 IDLE_CONNECTION_SECONDS = 60.0  # of a client that has shown the secret; others: see `seats`
 LINGER_SECONDS = 2.0  # a refused request's body is read and thrown away for so long, so that its sender gets to see the answer
 RETRY_SECONDS = 1
 ANSWER_SECONDS = 2.0  # for the answers that are ready, when it ends
-LARGE_BYTES = 256 * 1024  # larger bodies are taken apart in another thread, and sent on without a copy
-SEND_BYTES = 1 << 20
 LOG_SECONDS = 10.0  # refusals without the secret are reported once in so long
 
 SERVER = "aligner"
@@ -66,10 +63,10 @@ class Gateway:
         self._limits = limits
         self._health = health
         self._routes = self._make_routes(endpoints)
-        self._upstream: aiohttp.ClientSession | None = None
+        self._upstream: Upstream | None = None
         self._waiting = 0
         self._pending_bytes = 0
-        self._sent: dict[object, float] = {}  # when each request that is not answered went to Triton
+        self._sent: dict[object, float] = {}  # when each request that is not answered was passed on
         self._refused, self._reported_at = 0, float("-inf")
         self._listener = listen(config.host, config.port)
         self._listener.setblocking(False)
@@ -87,12 +84,12 @@ class Gateway:
         if not self._started.wait(START_SECONDS) or self._error is not None:
             raise ServerError(f"the gateway on port {self.port} did not start: {self._error or f'waited {START_SECONDS:.0f} s'}")
 
-    def connect(self, path: Path) -> None:
-        """Take requests from now on, for the Triton that listens on the Unix socket `path`."""
-        asyncio.run_coroutine_threadsafe(self._open_upstream(path), self._loop).result(timeout=START_SECONDS)
+    def connect(self, upstream: Upstream) -> None:
+        """Take requests from now on, for `upstream`, which is closed with this."""
+        self._upstream = upstream
 
     def failure(self) -> str | None:
-        """Why it answers no more, or Triton does not; None while they do. Called from the supervisor's thread."""
+        """Why it answers no more, or no request gets through; None while all is well. Called from the supervisor's thread."""
         if not self._thread.is_alive():
             return f"the gateway ended: {self._error}"
         return self._health.stuck(self._oldest_seconds())
@@ -138,10 +135,6 @@ class Gateway:
         await server.shutdown(ANSWER_SECONDS)
         if self._upstream is not None:
             await self._upstream.close()
-
-    async def _open_upstream(self, path: Path) -> None:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)  # what may run for how long is the client's to say
-        self._upstream = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path), limit=0), timeout=timeout, auto_decompress=False)
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         """Every request comes here."""
@@ -198,7 +191,7 @@ class Gateway:
         return _json(report, 200 if report["ready"] else 503)
 
     def _oldest_seconds(self) -> float:
-        """How long ago the oldest request that is not answered went to Triton; 0 if none waits."""
+        """How long ago the oldest request that is not answered was passed on; 0 if none waits."""
         sent = list(self._sent.values())  # at once: another thread may be adding to it
         return time.monotonic() - sent[0] if sent else 0.0
 
@@ -208,13 +201,10 @@ class Gateway:
                 body = await self._body(request, size)
                 header_length = request.headers.get(HEADER_LENGTH)
                 try:
-                    if size < LARGE_BYTES:
-                        inbound = read_request(endpoint, self._limits, header_length, body)
-                    else:
-                        inbound = await asyncio.to_thread(read_request, endpoint, self._limits, header_length, body)
+                    inbound = await computed(size, read_request, endpoint, self._limits, header_length, body)
                 except ValueError as error:
                     raise Refusal(400, f"{endpoint.name}: {error}") from error
-                return await self._forwarded(endpoint, inbound)
+                return await self._passed_on(endpoint, inbound)
 
         return infer
 
@@ -253,40 +243,16 @@ class Gateway:
             raise ConnectionResetError("the body broke off") from error
         return body
 
-    async def _forwarded(self, endpoint: Endpoint, inbound: Inbound) -> web.Response:
-        """Triton's answer."""
-        header, tensors = outbound(inbound)
-        size = len(header) + sum(tensor.nbytes for tensor in tensors)
-        body_out = b"".join([header, *tensors]) if size < LARGE_BYTES else _pieces(header, tensors)
-        headers = {
-            "Content-Type": "application/octet-stream",
-            "Content-Length": str(size),
-            "Accept-Encoding": "identity",  # Triton compresses otherwise, which is ten times slower
-            HEADER_LENGTH: str(len(header)),
-        }
-        url = f"http://triton/v2/models/{endpoint.name}/infer"
+    async def _passed_on(self, endpoint: Endpoint, inbound: Inbound) -> web.Response:
         place = object()
         self._sent[place] = time.monotonic()
         try:
-            async with self._upstream.post(url, data=body_out, headers=headers) as response:
-                status, body, answered = response.status, await response.read(), response.headers
-        except (aiohttp.ClientError, OSError) as error:
-            print(f"gateway: {endpoint.name}: Triton broke off: {error}", file=sys.stderr, flush=True)
-            raise Refusal(502, f"{endpoint.name}: Triton broke off; whether the operation ran is unknown") from error
+            headers, body = await self._upstream.ask(endpoint, inbound)
+        except AnswerError as error:
+            raise Refusal(error.status, error.message) from error
         finally:
             del self._sent[place]
-        if status != 200:
-            raise self._failure_answer(endpoint, body)
-        kept = {name: answered[name] for name in (HEADER_LENGTH, "Content-Type") if name in answered}
-        return web.Response(body=body, headers={"Server": SERVER, **kept})
-
-    def _failure_answer(self, endpoint: Endpoint, body: bytes) -> Refusal:
-        """Ours is passed on; Triton's own text may hold tracebacks and goes to the log."""
-        status, message = decode_failure(body)
-        if status is None:
-            print(f"gateway: {endpoint.name}: Triton answered: {message}", file=sys.stderr, flush=True)
-            return Refusal(502, f"{endpoint.name}: Triton could not answer; see the server's log")
-        return Refusal(status, message)
+        return web.Response(body=body, headers={"Server": SERVER, **headers})
 
     def _report_refusal(self, request: web.BaseRequest) -> None:
         self._refused += 1
@@ -319,13 +285,6 @@ async def _receive(request: web.BaseRequest, into: bytearray) -> None:
         into += chunk
 
 
-async def _pieces(header: bytes, tensors: Sequence[memoryview]) -> AsyncIterator[bytes | memoryview]:
-    yield header
-    for tensor in tensors:
-        for start in range(0, tensor.nbytes, SEND_BYTES):
-            yield tensor[start : start + SEND_BYTES]
-
-
 def _json(document: dict[str, object], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     named = {"Server": SERVER, **(headers or {})}
     return web.Response(body=json.dumps(document).encode(), status=status, headers=named, content_type="application/json")
@@ -354,7 +313,7 @@ def _metadata(endpoint: Endpoint) -> dict[str, object]:
     return {
         "name": endpoint.name,
         "versions": ["1"],
-        "platform": "pytriton",
+        "platform": "aligner",
         "inputs": described(endpoint.inputs),
         "outputs": described(endpoint.outputs),
     }

@@ -77,7 +77,7 @@ class Health:
     def report(self, waiting: int, oldest_seconds: float) -> dict[str, object]:
         """The JSON document of `/v2/health/ready`; the server is ready if its `reason` is None.
 
-        `waiting` requests are not answered; the oldest of them was given to Triton so long ago.
+        `waiting` requests are not answered; the oldest of them was passed on so long ago.
         """
         age, idle, running = self.pulse.read()
         since = None if running is None else time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() - running[1]))
@@ -91,12 +91,12 @@ class Health:
         }
 
     def stuck(self, oldest_seconds: float) -> str | None:
-        """Why the server has to end although nothing of it has died: Triton or its stub is stopped. `oldest_seconds` as for `report`."""
+        """Why the server has to end although nothing of it has died, such as a Triton that is stopped. `oldest_seconds` as for `report`."""
         _, idle, running = self.pulse.read()
         seconds, limit = min(idle, oldest_seconds), self._config.stuck_limit_seconds
         if running is not None or seconds <= limit:
             return None
-        return f"for {seconds:.0f} s no request has come out of Triton, though some wait (server.stuck_limit_seconds={limit:g})"
+        return f"for {seconds:.0f} s no request has reached the ranks, though some wait (server.stuck_limit_seconds={limit:g})"
 
     def _reason(self, age: float | None, stuck: float, running: tuple[str, float] | None) -> str | None:
         failure = self.failure()
@@ -112,7 +112,7 @@ class Health:
         if age > limit:
             return f"not all ranks have answered for {age:.0f} s (server.round_limit_seconds={limit:g})"
         if stuck > limit:
-            return f"for {stuck:.0f} s no request has come out of Triton, though some wait (server.round_limit_seconds={limit:g})"
+            return f"for {stuck:.0f} s no request has reached the ranks, though some wait (server.round_limit_seconds={limit:g})"
         return None
 
 

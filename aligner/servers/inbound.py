@@ -1,7 +1,7 @@
-"""From the bytes that somebody sent to tensors that Triton may see.
+"""From the bytes that somebody sent to tensors that Triton or the queue may see.
 
-Everything about a request's form is checked here, before any byte of it reaches Triton: sizes, JSON, names, dtypes, shapes and what the
-shapes say about bytes. Triton then gets a new request, written from the parsed one. What the numbers mean (token ids, lengths,
+Everything about a request's form is checked here, before any byte of it goes on: sizes, JSON, names, dtypes, shapes and what the shapes
+say about bytes. Triton, if there is one, gets a new request, written from the parsed one. What the numbers mean (token ids, lengths,
 masks, finiteness) is checked once too, later, on whole arrays: see `Endpoint.payload`.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aligner.servers.config import RequestLimits
-from aligner.servers.kserve import DATATYPES, NUMPY_TYPES, TensorSpec, check_structure
+from aligner.servers.kserve import DATATYPES, NUMPY_TYPES, TensorSpec, check_structure, from_bytes
 from aligner.servers.wire import Endpoint
 
 MAX_HEADER_BYTES = 64 * 1024  # of the JSON before binary tensors
@@ -45,6 +45,15 @@ class Inbound:
     request_id: str
     inputs: tuple[InboundTensor, ...]
     outputs: tuple[tuple[str, bool], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.data.nbytes for tensor in self.inputs)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The tensors, as copies; texts as object arrays of bytes."""
+        return {tensor.name: from_bytes(tensor.datatype, tensor.shape, tensor.data) for tensor in self.inputs}
 
 
 def body_limit(endpoint: Endpoint, limits: RequestLimits) -> int:

@@ -1,4 +1,4 @@
-"""The path of a request on rank 0 behind Triton: checked in PyTriton's threads, queued, taken by the main thread, answered."""
+"""The path of a request on rank 0 behind the gateway, and Triton if there is one: checked, queued, taken by the main thread, answered."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ticket:
 
 
 class Intake:
-    """Accepted requests in order of arrival; shared by PyTriton's threads, the main thread and the supervisor."""
+    """Accepted requests in order of arrival; shared by the threads of the transport, the main thread and the supervisor."""
 
     def __init__(self, operations: Mapping[str, Operation], limits: RequestLimits) -> None:
         self._operations = operations

@@ -8,7 +8,7 @@ Specification: the Open Inference Protocol and Triton's "binary tensor data" ext
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,8 @@ class AnswerError(Exception):
 
     def __init__(self, message: str, status: int = 500) -> None:
         super().__init__(f"{_ERROR_START}{json.dumps([status, message])}")
+        self.message = message
+        self.status = status
 
 
 def decode_failure(body: bytes) -> tuple[int | None, str]:
@@ -64,7 +66,8 @@ def _to_bytes(array: np.ndarray) -> tuple[str, bytes]:
     return datatype, np.ascontiguousarray(array, dtype=NUMPY_TYPES[datatype]).tobytes()
 
 
-def _from_bytes(datatype: str, shape: list[int], data: memoryview) -> np.ndarray:
+def from_bytes(datatype: str, shape: Sequence[int], data: memoryview) -> np.ndarray:
+    """A tensor of its own from what `_to_bytes` makes of it."""
     if datatype != "BYTES":
         return np.frombuffer(data, dtype=NUMPY_TYPES[datatype]).reshape(shape).copy()
     texts, position = [], 0
@@ -94,6 +97,28 @@ def encode_request(inputs: Arrays, outputs: tuple[str, ...]) -> tuple[dict[str, 
     return headers, b"".join([header, *blobs])
 
 
+def encode_response(arrays: Arrays, outputs: Sequence[tuple[str, bool]], **named: str) -> tuple[dict[str, str], bytes]:
+    """HTTP headers and body of a 200 answer as Triton writes it. `outputs`: name, and whether as binary data (else as JSON); `named` comes
+    first in the header.
+    """
+    described: list[dict[str, object]] = []
+    blobs = []
+    for name, binary in outputs:
+        datatype, data = _to_bytes(arrays[name])
+        entry: dict[str, object] = {"name": name, "datatype": datatype, "shape": list(arrays[name].shape)}
+        if binary:
+            entry["parameters"] = {"binary_data_size": len(data)}
+            blobs.append(data)
+        else:
+            values = arrays[name].reshape(-1).tolist()
+            entry["data"] = [text.decode() for text in values] if datatype == "BYTES" else values
+        described.append(entry)
+    header = json.dumps({**named, "outputs": described}).encode()
+    if not blobs:
+        return {"Content-Type": "application/json"}, header
+    return {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(header))}, b"".join([header, *blobs])
+
+
 def decode_response(header_length: str | None, body: bytes) -> dict[str, np.ndarray]:
     """The output tensors of a 200 answer.
 
@@ -107,7 +132,7 @@ def decode_response(header_length: str | None, body: bytes) -> dict[str, np.ndar
         if "binary_data_size" not in output.get("parameters", {}):
             raise ValueError(f"output {output['name']!r} was not sent as binary data")
         size = output["parameters"]["binary_data_size"]
-        arrays[output["name"]] = _from_bytes(output["datatype"], output["shape"], memoryview(body)[position : position + size])
+        arrays[output["name"]] = from_bytes(output["datatype"], output["shape"], memoryview(body)[position : position + size])
         position += size
     if position != len(body):
         raise ValueError(f"the answer has {len(body)} bytes, its header describes {position}")

@@ -1,9 +1,9 @@
 """The serving loop of all ranks of a component.
 
-Requests arrive at the gateway on rank 0, which checks who sends them and their form, and come through Triton to PyTriton's threads, which
-check what they say and queue them. The main thread of rank 0 takes them one at a time and broadcasts each; every rank runs the same handler
-(which may use the model's collectives); rank 0 answers. While nothing arrives, a no-op goes round, so that no process group times out, a
-dead rank is noticed, and any rank's SIGTERM stops the server.
+Requests arrive at the gateway on rank 0, which checks who sends them and their form. They go on straight or through PyTriton's Triton
+(`server.transport`); then what they say is checked, and they are queued. The main thread of rank 0 takes them one at a time and broadcasts
+each; every rank runs the same handler (which may use the model's collectives); rank 0 answers. While nothing arrives, a no-op goes round,
+so that no process group times out, a dead rank is noticed, and any rank's SIGTERM stops the server.
 
 A bad request is rejected and the server continues. A handler that raises, on any rank, ends the server with an exception on every rank:
 its weights may no longer agree. The client learns which rank failed and why.
@@ -33,7 +33,7 @@ from aligner.errors import ServerError, TritonDied
 from aligner.parallel.collectives import broadcast_object, gather_objects
 from aligner.parallel.progress import IDLE, Progress
 from aligner.servers.access import Access, advertised_host
-from aligner.servers.config import RequestLimits, ServerConfig
+from aligner.servers.config import RequestLimits, ServerConfig, Transport
 from aligner.servers.frontend import Frontend
 from aligner.servers.gateway import Gateway
 from aligner.servers.health import Health, Pulse, Purpose, Supervisor
@@ -42,6 +42,7 @@ from aligner.servers.kserve import AnswerError
 from aligner.servers.ledger import Refused
 from aligner.servers.registry import Publication, make_registration
 from aligner.servers.turns import LINGER_SECONDS, Residence
+from aligner.servers.upstream import Straight, ThroughTriton
 from aligner.servers.wire import Endpoint, Payload
 
 FAILURE_KEY = "aligner/servers/failure"
@@ -105,7 +106,7 @@ class ControlGroup:
             dist.destroy_process_group(self._group)
 
 
-DRAIN_SECONDS = 1.0  # an error answer needs a moment to leave through Triton
+DRAIN_SECONDS = 1.0  # an error answer needs a moment to leave
 FOLLOWER_SECONDS = 3.0  # ranks other than 0 wait so much longer, so that rank 0 can still answer its client
 
 
@@ -213,7 +214,7 @@ class _Open:
     """What rank 0 runs beside its loop."""
 
     gateway: Gateway
-    frontend: Frontend
+    frontend: Frontend | None  # with PyTriton
     publication: Publication
     health: Health
 
@@ -230,7 +231,7 @@ def _lead(service: _Service, control: ControlGroup, stop: _StopSignal) -> None:
         supervisor = Supervisor(
             # A signal to the whole process group ends Triton too: then its death is part of the stop.
             [
-                lambda: None if stop.requested else parts.frontend.failure(),
+                lambda: None if stop.requested or parts.frontend is None else parts.frontend.failure(),
                 parts.gateway.failure,
                 parts.publication.failure,
                 control.announced_failure,
@@ -263,8 +264,8 @@ def _give_up(intake: Intake, publication: Publication, message: str) -> None:
 
 
 def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> _Open:
-    """Start gateway and Triton, and publish the service. At the end answers leave first, then the registration goes."""
-    config = service.config
+    """Start gateway and Triton, if it is used, and publish the service. At the end answers leave first, then the registration goes."""
+    config, transport = service.config, service.config.chosen_transport()
     publication = service.publication
     if publication is None:
         registration = make_registration(name=service.name, role=service.name, num_ranks=control.size)
@@ -276,8 +277,10 @@ def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopS
     gateway = Gateway(config, access, service.endpoints, service.limits, health)
     cleanup.callback(gateway.stop)
     gateway.start()
-    frontend = _start_frontend(service, incarnation, intake, stop, cleanup)
-    gateway.connect(frontend.socket)
+    frontend = None
+    if transport is Transport.pytriton:
+        frontend = _start_frontend(service, incarnation, intake, stop, cleanup)
+    gateway.connect(Straight(intake.submit) if frontend is None else ThroughTriton(frontend.socket))
     # The first to end: where connections to it are open Triton waits for them till its time is up, and leaves without unloading its models.
     cleanup.callback(gateway.stop)
     health.pulse.begin(None)
@@ -287,7 +290,8 @@ def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopS
     health.pulse.round_done()
     url = f"{access.scheme}://{advertised_host(config, os.environ)}:{gateway.port}"
     registration = publication.ready(url)
-    print(f"server: {registration.describe()} is ready, {control.size} rank(s)", flush=True)
+    absent = "; nvidia-pytriton is not installed" if (config.transport, transport) == (Transport.auto, Transport.http) else ""
+    print(f"server: {registration.describe()} is ready, {control.size} rank(s), transport {transport.value}{absent}", flush=True)
     return _Open(gateway=gateway, frontend=frontend, publication=publication, health=health)
 
 

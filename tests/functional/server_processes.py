@@ -7,10 +7,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from preloaded import ForkedProcess, preloaded
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,14 @@ class ToyServer:
     """The ranks of one toy server; `log(rank)` is what a rank printed."""
 
     def __init__(
-        self, kind: str, services_dir: Path, *, num_ranks: int = 1, port: int = 0, environment: Mapping[str, str] | None = None
+        self,
+        kind: str,
+        services_dir: Path,
+        *,
+        num_ranks: int = 1,
+        transport: str = "auto",
+        port: int = 0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.services_dir = services_dir
         self._environment = environment or {}
@@ -35,12 +43,16 @@ class ToyServer:
         rendezvous = str(free_port())
         self._logs = [services_dir.parent / f"{kind}.{rendezvous}.{rank}.log" for rank in range(num_ranks)]
         self.ranks = [
-            self._start(kind, rank, {} if num_ranks == 1 else _rank_variables(rank, num_ranks, rendezvous), port)
+            self._start(
+                (kind, str(services_dir), "--port", str(port), "--transport", transport),
+                rank,
+                {} if num_ranks == 1 else _rank_variables(rank, num_ranks, rendezvous),
+            )
             for rank in range(num_ranks)
         ]
 
-    def _start(self, kind: str, rank: int, variables: dict[str, str], port: int) -> ForkedProcess:
-        command = [str(Path(__file__).parent / "toy_server.py"), kind, str(self.services_dir), "--port", str(port)]
+    def _start(self, arguments: Sequence[str], rank: int, variables: dict[str, str]) -> ForkedProcess:
+        command = [str(Path(__file__).parent / "toy_server.py"), *arguments]
         environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self._environment}
         return preloaded().start(command, environment, self._logs[rank], Path.cwd())
 
@@ -66,6 +78,9 @@ class ToyServer:
 
 def _rank_variables(rank: int, num_ranks: int, rendezvous: str) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": rendezvous}
+
+
+TRANSPORTS = (pytest.param("pytriton", marks=pytest.mark.pytriton), "http")
 
 
 @contextmanager

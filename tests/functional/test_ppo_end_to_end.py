@@ -34,7 +34,7 @@ from aligner.jobs.trace import step_of
 from aligner.recording import read_spans
 from aligner.spans import Span
 
-pytestmark = [pytest.mark.pytriton, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 NUM_STEPS = 40
 
 

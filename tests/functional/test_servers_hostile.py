@@ -1,4 +1,4 @@
-"""A real PyTriton server and what comes over its network: ordinary Triton clients with the secret, and everything else."""
+"""A real server behind either transport, and what comes over its network: ordinary Triton clients with the secret, and everything else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "servers"))
 
 from malformed import Case, malformed, send
-from server_processes import ToyServer, toy_server
+from server_processes import TRANSPORTS, ToyServer, toy_server
 from toy_server import RUN
 
 from aligner.servers import wire
@@ -29,11 +29,6 @@ from aligner.servers.kserve import decode_response, encode_request
 from aligner.servers.payloads import START, StatusRequest
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.registry import Registration, wait_for_service
-
-pytestmark = [
-    pytest.mark.pytriton,
-    pytest.mark.skipif(importlib.util.find_spec("pytriton") is None, reason="nvidia-pytriton is not installed"),
-]
 
 
 class Caller:
@@ -69,13 +64,17 @@ class Caller:
         return status.mark, status.count, values.tolist()
 
 
-def test_a_server_among_strangers(tmp_path: Path) -> None:
-    with toy_server("critic", tmp_path / "services") as server:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_among_strangers(transport: str, tmp_path: Path) -> None:
+    with toy_server("critic", tmp_path / "services", transport=transport) as server:
         registration = wait_for_service(tmp_path / "services", "critic", timeout_seconds=180)
         caller = Caller(registration, tmp_path / "secret")
         processes = processes_with_variable(f"{MARKER}={registration.incarnation}")
         check_reach(server, processes, registration.port)
-        check_stock_client(registration, caller)
+        if importlib.util.find_spec("tritonclient"):
+            check_stock_client(registration, caller)
+        if transport == "pytriton":
+            check_triton_is_private(server, processes)
 
         before = caller.state()
         assert before == (START, 0, [[2.0, 4.0, 6.0]])
@@ -103,12 +102,17 @@ def sent(port: int, secret: str) -> list[tuple[Case, tuple[int, bytes]]]:
 
 
 def check_reach(server: ToyServer, processes: dict[int, str], port: int) -> None:
-    """Triton can be reached through a socket and memory of this user only; the gateway is on the one port of all processes."""
+    """The gateway is on the one port of all processes."""
     pid = server.ranks[0].pid
     everybody = {pid, *processes, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
     inet = [connection for pid in everybody for connection in psutil.Process(pid).net_connections("inet")]
     assert [connection.laddr.port for connection in inet if connection.status == psutil.CONN_LISTEN] == [port]
     assert not [connection for connection in inet if connection.type == socket.SOCK_DGRAM]
+
+
+def check_triton_is_private(server: ToyServer, processes: dict[int, str]) -> None:
+    """Triton can be reached through a socket and memory of this user only."""
+    pid = server.ranks[0].pid
     segments = list(Path("/dev/shm").glob(f"pytrtion{pid}-*"))
     assert segments and {stat.S_IMODE(segment.stat().st_mode) for segment in segments} == {0o600}
     triton = next(word for command in processes.values() for word in command.split() if word.startswith("unix:"))

@@ -29,7 +29,7 @@ from training_jobs import (
     write_task,
 )
 
-pytestmark = [pytest.mark.pytriton, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 NUM_STEPS = 4
 LAUNCH = launcher("ppo")
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from aligner.metrics import Mean, Metric, Sum
 from aligner.protocols import Loss
-from aligner.servers.config import RequestLimits, ServerConfig
+from aligner.servers.config import RequestLimits, ServerConfig, Transport
 from aligner.servers.critic import CriticService
 from aligner.servers.ledger import Ledger
 from aligner.servers.reward import FunctionRewardService
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("kind", choices=["critic", "values", "reward"])
     parser.add_argument("services_dir", type=Path)
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--transport", default=Transport.auto.value)
     options = parser.parse_args()
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
@@ -98,7 +99,9 @@ def main() -> None:
     serve(
         "reward" if options.kind == "reward" else "critic",
         [service.operations()[0], service.operations()[3]] if options.kind == "values" else service.operations(),
-        config=ServerConfig(port=options.port, failure_grace_seconds=2.0, idle_seconds=0.5, heartbeat_seconds=0.5),
+        config=ServerConfig(
+            transport=Transport(options.transport), port=options.port, failure_grace_seconds=2.0, idle_seconds=0.5, heartbeat_seconds=0.5
+        ),
         limits=RequestLimits(vocab_size=100, max_sequence_length=16),
         services_dir=options.services_dir,
         secret=options.services_dir.parent / "secret",

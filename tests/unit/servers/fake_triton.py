@@ -1,6 +1,5 @@
-"""What is behind the gateway, without Triton: a Unix socket whose requests go to a real Intake, and a thread that answers its tickets.
-
-Errors come back the way Triton gives them: status 500 with our text somewhere inside a traceback.
+"""What is behind the gateway, without Triton: a real Intake, a thread that answers its tickets, and for `pytriton` a Unix socket whose
+requests go to the Intake. There errors come back the way Triton gives them: status 500 with our text somewhere inside a traceback.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ import json
 import socketserver
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from aligner.servers import wire
 from aligner.servers.config import RequestLimits
 from aligner.servers.intake import Intake, Operation
 from aligner.servers.kserve import DATATYPES, HEADER_LENGTH
+from aligner.servers.upstream import Straight, ThroughTriton
 
 LIMITS = RequestLimits(vocab_size=100, max_sequence_length=8, max_rows=16, max_text_bytes=200)
 ENDPOINTS = (wire.CRITIC_INFER, wire.CRITIC_TRAIN, wire.CRITIC_SAVE, wire.REWARD_MODEL)
@@ -34,14 +35,19 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 class FakeTriton:
-    """`received`: (endpoint, arrays) of every request that the gateway let through. `interrupt` replaces the answer to the next ones."""
+    """`received`: (endpoint, arrays) of every request that the gateway let through; nothing is answered while `may_answer` is not set.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    `upstream` is the way to it. `interrupt` replaces the answer to the next ones that come over the socket.
+    """
+
+    def __init__(self, path: Path, transport: str = "pytriton") -> None:
+        self.upstream = ThroughTriton(path) if transport == "pytriton" else Straight(self._submit)
         self.intake = Intake({endpoint.name: Operation(endpoint=endpoint, handler=nothing) for endpoint in ENDPOINTS}, LIMITS)
         self.received: list[tuple[str, dict[str, np.ndarray]]] = []
         self.answered: list[str] = []
         self.interrupt: Callable[[BaseHTTPRequestHandler], bool] = lambda handler: False
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         self._ended = threading.Event()
         self._http = _Listener(str(path), self._handler())
         self._threads = [
@@ -56,12 +62,17 @@ class FakeTriton:
         self._http.shutdown()
         self._http.server_close()
 
+    def _submit(self, endpoint: wire.Endpoint, arrays: dict[str, np.ndarray]) -> Future:
+        self.received.append((endpoint.name, arrays))
+        return self.intake.submit(endpoint, arrays)
+
     def _answer(self) -> None:
         """Values are the tokens doubled; rewards the lengths of the responses in bytes."""
         while not self._ended.is_set():
             ticket = self.intake.take(0.02)
             if ticket is None:
                 continue
+            self.may_answer.wait(20)
             endpoint, payload = ticket.operation.endpoint, ticket.payload
             self.answered.append(endpoint.name)
             if endpoint is wire.CRITIC_INFER:
@@ -88,11 +99,10 @@ class FakeTriton:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 header, arrays = read_binary(self.headers[HEADER_LENGTH], body)
                 endpoint = next(endpoint for endpoint in ENDPOINTS if self.path == f"/v2/models/{endpoint.name}/infer")
-                fake.received.append((endpoint.name, arrays))
                 if fake.interrupt(self):
                     return
                 try:
-                    answer = fake.intake.submit(endpoint, arrays).result(30)
+                    answer = fake._submit(endpoint, arrays).result(30)
                     status, length, content = 200, *write_answer(answer, header["outputs"])
                 except Exception as error:
                     text = f"Traceback (most recent call last):\n  File x\nAnswerError: {error}\n\nAt:\n  model.py(1): execute"

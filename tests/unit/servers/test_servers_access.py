@@ -125,7 +125,7 @@ def test_a_gateway_with_tls_is_silent_until_it_answers(tmp_path: Path) -> None:
     arrived, release = threading.Event(), threading.Event()
     fake.interrupt = lambda handler: arrived.set() or not release.wait(20)
     gateway.start()
-    gateway.connect(fake.path)
+    gateway.connect(fake.upstream)
     client = Access.for_client(tmp_path / "secret", ClientConfig(tls_ca=chain))
     connection = client.connection(f"https://localhost:{gateway.port}", 20)
     headers, body = encode_request({"step": np.array([1])}, ("path",))

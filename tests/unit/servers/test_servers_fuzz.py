@@ -24,13 +24,13 @@ from aligner.servers.kserve import encode_request
 SECRET = "5e" * 32
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[Gateway, FakeTriton]]:
+@pytest.fixture(params=["pytriton", "http"])
+def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Gateway, FakeTriton]]:
     config = ServerConfig()
     gateway = Gateway(config, Access(SECRET), ENDPOINTS, LIMITS, Health("critic", "i" * 32, "", 1, config=config))
-    fake = FakeTriton(tmp_path / "http")
+    fake = FakeTriton(tmp_path / "http", request.param)
     gateway.start()
-    gateway.connect(fake.path)
+    gateway.connect(fake.upstream)
     yield gateway, fake
     gateway.stop()
     fake.close()

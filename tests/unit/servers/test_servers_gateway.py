@@ -8,9 +8,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -22,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_triton import ENDPOINTS, LIMITS, FakeTriton
 
 from aligner.errors import ConfigError
-from aligner.servers import seats, wire
+from aligner.servers import seats, upstream, wire
 from aligner.servers.access import Access
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.gateway import Gateway
 from aligner.servers.health import Health
 from aligner.servers.inbound import body_limit
-from aligner.servers.kserve import HEADER_LENGTH, decode_response, encode_request
+from aligner.servers.kserve import HEADER_LENGTH, AnswerError, decode_response, encode_request
 
 ACCESS = Access("5e" * 32)
 INFER = "/v2/models/critic_infer/infer"
@@ -58,13 +60,13 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path, **settings: float) -> Iterator[Served]:
+def started(transport: str, folder: Path, **settings: float) -> Iterator[Served]:
     config = ServerConfig(**settings)
     health = Health("critic", "1234", "77.0", 2, config=config)
     gateway = Gateway(config, ACCESS, ENDPOINTS, LIMITS, health)
-    fake = FakeTriton(folder / "http")
+    fake = FakeTriton(folder / "http", transport)
     gateway.start()
-    gateway.connect(fake.path)
+    gateway.connect(fake.upstream)
     try:
         yield Served(gateway, fake, health)
     finally:
@@ -72,8 +74,17 @@ def serving(folder: Path, **settings: float) -> Iterator[Served]:
         fake.close()
 
 
-def test_binary_and_json_mean_the_same(tmp_path: Path) -> None:
-    with serving(tmp_path) as served:
+Serving = Callable[..., AbstractContextManager[Served]]
+
+
+@pytest.fixture(params=["pytriton", "http"])
+def serving(request: pytest.FixtureRequest, tmp_path: Path) -> Serving:
+    """A gateway with these settings, before either transport."""
+    return partial(started, request.param, tmp_path)
+
+
+def test_binary_and_json_mean_the_same(serving: Serving) -> None:
+    with serving() as served:
         status, headers, body = served.infer()
         assert status == 200
         assert decode_response(headers[HEADER_LENGTH], body)["values"].tolist() == [[2.0, 4.0, 6.0]]
@@ -95,8 +106,32 @@ def test_binary_and_json_mean_the_same(tmp_path: Path) -> None:
         assert decode_response(headers[HEADER_LENGTH], body)["rewards"].tolist() == [[3.0]]
 
 
-def test_everything_but_liveness_needs_the_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(tmp_path) as served:
+def test_large_requests_are_computed_beside_the_others(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "LARGE_BYTES", 0)
+    with serving() as served:
+        status, headers, body = served.infer()
+        assert (status, decode_response(headers[HEADER_LENGTH], body)["values"].tolist()) == (200, [[2.0, 4.0, 6.0]])
+        status, _, body = served.infer({**TOKENS, "tokens": np.array([[1, 2, 100]])})
+        assert (status, json.loads(body)["error"]) == (400, "critic_infer: tokens: ids from 1 to 100; allowed are 0 to 99")
+
+
+def test_an_ending_server_answers_those_who_wait(serving: Serving) -> None:
+    with serving() as served:
+        served.fake.may_answer.clear()
+        with ThreadPoolExecutor() as pool:
+            answers = [pool.submit(served.infer) for _ in range(2)]
+            while len(served.fake.received) < 2:
+                time.sleep(0.01)
+            served.fake.intake.close(AnswerError("server critic was told to end", status=503))
+            for answer in answers:
+                status, _, body = answer.result(20)
+                assert (status, json.loads(body)["error"]) == (503, "server critic was told to end")
+        served.fake.may_answer.set()
+        assert served.infer()[0] == 503
+
+
+def test_everything_but_liveness_needs_the_secret(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as served:
         assert served.ask("GET", "/v2/health/live", secret=False)[0] == 200
         for path in ("/v2", "/v2/health/ready", "/v2/models/critic_save", "/v2/models/critic_infer/ready", "/nowhere"):
             assert served.ask("GET", path, secret=False)[0] == 401
@@ -108,8 +143,8 @@ def test_everything_but_liveness_needs_the_secret(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err.count("without the run's secret refused") == 1  # not a line for each
 
 
-def test_metadata_names_every_tensor(tmp_path: Path) -> None:
-    with serving(tmp_path) as served:
+def test_metadata_names_every_tensor(serving: Serving) -> None:
+    with serving() as served:
         described = json.loads(served.ask("GET", "/v2/models/critic_infer")[2])
         assert described["inputs"][:2] == [
             {"name": "tokens", "datatype": "INT64", "shape": [-1, -1]},
@@ -122,10 +157,9 @@ def test_saving_takes_no_path() -> None:
     assert not [spec.name for spec in wire.CRITIC_SAVE.inputs if "path" in spec.name or "dir" in spec.name]
 
 
-def test_a_full_queue_asks_to_come_again(tmp_path: Path) -> None:
-    release = threading.Event()
-    with serving(tmp_path, max_requests=2) as served:
-        served.fake.interrupt = lambda handler: not release.wait(20)
+def test_a_full_queue_asks_to_come_again(serving: Serving) -> None:
+    with serving(max_requests=2) as served:
+        served.fake.may_answer.clear()
         callers = [threading.Thread(target=served.infer) for _ in range(2)]
         for caller in callers:
             caller.start()
@@ -135,31 +169,31 @@ def test_a_full_queue_asks_to_come_again(tmp_path: Path) -> None:
         status, headers, body = served.infer()
         assert (status, headers["Retry-After"]) == (429, "1")
         assert "2 requests with" in json.loads(body)["error"] and "server.max_requests=2" in json.loads(body)["error"]
-        release.set()
+        served.fake.may_answer.set()
         for caller in callers:
             caller.join()
         assert served.infer()[0] == 200
 
 
-def test_waiting_bodies_have_a_size_together(tmp_path: Path) -> None:
+def test_waiting_bodies_have_a_size_together(serving: Serving) -> None:
     """There is a place for one and almost another one of this size, though four requests may wait."""
-    release, size = threading.Event(), len(encode_request(TOKENS, ("values",))[1])
-    with serving(tmp_path, max_requests=4, max_request_bytes=size, max_pending_bytes=2 * size - 1) as served:
-        served.fake.interrupt = lambda handler: not release.wait(20)
+    size = len(encode_request(TOKENS, ("values",))[1])
+    with serving(max_requests=4, max_request_bytes=size, max_pending_bytes=2 * size - 1) as served:
+        served.fake.may_answer.clear()
         caller = threading.Thread(target=served.infer)
         caller.start()
         while caller.is_alive() and not served.fake.received:
             time.sleep(0.01)
         status, headers, body = served.infer()
-        release.set()
+        served.fake.may_answer.set()
         caller.join()
         assert (status, headers["Retry-After"]) == (429, "1")
         assert f"1 requests with {size} bytes" in (error := json.loads(body)["error"]) and "server.max_pending_bytes=" in error
         assert served.infer()[0] == 200
 
 
-def test_bodies_have_a_size_and_a_time(tmp_path: Path) -> None:
-    with serving(tmp_path, max_request_bytes=1000, body_timeout_seconds=0.3) as served:
+def test_bodies_have_a_size_and_a_time(serving: Serving) -> None:
+    with serving(max_request_bytes=1000, body_timeout_seconds=0.3) as served:
         status, _, body = served.infer({**TOKENS, "after": np.array([b"x" * 900], dtype=object)})
         assert status == 413 and "at most 1000 are allowed" in json.loads(body)["error"]
         head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 400\r\nAuthorization: {ACCESS.headers()['Authorization']}\r\n\r\n"
@@ -194,9 +228,9 @@ def is_open(connection: socket.socket) -> bool:
         return False
 
 
-def test_connections_with_the_secret_are_limited(tmp_path: Path) -> None:
+def test_connections_with_the_secret_are_limited(serving: Serving) -> None:
     header = "".join(f"{name}: {value}\r\n" for name, value in ACCESS.headers().items())
-    with serving(tmp_path, max_connections=3) as served:
+    with serving(max_connections=3) as served:
         held = hold(served, 3, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         for connection in held:
             assert b" 200 " in connection.recv(1000)
@@ -213,9 +247,9 @@ def test_connections_with_the_secret_are_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [b"", b"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: x\r\nX: "], ids=["silent", "slow"])
-def test_a_flood_of_strangers_takes_no_place_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
+def test_a_flood_of_strangers_takes_no_place_from_the_run(serving: Serving, monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
     monkeypatch.setattr(seats, "SECONDS", 60.0)
-    with serving(tmp_path, max_connections=4) as served:
+    with serving(max_connections=4) as served:
         held = hold(served, 2 * seats.STRANGERS, first)
         assert served.infer()[0] == 200
         deadline = time.monotonic() + 20
@@ -226,10 +260,10 @@ def test_a_flood_of_strangers_takes_no_place_from_the_run(tmp_path: Path, monkey
             connection.close()
 
 
-def test_strangers_have_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_have_little_time(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seats, "SECONDS", 0.2)
     header = "".join(f"{name}: {value}\r\n" for name, value in ACCESS.headers().items())
-    with serving(tmp_path) as served:
+    with serving() as served:
         (known,) = hold(served, 1, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         assert b" 200 " in known.recv(1000)
         (alive,) = hold(served, 1, b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -243,9 +277,9 @@ def test_strangers_have_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         known.close()
 
 
-def test_whoever_has_a_wrong_secret_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_has_a_wrong_secret_is_hung_up_on(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seats, "SECONDS", 60.0)
-    with serving(tmp_path) as served:
+    with serving() as served:
         (stranger,) = hold(served, 1, b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer 0\r\n\r\n")
         answer = b""
         while part := stranger.recv(1000):
@@ -254,7 +288,7 @@ def test_whoever_has_a_wrong_secret_is_hung_up_on(tmp_path: Path, monkeypatch: p
         stranger.close()
 
 
-def test_open_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_files_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seats.resource, "getrlimit", lambda kind: (256, 1024))
     with pytest.raises(ConfigError, match=r"server.max_connections=1024: this process may open 1024 files \(ulimit -Hn\); 1792 are needed"):
         Gateway(ServerConfig(), ACCESS, ENDPOINTS, LIMITS, Health("critic", "1234", "", 1, config=ServerConfig()))
@@ -278,7 +312,7 @@ def breaks_off(handler: BaseHTTPRequestHandler) -> bool:
 
 
 def test_tritons_own_words_stay_inside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(tmp_path) as served:
+    with started("pytriton", tmp_path) as served:
         served.fake.interrupt = fails_with("Traceback (most recent call last): secret/path.py")
         status, _, body = served.infer()
         assert (status, json.loads(body)["error"]) == (502, "critic_infer: Triton could not answer; see the server's log")
@@ -324,20 +358,20 @@ def test_health_tells_the_truth() -> None:
     now[0] += 10  # 20 s without an operation
     assert health.report(1, 14.0)["ready"]  # it came late
     assert health.report(1, 30.0)["reason"] == (
-        "for 20 s no request has come out of Triton, though some wait (server.round_limit_seconds=15)"
+        "for 20 s no request has reached the ranks, though some wait (server.round_limit_seconds=15)"
     )
     assert health.stuck(30.0) is None  # yet
     now[0] += 101
     assert health.stuck(119.0) is None
-    assert health.stuck(130.0) == "for 121 s no request has come out of Triton, though some wait (server.stuck_limit_seconds=120)"
+    assert health.stuck(130.0) == "for 121 s no request has reached the ranks, though some wait (server.stuck_limit_seconds=120)"
     health.pulse.begin("critic_train")  # it came out
     assert health.stuck(130.0) is None
     health.watch(lambda: "process 5 of Triton died")
     assert health.report(0, 0)["reason"] == "process 5 of Triton died"
 
 
-def test_health_is_the_status_of_the_answer(tmp_path: Path) -> None:
-    with serving(tmp_path) as served:
+def test_health_is_the_status_of_the_answer(serving: Serving) -> None:
+    with serving() as served:
         status, _, body = served.ask("GET", "/v2/health/ready")
         assert (status, json.loads(body)["reason"]) == (503, "it is starting")
         served.health.pulse.round_done()

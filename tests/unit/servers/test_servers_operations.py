@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +15,15 @@ import numpy as np
 import pytest
 import torch
 
+from aligner.algorithms.ppo import TrainPPO
+from aligner.config import compose
 from aligner.errors import ConfigError, ServerError
+from aligner.jobs import serving
 from aligner.metrics import Mean, Metric, Sum
+from aligner.servers import config as server_config
 from aligner.servers import watchdog, wire
 from aligner.servers.access import listen
-from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig
+from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig, Transport
 from aligner.servers.critic import CriticService
 from aligner.servers.health import Supervisor
 from aligner.servers.intake import Intake, Operation
@@ -276,6 +281,29 @@ def test_the_supervisor_remembers_the_first_failure() -> None:
 def test_impossible_settings_are_named(make: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_installed", "chosen"),
+    [("auto", True, "pytriton"), ("auto", False, "http"), ("pytriton", True, "pytriton"), ("http", True, "http"), ("http", False, "http")],
+)
+def test_the_transport_is_what_the_environment_has(asked: str, is_installed: bool, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_config, "find_spec", lambda name: object() if is_installed else None)
+    assert ServerConfig(transport=Transport(asked)).chosen_transport() is Transport(chosen)
+
+
+@pytest.mark.parametrize(("serve", "component"), [(serving.serve_critic, "critic"), (serving.serve_reward_model, "reward")])
+def test_pytriton_that_is_missing_is_refused_before_anything_is_loaded(
+    serve: Callable, component: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_config, "find_spec", lambda name: None)
+    monkeypatch.setattr(serving, "open_session", lambda *_, **__: pytest.fail("it was begun"))
+    config = compose(
+        TrainPPO, "ppo", ["data.train=x", "reward.serve=true", "reward.model.path=/x", f"{component}.server.transport=pytriton"]
+    )
+    key = f"{component}.server.transport"
+    with pytest.raises(ConfigError, match=f"^{key}=pytriton: nvidia-pytriton is not installed .*: pip install .*, or set {key}=http$"):
+        serve(config)
 
 
 def test_the_settings_import_neither_torch_nor_pytriton() -> None:

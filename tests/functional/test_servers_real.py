@@ -1,9 +1,8 @@
-"""Real PyTriton servers in processes of their own, as one rank and as two over gloo, and what happens when they die."""
+"""Real servers in processes of their own, as one rank and as two over gloo, and what happens when they die; behind either transport."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from server_processes import ROOT, ToyServer, eventually, toy_server
+from server_processes import ROOT, TRANSPORTS, ToyServer, eventually, toy_server
 from toy_server import RUN
 
 from aligner.errors import RequestRejected, ServerUnreachable
@@ -28,11 +27,6 @@ from aligner.servers.frontend import MARKER
 from aligner.servers.link import RequestRefused, ServiceLink
 from aligner.servers.processes import processes_with_variable
 from aligner.types import FinishReason, Prompt, Rollout, TokenBatch, ValueBatch
-
-pytestmark = [
-    pytest.mark.pytriton,
-    pytest.mark.skipif(importlib.util.find_spec("pytriton") is None, reason="nvidia-pytriton is not installed"),
-]
 
 CONFIG = ClientConfig(
     discovery_timeout_seconds=60, recovery_timeout_seconds=2, request_timeout_seconds=60, train_timeout_seconds=60, rows_per_request=2
@@ -55,6 +49,11 @@ def critic_client(tmp_path: Path) -> Iterator[CriticClient]:
     client.close()
 
 
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 def processes_of(server: ToyServer, incarnation: str) -> dict[int, str]:
     """Triton, its stubs and their helpers."""
     return processes_with_variable(f"{MARKER}={incarnation}")
@@ -75,8 +74,8 @@ def refuse_the_past(tmp_path: Path, mark: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_infer_train_and_save_until_a_signal(num_ranks: int, tmp_path: Path, critic_client: CriticClient) -> None:
-    with toy_server("critic", tmp_path / "services", num_ranks=num_ranks) as server:
+def test_infer_train_and_save_until_a_signal(transport: str, num_ranks: int, tmp_path: Path, critic_client: CriticClient) -> None:
+    with toy_server("critic", tmp_path / "services", num_ranks=num_ranks, transport=transport) as server:
         registration = critic_client.wait_until_ready()
         assert registration.num_ranks == num_ranks and registration.pid == server.ranks[0].pid
 
@@ -111,8 +110,11 @@ def test_infer_train_and_save_until_a_signal(num_ranks: int, tmp_path: Path, cri
         assert server.exit_codes() == [0] * num_ranks
     assert processes_of(server, registration.incarnation) == {}
     assert not (tmp_path / "services" / "critic.json").exists()
-    if num_ranks == 2:  # in the other case Triton ended by itself
-        said = server.log().partition("is ready, 2 rank(s)\n")[2]
+    assert f"is ready, {num_ranks} rank(s), transport {transport}\n" in server.log()
+    if transport == "http":
+        assert not (tmp_path / "services" / "critic.triton.log").exists()
+    elif num_ranks == 2:  # in the other case Triton ended by itself
+        said = server.log().partition("transport pytriton\n")[2]
         assert not [line for line in said.splitlines() if re.search("exited with failure|resource_tracker|Signal|NODELAY", line)]
         assert (tmp_path / "services" / "critic.triton.log").read_text().count("successfully unloaded") == 4  # that is why
     with pytest.raises(
@@ -129,9 +131,9 @@ def test_infer_train_and_save_until_a_signal(num_ranks: int, tmp_path: Path, cri
     ],
 )
 def test_a_failing_handler_reaches_the_client_and_ends_every_rank(
-    num_ranks: int, token: int, tmp_path: Path, critic_client: CriticClient
+    transport: str, num_ranks: int, token: int, tmp_path: Path, critic_client: CriticClient
 ) -> None:
-    with toy_server("values", tmp_path / "services", num_ranks=num_ranks) as server:
+    with toy_server("values", tmp_path / "services", num_ranks=num_ranks, transport=transport) as server:
         incarnation = critic_client.wait_until_ready().incarnation
         expected = rf"operation critic_infer failed on rank {num_ranks - 1}: ArithmeticError: token {token} cannot be valued"
         with pytest.raises(ServerUnreachable, match=rf"{expected}.*Waited for another server \(2 s, .* none has taken its place"):
@@ -140,13 +142,15 @@ def test_a_failing_handler_reaches_the_client_and_ends_every_rank(
     assert eventually(lambda: processes_of(server, incarnation) == {}, 60)
 
 
-def test_killing_the_server_fails_the_pending_call_and_leaves_nothing(tmp_path: Path, critic_client: CriticClient) -> None:
-    with toy_server("values", tmp_path / "services") as server:
+def test_killing_the_server_fails_the_pending_call_and_leaves_nothing(transport: str, tmp_path: Path, critic_client: CriticClient) -> None:
+    with toy_server("values", tmp_path / "services", transport=transport) as server:
         registration = critic_client.wait_until_ready()
         triton = processes_of(server, registration.incarnation)
         copies = [Path(word).parents[1] for command in triton.values() for word in command.split() if word.endswith("/1/model.py")]
-        assert [copy.exists() for copy in copies] == [True, True]
-        assert len([command for command in triton.values() if "triton_python_backend_stub" in command]) == 2
+        stubs = 2 if transport == "pytriton" else 0
+        assert [copy.exists() for copy in copies] == [True] * stubs
+        assert len([command for command in triton.values() if "triton_python_backend_stub" in command]) == stubs
+        assert transport == "pytriton" or not triton
         pending = critic_client.values(token_batch([1, 88]))  # sleeps for a minute
         with pytest.raises(TimeoutError):
             pending.result(timeout=1)
@@ -159,6 +163,7 @@ def test_killing_the_server_fails_the_pending_call_and_leaves_nothing(tmp_path: 
     assert eventually(lambda: not list(Path("/dev/shm").glob(f"pytrtion{registration.pid}-*")), 60)
 
 
+@pytest.mark.pytriton
 def test_the_death_of_tritonserver_ends_the_server(tmp_path: Path) -> None:
     with toy_server("reward", tmp_path / "services") as server:
         client = RewardClient(tmp_path / "services", config=CONFIG, access=run_access(tmp_path))
@@ -196,6 +201,7 @@ def deaths_while_triton_starts(folder: Path, victim: str, number: int) -> dict[s
     return {"DEATHS": str(folder), "PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+@pytest.mark.pytriton
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_death_while_triton_starts_is_mended_once(tmp_path: Path, victim: str) -> None:
     """Its Python backend aborts now and then while it loads models."""
@@ -206,6 +212,7 @@ def test_a_death_while_triton_starts_is_mended_once(tmp_path: Path, victim: str)
         assert server.log().count("died while starting") == server.log().count("it is started once more") == 1
 
 
+@pytest.mark.pytriton
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_second_death_while_triton_starts_ends_the_server(tmp_path: Path, victim: str) -> None:
     with toy_server("reward", tmp_path / "services", environment=deaths_while_triton_starts(tmp_path / "bin", victim, 2)) as server:
@@ -217,6 +224,7 @@ def test_a_second_death_while_triton_starts_ends_the_server(tmp_path: Path, vict
     assert not [command for command in processes_with_variable(f"DEATHS={tmp_path / 'bin'}").values() if "triton" in command]
 
 
+@pytest.mark.pytriton
 def test_a_signal_while_triton_starts_ends_the_server(tmp_path: Path) -> None:
     with toy_server("reward", tmp_path / "services") as server:
         assert eventually(lambda: (tmp_path / "services" / "reward.triton.log").exists(), 60)
@@ -227,8 +235,8 @@ def test_a_signal_while_triton_starts_ends_the_server(tmp_path: Path) -> None:
     assert not [command for command in processes_with_variable(f"PYTHONPATH={ROOT}").values() if str(server.services_dir) in command]
 
 
-def test_killing_a_follower_ends_the_leader(tmp_path: Path, critic_client: CriticClient) -> None:
-    with toy_server("values", tmp_path / "services", num_ranks=2) as server:
+def test_killing_a_follower_ends_the_leader(transport: str, tmp_path: Path, critic_client: CriticClient) -> None:
+    with toy_server("values", tmp_path / "services", num_ranks=2, transport=transport) as server:
         critic_client.wait_until_ready()
         server.ranks[1].kill()
         assert server.exit_codes() == [1, -signal.SIGKILL]
@@ -246,8 +254,8 @@ def rollout_texts(rollout: Rollout) -> tuple[str, str, str | None]:
     return rollout.prompt.text, "".join(map(chr, rollout.response)), rollout.prompt.answer
 
 
-def test_a_reward_function_a_taken_port_and_a_dead_stub(tmp_path: Path) -> None:
-    with toy_server("reward", tmp_path / "services") as server:
+def test_a_reward_function_a_taken_port_and_a_dead_stub(transport: str, tmp_path: Path) -> None:
+    with toy_server("reward", tmp_path / "services", transport=transport) as server:
         client = RewardClient(tmp_path / "services", config=CONFIG, access=run_access(tmp_path), texts=rollout_texts)
         registration = client.wait_until_ready()
         # The answer itself is worth 1, anything else 0.1 a letter; no answer (None) is not the empty answer.
@@ -265,12 +273,13 @@ def test_a_reward_function_a_taken_port_and_a_dead_stub(tmp_path: Path) -> None:
 
         port = registration.port
         with (
-            toy_server("reward", tmp_path / "other" / "services", port=port, num_ranks=2) as second,
-            toy_server("reward", tmp_path / "services") as third,
+            toy_server("reward", tmp_path / "other" / "services", port=port, num_ranks=2, transport=transport) as second,
+            toy_server("reward", tmp_path / "services", transport=transport) as third,
         ):
             assert second.exit_codes() == [1, 1]
             assert f"reward: rank 0: cannot listen on 127.0.0.1:{port}" in second.log(1)
             assert f"cannot listen on 127.0.0.1:{port}: Address already in use; free port {port}" in second.log()
             assert third.exit_codes() == [1]
             assert "already serves under that name" in third.log()
-        check_death_of(server, registration.incarnation, "triton_python_backend_stub")
+        if transport == "pytriton":
+            check_death_of(server, registration.incarnation, "triton_python_backend_stub")
