@@ -1,5 +1,5 @@
 """One module per lineage of model families, with a `llama.HFFamily` for each: Hugging Face config <-> `Architecture`, the names of its
-weights, and which of `UNCHANGED`'s keys it computes. The module of a family alone has the names of an `HFFamily` itself.
+weights, and which of `UNCHANGED`'s keys it computes.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
-from aligner.models.families import cohere, deepseek, gemma, glm, gpt, llama, olmo, qwen, qwen2_moe, qwen3_5, qwen3_next
+from aligner.models.families import cohere, deepseek, gemma, glm, gpt, llama, olmo, qwen, qwen3_next
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 
-_ALONE = {Family.qwen2_moe: qwen2_moe, Family.qwen3_next: qwen3_next}
-_LINEAGES = (llama, qwen, qwen3_5, gemma, glm, deepseek, olmo, cohere, gpt)
-FAMILIES: dict[Family, Any] = _ALONE | {family: found for lineage in _LINEAGES for family, found in lineage.FAMILIES.items()}
+_LINEAGES = (llama, qwen, qwen3_next, gemma, glm, deepseek, olmo, cohere, gpt)
+FAMILIES: dict[Family, Any] = {family: found for lineage in _LINEAGES for family, found in lineage.FAMILIES.items()}
 
 
 # Models of images and text whose text part is of a family: its class, and what its text_config says.

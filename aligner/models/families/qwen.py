@@ -1,4 +1,6 @@
-"""Qwen2, 2.5 and 3: Llama's layout with biases on the query, key and value projections, or with an RMSNorm on each query and key head."""
+"""Qwen2, 2.5 and 3: Llama's layout with biases on the query, key and value projections, or with an RMSNorm on each query and key head; and
+their mixtures of experts (2407.10671): many small ones, Qwen2's beside one with a gate that every token passes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from aligner.models.config import Architecture, Family
 from aligner.models.families import llama, mapping, mixture, windows
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.llama import HFFamily
-from aligner.models.families.mapping import llama_like
+from aligner.models.families.mapping import NameTable, llama_like, rule
 
 _KEY_VALUE_HEADS = 32  # of files that do not say
 _FIXED = {"attention_bias": (False,)}
@@ -55,7 +57,31 @@ def _qwen3_to_hf(a: Architecture) -> dict[str, Any]:
     return llama.common_to_hf(a) | {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False} | windows_to_hf(a)
 
 
-# Qwen3's mixtures of experts: many small ones in every layer, and a window for all layers or none.
+_EXPERTS = mapping.experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+SHARED_EXPERTS = _EXPERTS | mixture.shared("mlp.shared_expert") | {"mlp.shared_experts.gate_weight": rule("mlp.shared_expert_gate.weight")}
+
+
+def _qwen2_moe_names(architecture: Architecture) -> NameTable:
+    return llama_like(attention=mapping.QKV_BIAS if architecture.qkv_bias else {}, mlp=SHARED_EXPERTS, dense=mapping.MLP)
+
+
+def _qwen2_moe_from_hf(hf: HFConfig) -> Architecture:
+    return replace(
+        llama.common_from_hf(hf, Family.qwen2_moe, key_value_heads=16),
+        qkv_bias=hf.flag("qkv_bias", True),
+        shared_ffn_hidden_size=hf.size("shared_expert_intermediate_size", absent=5632),
+        shared_expert_gate=True,
+        **switched_windows(hf, lambda number, bound: number % 2 == 0 and number < bound),
+        **mixture.of_qwen(hf),
+    )
+
+
+def _qwen2_moe_to_hf(a: Architecture) -> dict[str, Any]:
+    own = {"qkv_bias": a.qkv_bias, "shared_expert_intermediate_size": a.shared_ffn_hidden_size} | windows_to_hf(a)
+    return llama.common_to_hf(a) | mixture.of_qwen_to_hf(a) | {"architectures": ["Qwen2MoeForCausalLM"]} | own
+
+
+# Qwen3's are in every layer, with a window for all layers or none.
 def _qwen3_moe_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_FIXED)
     return replace(
@@ -71,10 +97,10 @@ def _qwen3_moe_to_hf(a: Architecture) -> dict[str, Any]:
     return llama.common_to_hf(a) | mixture.of_qwen_to_hf(a) | own | {"architectures": ["Qwen3MoeForCausalLM"]}
 
 
-_EXPERTS = mapping.experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 FAMILIES = {
     Family.qwen2: HFFamily(llama_like(attention=mapping.QKV_BIAS), _qwen2_from_hf, _qwen2_to_hf),
     Family.qwen3: HFFamily(llama_like(attention=mapping.QK_NORM), _qwen3_from_hf, _qwen3_to_hf),
+    Family.qwen2_moe: HFFamily(_qwen2_moe_names, _qwen2_moe_from_hf, _qwen2_moe_to_hf),
     Family.qwen3_moe: HFFamily(
         llama_like(attention=mapping.QK_NORM, mlp=_EXPERTS, dense=mapping.MLP), _qwen3_moe_from_hf, _qwen3_moe_to_hf
     ),
