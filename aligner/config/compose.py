@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from aligner.errors import ConfigError
-from aligner.files import conf_directory, recipe_folders
+from aligner.files import conf_directory, recipe_folders, shipped
 from aligner.hints import as_typed, refuse_unknown, unknown_keys
 from aligner.presets import check_preset, find_file, folders_of, groups_in, unknown_in_file
 from aligner.schema import SchemaKey, is_entry, is_known, schema_keys
@@ -256,7 +256,8 @@ def _to_object(schema: type[T], node: Any) -> T:
 def _build(node: Any, path: str = "") -> Any:
     """A node as plain objects. A section's own check names its settings as it knows them; what was typed is known here."""
     if not OmegaConf.is_dict(node):
-        return OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
+        value = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
+        return [_shipped_path(one) for one in value] if isinstance(value, list) else _shipped_path(value)
     values = {}
     for name in node:
         place = f"{path}.{name}" if path else str(name)
@@ -270,6 +271,14 @@ def _build(node: Any, path: str = "") -> Any:
         return kind(**values)
     except ConfigError as error:
         raise as_typed(error, [field.name for field in fields(kind)], path) from error
+
+
+def _shipped_path(value: Any) -> Any:
+    """The value; for a path `examples/...`, also `examples/...py:name`, that is not below this directory, the package's own."""
+    if not isinstance(value, str) or not value.startswith("examples/") or Path(value.partition(":")[0]).exists():
+        return value
+    own = str(shipped("examples") / value.removeprefix("examples/"))
+    return own if Path(own.removesuffix(f":{value.partition(':')[2]}")).exists() else value
 
 
 def _check_numbers(value: Any, keys: list[SchemaKey], key: str = "") -> None:
