@@ -24,7 +24,7 @@ from aligner.config import override
 from aligner.data.mixture import is_mixture
 from aligner.errors import AlignerError, ConfigError
 from aligner.reporting.jsonl import read_metrics
-from aligner.reporting.summary import table
+from aligner.reporting.summary import summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,18 +49,16 @@ class Result:
         """First, last and best value of each metric and its course, as a table of text."""
         from aligner.jobs.report import all_columns
 
-        steps = read_metrics(RunDirectory(self.directory).metrics) if self.metrics else []
-        return table(steps, all_columns()) if steps else f"{self.directory}: the recipe writes data and records no steps"
+        return summary(self.directory / "metrics.jsonl", all_columns()) if self.metrics else f"{self.directory}: data, and no steps"
 
     def __repr__(self) -> str:
-        steps = f"step {self.metrics[-1]['step']:.0f}, " if self.metrics else ""
-        return f"Result({steps}directory={str(self.directory)!r}; summary() has its metrics)"
+        return f"Result(steps={len(self.metrics)}, directory={str(self.directory)!r}; summary() has its metrics)"
 
     def _repr_html_(self) -> str:
         from aligner.jobs.report import all_columns
         from aligner.reporting.samples_report import fragment
 
-        return fragment(self.directory, all_columns()) if self.metrics else f"<p>{escape(self.summary())}</p>"
+        return fragment(self.directory, all_columns()) if self.metrics else escape(self.summary())
 
     def model(self, **arguments: Any) -> PreTrainedModel:
         """The trained model as `transformers` loads it; the arguments are `from_pretrained`'s. Raises AlignerError if there is none."""
@@ -151,12 +149,11 @@ def _show_short(error: AlignerError) -> None:
 
 
 def _one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """`sys.excepthook` of a script: an error of `train` in one line, with the script's own; any other as Python shows it."""
+    """`sys.excepthook` of a script: an error of `train` with the script's line; any other as Python shows it."""
     if not hasattr(error, "_render_traceback_"):
         return sys.__excepthook__(kind, error, trace)
-    places = [place for place in traceback.extract_tb(trace) if place.filename != __file__]
-    where = f"{places[0].filename}:{places[0].lineno}: " if places else ""
-    print(f"{where}{kind.__name__}: {error}", file=sys.stderr)
+    place = traceback.extract_tb(trace)[0]
+    print(f"{place.filename}:{place.lineno}: {kind.__name__}: {error}", file=sys.stderr)
 
 
 def _is_notebook() -> bool:

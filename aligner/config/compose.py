@@ -256,8 +256,7 @@ def _to_object(schema: type[T], node: Any) -> T:
 def _build(node: Any, path: str = "") -> Any:
     """A node as plain objects. A section's own check names its settings as it knows them; what was typed is known here."""
     if not OmegaConf.is_dict(node):
-        value = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
-        return [_shipped_path(one) for one in value] if isinstance(value, list) else _shipped_path(value)
+        return _with_shipped_paths(OmegaConf.to_object(node) if OmegaConf.is_config(node) else node)
     values = {}
     for name in node:
         place = f"{path}.{name}" if path else str(name)
@@ -273,12 +272,15 @@ def _build(node: Any, path: str = "") -> Any:
         raise as_typed(error, [field.name for field in fields(kind)], path) from error
 
 
-def _shipped_path(value: Any) -> Any:
+def _with_shipped_paths(value: Any) -> Any:
     """The value; for a path `examples/...`, also `examples/...py:name`, that is not below this directory, the package's own."""
-    if not isinstance(value, str) or not value.startswith("examples/") or Path(value.partition(":")[0]).exists():
-        return value
-    own = str(shipped("examples") / value.removeprefix("examples/"))
-    return own if Path(own.removesuffix(f":{value.partition(':')[2]}")).exists() else value
+    if isinstance(value, list):
+        return [_with_shipped_paths(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _with_shipped_paths(one) for name, one in value.items()}
+    path, colon, name = value.partition(":") if isinstance(value, str) and value.startswith("examples/") else ("", "", "")
+    own = shipped("examples").parent / path
+    return f"{own}{colon}{name}" if path and not Path(path).exists() and own.exists() else value
 
 
 def _check_numbers(value: Any, keys: list[SchemaKey], key: str = "") -> None:

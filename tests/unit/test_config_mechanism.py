@@ -483,9 +483,10 @@ def test_a_path_of_the_examples_is_found_from_any_directory(tmp_path, monkeypatc
     """Shipped configs and README name them so; one that is here, or is nowhere, stays as it was written."""
     monkeypatch.chdir(tmp_path)
     digits = Path(__file__).parents[2] / "examples/nlp/data/digits"
-    config = composed("ppo_smoke_cpu", ["data.train=[examples/nlp/data/digits/prompts.jsonl,examples/none.jsonl]"])
+    given = "data.train=[{path: examples/nlp/data/digits/prompts.jsonl}, examples/none.jsonl]"
+    config = composed("ppo_smoke_cpu", [given])
     assert config.model.tokenizer == str(digits / "tokenizer")
-    assert config.data.train == [str(digits / "prompts.jsonl"), "examples/none.jsonl"]
+    assert config.data.train == [{"path": str(digits / "prompts.jsonl")}, {"path": "examples/none.jsonl"}]
     config = composed("grpo", ["reward.function.path=examples/extend/estimator.py:opo", "data.train=x"])
     assert config.reward.function.path == f"{digits.parents[2]}/extend/estimator.py:opo"
     (tmp_path / "examples/nlp/data/digits/tokenizer").mkdir(parents=True)

@@ -124,17 +124,16 @@ def console() -> Console:
 
 def show(findings: Mapping[str, Finding], out: Console, *, has_header: bool = True) -> None:
     """Print these rows of the table: as one after the other is found, or all at once; the columns are as wide in either case."""
-    header = [(Text("item", "bold"), Text(), Text("time", "bold"), Text("found, and what to do", "bold"))] if has_header else []
     table = Table.grid(padding=(0, 2, 0, 0))
     for width, justify in ((10, "left"), (7, "left"), (7, "right")):
         table.add_column(width=width, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column(overflow="fold")
+    if has_header:
+        table.add_row("item", "", "time", "found, and what to do", style="bold")
     for item, finding in findings.items():
         level = Text(finding.level.value, style=_STYLES[finding.level])
         told = Text("\n".join(filter(None, [finding.found, finding.advice and f"-> {finding.advice}"])))
-        header.append((Text(item), level, Text(seconds(finding.seconds) if finding.seconds else ""), told))
-    for cells in header:
-        table.add_row(*cells)
+        table.add_row(item, level, seconds(finding.seconds) if finding.seconds else "", told)
     with out.capture() as captured:
         out.print(table)
     for line in captured.get().splitlines():
