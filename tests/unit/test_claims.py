@@ -32,26 +32,7 @@ PAGES = sorted(
 )
 SOURCES = sorted(str(path.relative_to(ROOT)) for path in (*(ROOT / "aligner").rglob("*.py"), *(ROOT / "examples").rglob("*.py")))
 SETTING = re.compile(r"(?<![\w./<-])(?P<key>[a-z]\w*(?:\.[a-z]\w*)+)(?:=(?P<value>[\w.+-]*\w))?")
-FILES = (
-    "bin",
-    "c",
-    "csv",
-    "h",
-    "html",
-    "json",
-    "jsonl",
-    "log",
-    "md",
-    "model",
-    "nemo",
-    "parquet",
-    "py",
-    "safetensors",
-    "sub",
-    "txt",
-    "yaml",
-)
-# What is written like a setting and is something else: keys of other projects or of JSON, names of tensors, methods, templates' variables.
+FILES = "bin c csv h html json jsonl log md model nemo parquet py safetensors sh sub txt yaml"  # the ends of names of files
 OTHERS = {
     "docs/from/": r"algorithm\.adv_estimator|rollout\.name",
     "docs/models.md": r"model\.embed_tokens\.weight",
@@ -107,7 +88,7 @@ def false_claims(source: str, text: str, *, goes_on: bool = False) -> Iterator[s
     for match in SETTING.finditer(text):
         key, value = match["key"], match["value"]
         is_cut = match.end() == len(text) and (goes_on or key.endswith("_"))
-        if key.partition(".")[0] not in roots() or key.rpartition(".")[2] in FILES or any(re.fullmatch(one, key) for one in others):
+        if key.partition(".")[0] not in roots() or key.rpartition(".")[2] in FILES.split() or any(re.fullmatch(one, key) for one in others):
             continue
         if not is_setting(key, goes_on=is_cut) or (value and not is_cut and not takes(key, value)):
             yield f"{source}: {match[0]}"
