@@ -7,10 +7,15 @@ turns Python values into its settings (functions and rows are written into the r
 from __future__ import annotations
 
 import json
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from aligner.cluster.exit_codes import ExitCode
@@ -19,6 +24,7 @@ from aligner.config import override
 from aligner.data.mixture import is_mixture
 from aligner.errors import AlignerError, ConfigError
 from aligner.reporting.jsonl import read_metrics
+from aligner.reporting.summary import summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,14 +36,29 @@ _SHORT = {"model": "model.path", "data": "data.train", "validation": "data.valid
 _SHORT |= {"max_steps": "loop.max_steps", "directory": "run.directory"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Result:
-    """What a finished run left."""
+    """What a finished run left. A notebook shows it as a table of its metrics with a curve."""
 
     directory: Path  # of the run
     metrics: list[dict[str, float]]  # of every step: the names of docs/algorithms.md, and `step`
     checkpoint: Path | None  # the newest one; None if the recipe writes data
     export: Path | None  # the model as a Hugging Face directory; None with run.export_hf=false
+
+    def summary(self) -> str:
+        """First, last and best value of each metric and its course, as a table of text."""
+        from aligner.jobs.report import all_columns
+
+        return summary(self.directory / "metrics.jsonl", all_columns()) if self.metrics else f"{self.directory}: data, and no steps"
+
+    def __repr__(self) -> str:
+        return f"Result(steps={len(self.metrics)}, directory={str(self.directory)!r}; summary() has its metrics)"
+
+    def _repr_html_(self) -> str:
+        from aligner.jobs.report import all_columns
+        from aligner.reporting.samples_report import fragment
+
+        return fragment(self.directory, all_columns()) if self.metrics else escape(self.summary())
 
     def model(self, **arguments: Any) -> PreTrainedModel:
         """The trained model as `transformers` loads it; the arguments are `from_pretrained`'s. Raises AlignerError if there is none."""
@@ -87,12 +108,20 @@ def train(
         ConfigError: a setting is wrong, with the key as it is in the settings.
         AlignerError: the run did not reach its end; the message says why and where its logs are.
     """
+    given = {"model": model, "data": data, "validation": validation, "reward": reward, "max_steps": max_steps, "directory": directory}
+    try:
+        return _train(recipe, {name: value for name, value in given.items() if value is not None}, overrides, settings)
+    except AlignerError as error:
+        _show_short(error)
+        raise
+
+
+def _train(recipe: str, given: Mapping[str, Any], overrides: Sequence[str], settings: Mapping[str, Any]) -> Result:
     from aligner.algorithms.registry import composed
     from aligner.jobs.local import launch_local
 
-    given = {"model": model, "data": data, "validation": validation, "reward": reward, "max_steps": max_steps, "directory": directory}
-    named = {_SHORT[name]: value for name, value in given.items() if value is not None and not _is_section(value, name)}
-    sections = {name: value for name, value in given.items() if value is not None and _is_section(value, name)}
+    named = {_SHORT[name]: value for name, value in given.items() if not _is_section(value, name)}
+    sections = {name: value for name, value in given.items() if _is_section(value, name)}
     flat = dict(_flat({**sections, **settings})) | named
     # What is written belongs into the run directory, whose name may be in the config.
     texts = [override(key, value) for key, value in flat.items() if not _is_written(key, value)]
@@ -100,7 +129,8 @@ def train(
     config = composed(recipe, [*overrides, *texts, *later])
     run = RunDirectory(Path(config.run.directory).absolute()).create()
     texts += [override(key, _write(run.path / _GIVEN, key, value)) for key, value in flat.items() if _is_written(key, value)]
-    code = launch_local(recipe, [*overrides, *texts])
+    with redirect_stdout(_Bar() if _is_notebook() else sys.stdout):  # type: ignore[type-var]
+        code = launch_local(recipe, [*overrides, *texts])
     if code != ExitCode.done:
         raise _failure(run, recipe, code)
     return Result(
@@ -109,6 +139,44 @@ def train(
         checkpoint=next(iter(sorted(run.checkpoints.glob("*/step_*"), reverse=True)), None),
         export=run.export if run.export.is_dir() else None,
     )
+
+
+def _show_short(error: AlignerError) -> None:
+    """If nobody catches it, scripts and notebooks show this error without the frames of this package: its message says what is wrong."""
+    error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]  # what IPython asks for
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _one_sentence
+
+
+def _one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """`sys.excepthook` of a script: an error of `train` with the script's line; any other as Python shows it."""
+    if not hasattr(error, "_render_traceback_"):
+        return sys.__excepthook__(kind, error, trace)
+    place = traceback.extract_tb(trace)[0]
+    print(f"{place.filename}:{place.lineno}: {kind.__name__}: {error}", file=sys.stderr)
+
+
+def _is_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and type(ipython.get_ipython()).__name__ == "ZMQInteractiveShell"
+
+
+class _Bar:
+    """A notebook's stdout: the lines of steps move a bar, the others are printed."""
+
+    def __init__(self) -> None:
+        from IPython.display import HTML, display  # type: ignore[import-not-found]  # the notebook has it
+
+        self._stream, self._html, self._handle = sys.stdout, HTML, display(HTML(""), display_id=True)
+
+    def write(self, text: str) -> int:
+        if (step := re.search(r"\bstep +(\d+)/(\d+) .*", text)) is None:
+            return self._stream.write(text)
+        self._handle.update(self._html(f'<progress value="{step[1]}" max="{step[2]}"></progress> <code>{escape(step[0])}</code>'))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _is_section(value: Any, name: str) -> bool:

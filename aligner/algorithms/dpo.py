@@ -34,7 +34,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop.config import TrainerRun, check_best_metric
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
-from aligner.loop.learnt import of_lengths
+from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits, named, resolve, text_of
 from aligner.losses.preference import DPOVariant, LogRatios, UserPairLoss, dpo_loss
@@ -189,8 +189,8 @@ class DPO(Stateless):
             batch = self._with_reference(pairs)
         with clock.phase("train"):
             metrics = values(self.policy.train_step(batch, self.loss))
-        found = of_lengths(batch.lengths, clock.seconds["time/ref_logprobs"] + clock.seconds["time/train"])
-        return StepResult(metrics=metrics | found | self.order.metrics(step))
+        metrics |= of_lengths(batch.lengths, clock.seconds["time/ref_logprobs"] + clock.seconds["time/train"])
+        return StepResult(metrics=metrics | of_mask(batch.loss_mask, unit=2) | self.order.metrics(step))
 
     def validate(self) -> Mapping[str, float]:
         """Loss and metrics on the validation pairs, as `validation/*`."""
@@ -244,6 +244,8 @@ def build(job: TrainerJob[TrainDPO]) -> Built | None:
     policy = job.policy()
     job.describe(train, policy.model)
     reference = job.reference(policy) if settings.keeps_reference else None
+    if settings.variant.needs_reference and not job.session.directory.metrics.exists():
+        job.session.say("policy and reference are the same before the first update: all pairs of step 1 tie (accuracy 0%, margin 0)")
     if settings.reference is ReferenceLogprobs.precomputed:
         stored = job.with_reference(policy, {"train": train, "validation": validation})
         if stored is None:

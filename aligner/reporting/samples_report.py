@@ -12,10 +12,11 @@ from pathlib import Path
 
 from aligner.reporting.diagnosis import diagnose
 from aligner.reporting.diagnosis_rules import RULES
-from aligner.reporting.formats import number, seconds
+from aligner.reporting.formats import Column, Goal, number
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.pages import render_page
 from aligner.reporting.rollout_table import cell, read_rows
+from aligner.reporting.summary import cells, heading
 from aligner.types import SampleRow
 
 MAX_POINTS = 400  # of a curve; longer ones are drawn as means of equal stretches
@@ -87,7 +88,7 @@ def render(name: str, records: Sequence[StepMetrics], before: Samples | None, af
         "report.html",
         **_FRAME,
         name=name,
-        heading=_heading(records),
+        heading=heading(records) if records else "no steps yet",
         charts=_charts(records),
         diagnosis=diagnose(records, RULES),
         before=before,
@@ -96,10 +97,12 @@ def render(name: str, records: Sequence[StepMetrics], before: Samples | None, af
     )
 
 
-def _heading(records: Sequence[StepMetrics]) -> str:
-    if not records:
-        return "no steps yet"
-    return f"steps {records[0].step} to {records[-1].step} in {seconds(records[-1].time - records[0].time)}"
+def fragment(run: Path, columns: Sequence[Column]) -> str:
+    """What a notebook shows of the run directory `run`: the table of `columns` and the curve of the first with a goal that the run has."""
+    records = read_metrics(run / "metrics.jsonl")
+    courses = [(one, [(record.step, record.values[one.metric]) for record in records if one.metric in record.values]) for one in columns]
+    charts = [chart(one.label, points, one.format) for one, points in courses if points and one.goal is not Goal.none]
+    return render_page("fragment.html", **_FRAME, name=str(run), heading=heading(records), cells=cells(records, columns), charts=charts[:1])
 
 
 def _charts(records: Sequence[StepMetrics]) -> list[Chart]:

@@ -71,14 +71,19 @@ def summary(metrics_path: Path, columns: Sequence[Column]) -> str:
 
 def table(records: Sequence[StepMetrics], columns: Sequence[Column]) -> str:
     """As `summary`, of these steps; there is at least one."""
-    rows = [_HEADER] + [row for column in columns if (row := _row(column, records)) is not None]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-    lines = [_heading(records)]
+    rows = cells(records, columns)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [heading(records)]
     for row in rows:
         name, *numbers, course = row
-        cells = [name.ljust(widths[0])] + [text.rjust(width) for text, width in zip(numbers, widths[1:-1], strict=True)]
-        lines.append("  ".join([*cells, course]).rstrip())
+        texts = [name.ljust(widths[0])] + [text.rjust(width) for text, width in zip(numbers, widths[1:-1], strict=True)]
+        lines.append("  ".join([*texts, course]).rstrip())
     return "\n".join([*lines, *filter(None, [learnt_from(records)])])
+
+
+def cells(records: Sequence[StepMetrics], columns: Sequence[Column]) -> list[tuple[str, ...]]:
+    """The table's rows of texts, its header first."""
+    return [_HEADER] + [row for column in columns if (row := _row(column, records)) is not None]
 
 
 def learnt_from(records: Sequence[StepMetrics]) -> str:
@@ -109,7 +114,8 @@ def _of(part: float, whole: float, what: str) -> str:
     return f"{part:,.0f} of {whole:,.0f} {what} ({part / whole:.1%})"
 
 
-def _heading(records: Sequence[StepMetrics]) -> str:
+def heading(records: Sequence[StepMetrics]) -> str:
+    """`steps 1 to 42 in 2m24s (3.4 s each)`."""
     first, last = records[0], records[-1]
     steps = last.step - first.step
     if not steps:

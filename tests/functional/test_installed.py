@@ -82,6 +82,18 @@ def test_a_strangers_package_brings_a_recipe_an_estimator_and_a_reward(installed
     assert (tmp_path / "grpo" / "done.json").is_file()
 
 
+def test_the_first_run_of_readme_works_in_an_empty_directory_and_raises_no_alarm(installed: Path, tmp_path: Path) -> None:
+    block = (ROOT / "README.md").read_text().partition("## A first run")[2].partition("\n## ")[0]
+    typed = [line.split()[1:] for line in block.splitlines() if line.startswith("    .venv/bin/aligner ")]
+    assert [words[0] for words in typed] == ["train", "report"]
+    run(installed, tmp_path, *typed[0], "logging.tensorboard=false")
+    records = [json.loads(line) for line in (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
+    accuracy = [record["validation/reward"] for record in records if "validation/reward" in record]
+    assert accuracy[0] < 0.65 and accuracy[-1] > 0.75
+    assert "(algorithm." not in run(installed, tmp_path, *typed[1])
+    assert "nothing found in 41 steps" in run(installed, tmp_path, "diagnose", "runs/first")
+
+
 def test_a_wheel_has_configs_scripts_and_examples(installed: Path, tmp_path: Path) -> None:
     assert "actor on 128 ranks" in run(installed, tmp_path, "plan", "ppo_70b")
     script = run(installed, tmp_path, "launch", "slurm", "ppo_70b", "--dry-run")
@@ -107,13 +119,11 @@ def test_the_demo_of_a_wheel(installed: Path, tmp_path: Path) -> None:
 @pytest.mark.pytriton
 @pytest.mark.timeout(900)
 def test_a_slurm_job_of_a_wheel(slurm: SlurmCluster, installed: Path, tmp_path: Path) -> None:
-    """PPO on three nodes from a directory without a checkout; the environment is the one that ALIGNER_VENV names."""
+    """PPO on three nodes from an empty directory, its preflight included; the environment is the one that ALIGNER_VENV names."""
     directory, script = tmp_path / "run", Path(run(installed, tmp_path, "where", "slurm").strip()) / "smoke_cpu.sub"
-    environment = {"ALIGNER_VENV": str(installed.parent), "ALIGNER_PREFLIGHT": "0", "OMP_NUM_THREADS": "1"}
+    environment = {"ALIGNER_VENV": str(installed.parent), "OMP_NUM_THREADS": "1"}
     place = {"directory": tmp_path, "cwd": tmp_path, "logs": directory / "logs"}
-    digits = Path(run(installed, tmp_path, "where", "examples").strip()) / "nlp" / "data" / "digits"
-    settings = (f"run.directory={directory}", "loop.max_steps=2", f"model.tokenizer={digits / 'tokenizer'}")
-    settings += (f"data.train={digits / 'prompts.jsonl'}",)
+    settings = (f"run.directory={directory}", "loop.max_steps=2")
     job = slurm.submit(script, *settings, options=(f"--output={tmp_path}/%x-%j.out",), environment=environment, **place)
     job.wait("COMPLETED", timeout_seconds=600)
     assert (directory / "done.json").is_file() and job.orphans() == []

@@ -6,10 +6,12 @@ import sys
 import textwrap
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aligner.algorithms.registry import composed
 from aligner.cluster import outcomes
 from aligner.config import compose, entrypoint, fingerprint, from_yaml, schema_of, to_yaml
 from aligner.errors import CheckpointError, ConfigError, DataError, RunHalted, ServerTimeout
@@ -475,3 +477,17 @@ def test_bug_keeps_its_traceback(tmp_path, conf):
         done = subprocess.run([sys.executable, str(program), argument], capture_output=True, text=True, timeout=60)
         codes[argument] = (done.returncode, "Traceback" in done.stderr)
     assert codes == {"steps=2": (0, False), "steps=1": (1, True), "stepz=1": (2, False)}
+
+
+def test_a_path_of_the_examples_is_found_from_any_directory(tmp_path, monkeypatch) -> None:
+    """Shipped configs and README name them so; one that is here, or is nowhere, stays as it was written."""
+    monkeypatch.chdir(tmp_path)
+    digits = Path(__file__).parents[2] / "examples/nlp/data/digits"
+    given = "data.train=[{path: examples/nlp/data/digits/prompts.jsonl}, examples/none.jsonl]"
+    config = composed("ppo_smoke_cpu", [given])
+    assert config.model.tokenizer == str(digits / "tokenizer")
+    assert config.data.train == [{"path": str(digits / "prompts.jsonl")}, {"path": "examples/none.jsonl"}]
+    config = composed("grpo", ["reward.function.path=examples/extend/estimator.py:opo", "data.train=x"])
+    assert config.reward.function.path == f"{digits.parents[2]}/extend/estimator.py:opo"
+    (tmp_path / "examples/nlp/data/digits/tokenizer").mkdir(parents=True)
+    assert composed("ppo_smoke_cpu", []).model.tokenizer == "examples/nlp/data/digits/tokenizer"

@@ -25,7 +25,9 @@ from aligner.errors import LaunchError
 from aligner.user_code import was_calling
 
 POLL_SECONDS = 0.25
+PROGRESS_SECONDS = 60.0  # between two lines about the training in the job's own output
 _SHOWN_LINES = 20
+_PROGRESS_LINES = 400  # in which the newest step is looked for: tables of samples come between
 
 
 class Ending(str, Enum):
@@ -67,6 +69,8 @@ class Attempt:
         self._restart_at: dict[str, float] = {}
         self._stop_deadline: float | None = None
         self._doomed: tuple[float, str] | None = None  # when the actor's grace ends, and what it cannot go on without
+        self._progress = ""  # the newest line of it that was said
+        self._progress_at = time.monotonic() + PROGRESS_SECONDS
         self.restarts = 0
 
     def run(self, variables: Mapping[str, str], *, restarts: int) -> Verdict:
@@ -76,6 +80,7 @@ class Attempt:
         """
         self._variables = dict(variables)
         self.restarts = restarts
+        self._log_began = self._place.log_size(self._spec.components[0].name)
         for component in self._spec.components:
             self._place.run.service(component.name).unlink(missing_ok=True)
         try:
@@ -113,10 +118,23 @@ class Attempt:
                 return Verdict(ending=Ending.lost, reason=lost)
             if self._actor.has_ended():
                 return self._actor_ended()
+            self._tell_progress()
             verdict = self._stop_in_order() if self._requests.stop else None
             verdict = verdict or self._watch_servers() or self._watch_for_the_end()
             if verdict is not None:
                 return verdict
+
+    def _tell_progress(self) -> None:
+        """Once a minute, the newest step as the training component's log has it, with its ETA; before the first one, its last line."""
+        if time.monotonic() < self._progress_at:
+            return
+        self._progress_at = time.monotonic() + PROGRESS_SECONDS
+        lines = list(filter(None, self._place.last_lines(self._actor.component, 0, _PROGRESS_LINES, since=self._log_began)))
+        steps = [line for line in lines if line.startswith("step ")]
+        newest = (steps or ([] if self._progress.startswith("step ") else lines))[-1:]
+        if newest and newest[0] != self._progress:
+            self._progress = newest[0]
+            self._say(f"{self._actor.name}: {self._progress}")
 
     def _actor_ended(self) -> Verdict:
         actor = self._actor

@@ -55,8 +55,11 @@ def run_preflight(spec: JobSpec, place: Place, requests: StopRequests, variables
     late = [step.name for step in steps if not step.has_ended()]
     place.stop(steps, time.sleep, gently=False)
     for component in components:
+        lines = place.last_lines(component, 0, _SHOWN_LINES)
+        if component is not components[0] and lines and lines[-1].endswith(": ready"):
+            lines = lines[-1:]  # one table is enough where nothing is the matter
         place.say(f"{component.name}:")
-        for line in place.last_lines(component, 0, _SHOWN_LINES):
+        for line in lines:
             place.say(f"  | {line}")
     if requests.terminate:
         return Verdict(ending=Ending.terminated, reason="Slurm is ending the job")

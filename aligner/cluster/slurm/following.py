@@ -106,7 +106,7 @@ class FollowingJobs:
             self._say(f"warning: no job is queued for the case of a crash: {error}; {advice}")
             return
         self._history.add("gatekeeper_queued", gatekeeper=self.gatekeeper)
-        self._say(f"job {self.gatekeeper} (one task) is queued for the case that this one crashes")
+        self._say(f"gatekeeper: job {self.gatekeeper} (one task) waits for the case that this one crashes, and is cancelled otherwise")
 
     def submit_successor(self) -> bool:
         """Submit the job that continues this one; if that fails, the gatekeeper will, and this job must end as failed."""

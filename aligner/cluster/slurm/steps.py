@@ -174,13 +174,18 @@ class Place:
         except LaunchError as error:
             self.say(f"warning: cannot send SIG{name} to {', '.join(sorted(names))}: {error}")
 
-    def last_lines(self, component: ComponentSpec, rank: int, count: int) -> list[str]:
-        """The end of a rank's log, without colours; of Slurm's own words where the rank did not come to write any."""
+    def log_size(self, name: str) -> int:
+        """Bytes that earlier starts of a component have written to its first rank's log."""
+        path = self.run.log(name, 0)
+        return path.stat().st_size if path.exists() else 0
+
+    def last_lines(self, component: ComponentSpec, rank: int, count: int, *, since: int = 0) -> list[str]:
+        """The end of a rank's log after its first `since` bytes, without colours; of Slurm's own words if the rank did not write any."""
         path = self.run.log(component.name, rank)
         path = path if path.exists() else self.run.logs / f"{component.name}.step.log"
         try:
             with path.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _READ_BYTES))
+                file.seek(max(since, os.fstat(file.fileno()).st_size - _READ_BYTES))
                 return [plain(line) for line in file.read().decode(errors="replace").splitlines()[-count:]]
         except FileNotFoundError:
             return []

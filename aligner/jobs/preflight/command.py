@@ -19,6 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
+from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.jobs.preflight import allocation, items
@@ -262,36 +265,40 @@ class Options:
 
 
 def preflight(name: str, overrides: Sequence[str], options: Options, *, end: Callable[[int], Any] = os._exit) -> int:
-    """Check the requirements of the config `name` with `overrides` on the started ranks. Returns 0, or 2 if any finding is fatal.
+    """Check the requirements of the config `name` with `overrides` on the started ranks; 0 if the job may start.
 
-    Every rank calls it. If a normal exit could block for ever (a check hangs in an uninterruptible call, another rank may hang in a
-    collective), `end` is called with the exit code. Raises LaunchError if rank 0 is unreachable.
+    Every rank calls it. Rank 0 prints a row of the table as soon as an item has ended, for whoever waits and for the log of a killed job.
+    Raises ConfigError, exit code 2, that names the fatal findings; if a normal exit could block for ever (a check hangs in an
+    uninterruptible call, another rank may hang in a collective), rank 0 says the same and `end` is called with the code. Raises
+    LaunchError if rank 0 is unreachable.
     """
     here = allocation.join(options.timeout_seconds or RANKS.timeout_seconds, os.environ)
     context = Context(allocation=here, name=name, overrides=tuple(overrides), with_engine=options.with_engine)
-    runner = Runner(context, timeout_seconds=options.timeout_seconds, progress=_progress if here.rank == 0 else None)
-    findings = runner.run(options.items())
-    code = ExitCode.refused if any(finding.level is Level.fatal for finding in findings.values()) else ExitCode.done
-    if here.rank == 0:
-        _report(name, findings, options)
+    out = items.console()
+
+    def progress(item: str, finding: Finding) -> None:
+        items.show({item: finding}, out, has_header=item == ITEMS[0].name)
+
+    runner = Runner(context, timeout_seconds=options.timeout_seconds, progress=progress if here.rank == 0 else None)
+    findings = dict(runner.run(options.items()))
+    if not options.only and "engine" not in findings:
+        findings["engine"] = Finding(level=Level.not_run, found="builds the model and samples from it", advice="ask for it with --engine")
+        if here.rank == 0:
+            progress("engine", findings["engine"])
+    if here.rank == 0 and options.json_path is not None:
+        options.json_path.write_text(items.to_json(name, findings))
+    verdict = f"{name}: {items.summary(findings)}"
+    is_fatal = any(finding.level is Level.fatal for finding in findings.values())
     here.leave([rank for rank in range(here.size) if rank not in runner.lost])
-    if runner.has_hung or runner.lost or (code and here.size > 1):
+    code = ExitCode.refused if is_fatal else ExitCode.done
+    if runner.has_hung or runner.lost or (is_fatal and here.size > 1):
         sys.stdout.flush()
+        (outcomes.fail if is_fatal and here.rank == 0 else outcomes.record)(os.environ, code, verdict)
         sys.stderr.flush()
         end(code)
+    elif is_fatal:
+        raise ConfigError(verdict)
+    elif here.rank == 0:
+        out.print(Text(verdict))
     launch.shutdown()
     return code
-
-
-def _report(name: str, findings: dict[str, Finding], options: Options) -> None:
-    shown = dict(findings)
-    if not options.only and "engine" not in shown:
-        shown["engine"] = Finding(level=Level.not_run, found="builds the model and samples from it", advice="ask for it with --engine")
-    items.show(name, shown, items.console())
-    if options.json_path is not None:
-        options.json_path.write_text(items.to_json(name, shown))
-
-
-def _progress(name: str, finding: Finding) -> None:
-    """Print progress for the user and for the log of a killed job."""
-    print(f"preflight: {name}: {finding.level.value} ({finding.seconds:.1f} s)", file=sys.stderr, flush=True)

@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from textwrap import shorten
 from typing import Any, get_type_hints
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -112,6 +112,7 @@ def who(allocation: Allocation, ranks: Sequence[int]) -> str:
 
 
 WIDTH = 160
+_SHOWN = 300  # characters of a finding in the last line
 _STYLES = {Level.ok: "green", Level.warning: "yellow", Level.fatal: "bold red", Level.not_run: "dim"}
 
 
@@ -121,28 +122,32 @@ def console() -> Console:
     return found if found.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-def show(name: str, findings: Mapping[str, Finding], out: Console) -> None:
-    """Print all items and a one-line conclusion."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for header in ("item", "", "found", "what to do", "time"):
-        table.add_column(header, justify="right" if header == "time" else "left", ratio=None, overflow="fold")
+def show(findings: Mapping[str, Finding], out: Console, *, has_header: bool = True) -> None:
+    """Print these rows of the table: as one after the other is found, or all at once; the columns are as wide in either case."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for width, justify in ((10, "left"), (7, "left"), (7, "right")):
+        table.add_column(width=width, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column(overflow="fold")
+    if has_header:
+        table.add_row("item", "", "time", "found, and what to do", style="bold")
     for item, finding in findings.items():
-        time = seconds(finding.seconds) if finding.seconds else ""
         level = Text(finding.level.value, style=_STYLES[finding.level])
-        table.add_row(item, level, Text(finding.found), Text(finding.advice), time)
+        told = Text("\n".join(filter(None, [finding.found, finding.advice and f"-> {finding.advice}"])))
+        table.add_row(item, level, seconds(finding.seconds) if finding.seconds else "", told)
     with out.capture() as captured:
         out.print(table)
     for line in captured.get().splitlines():
         out.file.write(line.rstrip() + "\n")  # logs keep no columns of blanks
-    out.print(Text(f"{name}: {summary(findings)}"))
+    out.file.flush()
 
 
 def summary(findings: Mapping[str, Finding]) -> str:
-    """`ready`, or the obstacles."""
-    fatal = [name for name, finding in findings.items() if finding.level is Level.fatal]
+    """`ready`, or every obstacle with what was found and what to do about it, in one line."""
+    fatal = {name: finding for name, finding in findings.items() if finding.level is Level.fatal}
     warnings = [name for name, finding in findings.items() if finding.level is Level.warning]
     noted = f" ({len(warnings)} {'warning' if len(warnings) == 1 else 'warnings'}: {', '.join(warnings)})" if warnings else ""
-    return f"not ready: {', '.join(fatal)}{noted}" if fatal else f"ready{noted}"
+    told = [f"{name}: {shorten(one.found, _SHOWN)}{f' -> {one.advice}' if one.advice else ''}" for name, one in fatal.items()]
+    return f"not ready: {'; '.join(told)}{noted}" if fatal else f"ready{noted}"
 
 
 def to_json(name: str, findings: Mapping[str, Finding]) -> str:

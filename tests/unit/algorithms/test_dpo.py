@@ -101,6 +101,12 @@ def test_rewards_that_a_loss_learns_from_must_be_in_the_data(fakes) -> None:
         dpo(fakes, loss=DPOVariant.rpo_sq)
 
 
+def test_a_step_counts_the_pairs_that_it_learnt_from(fakes) -> None:
+    metrics = dpo(fakes).step(1, Clock()).metrics
+    assert metrics["learnt/samples"] == metrics["learnt/samples_seen"] == DPOConfig(batch_size=2).batch_size
+    assert metrics["learnt/tokens"] == metrics["learnt/tokens_seen"] > 0
+
+
 def test_validation_by_hand(fakes) -> None:
     """Reference log-probs -1.5 a token, the policy's -token / 10. l - ref: 1.0, 1.8 | 1.6, 0.7 | 0.6, 0.5: D = -0.8, 0.9, 0.1."""
     algorithm = dpo(fakes, policy=TokenPolicy(), validation=PAIRS, beta=0.5)

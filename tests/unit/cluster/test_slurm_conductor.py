@@ -12,6 +12,7 @@ import pytest
 
 from aligner.cluster import lease as leases
 from aligner.cluster.lease import LeaseRecord, RunHeld
+from aligner.cluster.slurm import attempt as attempts
 from aligner.cluster.slurm.allocation import allocation
 from aligner.cluster.slurm.history import done_step, newest_step
 from aligner.cluster.slurm.spec import OnFailure
@@ -301,6 +302,17 @@ def test_one_job_at_a_time(world) -> None:
     assert world.conduct() == 0  # it has ended without giving its lease back
 
 
+def test_the_jobs_output_tells_how_far_the_training_is(world, monkeypatch) -> None:
+    """Of this attempt: the log goes on where an earlier one has ended. Before the first step it tells what the actor does."""
+    monkeypatch.setattr(attempts, "PROGRESS_SECONDS", 0.1)
+    world.run.log("actor", 0).write_text("step   9/10  of an earlier attempt\n")
+    first = "logs 'waiting for the critic'; sleep 0.5; logs 'step   1/10  reward 0.1  2 s  ETA 18 s'; sleep 0.5"
+    world.behaves(actor=f"{first}; logs 'a table of samples'; logs 'step   2/10  reward 0.2'; logs 'a sample'; sleep 0.5; finishes 10")
+    assert world.conduct() == 0
+    told = [line for line in world.said if line.startswith("actor: ")]
+    assert told == ["actor: waiting for the critic", "actor: step   1/10  reward 0.1  2 s  ETA 18 s", "actor: step   2/10  reward 0.2"]
+
+
 def test_a_lost_lease_ends_the_attempt(world) -> None:
     world.slurm = replace(world.slurm, lease_seconds=0.5)
     world.behaves(actor="lasts")
@@ -315,6 +327,7 @@ def test_a_lost_lease_ends_the_attempt(world) -> None:
     [
         ("says 0", "says 0", 0, "preflight on 3 nodes", 6),
         ("says 2; exit 2", "says 0", 2, "preflight found what the job cannot run with", 3),
+        ("says 2 'ppo: not ready: plan: no'; exit 2", "says 0", 2, "refused: ppo: not ready: plan: no (exit code 2)", 3),
         ("says 0", "says 2 'port 5556 is taken'; exit 2", 2, "port 5556 is taken", 3),
         ("exit 1", "says 2; exit 2", 2, "preflight-critic found what the job cannot run with", 3),
     ],
@@ -329,6 +342,21 @@ def test_preflight_comes_first(actors: str, critics: str, code: int, text: str, 
     others = [line for line in world.lines("srun") if "--only" in line]
     assert len(others) == 2 and all("--only versions,devices,clock,network,filesystem,ports" in line for line in others)
     assert len(world.starts()) == starts and world.cancelled() == ["100"]
+
+
+def test_one_table_of_the_preflight_where_the_servers_nodes_are_well(world) -> None:
+    world.preflight = ("-m", "aligner.cli", "preflight", "demo")
+    table = "says 0; logs 'ranks  ok'; logs"
+    world.behaves(preflight=f"{table} 'demo: ready'", actor="finishes 10")
+    world.behaves(**{"preflight-critic": f"{table} 'demo: ready'", "preflight-reward": f"{table} 'demo: ready (1 warning: clock)'"})
+    assert world.conduct() == 0
+    shown = [line.removeprefix("  | ") for line in world.said if line.startswith(("preflight", "  | ")) and "nodes" not in line]
+    assert shown == [
+        *("preflight:", "ranks  ok", "demo: ready"),
+        *("preflight-critic:", "demo: ready"),
+        *("preflight-reward:", "ranks  ok", "demo: ready (1 warning: clock)"),
+    ]
+    assert any(line.startswith("gatekeeper: job 100 ") for line in world.said)
 
 
 def test_a_preflight_that_crashed_is_run_again(world) -> None:

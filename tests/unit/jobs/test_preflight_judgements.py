@@ -180,21 +180,38 @@ def test_summary_and_json():
     findings = {
         "ranks": Finding(level=Level.ok, found="one", figures={"ranks": 1.0}),
         "data": Finding(level=Level.warning, found="bad lines"),
-        "plan": Finding(level=Level.fatal, found="no"),
+        "plan": Finding(level=Level.fatal, found="no", advice="use less"),
     }
-    assert summary(findings) == "not ready: plan (1 warning: data)"
+    assert summary(findings) == "not ready: plan: no -> use less (1 warning: data)"
     assert '"ready": false' in to_json("ppo", findings) and '"level": "fatal"' in to_json("ppo", findings)
     del findings["plan"]
     assert summary(findings) == "ready (1 warning: data)"
 
 
-def test_the_table_has_no_blanks_at_the_ends_of_lines():
-    written = StringIO()
-    show("ppo", {"ranks": Finding(level=Level.ok, found="two\n[lines]", advice="none")}, Console(file=written, width=80))
-    lines = written.getvalue().splitlines()
-    assert [line for line in lines if line != line.rstrip()] == []
-    assert any(line.split() == ["ranks", "ok", "two", "none"] for line in lines) and any("[lines]" in line for line in lines)
-    assert lines[-1] == "ppo: ready"
+def test_the_last_line_names_every_obstacle_in_one_line():
+    findings = {
+        "data": Finding(level=Level.fatal, found="x.jsonl:3: no JSON\nx.jsonl:9: no JSON" + " and so on" * 50, advice="mend it"),
+        "plan": Finding(level=Level.fatal, found="needs 3 GiB more"),
+    }
+    line = summary(findings)
+    assert line.startswith("not ready: data: x.jsonl:3: no JSON x.jsonl:9: no JSON and so on")
+    assert line.endswith("[...] -> mend it; plan: needs 3 GiB more") and len(line) < 400 and "\n" not in line
+
+
+def test_the_table_grows_row_by_row_and_has_no_blanks_at_the_ends_of_lines():
+    rows = {
+        "ranks": Finding(level=Level.ok, found="two\n[lines]", advice="none", seconds=0.5),
+        "filesystem": Finding(level=Level.not_run, found="a long story " * 9),
+    }
+    whole, piecemeal = StringIO(), StringIO()
+    show(rows, Console(file=whole, width=80))
+    for name, finding in rows.items():
+        show({name: finding}, Console(file=piecemeal, width=80), has_header=name == "ranks")
+    lines = whole.getvalue().splitlines()
+    assert piecemeal.getvalue() == whole.getvalue()
+    assert [line for line in lines if line != line.rstrip() or len(line) > 80] == []
+    assert lines[0].split() == ["item", "time", "found,", "and", "what", "to", "do"]
+    assert lines[1].split() == ["ranks", "ok", "500", "ms", "two"] and [line.strip() for line in lines[2:4]] == ["[lines]", "-> none"]
 
 
 def test_items_need_only_what_comes_before_them():
