@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,25 +131,14 @@ def _shown(value: Any) -> str:
 
 
 def _as_json(found: Migration) -> dict[str, Any]:
-    def row(one: Row) -> dict[str, Any]:
-        severity = one.severity and one.severity.value
-        return {
-            "key": one.key,
-            "value": one.value,
-            "kind": one.kind.value,
-            "severity": severity,
-            "settings": one.settings,
-            "note": one.note,
-        }
-
     return {
         "framework": found.framework,
         "trains": found.trains,
         "recipe": found.recipe,
         "settings": found.settings,
         "overrides": found.overrides(),
-        "rows": [row(one) for one in found.rows],
-        "defaults": [row(one) for one in found.defaults],
+        "rows": [asdict(one) for one in found.rows],
+        "defaults": [asdict(one) for one in found.defaults],
         "open_questions": found.open_questions,
         "stops": found.stops,
     }

@@ -220,13 +220,8 @@ class _Rows:
     def _is_text(self, entry: Entry) -> bool:
         """Whether a variable may stay in it: a path or a name."""
         text = bool(entry.ours) and all(self.types.get(setting) == "str" for setting in entry.ours)
-        return (
-            text
-            or bool(entry.into)
-            or list(entry.settings or ()) == ["*"]
-            or entry.meaning == "none"
-            or entry.transform in transforms.OF_TEXT
-        )
+        ignored = entry.meaning == "none" or bool(entry.into) or list(entry.settings or ()) == ["*"]
+        return text or ignored or entry.transform in transforms.OF_TEXT
 
     def default(self, entry: Entry, own: set[str]) -> Row | None:
         """None where it says nothing that is not ours too, or that was not given."""

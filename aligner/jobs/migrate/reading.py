@@ -110,11 +110,8 @@ def _of_script(text: str, folder: Path, where: str, framework: str, trains: str)
         )
     first, *others = found
     for other in others:
-        if (
-            other.table is first.table
-            and other.trains == first.trains
-            and (other.given == first.given or first.trains not in first.table.recipes)
-        ):
+        is_again = other.given == first.given or first.trains not in first.table.recipes
+        if is_again and (other.table, other.trains) == (first.table, first.trains):
             first = first if first.ranks else other
         elif other.table is not first.table or not _belong_together(first, other):
             names = ", ".join(f"{one.table.name} {one.trains}" for one in found)

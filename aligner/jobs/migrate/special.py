@@ -385,7 +385,8 @@ def _dschat_step(context: Context) -> float:
 
 SPECIAL = [
     trl_correction, trl_mixture, trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, trl_test_split, reward_model,
-    reward_and_critic, episodes, colocated, scheduler_arguments, warmup, eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward,
-    openrlhf_correction, openrlhf_placement, rank_part, data_prefix, nemo_prompts, nemo_epochs, constant_steps, verl_loggers, verl_wandb,
-    verl_no_kl, verl_reward, verl_dict_keys, verl_warmup, verl_warmup_share, below_one, dschat_rollouts, dschat_epochs, dschat_split,
+    reward_and_critic, episodes, colocated, scheduler_arguments, warmup, eval_strategy, report_to, wandb_key, warmup_share_online,
+    remote_reward, openrlhf_correction, openrlhf_placement, rank_part, data_prefix, nemo_prompts, nemo_epochs, constant_steps,
+    verl_loggers, verl_wandb, verl_no_kl, verl_reward, verl_dict_keys, verl_warmup, verl_warmup_share, below_one, dschat_rollouts,
+    dschat_epochs, dschat_split,
 ]  # fmt: skip

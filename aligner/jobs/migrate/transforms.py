@@ -15,15 +15,8 @@ RANK_OPTIONS = (
     "nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "n", "np", "N",
     "config_file",
 )  # fmt: skip
-OF_TEXT = (
-    "model",
-    "data",
-    "data_prefix",
-    "reward_model",
-    "reward_and_critic",
-    "remote_reward",
-    "verl_reward",
-)  # transforms that leave a shell's variable as it is
+# transforms that leave a shell's variable as it is
+OF_TEXT = ("model", "data", "data_prefix", "reward_model", "reward_and_critic", "remote_reward", "verl_reward")
 Transform = Callable[[Entry, Any, Context], Meaning]
 
 
@@ -86,16 +79,14 @@ _NOT_HERE = {  # parts of models' names, where their files are not here
     r"(?i)[-_/.](vl|vlm|omni|vision|multimodal|audio|ocr)\b|llava|internvl|minicpm-[ov]|paligemma|smolvlm|idefics": "reads images or sound",
     r"(?i)[-_](awq|gptq|gguf|bnb|[48]bit|int[48]|w4a16|fp8|mxfp4|nvfp4)\b": "has quantized weights",
 }
-_MIXTURE = r"(?i)mixtral|[-_]moe|-a\d+(\.\d+)?b\b|deepseek-(v[23]|r1$)|gpt-oss|llama-4|glm-4\.[5-9]|moonlight|kimi-k2"
+_MIXTURE = r"(?i)mixtral|[-_]moe|-a\d+(\.\d+)?b\b|deepseek-(v[23]|r1$)|glm-4\.[5-9]|moonlight|kimi-k2"
 
 
 def model(entry: Entry, value: Any, context: Context) -> Meaning:
     """A directory, an archive, or a model of the Hub; what its name says of it is asked for if no model of the kind loads."""
     for pattern, what in _NOT_HERE.items():
         if re.search(pattern, str(value)) and not Path(str(value)).is_dir():
-            context.ask(
-                f"{entry.ours[0]}={value}: by its name it {what}, and models of text with 16-bit weights load here (docs/models.md)"
-            )
+            context.ask(f"{entry.ours[0]}={value}: by its name it {what}; models of text in 16 bits load here (docs/models.md)")
     return Meaning(settings=dict.fromkeys(entry.ours, str(value)))
 
 
@@ -122,9 +113,8 @@ def data(entry: Entry, value: Any, context: Context) -> Meaning:
     if not parts:
         return Meaning(absent=True, note="no data is named in it")
     is_train = "train" in "".join(entry.ours)
-    split = next(
-        filter(None, map(context.value, ("dataset_train_split", "train_split") if is_train else ("dataset_test_split", "eval_split"))), None
-    )
+    splits = ("dataset_train_split", "train_split") if is_train else ("dataset_test_split", "eval_split")
+    split = next((context.value(key) for key in splits if context.value(key)), None)
     paths = [_data_path(part, split, context.value("dataset_config")) for part in parts]
     if entry.question and (names := [part for part in parts if not re.search(r"[/.]", part)]):
         context.ask(f"{entry.ours[0]}: {', '.join(names)}: {entry.question}")
