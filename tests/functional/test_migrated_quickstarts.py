@@ -70,6 +70,7 @@ def deepspeed_chat_sft(model: Path, data: Path) -> str:  # training/step1_superv
     sizes = (
         "--gradient_accumulation_steps 8 --per_device_train_batch_size 1 --lora_dim 8 --only_optimize_lora --max_seq_len 64 --dtype bf16"
     )
+    sizes += " --data_split 1,0,0"  # all records are of this step
     script.write_text(f"deepspeed --num_gpus 1 main.py --model_name_or_path {model} --data_path {data} {sizes} --deepspeed\n")
     return str(script)
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import yaml
 from aligner.config import override
 from aligner.errors import ConfigError
 from aligner.files import publish
-from aligner.jobs.migrate.engine import Kind, Migration, Row, is_open, replaced
+from aligner.jobs.migrate.engine import Kind, Migration, Row, Severity, is_open, replaced
 from aligner.jobs.migrate.engine import migrate as migrated
 from aligner.jobs.migrate.reading import joined, read
+
+OTHER = 3  # exit code: what is printed cannot run as it is, or is another experiment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +36,7 @@ class Options:
 
 
 def migrate(inputs: Sequence[str], options: Options) -> int:
-    """Print what the inputs are here; 1 where the recipe refuses what follows.
+    """Print what the inputs are here; OTHER where the command cannot run as it is printed, or is another experiment.
 
     Raises ConfigError for what cannot be read, or has no recipe.
     """
@@ -49,20 +51,27 @@ def migrate(inputs: Sequence[str], options: Options) -> int:
     if options.json_path is not None:
         text = json.dumps(_as_json(found), indent=2, default=str) + "\n"
         publish(options.json_path, lambda path: path.write_text(text))
-    return int(found.is_refused)
+    return OTHER if found.is_other else 0
 
 
 def report(found: Migration) -> str:
     """The command and the table."""
     lines = [f"# {found.framework} {found.trains}: the recipe {found.recipe}; defaults there as in {found.source}", command_line(found)]
-    if found.open_questions:
-        lines += ["", "Still yours to say or to check:", *(f"  - {question}" for question in found.open_questions)]
-    for kind in Kind:
-        rows = [row for row in found.rows if row.kind is kind]
-        if rows:
-            lines += ["", f"{_title(kind)} ({len(rows)})", *_table(rows)]
-    if found.defaults:
-        lines += ["", f"Not given, and {found.framework}'s default is not ours ({len(found.defaults)})", *_table(found.defaults)]
+    if found.is_other:
+        lines += ["", f"As it is printed, this cannot run or is another experiment (exit code {OTHER}): see the first two lists."]
+    every = [*found.rows, *found.defaults]
+    of = {severity: _table([row for row in every if row.severity is severity]) for severity in Severity}
+    groups = {
+        "Changes the result": of[Severity.result],
+        "Must be said": [f"  - {text}" for text in found.open_questions] + of[Severity.said],
+        "Mapped": _table([row for row in found.rows if row.kind is Kind.mapped]),
+        "Same by default": _table([row for row in found.rows if row.kind is Kind.same]),
+        f"Not given, and {found.framework}'s default is not ours": _table([row for row in found.defaults if row.severity is None]),
+        "Cosmetic: speed, memory, logs": of[Severity.cosmetic],
+    }
+    for title, own in groups.items():
+        if own:
+            lines += ["", f"{title} ({len(own)})", *own]
     return "\n".join(lines)
 
 
@@ -74,6 +83,8 @@ def written(found: Migration, path: Path) -> str:
     """The text of the file: a config that builds on the recipe, or a script."""
     about = f"# From {found.framework} {found.trains} by `aligner migrate`; its defaults as in {found.source}.\n"
     questions = "".join(f"# To be said or checked: {question}\n" for question in found.open_questions)
+    changed = (row for row in (*found.rows, *found.defaults) if row.severity is Severity.result)
+    questions += "".join(f"# Changes the result: {row.key}={_shown(row.value)}: {row.note}\n" for row in changed)
     if path.suffix == ".sh":
         return f"#!/bin/bash\n{about}{questions}{command_line(found)}\n"
     if path.suffix not in (".yaml", ".yml"):
@@ -102,15 +113,11 @@ def _shell(key: str, value: Any) -> str:
     return text if isinstance(value, int | float) else shlex.quote(text)
 
 
-def _title(kind: Kind) -> str:
-    return {Kind.none: "Has no counterpart", Kind.unknown: "Unknown, so without a counterpart"}.get(kind, kind.value.capitalize())
-
-
 def _table(rows: Sequence[Row]) -> list[str]:
     cells = [
         (f"{row.key} = {_shown(row.value)}", ", ".join(f"{key}={_shown(value)}" for key, value in row.settings.items())) for row in rows
     ]
-    width = min(60, max(len(given) for given, _ in cells))
+    width = min(60, max((len(given) for given, _ in cells), default=0))
     lines = []
     for row, (given, ours) in zip(rows, cells, strict=True):
         said = " | ".join(part for part in (ours, row.note) if part)
@@ -124,16 +131,14 @@ def _shown(value: Any) -> str:
 
 
 def _as_json(found: Migration) -> dict[str, Any]:
-    def row(one: Row) -> dict[str, Any]:
-        return {"key": one.key, "value": one.value, "kind": one.kind.value, "settings": one.settings, "note": one.note}
-
     return {
         "framework": found.framework,
         "trains": found.trains,
         "recipe": found.recipe,
         "settings": found.settings,
         "overrides": found.overrides(),
-        "rows": [row(one) for one in found.rows],
-        "defaults": [row(one) for one in found.defaults],
+        "rows": [asdict(one) for one in found.rows],
+        "defaults": [asdict(one) for one in found.defaults],
         "open_questions": found.open_questions,
+        "stops": found.stops,
     }

@@ -16,6 +16,7 @@ class Meaning:
     differs: bool = False  # ours is not quite the same
     absent: bool = False  # there is none here
     part: bool = False  # another key's setting has it in it
+    severity: str = ""  # of what is not carried over, in place of the entry's
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,7 +28,9 @@ class Context:
     recipe: str
     ranks: int  # 0: not known
     examples: int  # of the training data; 0: not known
-    questions: list[str] = field(default_factory=list)
+    model: str = ""  # the one that is trained, as it was given
+    questions: list[str] = field(default_factory=list)  # without an answer it is another experiment, or does not run
+    remarks: list[str] = field(default_factory=list)  # it is the same experiment, but this wants to be said
 
     def value(self, key: str) -> Any:
         return self.values.get(key)

@@ -19,11 +19,20 @@ from aligner.jobs.migrate.context import Context, Meaning
 from aligner.jobs.migrate.reading import Source
 from aligner.jobs.migrate.special import SPECIAL
 from aligner.jobs.migrate.tables import Entry, as_text
+from aligner.jobs.programs import programs
 from aligner.schema import is_known, schema_keys
 
 PLACEHOLDER = "TRAIN.jsonl"
 REFERENCE = re.compile(r"\$(?:\{([\w.:]+)\}|([A-Za-z_]\w*))")  # a variable of a shell, or another key, that nothing fills in
 FUNCTIONS = {one.__name__: one for one in [*transforms.GENERAL, *SPECIAL]}
+
+
+class Severity(str, Enum):
+    """What it means that a key was not carried over."""
+
+    result = "result"  # the result changes: it is another experiment
+    said = "said"  # the same experiment as far as it goes, but it must be said
+    cosmetic = "cosmetic"  # speed, memory, logs
 
 
 class Kind(str, Enum):
@@ -45,6 +54,7 @@ class Row:
     kind: Kind
     settings: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+    severity: Severity | None = None  # None: it is here as it was there
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,7 +69,18 @@ class Migration:
     rows: list[Row]  # of every key that was given, in its order
     defaults: list[Row]  # of keys that were not, where the framework's default is not ours
     open_questions: list[str]  # what nobody but the user knows
+    stops: list[str]  # those of them without whose answer it cannot run, or is another experiment
     is_refused: bool = False  # the settings contradict each other here
+
+    @property
+    def is_other(self) -> bool:
+        """Whether the command cannot run as it is, or is another experiment."""
+        return bool(self.stops) or any(row.severity is Severity.result for row in (*self.rows, *self.defaults))
+
+    def stopped(self, question: str) -> Migration:
+        self.open_questions.insert(0, question)
+        self.stops.insert(0, question)
+        return self
 
     def overrides(self) -> list[str]:
         return [override(key, replaced(value, "${{oc.env:{}}}")) for key, value in self.settings.items()]
@@ -125,7 +146,10 @@ def _context(source: Source, entries: Sequence[Entry], recipe: str, *, ranks: in
         if value is not None and value != "???" and not is_open(value):
             values[names.get(key, key)] = value
     given = {names.get(key, key) for key, value in source.given.items() if value is not None}
+    models = [values[entry.key] for entry in entries if "model.path" in entry.ours and entry.key in given]
     context = Context(values=values, given=given, recipe=recipe, examples=examples, ranks=ranks or source.ranks)
+    context.model = str(models[0]) if models else ""
+    context.examples = transforms.at_most(context, examples)
     if not context.ranks and source.table.ranks and all(context.number(key) for key in source.table.ranks):
         context.ranks = int(context.product(source.table.ranks))
     return context
@@ -147,7 +171,8 @@ class _Rows:
             counts = bool(source.ranks) and key.lstrip("-").replace("-", "_") in transforms.RANK_OPTIONS
             note = "of the launcher: the number of ranks" if counts else "of its launcher or environment: `aligner launch` starts the ranks"
             settings = {"num_processes": self.context.ranks} if counts else {}
-            rows.append(Row(key=key, value=value, kind=Kind.mapped if counts else Kind.none, settings=settings, note=note))
+            kind, severity = (Kind.mapped, None) if counts else (Kind.none, Severity.cosmetic)
+            rows.append(Row(key=key, value=value, kind=kind, settings=settings, note=note, severity=severity))
         if ranks and not any(row.settings for row in rows):
             rows.append(Row(key="--ranks", value=ranks, kind=Kind.mapped, settings={"num_processes": ranks}, note="as you said"))
         return rows
@@ -155,18 +180,23 @@ class _Rows:
     def unknown(self, key: str, value: Any, source: Source) -> Row:
         for part, prefix in source.table.parts.items():
             if key.startswith(prefix) and source.table.knows(key.removeprefix(prefix)):
-                return Row(key=key, value=value, kind=Kind.none, note=f"of the {part} there; the run has one, as its actor says")
+                note = f"of the {part} there; the run has one, as its actor says"
+                return Row(key=key, value=value, kind=Kind.none, note=note, severity=Severity.cosmetic)
         elsewhere = [recipe for entry in source.table.keys if key in (entry.key, *entry.also) for recipe in entry.recipes]
         if elsewhere:
             return Row(key=key, value=value, kind=Kind.same, note=f"without effect there either: of {', '.join(dict.fromkeys(elsewhere))}")
         if key.startswith("--config"):
+            if str(source.given.get("--config-name")).removesuffix(".yaml") in source.table.own_configs:
+                note = f"{source.table.name}'s own: its values are the defaults of the keys that are not given"
+                return Row(key=key, value=value, kind=Kind.same, note=note)
             self.context.ask(
                 f"{key}={value}: there is no such file here, so its keys are missing; start where it lies, or give the file itself"
             )
-            return Row(key=key, value=value, kind=Kind.another, note="names a file of more keys")
+            return Row(key=key, value=value, kind=Kind.another, note="names a file of more keys", severity=Severity.said)
         said = hint(key, list(schema_keys(recipe_of(self.recipe).config)))
         near = said if said.startswith(("did you mean", "there is no such setting")) else "no name is like it here"
-        return Row(key=key, value=value, kind=Kind.unknown, note=f"not a key of {source.table.name} that is known here ({near})")
+        note = f"not a key of {source.table.name} that is known here ({near})"
+        return Row(key=key, value=value, kind=Kind.unknown, note=note, severity=Severity.said)
 
     def given(self, key: str, value: Any, entry: Entry) -> Row:
         default = entry.default_for(self.recipe)
@@ -175,21 +205,23 @@ class _Rows:
             return Row(key=key, value=value, kind=Kind.same, note=note)
         if value is True and entry.transform in transforms.OF_TEXT:
             self.context.ask(f"{key} has no value")
-            return Row(key=key, value="", kind=Kind.another, note="no value is given")
+            return Row(key=key, value="", kind=Kind.another, note="no value is given", severity=Severity.said)
         if is_open(value) and not self._is_text(entry):
             self.context.ask(f"{key}={value} is not filled in" + ("" if default is None else f": taken as {_shown(default)}"))
             settings = {} if default is None else self._meaning(entry, default).settings
-            return Row(key=key, value=value, kind=Kind.another, settings=settings, note="not filled in")
+            return Row(key=key, value=value, kind=Kind.another, settings=settings, note="not filled in", severity=Severity.said)
         meaning = self._meaning(entry, default if value is None else value)
         kind = Kind.another if meaning.differs else Kind.none if meaning.absent else Kind.mapped
+        severity = self._severity(entry, meaning)
         if kind is Kind.mapped and not meaning.part and all(self.is_ours(setting, one) for setting, one in meaning.settings.items()):
             kind = Kind.same
-        return Row(key=key, value=value, kind=kind, settings=meaning.settings, note=meaning.note)
+        return Row(key=key, value=value, kind=kind, settings=meaning.settings, note=meaning.note, severity=severity)
 
     def _is_text(self, entry: Entry) -> bool:
         """Whether a variable may stay in it: a path or a name."""
         text = bool(entry.ours) and all(self.types.get(setting) == "str" for setting in entry.ours)
-        return text or bool(entry.into) or entry.meaning == "none" or entry.transform in transforms.OF_TEXT
+        ignored = entry.meaning == "none" or bool(entry.into) or list(entry.settings or ()) == ["*"]
+        return text or ignored or entry.transform in transforms.OF_TEXT
 
     def default(self, entry: Entry, own: set[str]) -> Row | None:
         """None where it says nothing that is not ours too, or that was not given."""
@@ -199,7 +231,19 @@ class _Rows:
         kind = Kind.another if meaning.differs else Kind.none if meaning.absent else Kind.mapped
         if not changed and (kind is Kind.mapped or not meaning.note or entry.meaning == "none"):
             return None
-        return Row(key=entry.key, value=value, kind=kind, settings=changed, note=meaning.note)
+        return Row(key=entry.key, value=value, kind=kind, settings=changed, note=meaning.note, severity=self._severity(entry, meaning))
+
+    def _severity(self, entry: Entry, meaning: Meaning) -> Severity | None:
+        """Of what is not carried over, which its question asks for; None where it is.
+
+        A value without a counterpart changes the result unless its key is one of none.
+        """
+        if not (meaning.differs or meaning.absent):
+            return None
+        if entry.question:
+            self.context.ask(entry.question)
+        of_kind = Severity.said if meaning.differs else Severity.cosmetic if entry.meaning == "none" else Severity.result
+        return Severity(meaning.severity or entry.severity or of_kind)
 
     def is_ours(self, setting: str, value: Any) -> bool:
         return as_text(_plain(self.base, setting)) == as_text(value) or _plain(self.base, setting) == value
@@ -233,13 +277,15 @@ def _checked(source: Source, recipe: str, rows: list[Row], defaults: list[Row], 
     for row in [*defaults, *rows]:  # what was given counts
         settings |= row.settings
     chosen = {key: value for key, value in sorted(settings.items(), key=_order) if not maker.is_ours(key, value)}
-    questions = list(dict.fromkeys(maker.context.questions))
+    questions, remarks = (list(dict.fromkeys(asked)) for asked in (maker.context.questions, maker.context.remarks))
+    if "num_processes" not in settings and not any("--ranks" in question for question in questions):
+        remarks.append("num_processes: how many GPUs train was not said; say --ranks N (it is 1 otherwise)")
     if "data.train" not in chosen:
         chosen = {"data.train": PLACEHOLDER} | chosen
         questions.insert(0, f"data.train={PLACEHOLDER}: no data was named")
     for key in ("loop.validate_every", "loop.validate_first"):
         if chosen.get(key) and "data.validation" not in chosen:
-            questions.append(f"{key}={chosen.pop(key)} is left out: no data to validate on were named (data.validation)")
+            remarks.append(f"{key}={chosen.pop(key)} is left out: no data to validate on were named (data.validation)")
     if "model.path" not in chosen:
         questions.insert(0, "model.path: no model was named")
     found = Migration(
@@ -250,17 +296,24 @@ def _checked(source: Source, recipe: str, rows: list[Row], defaults: list[Row], 
         settings=chosen,
         rows=rows,
         defaults=defaults,
-        open_questions=questions,
+        open_questions=[*questions, *remarks],
+        stops=questions,
     )
     keys = list(schema_keys(recipe_of(recipe).config))
     wrong = [key for key in chosen if not is_known(key, keys)]
     if wrong:
         raise ConfigError(f"{source.table.name} {source.trains}: the recipe {recipe} has no {', '.join(wrong)}")
     try:
-        composed(recipe, [override(key, replaced(value, "{}")) for key, value in chosen.items()])
+        config = composed(recipe, [override(key, replaced(value, "{}")) for key, value in chosen.items()])
     except ConfigError as error:
-        found.open_questions.insert(0, f"the recipe {recipe} refuses it as it is: {error}")
         found.is_refused = True
+        return found.stopped(f"the recipe {recipe} refuses it as it is: {error}")
+    try:
+        programs(recipe, config, [])
+        config.check_complete()
+    except ConfigError as error:
+        if not (str(error).startswith("reward.") and any(one.startswith(("reward.", "environment.")) for one in questions)):
+            found.stopped(f"it cannot run as it is: {error}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import yaml
 
 from aligner.config.foreign import resolved
 from aligner.errors import ConfigError
-from aligner.jobs.migrate.shell import commands
+from aligner.jobs.migrate.shell import UNREAD, commands
 from aligner.jobs.migrate.tables import Table, tables
 
 _SCRIPTS = {".sh", ".bash", ".sub", ".sbatch", ".slurm", ".txt"}
@@ -23,19 +24,8 @@ _RANKS = {  # options of launchers whose product, each kind at most once, is the
     "nnodes": "nodes", "num_nodes": "nodes", "N": "nodes", "nodes": "nodes",
     "num_processes": "all", "ntasks": "all", "n": "all", "np": "all",
 }  # fmt: skip
-_VALUELESS = {
-    "standalone",
-    "multi_gpu",
-    "use_deepspeed",
-    "use_fsdp",
-    "no_local_rank",
-    "module",
-    "m",
-    "u",
-    "no_python",
-    "no-wait",
-    "same_network",
-}
+_VALUELESS = set("standalone multi_gpu use_deepspeed use_fsdp no_local_rank module m u no_python no-wait same_network".split())
+_COMMAND = re.compile(r"^[ \t]*(?:\w+=\S+ +)*(?:accelerate|torchrun|deepspeed|python3?|trl|uv)\b[^\n]*(?:(?<=\\)\n[^\n]*)*", re.MULTILINE)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,6 +48,8 @@ def read(text: str, *, framework: str = "", trains: str = "") -> Source:
             return _of_file(_mapping(written, str(path)), str(path), framework, trains)
         if path.suffix in _SCRIPTS or written.startswith("#!"):
             return _of_script(written, path.parent, str(path), framework, trains)
+        if path.suffix == ".py" and (documented := ast.get_docstring(ast.parse(written))):  # how to start it, among other text
+            return _of_script("\n".join(_COMMAND.findall(documented)), path.parent, str(path), framework, trains)
         raise ConfigError(f"{path}: neither YAML (.yaml, .yml, .json) nor a shell script ({', '.join(sorted(_SCRIPTS))})")
     if path is not None and " " not in text and ("/" in text or path.suffix):
         raise ConfigError(f"{text}: there is no such file")
@@ -93,6 +85,7 @@ def _of_file(written: dict[str, Any], where: str, framework: str, trains: str) -
     for table in _candidates(framework):
         found = trains if framework and trains else table.trained_by_file(written)
         if found:
+            _refuse_others(found, where, table)
             return Source(table=table, trains=trains or found, given=flat if table.style == "hydra" else dict(written))
     if trains and not framework:
         fitting = [table for table in _candidates("") if trains in table.recipes and all(map(table.knows, written))]
@@ -105,15 +98,26 @@ def _of_file(written: dict[str, Any], where: str, framework: str, trains: str) -
 
 
 def _of_script(text: str, folder: Path, where: str, framework: str, trains: str) -> Source:
-    found = [source for words in commands(text) for source in [_of_words(words, folder, where, framework, trains)] if source is not None]
+    lines = list(commands(text, folder))
+    found = [source for words in lines for source in [_of_words(words, folder, where, framework, trains)] if source is not None]
     if not found:
-        raise ConfigError(f"{where}: no command of {', '.join(table.name for table in _candidates(framework))} in it")
+        sourced = ", ".join(words[1] for words in lines if words[0] == "source" and words[1:])
+        known = ", ".join(table.name for table in _candidates(framework))
+        raise ConfigError(
+            f"{where}: no command of {known} in it"
+            + (f"; it runs {sourced}, which is not beside it: give that script" if sourced else "")
+            + f"; for a program of your own with the keys of one of them say --from {framework or 'trl'} --trains {trains or 'grpo'}"
+        )
     first, *others = found
     for other in others:
-        if other.table is not first.table or not _belong_together(first, other):
+        is_again = other.given == first.given or first.trains not in first.table.recipes
+        if is_again and (other.table, other.trains) == (first.table, first.trains):
+            first = first if first.ranks else other
+        elif other.table is not first.table or not _belong_together(first, other):
             names = ", ".join(f"{one.table.name} {one.trains}" for one in found)
             raise ConfigError(f"{where}: {len(found)} commands that train ({names}); give one of them")
-        first = _joined(first, other)
+        else:
+            first = _joined(first, other)
     return first
 
 
@@ -144,9 +148,16 @@ def _of_words(words: Sequence[str], folder: Path, where: str, framework: str, tr
     """A command that trains; None for another one."""
     unsure: Table | None = None
     for table in _candidates(framework):
-        if (found := table.program_in(words)) is not None:
-            place, program = found
-            launcher, ranks = _launcher(words[:place])
+        program_at = _by_trainer(table, words, folder) or table.program_in(words)
+        if program_at is None and framework and trains:  # a program of the user's own: what comes before its first key
+            place = next((at for at, word in enumerate(words) if table.knows(word.partition("=")[0].lstrip("-+"))), 0)
+            program_at = (place - 1, trains) if place else None
+        if program_at is not None:
+            if words[0].startswith(UNREAD):
+                raise ConfigError(f"{where}: the command {' '.join(words[1:])[:80]!r}: {words[0].removeprefix(UNREAD)}")
+            place, program = program_at
+            _refuse_others(program, where, table)
+            launcher, ranks = _launcher(words[:place], folder)
             given = dict(_hydra(words[place + 1 :], folder) if table.style == "hydra" else _flags(words[place + 1 :], folder, table))
             if program == "?" and not trains:
                 program = table.trained_by_keys(given) or next((one for part, one in table.by_path.items() if part in where), "")
@@ -160,13 +171,34 @@ def _of_words(words: Sequence[str], folder: Path, where: str, framework: str, tr
     return None
 
 
+def _by_trainer(table: Table, words: Sequence[str], folder: Path) -> tuple[int, str] | None:
+    """By the trainer that a program which is here makes: (its place, what it trains, or the trainer's name)."""
+    for place, word in enumerate(words):
+        file = _beside(word, folder) if table.trainers and word.endswith(".py") else None
+        if file is not None and (found := re.search(r"= *([A-Z]\w+Trainer)\(", file.read_text())):
+            return place, table.trainers.get(found[1], found[1])
+    return None
+
+
+def _beside(name: str, folder: Path) -> Path | None:
+    """The file of that name: here, in the folder, or from one above it, as the root of a repository is above its examples."""
+    places = (Path(), folder, *folder.resolve().parents)
+    return next((place / name for place in places if os.path.isfile(place / name)), None)
+
+
+def _refuse_others(program: str, where: str, table: Table) -> None:
+    """Raises ConfigError for what trains nothing: a table says so, and what does it here, after an exclamation mark."""
+    if program.startswith("!"):
+        raise ConfigError(f"{where}: of {table.name}, and it trains nothing that is mapped here: {program[1:]}")
+
+
 def _candidates(framework: str) -> list[Table]:
     if framework and framework not in tables():
         raise ConfigError(f"--from {framework}: allowed: {', '.join(tables())}")
     return [tables()[framework]] if framework else list(tables().values())
 
 
-def _launcher(words: Sequence[str]) -> tuple[dict[str, Any], int]:
+def _launcher(words: Sequence[str], folder: Path) -> tuple[dict[str, Any], int]:
     """(what the launcher and the environment were told, the number of ranks that follows, 0 if none does)."""
     told: dict[str, Any] = {}
     counts: dict[str, int] = {}
@@ -186,8 +218,11 @@ def _launcher(words: Sequence[str]) -> tuple[dict[str, Any], int]:
                 continue
             told[word.partition("=")[0]] = value_of(text) if text else True
             kind = _RANKS.get(name.replace("-", "_"), _RANKS.get(name, ""))
-            if kind and text.isdigit():
-                counts[kind] = int(text)
+            if kind:
+                counts[kind] = int(text) if text.isdigit() else 0  # 0: a variable that nothing sets
+            file = _beside(text, folder) if name == "config_file" and text else None
+            if file is not None and isinstance(count := _mapping(file.read_text(), str(file)).get("num_processes"), int):
+                counts.setdefault("all", count)
     return told, counts.get("all", 0) or (counts.get("per_node", 0) * counts.get("nodes", 1))
 
 
@@ -206,8 +241,10 @@ def _hydra(words: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
         elif number == 0 or not words[number - 1].startswith("--"):
             overrides[word] = None
     file = folder / place.get("--config-path", "") / f"{place.get('--config-name', '').removesuffix('.yaml')}.yaml"
-    below = dict(_leaves(_mapping(file.read_text(), str(file)))) if "--config-name" in place and file.is_file() else {}
-    yield from (below | overrides).items()
+    text = file.read_text() if "--config-name" in place and file.is_file() else "{}"
+    found = dict(_leaves(_mapping(text, str(file), overrides)))
+    own = {key: found.get(key, value) for key, value in _leaves(_mapping(text, str(file))) if key not in overrides}
+    yield from (own | {key: found.get(key, value) if "${" in str(value) else value for key, value in overrides.items()}).items()
 
 
 def _flags(words: Sequence[str], folder: Path, table: Table) -> Iterator[tuple[str, Any]]:
@@ -234,8 +271,7 @@ def _flags(words: Sequence[str], folder: Path, table: Table) -> Iterator[tuple[s
     given: dict[str, Any] = {}
     files += [text for key in table.config_flags for text in values.pop(key, None) or []]
     for file in files:
-        path = next((one for one in (Path(file), folder / file) if one.is_file()), None)
-        if path is None:
+        if (path := _beside(file, folder)) is None:
             raise ConfigError(f"{file}: there is no such file, so its keys would be missing; start where it lies, or give its path")
         given |= _mapping(path.read_text(), str(path))
     for key, texts in values.items():
@@ -248,9 +284,9 @@ def _flags(words: Sequence[str], folder: Path, table: Table) -> Iterator[tuple[s
     yield from (given | overrides).items()
 
 
-def _mapping(text: str, where: str) -> dict[str, Any]:
+def _mapping(text: str, where: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     try:
-        found = resolved(text)
+        found = resolved(text, overrides)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
     return {key: _typed(value) for key, value in found.items()}

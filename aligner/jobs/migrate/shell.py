@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ast
 import operator
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
-from aligner.errors import ConfigError
-
-_ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*\+?)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(?:(?:export|local|declare|readonly|typeset)\s+)?([A-Za-z_]\w*\+?)=(.*)", re.DOTALL)
+_DIRECTIVE = re.compile(r"^#SBATCH\s+(?:-N\s*|--nodes[=\s])(\d+)\s*(?:#.*)?$", re.MULTILINE)
+_PIECE = re.compile(
+    r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\$\(.*?\)|\\.|(?<!&)&(?!&)|[^"'\\&;]|(?<=\\);)+""", re.DOTALL
+)  # up to && or ; outside of quotes
 _HERE_DOCUMENT = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
 _IS_EMPTY = re.compile(r'if\s+\[+\s+(?:-z\s+"?\$\{?(\w+)\}?"?|"?\$\{?(\w+)\}?"?\s+==?\s+"")\s+\]+')
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*|[@*#?0-9]))")
+UNREAD = "\x00"  # begins a first word that says why a command could not be cut into words
 _OPEN, _CLOSE = "\x01", "\x02"  # around a variable that is not known, while others are filled in
 _ARRAY = re.compile(r"\s*(?:export\s+|local\s+|declare\s+-a\s+)?(\w+\+?)=\((.*)", re.DOTALL)
 _OPERATORS = {
@@ -26,13 +31,17 @@ _OPERATORS = {
 }
 
 
-def commands(text: str) -> Iterator[list[str]]:
+def commands(text: str, folder: Path, variables: dict[str, str] | None = None) -> Iterator[list[str]]:
     """The words of each command of a script, in order, with its variables filled in; `export` and assignments are no commands.
 
     A variable that the script does not set stays (`${HOME}/x`), as does an argument (`${1}`); `"$@"` is empty. Of branches
     only `if [ -z "$NAME" ]` (also `"$NAME" == ""`) is followed; other assignments in branches count as if the branch were taken.
+    What `bash -c "..."` runs counts as written here, and so does a script in `folder` that this one sources or runs; of a script
+    that is not there the words are `source NAME`.
     """
-    variables: dict[str, str] = {}
+    variables = {} if variables is None else variables
+    if nodes := _DIRECTIVE.search(text):
+        variables |= dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes[1])
     skipping = 0  # depth of branches that are not taken
     for line in _logical_lines(text):
         stripped = line.strip()
@@ -40,10 +49,27 @@ def commands(text: str) -> Iterator[list[str]]:
             skipping += not re.search(r"\bfi\s*$", stripped)
         elif skipping:
             skipping -= bool(re.match(r"fi\b", stripped))
-        elif not re.match(
-            r"(?:if|then|else|elif|fi|for|while|do|done|case|esac|function|set|echo|cd|mkdir|source|\.)(?:\b|\s|$)|[{}]", stripped
-        ):
-            yield from _one(stripped, variables)
+        elif not re.match(r"(?:if|then|else|elif|fi|for|while|do|done|case|esac|function|set|echo|cd|mkdir)(?:\b|\s|$)|[{}]", stripped):
+            for words in _one(stripped, variables):
+                yield from _within(words, folder, variables)
+
+
+def _within(words: list[str], folder: Path, variables: dict[str, str]) -> Iterator[list[str]]:
+    """What a shell or a script that these words start does; the words themselves where they start none."""
+    shell = next((place for place, word in enumerate(words) if re.fullmatch(r"(\S*/)?(ba|z)?sh", word)), None)
+    if shell is not None and len(words) > shell + 2 and re.fullmatch(r"-\w*c", words[shell + 1]):
+        yield from commands("\n".join(_PIECE.findall(words[shell + 2])), folder, variables)
+        return
+    sourced = words[0] in ("source", ".")
+    start = 0 if sourced else shell
+    name = words[start + 1] if start is not None and len(words) > start + 1 else ""
+    if not (name and (sourced or name.endswith(".sh"))):
+        yield words
+    elif os.path.isfile(folder / name) and name not in variables:
+        variables[name] = ""  # is being read: a script that runs itself is read once
+        yield from commands((folder / name).read_text(), folder, variables if sourced else dict(variables))
+    else:
+        yield ["source", name]
 
 
 def _one(line: str, variables: dict[str, str]) -> Iterator[list[str]]:
@@ -123,7 +149,7 @@ def _logical_lines(text: str) -> Iterator[str]:
             continue
         if (array := _ARRAY.match(line)) is not None:
             body = [array[2]]
-            while not re.search(r"\)\s*(#.*)?$", body[-1]):
+            while sum(part.count("(") - part.count(")") for part in body) >= 0:
                 if (following := next(lines, None)) is None:
                     break
                 body.append(following.rstrip().removesuffix("\\"))
@@ -138,7 +164,7 @@ def _logical_lines(text: str) -> Iterator[str]:
             line = joined if following.lstrip().startswith("#") else joined + following
             if following.lstrip().startswith("#"):
                 line += "\\"
-        for part in re.split(r"(?<!&)&&(?!&)", line.rstrip().removesuffix("\\")) if _is_closed(line) and "$(" not in line else [line]:
+        for part in _PIECE.findall(line.rstrip().removesuffix("\\")) if _is_closed(line) and "$(" not in line and "&&" in line else [line]:
             if part.strip():
                 yield part.strip()
 
@@ -159,7 +185,7 @@ def _split(line: str) -> list[str]:
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
-        raise ConfigError(f"the command {line[:80]!r}: {error}") from error
+        return [f"{UNREAD}{error}", *line.split()]
     words = [word for word in words if word.strip()]
     for number, word in enumerate(words):
         if re.fullmatch(r"&?>{1,2}.*|2>.*|\||&|;|[12]?>&[12]|tee", word):

@@ -134,6 +134,15 @@ def warmup(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings=dict.fromkeys(entry.ours, int(value)))
 
 
+def trl_test_split(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Of the same data set, if it is one of the Hub: a file has no splits."""
+    name = context.value("dataset_name")
+    if as_text(context.value("eval_strategy")) in ("null", "no", "false") or not isinstance(name, str):
+        return Meaning(note="nothing is validated")
+    found = data(Entry(key=entry.key, ours=["data.validation"]), name, context)
+    return Meaning(note="a file has no splits") if found.settings["data.validation"] == name else found
+
+
 def eval_strategy(entry: Entry, value: Any, context: Context) -> Meaning:
     if as_text(value) in ("no", "false"):
         return Meaning(settings=dict.fromkeys(entry.ours, 0))
@@ -209,6 +218,16 @@ def openrlhf_correction(entry: Entry, value: Any, context: Context) -> Meaning:
     if kind == "icepop":
         ours["algorithm.correction.low"] = float(low)
     return Meaning(settings={"algorithm.correction.kind": kind} | ours)
+
+
+def colocated(entry: Entry, value: Any, context: Context) -> Meaning:
+    """All models on the GPUs of the one that trains, in one process there: servers on the same GPUs here. entry.factors: a reward model."""
+    rewards = any(context.value(key) not in (None, False, "") for key in entry.factors)
+    servers = (["critic"] if context.recipe == "ppo" else []) + (["reward"] if rewards else [])
+    if not servers:
+        return Meaning()
+    ranks = context.known_ranks()
+    return Meaning(settings={"placement": "colocated"} | {f"{name}.num_processes": ranks for name in servers}, note=entry.note)
 
 
 def openrlhf_placement(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -300,6 +319,12 @@ def verl_no_kl(entry: Entry, value: Any, context: Context) -> Meaning:
     )
 
 
+def verl_dict_keys(entry: Entry, value: Any, context: Context) -> Meaning:
+    """The way from another key's field inwards: here a name with dots."""
+    way = [context.value(entry.key.replace("_dict_keys", "_key")), *(value if isinstance(value, list) else [value])]
+    return Meaning(settings=dict.fromkeys(entry.ours, ".".join(map(str, way))), note="a field inside of another")
+
+
 def verl_reward(entry: Entry, value: Any, context: Context) -> Meaning:
     name = f"{value}:{context.value('custom_reward_function.name')}"
     context.ask(f"reward.function.path={name}: the function takes (prompts, responses, answers) here: docs/rewards.md")
@@ -318,20 +343,29 @@ def below_one(entry: Entry, value: Any, context: Context) -> Meaning:
 
 def verl_warmup(entry: Entry, value: Any, context: Context) -> Meaning:
     """Its schedulers take a step after a whole training step."""
-    updates = max(0, int(value * _verl_updates(context)))
+    updates = max(0, int(value * _verl_updates(entry, context)))
     return Meaning(settings=dict.fromkeys(entry.ours, updates), note="training steps there, updates here")
 
 
 def verl_warmup_share(entry: Entry, value: Any, context: Context) -> Meaning:
-    found = warmup_share(entry, value, context)
-    found.settings = {name: int(steps * _verl_updates(context)) for name, steps in found.settings.items()}
-    return found
+    """Rounded down to training steps."""
+    return warmup_share(entry, value, context, whole=int, updates=_verl_updates(entry, context))
 
 
-def _verl_updates(context: Context) -> float:
-    """Of a training step."""
-    prompts, an_update = context.number("data.train_batch_size"), context.number("actor_rollout_ref.actor.ppo_mini_batch_size") or 1
-    return max(1, prompts // an_update) * (context.number("actor_rollout_ref.actor.ppo_epochs") or 1)
+def _verl_updates(entry: Entry, context: Context) -> int:
+    """Of a training step, of the actor or, where it has sizes of its own, the critic."""
+    names = ["critic", "actor_rollout_ref.actor"][not entry.key.startswith("critic.") :]
+    an_update, passes = (
+        int(next(filter(None, (context.number(f"{name}.{key}") for name in names)), 1)) for key in ("ppo_mini_batch_size", "ppo_epochs")
+    )
+    return passes * max(1, int(context.number("data.train_batch_size")) // an_update if context.recipe != "sft" else 1)
+
+
+def dschat_split(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Shares of steps 1, 2 and 3; a step that has all of them learns from the same records here."""
+    shares = [float(part) for part in str(value).split(",")]
+    own = shares[{"sft": 0, "ppo": 2}.get(context.recipe, 1)] if len(shares) == 3 else 0
+    return Meaning(absent=own != sum(shares))
 
 
 def dschat_rollouts(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -350,10 +384,9 @@ def _dschat_step(context: Context) -> float:
 
 
 SPECIAL = [
-    trl_correction, trl_mixture, trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, reward_model, reward_and_critic, episodes,
-    scheduler_arguments, warmup,
-    eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward, openrlhf_correction, openrlhf_placement, rank_part,
-    data_prefix,
-    nemo_prompts, nemo_epochs, constant_steps, verl_loggers, verl_wandb, verl_no_kl, verl_reward, verl_warmup, verl_warmup_share, below_one,
-    dschat_rollouts, dschat_epochs,
+    trl_correction, trl_mixture, trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, trl_test_split, reward_model,
+    reward_and_critic, episodes, colocated, scheduler_arguments, warmup, eval_strategy, report_to, wandb_key, warmup_share_online,
+    remote_reward, openrlhf_correction, openrlhf_placement, rank_part, data_prefix, nemo_prompts, nemo_epochs, constant_steps,
+    verl_loggers, verl_wandb, verl_no_kl, verl_reward, verl_dict_keys, verl_warmup, verl_warmup_share, below_one, dschat_rollouts,
+    dschat_epochs, dschat_split,
 ]  # fmt: skip

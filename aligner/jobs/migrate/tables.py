@@ -10,7 +10,12 @@ A table's head says how the framework is recognised, an entry of `keys` what one
 - `into`: settings that other keys set and that this one is a part of.
 - `default`: the framework's own value where the key is not given; or one for each recipe. Without it nothing follows from its absence.
 - `meaning`: `another` (what differs is in `note`) or `none` (no counterpart). `idle`: values for which there is nothing to carry over.
+- `severity`, of what is not carried over: `result` (it changes the result: another experiment), `said` (must be said; so is another
+  meaning otherwise) or `cosmetic` (as what has no counterpart is otherwise). `question`: what the user is asked then.
 - `only`, `unless`: other keys and the values with which the key has, or does not have, an effect.
+
+What a program or a file trains is a name of `recipes`; one that begins with `!` says that it trains nothing, and what does it here;
+`=stem` is the program's own name.
 """
 
 from __future__ import annotations
@@ -44,6 +49,8 @@ class Entry:
     transform: str = ""
     default: Any = None
     meaning: str = ""
+    severity: str = ""
+    question: str = ""
     idle: Sequence[Any] = ()
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     unless: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -65,11 +72,11 @@ class Table:
     files: Mapping[str, str] = field(default_factory=dict)  # a key of a YAML file: what that trains
     by_keys: Mapping[str, str] = field(default_factory=dict)  # the same, of a command whose program does not say
     by_path: Mapping[str, str] = field(default_factory=dict)  # the same by a part of the script's path, where its keys do not say
+    trainers: Mapping[str, str] = field(default_factory=dict)  # what a Python program trains that makes such a trainer
+    own_configs: Sequence[str] = ()  # names of config files that come with it, whose values are the defaults of `keys`
     parts: Mapping[str, str] = field(default_factory=dict)  # a program that is a part of another's run: what its keys begin with there
     config_flags: Sequence[str] = ()  # options that name a YAML file of further keys
-    mirrors: Mapping[str, str] = field(
-        default_factory=dict
-    )  # settings that two of our sections have from one of its keys: what they begin with
+    mirrors: Mapping[str, str] = field(default_factory=dict)  # what settings of ours begin with, of which another section has the same too
     ranks: Sequence[str] = ()  # keys whose product is the number of ranks
     keys: Sequence[Entry] = ()
 
@@ -79,7 +86,7 @@ class Table:
             for pattern, trains in self.programs.items():
                 first, _, second = pattern.partition(" ")
                 if re.search(first, word) and (not second or (place + 1 < len(words) and re.search(second, words[place + 1]))):
-                    return place + bool(second), trains
+                    return place + bool(second), Path(word).stem if trains == "=stem" else trains
         return None
 
     def trained_by_file(self, written: Mapping[str, Any]) -> str:

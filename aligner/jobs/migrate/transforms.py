@@ -13,8 +13,10 @@ from aligner.jobs.migrate.tables import Entry, as_text
 
 RANK_OPTIONS = (
     "nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "n", "np", "N",
+    "config_file",
 )  # fmt: skip
-OF_TEXT = ("model", "data", "data_prefix", "reward_model", "reward_and_critic")  # transforms that leave a shell's variable as it is
+# transforms that leave a shell's variable as it is
+OF_TEXT = ("model", "data", "data_prefix", "reward_model", "reward_and_critic", "remote_reward", "verl_reward")
 Transform = Callable[[Entry, Any, Context], Meaning]
 
 
@@ -73,9 +75,34 @@ def _numbers(value: Any) -> list[float]:
     return [float(part) for part in re.split(r"[,\s]+", str(value).strip("()[] ")) if re.fullmatch(r"[-+.\deE]+", part)]
 
 
+_NOT_HERE = {  # parts of models' names, where their files are not here
+    r"(?i)[-_/.](vl|vlm|omni|vision|multimodal|audio|ocr)\b|llava|internvl|minicpm-[ov]|paligemma|smolvlm|idefics": "reads images or sound",
+    r"(?i)[-_](awq|gptq|gguf|bnb|[48]bit|int[48]|w4a16|fp8|mxfp4|nvfp4)\b": "has quantized weights",
+}
+_MIXTURE = r"(?i)mixtral|[-_]moe|-a\d+(\.\d+)?b\b|deepseek-(v[23]|r1$)|glm-4\.[5-9]|moonlight|kimi-k2"
+
+
 def model(entry: Entry, value: Any, context: Context) -> Meaning:
-    """A directory, an archive, or a model of the Hub."""
+    """A directory, an archive, or a model of the Hub; what its name says of it is asked for if no model of the kind loads."""
+    for pattern, what in _NOT_HERE.items():
+        if re.search(pattern, str(value)) and not Path(str(value)).is_dir():
+            context.ask(f"{entry.ours[0]}={value}: by its name it {what}; models of text in 16 bits load here (docs/models.md)")
     return Meaning(settings=dict.fromkeys(entry.ours, str(value)))
+
+
+_LIMITS = {"train": ("max_samples", "data.train_max_samples"), "validation": ("max_samples", "data.val_max_samples")}
+
+
+def at_most(context: Context, examples: int) -> int:
+    """Of so many examples those that are read: another key may bound them, or those of each data set."""
+    limit = _limit(context, "train")
+    names = context.value("dataset") if isinstance(context.value("stage"), str) else ""  # a bound of each is LLaMA-Factory's
+    return min(examples, limit * (str(names).count(",") + 1)) if limit else examples
+
+
+def _limit(context: Context, name: str) -> int:
+    """0: none."""
+    return int(next((context.number(key) for key in _LIMITS[name] if context.number(key) > 0), 0))
 
 
 def data(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -86,16 +113,22 @@ def data(entry: Entry, value: Any, context: Context) -> Meaning:
     if not parts:
         return Meaning(absent=True, note="no data is named in it")
     is_train = "train" in "".join(entry.ours)
-    split = context.value("dataset_train_split" if is_train else "dataset_test_split")
-    paths = [_data_path(part, split) for part in parts]
-    if len(paths) == 1:
-        return Meaning(settings=dict.fromkeys(entry.ours, paths[0]), note=entry.note)
-    if not is_train or not weights:
-        return Meaning(settings=dict.fromkeys(entry.ours, paths), note=entry.note)
-    if len(weights) != len(paths):
-        return Meaning(settings=dict.fromkeys(entry.ours, paths), differs=True, note=f"{len(weights)} shares of {len(paths)} data sets")
-    sources = [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]
-    return Meaning(settings=dict.fromkeys(entry.ours, sources), note=entry.note)
+    splits = ("dataset_train_split", "train_split") if is_train else ("dataset_test_split", "eval_split")
+    split = next((context.value(key) for key in splits if context.value(key)), None)
+    paths = [_data_path(part, split, context.value("dataset_config")) for part in parts]
+    if entry.question and (names := [part for part in parts if not re.search(r"[/.]", part)]):
+        context.ask(f"{entry.ours[0]}: {', '.join(names)}: {entry.question}")
+    found: list[Any] = list(paths)
+    wrong = ""
+    if len(paths) > 1 and is_train and weights:
+        wrong = f"{len(weights)} shares of {len(paths)} data sets" if len(weights) != len(paths) else ""
+        found = paths if wrong else [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]
+    if limit := _limit(context, "train" if is_train else "validation"):
+        found = [({"path": one} if isinstance(one, str) else one) | {"max_records": limit} for one in found]
+        if len(paths) > 1 and context.value("stage") is None:
+            wrong = f"{limit} of all of them together there, of each here"
+    settings = dict.fromkeys(entry.ours, found[0] if len(found) == 1 and isinstance(found[0], str) else found)
+    return Meaning(settings=settings, differs=bool(wrong), severity="result" if wrong else "", note=wrong or entry.note)
 
 
 def _probabilities(context: Context) -> list[float]:
@@ -105,17 +138,22 @@ def _probabilities(context: Context) -> list[float]:
     return value if isinstance(value, list) else _numbers(value)
 
 
-def _data_path(name: str, split: Any) -> str:
+_FILES = {"jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "txt", "gz", "bz2", "xz", "zst"}
+
+
+def _data_path(name: str, split: Any, config: Any) -> str:
     first, _, _ = name.partition("@")
-    is_hub = not first.startswith((".", "/", "~", "$")) and not Path(first).suffix and not Path(first).exists() and first.count("/") <= 1
-    return f"datasets:{first}{f':{split}' if isinstance(split, str) and split != 'train' else ''}" if is_hub else first
+    is_file = first.startswith((".", "/", "~", "$")) or Path(first).suffix[1:] in _FILES or Path(first).exists() or first.count("/") > 1
+    has_split, has_config = isinstance(split, str) and (split != "train" or config), isinstance(config, str)
+    parts = f"{f':{config}' if has_config else ''}{f':{split}' if has_split or has_config else ''}"
+    return first if is_file else f"{'' if '/' in first else 'datasets:'}{first}{parts}"
 
 
 def epochs(entry: Entry, value: Any, context: Context) -> Meaning:
     """Epochs to steps: entry.factors are the keys whose product is the examples of a step."""
-    if not isinstance(value, int | float):
-        return Meaning(absent=True, note="not a number")
     per_step = context.product(entry.factors)
+    if not isinstance(value, int | float) or per_step < 1:
+        return Meaning(absent=True, severity="said", note="no number of examples a step follows")
     if not context.examples:
         steps = f"{value:g} epochs are {value:g} * examples / {per_step:g} steps"
         context.ask(f"loop.max_steps: the run's length is in steps here, {steps}; say --examples N, or set it")
@@ -142,8 +180,11 @@ def every(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings=dict.fromkeys(entry.ours, int(value)))
 
 
-def warmup_share(entry: Entry, value: Any, context: Context) -> Meaning:
-    """A share of the optimizer steps to a number of them; entry.factors: as for `epochs`."""
+def warmup_share(entry: Entry, value: Any, context: Context, *, whole: Callable[[float], int] = math.ceil, updates: int = 1) -> Meaning:
+    """A share of the run's steps to a number of optimizer steps; entry.factors: as for `epochs`.
+
+    `whole` rounds as it is done there, and a step there has `updates` of them.
+    """
     if not isinstance(value, int | float) or value == 0:
         return Meaning(settings=dict.fromkeys(entry.ours, 0))
     total = next((context.number(key) for key in ("max_steps", "trainer.total_training_steps") if context.number(key) > 0), 0)
@@ -155,7 +196,9 @@ def warmup_share(entry: Entry, value: Any, context: Context) -> Meaning:
     if not total:
         context.ask(f"{', '.join(entry.ours)}: in optimizer steps here, {value:g} of all of them there; say --examples N, or set it")
         return Meaning(differs=True, note=f"a share there ({value:g}), optimizer steps here")
-    return Meaning(settings=dict.fromkeys(entry.ours, math.ceil(total * value)), note=f"{value:g} of {total:g} optimizer steps")
+    steps = whole(round(total * value, 9))
+    note = f"{value:g} of {total:g} steps there" + (f": {steps}, of {updates} updates each" if updates > 1 else "")
+    return Meaning(settings=dict.fromkeys(entry.ours, steps * updates), note=note)
 
 
 def packed(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -181,12 +224,17 @@ def lora_targets(entry: Entry, value: Any, context: Context) -> Meaning:
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     names = [part for part in re.split(r"[,\s\[\]'\"]+", text) if part]
     unknown = [name for name in names if name not in _LORA and name not in _LORA_GROUPS]
+    has_all = any(_LORA_GROUPS.get(name) is _ALL for name in names) and re.search(_MIXTURE, context.model) is not None
     found = list(dict.fromkeys(one for name in names for one in _LORA_GROUPS.get(name, [_LORA.get(name, "")]) if one))
     for whole, parts in {"qkv": ["q", "k", "v"], "fc1": ["gate", "up"]}.items():
         if all(part in found for part in parts):
             found = [whole if one == parts[0] else one for one in found if one not in parts[1:]]
-    note = f"no such layers here: {', '.join(unknown)}" if unknown else ""
-    return Meaning(settings=dict.fromkeys(entry.ours, found) if found else {}, differs=bool(unknown), note=note)
+    note = f"no such layers here: {', '.join(unknown)}" if unknown else entry.note
+    if has_all:
+        found.append("experts")
+        note = "of a mixture: with transformers 5 there its experts get no adapters: leave `experts` out then"
+    settings = dict.fromkeys(entry.ours, found) if found else {}
+    return Meaning(settings=settings, differs=bool(unknown) or has_all, severity="result" if unknown else "", note=note)
 
 
 GENERAL = [spread, model, data, epochs, steps, every, warmup_share, packed, lora_targets]

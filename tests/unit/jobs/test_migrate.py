@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from aligner.errors import ConfigError
-from aligner.jobs.migrate.command import Options, migrate, report
+from aligner.jobs.migrate.command import OTHER, Options, migrate, report
 from aligner.jobs.migrate.engine import Kind
 from aligner.jobs.migrate.engine import migrate as migrated
 from aligner.jobs.migrate.reading import Source, read
@@ -95,7 +95,7 @@ def test_variables_that_nobody_fills_in(tmp_path: Path) -> None:
     text = "trl sft --model_name_or_path ${MODEL} --dataset_name d.jsonl --learning_rate $LR"
     found = migrated(read(text))
     assert "\"model.path='${MODEL}'\"" in report(found) and "learning_rate=${LR} is not filled in: taken as 2e-05" in report(found)
-    assert migrate([text], Options(output=tmp_path / "mine.yaml")) == 0
+    assert migrate([text], Options(output=tmp_path / "mine.yaml")) == OTHER
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["model"]["path"] == "${oc.env:MODEL}"
 
 
@@ -138,7 +138,7 @@ def test_a_file_whose_keys_do_not_say_what_it_trains(tmp_path: Path) -> None:
 
 def test_what_the_recipe_refuses_is_shown_with_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=1 data.train_files=a.parquet actor_rollout_ref.model.path=m"
-    assert migrate([f"python -m verl.trainer.main_ppo {words}"], Options()) == 1
+    assert migrate([f"python -m verl.trainer.main_ppo {words}"], Options()) == OTHER
     said = capsys.readouterr().out
     assert "the recipe grpo refuses it as it is: algorithm.group_size=1: a group needs at least 2" in said and "Mapped" in said
 
