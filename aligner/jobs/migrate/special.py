@@ -7,7 +7,7 @@ from typing import Any
 
 from aligner.jobs.migrate.context import Context, Meaning
 from aligner.jobs.migrate.tables import Entry, as_text
-from aligner.jobs.migrate.transforms import data, epochs, model, warmup_share
+from aligner.jobs.migrate.transforms import as_fraction, data, epochs, model, warmup_share
 
 
 def _sampled(context: Context) -> float:
@@ -183,8 +183,7 @@ def warmup_share_online(entry: Entry, value: Any, context: Context) -> Meaning:
     if not value:
         return Meaning(settings=dict.fromkeys(entry.ours, 0))
     if not context.examples:
-        context.ask(f"{', '.join(entry.ours)}: in optimizer steps here, {value:g} of all of them there; say --examples N, or set it")
-        return Meaning(differs=True, note=f"a share there ({value:g}), optimizer steps here")
+        return as_fraction(entry, value)
     _, an_update, samples, episodes_, passes = (context.number(key) or 1 for key in entry.factors)
     total = context.examples * samples // an_update * episodes_ * passes
     return Meaning(settings=dict.fromkeys(entry.ours, math.ceil(total * value)), note=f"{value:g} of {total:g} optimizer steps")

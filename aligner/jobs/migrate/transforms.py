@@ -150,14 +150,12 @@ def _data_path(name: str, split: Any, config: Any) -> str:
 
 
 def epochs(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Epochs to steps: entry.factors are the keys whose product is the examples of a step."""
+    """Epochs, as steps where the examples are known: entry.factors are the keys whose product is the examples of a step."""
     per_step = context.product(entry.factors)
     if not isinstance(value, int | float) or per_step < 1:
         return Meaning(absent=True, severity="said", note="no number of examples a step follows")
     if not context.examples:
-        steps = f"{value:g} epochs are {value:g} * examples / {per_step:g} steps"
-        context.ask(f"loop.max_steps: the run's length is in steps here, {steps}; say --examples N, or set it")
-        return Meaning(differs=True, note=f"{steps} here; say --examples N")
+        return Meaning(settings={"loop.epochs": value, "loop.max_steps": 0}, note=f"{per_step:g} examples a step")
     steps_per_epoch = max(1, context.examples // int(per_step))
     return Meaning(
         settings={"loop.max_steps": math.ceil(value * steps_per_epoch)}, note=f"{context.examples} examples, {per_step:g} a step"
@@ -194,11 +192,16 @@ def warmup_share(entry: Entry, value: Any, context: Context, *, whole: Callable[
         )
         total = math.ceil(lasting * max(1, context.examples // int(context.product(entry.factors))))
     if not total:
-        context.ask(f"{', '.join(entry.ours)}: in optimizer steps here, {value:g} of all of them there; say --examples N, or set it")
-        return Meaning(differs=True, note=f"a share there ({value:g}), optimizer steps here")
+        return as_fraction(entry, value)
     steps = whole(round(total * value, 9))
     note = f"{value:g} of {total:g} steps there" + (f": {steps}, of {updates} updates each" if updates > 1 else "")
     return Meaning(settings=dict.fromkeys(entry.ours, steps * updates), note=note)
+
+
+def as_fraction(entry: Entry, value: float) -> Meaning:
+    """A share of the run, where its length is not known."""
+    ours = (name.replace("warmup_steps", "warmup_fraction") for name in entry.ours)
+    return Meaning(settings=dict.fromkeys(ours, value), note="rounded up to whole updates")
 
 
 def packed(entry: Entry, value: Any, context: Context) -> Meaning:
