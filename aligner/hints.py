@@ -74,6 +74,23 @@ def meant_value(value: str, allowed: str) -> str:
     return next(iter(difflib.get_close_matches(value, options, n=1)), "")
 
 
+def no_setting(texts: Sequence[str]) -> ConfigError | None:
+    """What is said of the first text that assigns nothing: `key = value` typed with spaces, or a word."""
+    bare = next((i for i, text in enumerate(texts) if text.startswith("=") or ("=" not in text and not text.startswith("~"))), None)
+    if bare is None:
+        return None
+    before, text, after = texts[bare - 1] if bare else "", texts[bare], texts[bare + 1 : bare + 3]
+    if before.endswith("="):
+        typed = [before, text]
+    elif text.startswith("="):
+        typed = [before, text, *(after[:1] if text == "=" else [])]
+    elif after and after[0].startswith("="):
+        typed = [text, *after[: 2 if after[0] == "=" else 1]]
+    else:
+        return ConfigError(f"{text!r} is not a setting: settings are written key=value (aligner train CONFIG --help lists them)")
+    return ConfigError(f"{' '.join(typed)!r}: a setting is written without spaces around '=': {''.join(typed)}")
+
+
 def refuse_unknown(unknown: Sequence[tuple[str, str]], keys: Sequence[SchemaKey]) -> None:
     """Raise ConfigError naming all of the (key, where it is written), if there are any."""
     lines = [" ".join(f"{key} {where}".split()) + f": {hint(key, keys)}" for key, where in unknown]

@@ -34,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 from aligner.errors import ConfigError
 from aligner.files import conf_directory, recipe_folders
 from aligner.help import example
-from aligner.hints import as_typed, meant_value, refuse_unknown, unknown_keys
+from aligner.hints import as_typed, meant_value, no_setting, refuse_unknown, unknown_keys
 from aligner.presets import check_preset, find_file, folders_of, groups_in, unknown_in_file
 from aligner.schema import SchemaKey, is_entry, is_known, schema_keys
 
@@ -173,30 +173,13 @@ def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise _no_setting(list(overrides)) or explain(error, ()) from error
+        raise no_setting(overrides) or explain(error, ()) from error
     named = [str(place) for one in parsed if one.key_or_group == "hydra.searchpath" for place in one.value() or []]
     places = [Path(place.removeprefix("file://")) if "://" not in place or place.startswith("file://") else place for place in named]
     for place in places:
         if isinstance(place, Path) and not place.is_dir():
             raise ConfigError(f"--config-dir {place} (hydra.searchpath): there is no such directory")
     return places, [text for one, text in zip(parsed, overrides, strict=True) if one.key_or_group != "hydra.searchpath"]
-
-
-def _no_setting(texts: list[str]) -> ConfigError | None:
-    """What is said of the first text that assigns nothing: `key = value` typed with spaces, or a word."""
-    bare = next((i for i, text in enumerate(texts) if text.startswith("=") or ("=" not in text and not text.startswith("~"))), None)
-    if bare is None:
-        return None
-    before, text, after = texts[bare - 1] if bare else "", texts[bare], texts[bare + 1 : bare + 3]
-    if before.endswith("="):
-        typed = [before, text]
-    elif text.startswith("="):
-        typed = [before, text, *(after[:1] if text == "=" else [])]
-    elif after and after[0].startswith("="):
-        typed = [text, *after[: 2 if after[0] == "=" else 1]]
-    else:
-        return ConfigError(f"{text!r} is not a setting: settings are written key=value (aligner train CONFIG --help lists them)")
-    return ConfigError(f"{' '.join(typed)!r}: a setting is written without spaces around '=': {''.join(typed)}")
 
 
 def override(key: str, value: Any) -> str:

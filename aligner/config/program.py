@@ -147,10 +147,10 @@ def _do(main: Callable[[T], int | None], schema: type[T], program: _Program, com
     keys, folders = list(schema_keys(schema)), program.folders
     if unknown := sorted(command.flags - set(_KNOWN)):
         lines = []
-        for option, _, value in (one.partition("=") for one in unknown):
+        for typed, (option, _, value) in ((one, one.partition("=")) for one in unknown):
             meant = hint(option.lstrip("-").replace("-", "_"), keys)
             meant = re.sub(r"(?<=did you mean )([\w.]+)\?", lambda found, value=value: f"{found[1]}={value}?", meant) if value else meant
-            lines.append(f"unknown option {option}; settings are written key=value; {meant}")
+            lines.append(f"unknown option {typed}; settings are written key=value; {meant}")
         raise ConfigError("\n  ".join(lines))
     config = _chosen(program.name, command, folders)
     if command.asks == "--help":
