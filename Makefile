@@ -27,7 +27,7 @@ PYTEST = $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxproces
 HAS_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 NO_TESTS := 5# pytest's exit code where ARGS choose none
 
-.PHONY: help house chaos test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
+.PHONY: help settings house chaos test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -110,6 +110,9 @@ transformer-engine: build/transformer_engine-2.9.0 build/transformer_engine-2.20
 build/transformer_engine-% build/megatron_core-%: | $(STAMP)
 	@$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python --target $@.part $(subst -,==,$(notdir $@))
 	@mv $@.part $@
+
+settings: $(STAMP) ## what `aligner train CONFIG --help` prints without importing a recipe, into conf/settings.json: after every change of a setting or config
+	@$(RUN_ENV) $(BIN)/python tests/settings_file.py
 
 lint: $(STAMP) ## ruff, types (mypy) and the level order
 	@$(BIN)/ruff check .

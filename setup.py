@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "aligner" / "__init__.py").read_text(), re.MULTILINE).group(1)
 
 
-SHIPPED = {"conf": "*.yaml", "slurm": "*.sub", "examples": "*"}  # folders of the checkout that a wheel holds too, in aligner/
+SHIPPED = {"conf": "*.[yj]*", "slurm": "*.sub", "examples": "*"}  # folders of the checkout that a wheel holds too, in aligner/
 
 
 class BuildWithFolders(build_py):

@@ -49,13 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from aligner.cluster import outcomes
     from aligner.cluster.exit_codes import ExitCode
-    from aligner.errors import AlignerError
+    from aligner.errors import AlignerError, describe_os_error
 
     try:
         with outcomes.unless_ended_early(os.environ):
             code = command()
     except AlignerError as error:
         outcomes.fail(os.environ, ExitCode.refused, str(error))
+        return int(ExitCode.refused)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        outcomes.fail(os.environ, ExitCode.refused, describe_os_error(error, error.filename))  # a path that was asked for
         return int(ExitCode.refused)
     outcomes.record(os.environ, code)  # a command may be a step of a Slurm job
     return int(code)
@@ -69,7 +74,9 @@ def _parse(argv: Sequence[str] | None) -> Callable[[], int]:
         from aligner.terminal import clean
 
         usage = f"{error.ctx.get_usage()}\n" if error.ctx else ""
-        print(clean(f"{usage}error: {error.format_message()}"), file=sys.stderr, flush=True)
+        is_option = isinstance(error, click.NoSuchOption) and "KEY=VALUE" in usage
+        more = " Settings are written key=value: `aligner train CONFIG --help` lists them." if is_option else ""
+        print(clean(f"{usage}error: {error.format_message()}{more}"), file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
     if isinstance(command, int):  # --help, --version
         raise SystemExit(command)
@@ -120,11 +127,16 @@ for _command in plan_commands.COMMANDS:
 @_settings
 def train(config: str, settings: tuple[str, ...]) -> None:
     """Train, or write data, with a recipe on this rank (start one for each: srun, torchrun, mpiexec, aligner launch)."""
-    from aligner.algorithms import registry
+    from aligner import help as program_help
     from aligner.cluster.exit_codes import ExitCode
     from aligner.errors import ConfigError
 
     try:
+        if (text := program_help.of_shipped(config, settings, program=f"aligner train {config}")) is not None:
+            print(text, flush=True)
+            return
+        from aligner.algorithms import registry
+
         recipe = registry.recipe_of(config, registry.parse(settings).overrides)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -28,6 +28,10 @@ class ConfigError(AlignerError, ValueError):
     """A setting that cannot work: names the field, the value and what is allowed."""
 
 
+class UserCodeError(ConfigError):
+    """A user's function or class raised, or returned something else than it should: names its setting as typed, and where it raised."""
+
+
 class DataError(AlignerError, ValueError):
     """A bad record: names file and line."""
 

@@ -1,14 +1,23 @@
-"""What `--help` prints: the settings that matter most with an example; or those of a section; or all. No Hydra."""
+"""What `--help` prints: the settings that matter most with an example; or those of a section; or all. No Hydra.
+
+Of the configs in conf/ it is known without their recipes, which import torch: `SETTINGS_FILE` holds what `make settings` found.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from aligner.errors import ConfigError
-from aligner.schema import SchemaKey, named_as
+from aligner.files import conf_directory, recipe_folders
+from aligner.schema import SchemaKey, is_known, named_as
 
 ALL = "all"
+SETTINGS_FILE = (
+    "settings.json"  # of conf/; rows: [key, type, comment, section, open, value]; configs: name -> {groups, rows: their indices}
+)
 
 # The settings that matter most, in the order in which they are shown; of every recipe those that it has and uses.
 MATTER = (
@@ -51,6 +60,40 @@ NEEDS = {
     "reward.server": ("reward.serve=true",),
     "server_client": ("reward.serve=true", "critic.server.host", "algorithm.served_by"),
 }
+
+
+def of_shipped(config: str, arguments: Sequence[str], *, program: str) -> str | None:
+    """The help that `CONFIG --help [TOPIC]` asks for; None if these arguments ask for more, or the config is not one of conf/.
+
+    Raises ConfigError as `render` does.
+    """
+    asked = arguments[:1] in (("--help",), ("-h",)) and len(arguments) <= 2 and not any("=" in one for one in arguments)
+    if not asked or (found := _shipped().get(config)) is None:
+        return None
+    groups, keys, values = found
+    return render(keys, values, program=program, file=config, groups=groups, topic="".join(arguments[1:]))
+
+
+def recipe_with(settings: Sequence[str]) -> str:
+    """The recipe of conf/ that has all of these settings and the fewest others; empty if none has."""
+    known = {folder.name: _shipped()[folder.name][1] for folder in recipe_folders() if folder.name in _shipped()}
+    having = [name for name, keys in known.items() if all(is_known(setting, keys) for setting in settings)]
+    return min(having, key=lambda name: len(known[name]), default="")
+
+
+@functools.cache
+def _shipped() -> dict[str, tuple[list[str], list[SchemaKey], dict[str, str]]]:
+    """The groups, keys and values of every config of conf/."""
+    file = conf_directory() / SETTINGS_FILE
+    written = json.loads(file.read_text()) if file.is_file() else {"configs": {}}
+    found = {}
+    for name, config in written["configs"].items():
+        rows = [written["rows"][i] for i in config["rows"]]
+        keys = [
+            SchemaKey(key=key, type=kind, comment=comment, section=section, open=opens) for key, kind, comment, section, opens, _ in rows
+        ]
+        found[name] = (config["groups"], keys, {row[0]: row[5] for row in rows if row[5] is not None})
+    return found
 
 
 def render(keys: Sequence[SchemaKey], values: Mapping[str, str], *, program: str, file: str, groups: Sequence[str], topic: str = "") -> str:

@@ -15,6 +15,12 @@ from aligner.errors import ConfigError
 from aligner.schema import SchemaKey, is_known, named_as
 
 LEAST_ALIKE = 0.7  # of two words, below which one is not a typing error for the other
+_VALUES = {  # what others call the values of ours
+    **{"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
+    **{f"{one}_proj": f"{one} (qkv: of q, k and v)" for one in "qkv"},
+    **{"o_proj": "proj", "out_proj": "proj", "qkv_proj": "qkv", "c_attn": "qkv"},
+    **{"gate_proj": "gate", "up_proj": "up", "gate_up_proj": "fc1", "down_proj": "fc2", "attention": "qkv", "mlp": "fc1"},
+}
 _COMPONENTS = {"critic": "critic", "reward": "reward", "reward_model": "reward", "rm": "reward"}  # first part of a key: section
 
 
@@ -50,10 +56,39 @@ def hint(key: str, keys: Sequence[SchemaKey]) -> str:
         absent += [part for part in target.split(" and ") if part not in absent]
     if near := _same_leaf(key, names) or ("" if absent else _alike_leaf(key, names)):
         return f"did you mean {near}?"
+    leaves = [name for table in synonyms().values() for name in table if "." not in name]
+    if not absent and (near := difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1, cutoff=0.85)):
+        return hint(near[0], keys)  # a typing error for another project's name
     if absent:
         return f"this recipe has no {' or '.join(absent)}; see --help"
     section = key.partition(".")[0]
     return f"see --help {section}" if any(name.startswith(f"{section}.") for name in names) else "see --help"
+
+
+def meant_value(value: str, allowed: str) -> str:
+    """Which of the allowed values, `a, b`, is meant by another; empty if none is like it."""
+    options = allowed.split(", ")
+    known = _VALUES.get(value.rpartition(".")[2].lower(), value)
+    if known.partition(" ")[0].lower() in options:
+        return known.lower()
+    return next(iter(difflib.get_close_matches(value, options, n=1)), "")
+
+
+def no_setting(texts: Sequence[str]) -> ConfigError | None:
+    """What is said of the first text that assigns nothing: `key = value` typed with spaces, or a word."""
+    bare = next((i for i, text in enumerate(texts) if text.startswith("=") or ("=" not in text and not text.startswith("~"))), None)
+    if bare is None:
+        return None
+    before, text, after = texts[bare - 1] if bare else "", texts[bare], texts[bare + 1 : bare + 3]
+    if before.endswith("="):
+        typed = [before, text]
+    elif text.startswith("="):
+        typed = [before, text, *(after[:1] if text == "=" else [])]
+    elif after and after[0].startswith("="):
+        typed = [text, *after[: 2 if after[0] == "=" else 1]]
+    else:
+        return ConfigError(f"{text!r} is not a setting: settings are written key=value (aligner train CONFIG --help lists them)")
+    return ConfigError(f"{' '.join(typed)!r}: a setting is written without spaces around '=': {''.join(typed)}")
 
 
 def refuse_unknown(unknown: Sequence[tuple[str, str]], keys: Sequence[SchemaKey]) -> None:

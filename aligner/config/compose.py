@@ -33,13 +33,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aligner.errors import ConfigError
 from aligner.files import conf_directory, recipe_folders, shipped
-from aligner.hints import as_typed, refuse_unknown, unknown_keys
+from aligner.help import example
+from aligner.hints import as_typed, meant_value, no_setting, refuse_unknown, unknown_keys
 from aligner.presets import check_preset, find_file, folders_of, groups_in, unknown_in_file
 from aligner.schema import SchemaKey, is_entry, is_known, schema_keys
 
 T = TypeVar("T")
 
 ENTRY, _SCHEMA = "aligner_entry", "aligner_schema"
+_KINDS = {"integer": "a whole number", "float": "a number", "bool": "true or false"}
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -52,7 +54,17 @@ def compose(schema: type[T], name: str, overrides: Sequence[str] = (), folders: 
     Raises ConfigError naming the key and value at fault: unknown keys (all of them, with the known ones that are meant), a value of a wrong
     type, a required value that is missing, a group option or file that does not exist, or what the dataclasses' own checks say.
     """
-    return _to_object(schema, compose_node(schema, name, overrides, folders or folders_of(name)))
+    node = compose_node(schema, name, overrides, folders or folders_of(name))
+    try:
+        missing = sorted(OmegaConf.missing_keys(node))
+    except OmegaConfBaseException as error:
+        raise explain(error, ()) from error
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} required: give {missing[0]}=... on the command line or in a YAML "
+            f"file, as in: aligner train {name} {example(name)} (aligner train {name} --help lists the settings)"
+        )
+    return _to_object(schema, node)
 
 
 def to_yaml(config: object) -> str:
@@ -161,7 +173,7 @@ def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise explain(error, ()) from error
+        raise no_setting(overrides) or explain(error, ()) from error
     named = [str(place) for one in parsed if one.key_or_group == "hydra.searchpath" for place in one.value() or []]
     places = [Path(place.removeprefix("file://")) if "://" not in place or place.startswith("file://") else place for place in named]
     for place in places:
@@ -369,6 +381,10 @@ def explain(error: BaseException, folders: Sequence[Path]) -> ConfigError:
         text = re.split(r"\nConfig search path|\nSee https", str(error).replace(f"In '{ENTRY}': ", ""))[0]
         return ConfigError(" ".join(text.split()))
     key, message = str(cause.full_key or ""), str(cause.msg or cause).splitlines()[0].replace("is not Optional", "may not be null")
+    if of_type := re.fullmatch(r"Value '(.*?)'(?: of type '\w+')? (?:could not be converted to|is not a valid) (\w+).*", message):
+        message = f"{of_type[1]!r} is not {_KINDS.get(of_type[2].lower(), of_type[2])}"
+    elif (of_enum := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", message)) and (near := meant_value(*of_enum.groups())):
+        message = f"{message}; did you mean {near}?"
     return ConfigError(": ".join(part for part in (key, message) if part) + (f" ({where})" if where else ""))
 
 

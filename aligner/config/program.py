@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -70,7 +71,11 @@ def parse(arguments: Sequence[str]) -> Command:
             else:
                 command.overrides.append(override("hydra.searchpath", [f"file://{Path(value).resolve()}"]))
             continue
-        command.flags.add(flag if flag in _KNOWN else argument)
+        if flag not in _KNOWN:  # of argparse: its value follows
+            follows = not equals and bool(rest) and "=" not in rest[0] and not rest[0].startswith("-")
+            command.flags.add(f"{argument}={rest.pop(0)}" if follows else argument)
+            continue
+        command.flags.add(flag)
         if flag in ("--help", "--cfg"):
             follows = bool(rest) and "=" not in rest[0] and not rest[0].startswith("-")
             value = value if equals else rest.pop(0) if follows else ""
@@ -140,11 +145,14 @@ class _Program:
 def _do(main: Callable[[T], int | None], schema: type[T], program: _Program, command: Command) -> int:
     """Do what the command line asks for; the exit code."""
     keys, folders = list(schema_keys(schema)), program.folders
-    config = _chosen(program.name, command, folders)
     if unknown := sorted(command.flags - set(_KNOWN)):
-        meant = [hint(option.lstrip("-").partition("=")[0].replace("-", "_"), keys) for option in unknown]
-        lines = [f"unknown option {option}; settings are written key=value; {text}" for option, text in zip(unknown, meant, strict=True)]
+        lines = []
+        for typed, (option, _, value) in ((one, one.partition("=")) for one in unknown):
+            meant = hint(option.lstrip("-").replace("-", "_"), keys)
+            meant = re.sub(r"(?<=did you mean )([\w.]+)\?", lambda found, value=value: f"{found[1]}={value}?", meant) if value else meant
+            lines.append(f"unknown option {typed}; settings are written key=value; {meant}")
         raise ConfigError("\n  ".join(lines))
+    config = _chosen(program.name, command, folders)
     if command.asks == "--help":
         values = dict(shown_values(compose_node(schema, config, command.overrides, folders), keys))
         users = [place for place in search_path(command.overrides)[0] if isinstance(place, Path)]

@@ -100,6 +100,14 @@ def _require_member(enum: type[Enum], **choices: Enum) -> None:
             raise ConfigError(f"data.{name} is {value!r}, allowed: {', '.join(member.name for member in enum)} (of {enum.__name__})")
 
 
+def _refuse_unused(config: Any, why: str, *names: str) -> None:
+    """Raise ConfigError for a setting that the section inherits and nothing reads, if it is not at its default."""
+    for name in names:
+        value, default = (getattr(one, "value", one) for one in (getattr(config, name), type(config).__dataclass_fields__[name].default))
+        if value != default:
+            raise ConfigError(f"data.{name}={value}: {why}; allowed: {default or repr('')}")
+
+
 def _require_chat(template: str, thinking: Thinking, special_text: SpecialText) -> None:
     check_template(template)
     _require_member(Thinking, thinking=thinking)
@@ -230,8 +238,7 @@ class DistillationDataConfig(ExampleDataConfig):
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
-        if self.cache:
-            raise ConfigError(f"data.cache={self.cache}: a teacher's log-probs are read from their files as they are; allowed: ''")
+        _refuse_unused(self, "a teacher's log-probs are read from their files as they are", "cache", "thinking", "special_text")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -290,6 +297,10 @@ class RequestDataConfig(PromptDataConfig):
 class AnnotateDataConfig(SFTDataConfig):
     """Conversations to be labelled: the records of `SFTDataConfig`. `max_length` holds for what is scored."""
 
+    def __post_init__(self) -> None:
+        SFTDataConfig.__post_init__(self)
+        _refuse_unused(self, "a response is scored in SteerLM's format", "chat_template", "thinking", "apply_chat_template", "learn")
+
 
 @dataclass(kw_only=True, slots=True)
 class ConstitutionDataConfig(PromptDataConfig):
@@ -305,8 +316,7 @@ class ConstitutionDataConfig(PromptDataConfig):
         PromptDataConfig.__post_init__(self)
         _require_length(1, max_history_length=self.max_history_length)
         _require_whole_prompts(self.overlong)
-        if self.validation:
-            raise ConfigError(f"data.validation is {self.validation!r}: nothing is trained here, allowed: ''")
+        _refuse_unused(self, "nothing is trained, or compared with an answer", "validation", "answer_field")
 
 
 STEERLM_ATTRIBUTES = (

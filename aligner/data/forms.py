@@ -7,7 +7,7 @@ made of; what it does not name stays as it is. The readers of `aligner.data.reco
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from aligner.data.published import (
     sharegpt,
     ultrafeedback,
 )
-from aligner.data.records import has, refuse_two
+from aligner.data.records import WrongFields, has, refuse_two
 from aligner.data.sources import Fields, RawRecord, read_records
 from aligner.errors import DataError
 
@@ -89,7 +89,7 @@ def recast(raw: RawRecord, purpose: Purpose, named: RecordForm = RecordForm.auto
         hidden = _fields_of_others(name) if named is not RecordForm.auto else ()
         return replace(raw, value=Recast(name, record, made(record, purpose) if made else {}, hidden))
     except DataError as error:
-        return replace(raw, value=None, error=str(error))
+        return replace(raw, value=record if isinstance(error, WrongFields) else None, error=str(error))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         return replace(raw, value=None, error=f"is not a record of the form {name.value} {FORMS[name].shape}: {error!r}")
 
@@ -100,6 +100,19 @@ def _fields_of_others(name: RecordForm) -> set[str]:
     return every - set(re.findall(r"\w+", FORMS[name].shape))
 
 
+_MEANT = {  # what the fields of others are called
+    "prompt": ("question", "query", "instruction", "problem", "input", "user", "q"),
+    "response": ("reply", "answer", "output", "completion", "solution", "target", "assistant", "a"),
+    "chosen": ("chosen_response", "preferred", "accepted", "winner", "better", "positive"),
+    "rejected": ("rejected_response", "dispreferred", "loser", "worse", "negative"),
+}
+_TAKEN_BY = {
+    Purpose.preference: ("pairs", "dpo"),
+    Purpose.steps: ("steps with labels", "process_reward_model"),
+    Purpose.judged: ("responses judged one by one", "kto"),
+    Purpose.supervised: ("prompts with responses", "sft"),
+    Purpose.prompts: ("prompts", "grpo"),
+}
 _OTHER_NAMES = {
     Purpose.prompts: "; data.prompt_field and data.answer_field name other fields",
     Purpose.supervised: "; data.prompt_field and data.response_field name other fields",
@@ -131,6 +144,19 @@ def candidates(record: Record, purpose: Purpose) -> list[RecordForm]:
     return list(dict.fromkeys(best))
 
 
+def advice(record: Mapping[str, Any], config: Any) -> str:
+    """What may be meant by a record whose fields its reader did not find: settings that name them, another recipe, or other names."""
+    meant = {ours: next((name for name in (ours, *others) if has(record, name)), "") for ours, others in _MEANT.items()}
+    own = [ours for ours in ("prompt", "response") if hasattr(config, f"{ours}_field")]
+    if own and all(meant[ours] for ours in own):
+        return "did you mean " + " ".join(f"data.{ours}_field={meant[ours]}" for ours in own) + "?"
+    fitting = next((one for one in _TAKEN_BY if candidates(record, one)), None)
+    if fitting in (None, Purpose.prompts) and meant["chosen"] and meant["rejected"]:
+        pairs = [f"{meant[ours]} to {ours}" for ours in ("chosen", "rejected") if meant[ours] != ours]
+        return f"did you mean pairs? rename {' and '.join(pairs)}"
+    return "these are {}: `aligner train {}` takes them".format(*_TAKEN_BY[fitting]) if fitting else ""
+
+
 def _matches(record: Record, form: Form, fields: Sequence[str]) -> bool:
     return all(has(record, name) for name in fields) and form.fits(record)
 
@@ -151,7 +177,7 @@ def _form_of(record: Record, purpose: Purpose, named: RecordForm) -> RecordForm:
     if found:
         return found[0] if len(found) == 1 else RecordForm.auto
     if not any(has(record, fields[0]) for form in FORMS.values() for fields in form.needs.get(purpose, ())):
-        raise DataError(f"has the fields {there}, expected those of a form: {forms_for(purpose)}{_OTHER_NAMES.get(purpose, '')}")
+        raise WrongFields(f"has the fields {there}, expected those of a form: {forms_for(purpose)}{_OTHER_NAMES.get(purpose, '')}")
     return RecordForm.auto
 
 

@@ -94,7 +94,9 @@ def sources(data: Any, location: Location, key: str = "data.train") -> list[Sour
     found = [_source(data, entry, f"{key}[{number}]", shared) for number, entry in enumerate(entries)]
     for number, source in enumerate(found):
         if source.name in (earlier.name for earlier in found[:number]):
-            raise ConfigError(f"{key}[{number}].name is {source.name!r}, the name of a source before it; allowed: a name for each source")
+            if "name" in entries[number]:
+                raise ConfigError(f"{key}[{number}].name is {source.name!r}, the name of a source before it; allowed: another")
+            found[number] = replace(source, name=f"{source.name}_{number}")
     given = [source.weight > 0 for source in found]
     if any(given) and not all(given):
         raise ConfigError(f"{key}[{given.index(False)}] has no weight, and others have one; allowed: a weight for each source, or none")

@@ -226,10 +226,14 @@ def _preference(
     return PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, margin=margin, tools=tools)
 
 
+class WrongFields(DataError):
+    """A record has other fields than those that its reader looks for."""
+
+
 def raw_object(raw: RawRecord, which: str = "") -> dict[str, object]:
     """The record as a JSON object. Raises DataError for anything else."""
     if raw.error:
-        raise DataError(which + raw.error)
+        raise (DataError if raw.value is None else WrongFields)(which + raw.error)
     if not isinstance(raw.value, dict):
         raise DataError(f"{which}is {shown(raw.value)}, expected a JSON object")
     return raw.value
@@ -257,12 +261,12 @@ def _first_present(record: dict[str, object], names: tuple[str, ...], formats: s
     for name in names:
         if name in record:
             return name
-    raise DataError(f"has the fields {shown(sorted(map(str, record)))}, expected {formats}")
+    raise WrongFields(f"has the fields {shown(sorted(map(str, record)))}, expected {formats}")
 
 
 def _value(record: dict[str, object], name: str) -> object:
     if name not in record and nested(record, name) is None:
-        raise DataError(f"field {name!r} is missing (there are {shown(sorted(map(str, record)))})")
+        raise WrongFields(f"field {name!r} is missing (there are {shown(sorted(map(str, record)))})")
     return nested(record, name)
 
 

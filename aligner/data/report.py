@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from aligner.data.config import BadLines, Overlong
-from aligner.data.forms import Recast
+from aligner.data.forms import Recast, advice
 from aligner.data.framing import NOTED
+from aligner.data.records import WrongFields
 from aligner.data.sources import Fields, RawRecord, nested
 from aligner.errors import DataError
 
@@ -166,6 +167,8 @@ class Tally:
         self.truncated = 0
         self._location = location
         self._policy = config.bad_lines
+        self._config = config
+        self._advice: dict[str, int] = {}  # on records with other fields -> for how many
         self._named = {key: name for key in _NAMING if (name := getattr(config, key, ""))}
         self._have = dict.fromkeys(self._named, 0)  # setting -> in how many records its field is, until one is found
         self._there: dict[str, int] = {}  # the names that records have, until all named ones are found
@@ -215,6 +218,9 @@ class Tally:
                 self._too_long.append(LongRecord(source=records(item)[0].source, length=found.length, limit=found.limit))
             except DataError as error:
                 self._problems.append(f"{records(item)[0].source}: {error}")
+                if isinstance(error, WrongFields):
+                    said = advice(records(item)[0].value, self._config)
+                    self._advice[said] = self._advice.get(said, 0) + 1
             finally:
                 NOTED.reset(token)
             for name in noted:
@@ -272,11 +278,10 @@ class Tally:
     def finish(self) -> LoadReport:
         """The report. Raises DataError with all bad lines (20 of them listed) unless they may be skipped, and if nothing is left."""
         self._check_named()
-        listed = tuple(self._problems[:MAX_LISTED])
         if self._problems and self._policy == BadLines.fail:
             raise DataError(
                 f"{len(self._problems)} of {self._records} records of {self._location} are bad "
-                "(data.bad_lines=skip leaves them out):\n" + "\n".join(f"  {line}" for line in self._listing(listed))
+                "(data.bad_lines=skip leaves them out):\n" + "\n".join(f"  {line}" for line in self._listing())
             )
         report = LoadReport(
             location=self._location,
@@ -297,6 +302,13 @@ class Tally:
             raise NoUsableRecord(report)
         return report
 
-    def _listing(self, listed: tuple[str, ...]) -> list[str]:
-        more = len(self._problems) - len(listed)
-        return [*listed, f"... and {more} more"] if more else list(listed)
+    def _listing(self) -> list[str]:
+        """The first bad lines, of those with one problem the first alone, and what all of them may be meant as."""
+        alike: dict[str, list[str]] = {}
+        for problem in self._problems:
+            source, _, what = problem.partition(": ")
+            alike.setdefault(what, []).append(source)
+        lines = [f"{found[0]}: {what}" + (f" ({len(found)} such records)" if found[1:] else "") for what, found in alike.items()]
+        more = sum(map(len, list(alike.values())[MAX_LISTED:]))
+        said = max(self._advice, key=lambda text: self._advice[text], default="") if not self._kept else ""
+        return [*lines[:MAX_LISTED], *([f"... and {more} more"] if more else []), *([said] if said else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ class Observation:
     tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name, number in {"reward": self.reward, **{f"counts[{name!r}]": count for name, count in self.counts.items()}}.items():
+            if not isinstance(number, numbers.Real):
+                raise TypeError(f"Observation.{name} is {number!r}, expected a number")
         if not math.isfinite(self.reward):
             raise ValueError(f"Observation.reward is {self.reward}, expected a finite number")
         if not isinstance(self.text, str):

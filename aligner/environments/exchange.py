@@ -18,9 +18,9 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig, ObservationForm, OnEnvironmentError
 from aligner.environments.environment import Environment, Observation, Turn, encodable
 from aligner.environments.workers import Awaiting, Outcome, Workers
-from aligner.errors import AlignerError, ConfigError, DataError
+from aligner.errors import AlignerError, ConfigError, DataError, UserCodeError
 from aligner.protocols import Exchange, Reply
-from aligner.rewards.load import load_reward_function, raised
+from aligner.rewards.load import load_reward_function, may_pass, raised
 from aligner.types import Prompt
 
 _ASKED, _TURN, _OBSERVED = "QUESTION", "ASSISTANTTURN", "OBSERVATION"  # stand for texts in a conversation that is rendered once
@@ -99,6 +99,10 @@ class EpisodeError(AlignerError):
     """An environment failed, hung or returned no observation: names the prompt, the turn and the policy's text."""
 
 
+class EpisodeRefused(EpisodeError, UserCodeError):
+    """It would fail so again: an error in its code, or what it returns."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converting:
     """Converts tokens to text, and observations to the tokens after a turn with a given last token; None: any id is a token's."""
@@ -128,8 +132,8 @@ class EnvironmentFollowUp:
         self.timeout_seconds = timeout_seconds
         self.num_workers = num_workers
         self.on_error = on_error
-        self.name = name or type(environment).__name__
-        self._awaiting = Awaiting(f"environment {self.name}")
+        self.name = name or f"environment {type(environment).__name__}"
+        self._awaiting = Awaiting(self.name)
 
     def open(self) -> Exchange:
         """One generation's conversations."""
@@ -160,7 +164,7 @@ class _Exchange:
 
     def __post_init__(self) -> None:
         owner = self.owner
-        self.workers = Workers(num_workers=owner.num_workers, timeout_seconds=owner.timeout_seconds, name=f"environment {owner.name}")
+        self.workers = Workers(num_workers=owner.num_workers, timeout_seconds=owner.timeout_seconds, name=owner.name)
 
     def say(self, episode: int, prompt: Prompt, tokens: Sequence[int], *, number: int, is_cut: bool, is_last: bool) -> None:
         text = self.owner.converting.decode(tokens)
@@ -190,10 +194,11 @@ class _Exchange:
     def _reply(self, outcome: Outcome) -> Reply:
         episode, observation = self.episodes[outcome.key], outcome.value
         if trouble := self._trouble(outcome):
-            message = f"environment {self.owner.name} {trouble}; {_where(episode)}"
+            message = f"{self.owner.name} {trouble}; {_where(episode)}"
             if self.owner.on_error is OnEnvironmentError.stop:
-                raise EpisodeError(message) from outcome.error
-            print(f"environment: {message}; left out", flush=True)
+                passes = outcome.late or (outcome.error is not None and may_pass(outcome.error))
+                raise (EpisodeError if passes else EpisodeRefused)(message) from outcome.error
+            print(f"{message}; left out", flush=True)
             del self.episodes[outcome.key]
             return Reply(done=True, failed=True)
         if observation.done:
@@ -208,7 +213,7 @@ class _Exchange:
         if outcome.late:
             return f"returned nothing within environment.timeout_seconds={self.owner.timeout_seconds:g}: it was {outcome.late}"
         if outcome.error is not None:
-            return f"raised {type(outcome.error).__name__}: {outcome.error}"
+            return f"raised {raised(outcome.error)}"
         if not isinstance(outcome.value, Observation):
             return f"returned a {type(outcome.value).__name__} from step, expected an Observation"
         known, given = self.owner.converting.token_ids, outcome.value.tokens or ()
@@ -250,5 +255,5 @@ def environment_follow_up(config: EnvironmentConfig, tokenizer: Tokenizer, promp
         timeout_seconds=config.timeout_seconds,
         num_workers=config.num_workers,
         on_error=config.on_error,
-        name=config.path,
+        name=f"environment.path={config.path}",
     )

@@ -200,7 +200,9 @@ def _submit(spec: JobSpec, text: str, *, test_only: bool) -> int:
             ]
         except subprocess.TimeoutExpired as error:
             raise LaunchError(f"sbatch did not answer within {_SUBMIT_SECONDS:g} s") from error
-    return ExitCode.refused if any(codes) else ExitCode.done
+    if any(codes):
+        raise ConfigError("sbatch refused the job, as it says above; on a machine that is in no cluster: aligner launch local")
+    return ExitCode.done
 
 
 def _submitted(environ: Mapping[str, str]) -> dict[str, str]:

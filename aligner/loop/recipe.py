@@ -23,7 +23,7 @@ from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.workload import Head, Work
 from aligner.reporting.formats import Column
-from aligner.rewards.load import FORMS, load_reward_function
+from aligner.rewards.load import FORMS, UserFunction, load_reward_function
 from aligner.servers.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -50,7 +50,10 @@ def named(setting: str, value: str, options: type[Options]) -> Options | None:
 
 
 def resolve(setting: str, value: str, options: type[Options], parameters: Sequence[str]) -> Options | Callable[..., Any]:
-    """As `named`, and imports the user's function. Raises ConfigError if it cannot be called with these parameters by position."""
+    """As `named`, and imports the user's function, whose exceptions then name the setting.
+
+    Raises ConfigError if it cannot be called with these parameters by position.
+    """
     found = named(setting, value, options)
     if found is not None:
         return found
@@ -60,7 +63,7 @@ def resolve(setting: str, value: str, options: type[Options], parameters: Sequen
     except TypeError as error:
         name = value.rpartition(":")[2]
         raise ConfigError(f"{setting}={value}: {error}; expected {name}({', '.join(parameters)})") from error
-    return function
+    return UserFunction(f"{setting}={value}", function)
 
 
 C = TypeVar("C", bound="JobRun")

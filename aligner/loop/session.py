@@ -30,6 +30,7 @@ from aligner.config import fingerprint, to_yaml, with_names
 from aligner.config.from_hub import meeting_seconds
 from aligner.data.report import LoadReport
 from aligner.errors import AlignerError, ConfigError, ServerError, describe_os_error
+from aligner.help import recipe_with
 from aligner.loop.config import RunConfig
 from aligner.models import checkpoint_files as files
 from aligner.parallel import launch, platform, topology
@@ -39,7 +40,7 @@ from aligner.parallel.progress import Progress
 from aligner.parallel.topology import ParallelConfig, Topology
 from aligner.parallel.watch import Place, Watch, clear_last_report
 from aligner.rollout.config import EngineKind
-from aligner.schema import SchemaKey, schema_keys
+from aligner.schema import SchemaKey, is_known, schema_keys
 from aligner.servers.components import SERVERS
 from aligner.servers.registry import Publication, make_registration
 
@@ -72,7 +73,10 @@ def check_changes(directory: RunDirectory, schema: type, config_yaml: str, *, al
     newest = _newest(directory)
     if newest is None:
         return ""
-    changes = _changes(_read(newest / "config.yaml"), yaml.safe_load(config_yaml), list(schema_keys(schema)))
+    before, keys = _read(newest / "config.yaml"), list(schema_keys(schema))
+    changes = _changes(before, yaml.safe_load(config_yaml), keys)
+    if not allowed and any(not is_known(name, keys) for name in changes) and (recipe := recipe_with([name for name, _ in _flat(before)])):
+        raise ConfigError(f"run.directory={directory.path}: this is a run of {recipe}; name another directory")
     other = {name: change for name, change in changes.items() if not any(fnmatchcase(name, pattern) for pattern in _HARMLESS)}
     if other and not allowed:
         raise ConfigError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aligner.losses.aggregation import masked, require
+from aligner.losses.aggregation import masked, refuse_result, require
 
 BLOCK = 32  # a product costs BLOCK multiplications per token; the blocks of 1,024 tokens are then one block themselves
 
@@ -213,14 +213,13 @@ def group_means(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def _own(estimator: UserEstimator, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    """What it says, checked: ValueError for another shape, or for numbers that are not finite."""
+    """What it says, checked: UserCodeError for another shape, or for numbers that are not finite though the rewards are."""
     found = estimator(rewards, mask, group_ids)
     if not isinstance(found, Tensor) or found.shape != rewards.shape:
-        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"the estimator returned {got}, expected advantages of shape {tuple(rewards.shape)}: one number per token")
-    found = masked(found.to(rewards.dtype), mask)
-    if not found.isfinite().all():
-        raise ValueError("the estimator returned advantages that are not finite")
+        refuse_result(estimator, found, f"advantages of shape {tuple(rewards.shape)}: one number per token")
+    found = masked(found.to(rewards), mask)
+    if not found.isfinite().all() and rewards.isfinite().all():
+        refuse_result(estimator, "advantages that are not finite", "finite ones")
     return found
 
 

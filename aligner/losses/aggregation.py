@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from aligner.errors import UserCodeError
 from aligner.metrics import Mean
 
 
@@ -44,6 +46,21 @@ def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, constan
     if constant is None or constant <= 0:
         raise ValueError(f"aggregation_constant is {constant}; {aggregation.value} wants a number > 0 (the longest response, in tokens)")
     return per_token.sum() / constant, count
+
+
+def refuse_result(function: object, got: object, expected: str) -> NoReturn:
+    """Raise UserCodeError, which is a ValueError, for what a user's function returned: its shape if it is a tensor, else its type."""
+    what = tuple(got.shape) if isinstance(got, Tensor) else got if isinstance(got, (str, list)) else type(got).__name__
+    raise UserCodeError(f"{getattr(function, 'setting', function)} returned {what}, expected {expected}")
+
+
+def checked_loss(function: object, loss: Tensor, inputs: Tensor) -> Tensor:
+    """The loss that a user's function made of log-ratios. Raises UserCodeError if it has no gradient, or alone is not finite."""
+    if not loss.isfinite().all() and inputs.isfinite().all():
+        refuse_result(function, "a loss that is not finite", "finite numbers")
+    if inputs.requires_grad and not loss.requires_grad:
+        refuse_result(function, "a loss without a gradient", "one computed from the log-ratios")
+    return loss
 
 
 def require(tensor: Tensor | None, field: str) -> Tensor:

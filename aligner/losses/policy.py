@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from aligner.losses.aggregation import Aggregation, aggregate, masked, masked_mean, require
+from aligner.losses.aggregation import Aggregation, aggregate, checked_loss, masked, masked_mean, refuse_result, require
 from aligner.losses.correction import Correction, CorrectionConfig, correction_weights, gap_metrics, ratios
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.metrics import Mean, Metric
@@ -56,15 +56,15 @@ Surrogate = Callable[[Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tensor]]
 def surrogate(objective: Objective | Surrogate, log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """(loss per token with gradient, bool where it was clipped), both [B, S], of one of ours or of a function of the user's.
 
-    Raises ValueError if such a function returns something else.
+    Raises UserCodeError if such a function returns something else.
     """
     if isinstance(objective, Objective):
         return _SURROGATES[objective](log_ratios, advantages, mask, clip)
     found = objective(log_ratios, advantages, mask, clip)
     shapes = [tuple(one.shape) for one in found] if isinstance(found, tuple) and all(isinstance(one, Tensor) for one in found) else []
     if shapes != [tuple(log_ratios.shape)] * 2 or found[1].dtype != torch.bool:
-        raise ValueError(f"the objective returned {shapes or type(found).__name__}, expected (loss per token, bool where it was clipped)")
-    return masked(found[0], mask), found[1] & mask
+        refuse_result(objective, shapes or found, f"(loss per token, bool where it was clipped), both {tuple(log_ratios.shape)}")
+    return checked_loss(objective, masked(found[0], mask), masked(log_ratios, mask)), found[1] & mask
 
 
 def _ppo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:

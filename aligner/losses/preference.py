@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from aligner.losses.aggregation import masked, require
+from aligner.losses.aggregation import checked_loss, masked, refuse_result, require
 from aligner.metrics import Mean, Metric
 from aligner.types import LossOutput, PreferenceBatch, TokenOutputs
 
@@ -107,13 +107,12 @@ class UserPairLoss:
 
 
 def pair_losses(ratios: LogRatios, variant: DPOVariant | UserPairLoss) -> Tensor:
-    """The variant's loss of each pair, [P], without the supervised term. Raises ValueError if a loss of one's own has another shape."""
+    """The variant's loss of each pair, [P], without the supervised term. Raises UserCodeError for what a user's must not return."""
     if isinstance(variant, UserPairLoss):
         found = variant.function(ratios)
         if not isinstance(found, Tensor) or found.shape != ratios.chosen.shape:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"{variant.value} returned {got}, expected {tuple(ratios.chosen.shape)}: one loss per pair")
-        return found
+            refuse_result(variant.function, found, f"{tuple(ratios.chosen.shape)}: one loss per pair")
+        return checked_loss(variant.function, found, ratios.chosen - ratios.rejected)
     if variant not in _LOSSES:
         raise ValueError(f"variant is {variant!r}, expected one of {[v.value for v in DPOVariant]}")
     return _LOSSES[variant](ratios)

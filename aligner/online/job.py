@@ -43,6 +43,7 @@ from aligner.protocols import Critic, RewardModel
 from aligner.reporting.rollout_table import write_rows
 from aligner.rewards.compose import composed_reward, formula
 from aligner.rewards.local import NoReward, function_reward
+from aligner.rollout.choice import check_installed
 from aligner.rollout.config import check_ahead, check_cache
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import Capabilities
@@ -226,6 +227,7 @@ def build_task(
     if reshaping := sampling.reshaping():
         session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
     config.check_complete()
+    check_installed(config.rollout)
     model = (pinned if with_reference else pinned_base)(session, "model", config.model)
     tokenizer, architecture = load_model_files(model, config.data, session)
     config.check(architecture, session.topology.world_size)
@@ -259,7 +261,7 @@ def build_task(
         order=order,
         validation=validation,
         validation_sampling=replace(sampling, temperature=0.0),
-        validation_scorer=function_reward(config.validation.scorer, tokenizer.decode, "validation.scorer.path")
+        validation_scorer=function_reward(config.validation.scorer, tokenizer.decode, "validation.scorer")
         if config.validation.scorer.path
         else None,
         decode=tokenizer.decode,

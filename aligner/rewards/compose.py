@@ -82,7 +82,7 @@ class WeightedReward:
         try:
             scores = pending.result()
         except RewardError as error:
-            raise RewardError(f"reward {name}: {error}") from error
+            raise type(error)(f"reward {name}: {error}") from error
         except AlignerError as error:
             if on_error is OnError.stop:
                 raise RewardError(f"reward {name}: {error}") from error
@@ -122,5 +122,5 @@ def _function_part(name: str, config: NamedRewardConfig, decode: Callable[[Seque
         seconds = config.timeout_seconds + SLACK_SECONDS
     else:
         function, seconds = build_reward_function(config, f"reward.functions.{name}.function"), config.timeout_seconds
-    spec = config.url or config.path
+    spec = f"reward.functions.{name}." + (f"url={config.url}" if config.url else f"path={config.path}")
     return FunctionReward(function, decode, seconds, name=spec, on_error=config.on_error, num_threads=config.num_threads)

@@ -7,16 +7,22 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from aligner.errors import ConfigError
+from aligner.errors import AlignerError, ConfigError, UserCodeError
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.rewards.forms import Factory, RewardFunction
 from aligner.user_code import calling
 
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_MODULE = "reward_function_"  # how the modules of files are called
 FORMS = "package.module:name, package.module.name or path/to/file.py:name"
 
 
@@ -63,11 +69,42 @@ def build_reward_function(config: RewardFunctionConfig, what: str = "reward func
 
 
 def raised(error: BaseException) -> str:
-    """The exception of user code, as readable text."""
+    """The exception of user code, as readable text, with the user's own innermost line."""
+    own = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((_PACKAGE, "<", *_INSTALLED))]
+    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     if isinstance(error, SystemExit):
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return f"it ended the program (sys.exit({error.code!r}) at {last.filename}:{last.lineno})"
-    return f"{type(error).__name__}: {error}"
+        return f"SystemExit: it ended the program (sys.exit({error.code!r}){place})"
+    return f"{type(error).__name__}: {error}" + (f" ({place.strip()}, in {own[-1].name})" if own else "")
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether an exception of user code may not come again: of a connection, or a class of a library's, but no programming error."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    gone = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+    if any(isinstance(one, (OSError, EOFError, MemoryError)) and not isinstance(one, gone) for one in causes):
+        return True
+    module = type(error).__module__
+    return module != "builtins" and not module.startswith(_MODULE)
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """A user's function for the setting `setting` (`algorithm.loss=mine.py:f`). What it raises becomes an error that names both."""
+
+    setting: str
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Raises UserCodeError, or AlignerError for what `may_pass`."""
+        try:
+            with calling(self.setting):
+                return self.function(*arguments)
+        except AlignerError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise (AlignerError if may_pass(error) else UserCodeError)(f"{self.setting} raised {raised(error)}") from error
 
 
 def _import_module(name: str, named: str) -> ModuleType:
@@ -82,7 +119,7 @@ def _import_file(location: str, named: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{named}: there is no file {path}")
     # Files of one name in two folders are two modules; two functions of one file share it, with what it caches.
-    name = f"reward_function_{path.stem}_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
+    name = f"{_MODULE}{path.stem}_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)

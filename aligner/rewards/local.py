@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from aligner import recording
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import AlignerError, ConfigError, UserCodeError
 from aligner.rewards.columns import called, is_trl
 from aligner.rewards.config import OnError, RewardFunctionConfig
 from aligner.rewards.forms import RewardFunction, Sample
-from aligner.rewards.load import build_reward_function
+from aligner.rewards.load import build_reward_function, may_pass, raised
 from aligner.types import Rollout, Scores
 from aligner.user_code import calling
 
@@ -77,6 +77,10 @@ MAX_HANGING = 8  # calls that may go on for ever beside the run: each keeps a th
 
 class RewardError(AlignerError):
     """A reward function failed, hung or returned something that is not one number per response."""
+
+
+class RewardRefused(RewardError, UserCodeError):
+    """It would fail so again: an error in its code, or what it returns."""
 
 
 class RewardHung(RewardError):
@@ -157,7 +161,8 @@ class FunctionReward:
             raise
         except Exception as error:
             culprit = self._culprit(samples, deadline)
-            raise RewardError(f"reward function {self._name} raised {type(error).__name__}: {error}; {culprit}") from error
+            kind = RewardError if may_pass(error) else RewardRefused
+            raise kind(f"reward function {self._name} raised {raised(error)}; {culprit}") from error
 
     def _possible_rewards(self, samples: Samples, deadline: float) -> tuple[list[float | None], str]:
         """One per sample, NaN if there is none, and what went wrong first. Raises RewardError if too many calls hang already."""
@@ -236,18 +241,18 @@ class FunctionReward:
         """
         result = result.tolist() if _is_array(result) else result
         if not isinstance(result, (list, tuple)):
-            raise RewardError(
+            raise RewardRefused(
                 f"reward function {self._name} returned a {type(result).__name__}, expected a list of {len(samples)} numbers; "
                 f"it was given {samples.describe(0)}"
             )
         if len(result) != len(samples):
-            raise RewardError(
+            raise RewardRefused(
                 f"reward function {self._name} returned {len(result)} numbers for {len(samples)} responses, from {samples.describe(0)}"
             )
         rewards = [_only(x.tolist()) if _is_array(x) else x for x in result]
         for i, x in enumerate(rewards):
             if not isinstance(x, numbers.Real) and not (x is None and self._may_be_silent):
-                raise RewardError(
+                raise RewardRefused(
                     f"reward function {self._name} returned {result[i]!r} ({type(result[i]).__name__}), expected a number, "
                     f"for {samples.describe(i)}"
                 )
@@ -268,12 +273,14 @@ class Complaints:
             print(f"warning: {self._about}: {text} (on_error=invalid; left out and counted)", flush=True)
 
 
-def function_reward(config: RewardFunctionConfig, decode: Callable[[Sequence[int]], str], what: str = "reward function") -> FunctionReward:
-    """The FunctionReward that a config describes; `what` it is, in messages. Raises ConfigError."""
+def function_reward(
+    config: RewardFunctionConfig, decode: Callable[[Sequence[int]], str], setting: str = "reward.function"
+) -> FunctionReward:
+    """The FunctionReward that a config at `setting` describes. Raises ConfigError."""
     if not config.path:
         raise ConfigError("reward.function.path='': name a reward function, or use a reward model")
-    function = build_reward_function(config, what)
-    return FunctionReward(function, decode, config.timeout_seconds, name=config.path, on_error=config.on_error)
+    function = build_reward_function(config, "reward function" if setting == "reward.function" else f"{setting}.path")
+    return FunctionReward(function, decode, config.timeout_seconds, name=f"{setting}.path={config.path}", on_error=config.on_error)
 
 
 def _scores(rewards: Sequence[float | None]) -> Scores:

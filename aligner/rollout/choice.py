@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from aligner.errors import AlignerError, EngineError
+from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.parallel import platform
 from aligner.rollout import tensorrt_llm_contract
 from aligner.rollout.config import EngineKind, RolloutConfig, check_settings
@@ -43,6 +43,16 @@ def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, del
         else:
             return Choice(engine=kind, reasons=tuple(reasons))
     return Choice(engine=EngineKind.megatron, reasons=tuple(reasons))
+
+
+def check_installed(config: RolloutConfig) -> None:
+    """Raise ConfigError if the engine that `config` names is of a package that is not here."""
+    for kind, package, remedy in (
+        (EngineKind.vllm, "vllm", "pip install 'aligner[vllm]'"),
+        (EngineKind.tensorrt_llm, tensorrt_llm_contract.PACKAGE, "use the image of the Dockerfile"),
+    ):
+        if config.engine == kind.value and find_spec(package) is None:
+            raise ConfigError(f"rollout.engine={kind.value}: {package} is not installed; {remedy}, or rollout.engine=megatron")
 
 
 def _check_needs(config: RolloutConfig, check: Callable[[RolloutConfig], None], *, batch_invariant: bool) -> None:

@@ -41,5 +41,5 @@ def test_a_reward_function_that_calls_exit(command: tuple[str, ...], settings, t
 def test_a_reward_file_that_ends_the_program_when_it_is_imported(settings, tmp_path: Path) -> None:
     with Job(script("train_grpo.py"), tmp_path / "run", settings["import"]) as job:
         output = job.finish(2)
-    assert "import.py: it ended the program (sys.exit(0) at " in output
+    assert "import.py: SystemExit: it ended the program (sys.exit(0) at " in output
     assert not (tmp_path / "run" / "done.json").exists()

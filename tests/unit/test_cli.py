@@ -240,7 +240,7 @@ def test_settings_stand_before_and_behind_options(monkeypatch, capsys):
         cli.main([*command, "--unknown=1"])
     assert "No such option" in capsys.readouterr().err
     assert cli.main(["plan", "grpo", "--top", "1", "max_length"]) == 2  # what is no setting is refused where settings are read
-    assert "'max_length' missing EQUAL" in capsys.readouterr().err
+    assert "'max_length' is not a setting" in capsys.readouterr().err
 
 
 def test_defaults_are_those_of_the_commands(monkeypatch) -> None:
@@ -282,6 +282,33 @@ def test_shells_are_told_how_to_complete(shell: str) -> None:
     environ = {**os.environ, "_ALIGNER_COMPLETE": f"{shell}_source"}
     done = subprocess.run([sys.executable, "-m", "aligner.cli"], env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and f"_ALIGNER_COMPLETE={shell}_complete" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train", "sft", "--help"], ["train", "ppo_70b", "-h", "rollout"], ["train", "dpo", "--help", "all"]]
+)
+def test_the_help_of_a_config_imports_no_recipe(arguments: list[str]) -> None:
+    program = f"""
+import json, sys
+from aligner import cli
+cli.main({arguments})
+print(json.dumps(list(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    *text, modules = done.stdout.splitlines()
+    assert any("rollout.engine=" in line or "optimizer.lr=" in line for line in text)
+    assert not set(json.loads(modules)) & {"torch", "transformers", "datasets", "hydra", "omegaconf", "numpy", "aligner.algorithms"}
+
+
+def test_an_option_of_another_project_where_settings_are_expected(capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "local", "sft", "--model_name_or_path", "X"])
+    assert "Settings are written key=value" in capsys.readouterr().err
+
+
+def test_a_place_where_nothing_can_be_written_is_named(capsys) -> None:
+    assert cli.main(["launch", "slurm", "sft", "data.train=x", "model.path=y", "--output", "/proc/nowhere/job.sub"]) == 2
+    assert "/proc/nowhere" in capsys.readouterr().err
 
 
 def test_help_and_completion_load_nothing_heavy() -> None:

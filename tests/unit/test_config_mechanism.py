@@ -161,7 +161,7 @@ def test_unknown_key_in_yaml(conf, file):
     [
         ("algorithm.group_size=four", "algorithm.group_size", "'four'"),
         ("algorithm.reduction=tokens", "algorithm.reduction", "'tokens'"),
-        ("algorithm.kl_coef=[1]", "algorithm.kl_coef", "list"),
+        ("algorithm.kl_coef=[1]", "algorithm.kl_coef", "[1]"),
         ("steps=null", "steps", "may not be null"),
         ("algorithm=7", "algorithm", "7"),
     ],

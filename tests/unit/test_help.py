@@ -6,12 +6,14 @@ import functools
 import re
 
 import pytest
+import settings_file
 
 from aligner import help as program_help
 from aligner.algorithms.registry import recipes
 from aligner.config import compose, entrypoint
 from aligner.config.compose import compose_node, shown_values
 from aligner.errors import ConfigError
+from aligner.files import conf_directory
 from aligner.schema import schema_keys
 
 
@@ -102,3 +104,27 @@ def test_how_a_topic_is_given(arguments: list[str], capsys) -> None:
     out = capsys.readouterr().out
     assert {key.partition(".")[0] for key in settings(out)} == {"loop"}
     assert ("loop.max_steps=7" in out) == (len(arguments) == 3)
+
+
+def test_the_settings_file_is_that_of_these_recipes() -> None:
+    assert (conf_directory() / program_help.SETTINGS_FILE).read_text() == settings_file.content(), (
+        "a setting or config changed: make settings"
+    )
+
+
+@pytest.mark.parametrize(("recipe", "topic"), [("sft", ""), ("ppo", "rollout"), ("grpo", "optimizer.lr")])
+def test_the_help_without_the_recipe_is_the_same(recipe: str, topic: str) -> None:
+    found = program_help.of_shipped(recipe, ("--help", topic) if topic else ("-h",), program=f"aligner train {recipe}")
+    assert found is not None and found.partition("\nGroups:")[0] == shown(recipe, topic).partition("\nGroups:")[0]
+
+
+def test_what_the_settings_file_does_not_answer() -> None:
+    for config, arguments in (
+        ("sft", ("--help", "optimizer.lr=1")),
+        ("sft", ("optimizer.lr=1", "--help")),
+        ("sft", ()),
+        ("mine", ("--help",)),
+    ):
+        assert program_help.of_shipped(config, arguments, program="x") is None
+    with pytest.raises(ConfigError, match="--help rolout: did you mean --help rollout"):
+        program_help.of_shipped("ppo", ("--help", "rolout"), program="x")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.algorithms.registry import recipes
+from aligner.algorithms.registry import program, recipes
 from aligner.config import compose, from_yaml
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
@@ -207,3 +207,40 @@ def test_errors_name_keys_as_typed(setting: str, error: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_yaml(recipes()["ppo"].config, "", ["data.train=x", setting])
     assert str(caught.value).startswith(error)
+
+
+@pytest.mark.parametrize("typed", ["optimizer.lerning_rate", "lerning_rte", "learning_rates"])
+def test_a_typing_error_for_another_projects_name(typed: str) -> None:
+    assert hint(typed, list(schema_keys(recipes()["sft"].config))) == "did you mean optimizer.lr?"
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["optimizer.lr", "=", "1e-5"], "'optimizer.lr = 1e-5': a setting is written without spaces around '=': optimizer.lr=1e-5"),
+        (["optimizer.lr=", "1e-5"], "optimizer.lr=1e-5"),
+        (["run.seed=1", "optimizer.lr", "=1e-5"], ": optimizer.lr=1e-5"),
+        (["optimizer.lr"], "'optimizer.lr' is not a setting: settings are written key=value"),
+        (["loop.max_steps=ten"], "loop.max_steps: 'ten' is not a whole number"),
+        (["optimizer.lr=[1]"], "optimizer.lr: '[1]' is not a number"),
+        (["run.export_hf=perhaps"], "run.export_hf: 'perhaps' is not true or false"),
+        (["model.dtype=bf16"], "did you mean bfloat16?"),
+        (["model.dtype=torch.float16"], "did you mean float16?"),
+        (["model.lora.targets=[o_proj]"], "did you mean proj?"),
+        (["model.lora.targets=[q_proj]"], "did you mean q (qkv: of q, k and v)?"),
+        (["model.lora.targets=[expert]"], "did you mean experts?"),
+    ],
+)
+def test_overrides_as_newcomers_type_them(texts: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(recipes()["sft"].config, "sft", ["data.train=x", *texts])
+    assert said in str(caught.value)
+
+
+def test_options_of_argparse_are_answered_with_the_setting(capsys) -> None:
+    with pytest.raises(SystemExit):
+        program("sft")(["--model_name_or_path", "X", "--bf16", "True", "--learning-rate=1e-5"], program="aligner train sft")
+    said = capsys.readouterr().err
+    assert (
+        "did you mean model.path=X?" in said and "did you mean model.dtype=bfloat16?" in said and "did you mean optimizer.lr=1e-5?" in said
+    )

@@ -17,6 +17,7 @@ the same ones. What stands elsewhere names a test that is there. The keys of an 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import inspect
@@ -126,6 +127,14 @@ def test_every_setting_has_an_entry_and_every_entry_a_setting() -> None:
             if not (entry.get("why") or entry.get("test")):
                 missing += [f"{name}.{leaf}" for leaf in sorted(leaves - known.keys())]
     assert not missing, f"say in tests/settings what these settings change: {', '.join(missing)}"
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    """By its name: as an attribute, or as a text for getattr."""
+    nodes = [node for file in (ROOT / "aligner").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert [f"{name}.{leaf}" for name, leaves in CLASSES.items() for leaf in sorted(leaves - read)] == []
 
 
 def test_every_test_that_an_entry_names_is_there() -> None:

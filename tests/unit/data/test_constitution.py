@@ -98,7 +98,7 @@ def test_faults_of_a_json_file_and_of_its_name(tmp_path: Path) -> None:
         load_constitution("nowhere.yaml")
     with pytest.raises(ConfigError, match="ends in '.py', allowed: .yaml, .yml, .json"):
         load_constitution(__file__)
-    with pytest.raises(ConfigError, match="data.validation is 'v': nothing is trained here"):
+    with pytest.raises(ConfigError, match="data.validation=v: nothing is trained, "):
         ConstitutionDataConfig(validation="v")
 
 

@@ -7,13 +7,18 @@ import pytest
 from omegaconf import MISSING, OmegaConf
 
 from aligner.data.config import (
+    AnnotateDataConfig,
     BadLines,
     ConstitutionDataConfig,
+    DistillationDataConfig,
+    Learn,
     Overlong,
     PreferenceDataConfig,
     PromptDataConfig,
     RequestDataConfig,
     SFTDataConfig,
+    SpecialText,
+    Thinking,
 )
 from aligner.errors import ConfigError
 
@@ -47,3 +52,21 @@ def test_configs_compose_as_structured_configs():
 def test_config_module_is_light():
     code = "import aligner.data.config, sys; print([m for m in ('torch', 'transformers', 'datasets', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value"),
+    [
+        (AnnotateDataConfig, "chat_template", "chatml"),
+        (AnnotateDataConfig, "thinking", Thinking.drop),
+        (AnnotateDataConfig, "apply_chat_template", True),
+        (AnnotateDataConfig, "learn", Learn.last_response),
+        (ConstitutionDataConfig, "answer_field", "answer"),
+        (DistillationDataConfig, "thinking", Thinking.keep),
+        (DistillationDataConfig, "special_text", SpecialText.keep),
+    ],
+)
+def test_a_setting_that_a_section_has_and_nothing_reads_is_refused(config, name, value):
+    with pytest.raises(ConfigError, match=rf"data.{name}={getattr(value, 'value', value)}: .*; allowed: "):
+        config(train="x", **{name: value})
+    config(train="x")

@@ -18,7 +18,7 @@ from aligner.data.config import (
     SFTDataConfig,
     UnpairedDataConfig,
 )
-from aligner.data.forms import FORMS, Purpose, candidates, recast
+from aligner.data.forms import FORMS, Purpose, advice, candidates, recast
 from aligner.data.messages import Message
 from aligner.data.preferences import load_preferences
 from aligner.data.prompts import load_prompts
@@ -383,3 +383,29 @@ def test_columns_of_arrow_hold_nulls(tmp_path, chars):
     path = str(tmp_path / "d.parquet")
     assert [recast(raw, Purpose.supervised).value.form.value for raw in read_records(path)] == ["messages", "messages"]
     assert load_supervised(path, SFTDataConfig(train=path), chars)[1].unused == {"prompt": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "record", "said"),
+    [
+        (SFTDataConfig(), {"prompt": "p", "reply": "r"}, "did you mean data.prompt_field=prompt data.response_field=reply?"),
+        (SFTDataConfig(), {"question": "p", "answer": "r"}, "did you mean data.prompt_field=question data.response_field=answer?"),
+        (SFTDataConfig(), {"prompt": "p", "chosen": "c", "rejected": "r"}, "these are pairs: `aligner train dpo` takes them"),
+        (PreferenceDataConfig(), {"prompt": "p", "response": "r"}, "these are prompts with responses: `aligner train sft` takes them"),
+        (
+            PreferenceDataConfig(),
+            {"prompt": "p", "preferred": "a", "dispreferred": "b"},
+            "rename preferred to chosen and dispreferred to rejected",
+        ),
+        (PromptDataConfig(), {"question": "p"}, "did you mean data.prompt_field=question?"),
+        (SFTDataConfig(), {"x": "p"}, ""),
+    ],
+)
+def test_what_records_with_other_fields_may_be(config, record, said, jsonl, chars):
+    assert said in advice(record, config)
+    load = {SFTDataConfig: load_supervised, PreferenceDataConfig: load_preferences, PromptDataConfig: load_prompts}[type(config)]
+    path = jsonl(*[record] * 5)
+    with pytest.raises(DataError) as caught:
+        load(path, config, chars)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == (3 if said else 2) and lines[1].endswith("(5 such records)") and said in lines[-1]

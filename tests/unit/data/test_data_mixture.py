@@ -223,7 +223,10 @@ def test_teachers_that_named_different_numbers_of_tokens_do_not_go_together(json
         ([{"path": "a.jsonl", "max_records": 1.5}], "data.train[0].max_records is 1.5, allowed: a whole number above 0"),
         ([{"path": "a.jsonl", "weights": 1}], "data.train[0].weights: there is no such setting of a source; allowed: path, name, weight,"),
         ([{"path": "a.jsonl", "weight": 1}, "b.jsonl"], "data.train[1] has no weight, and others have one; allowed: a weight for each"),
-        (["x/a.jsonl", "x/a.json"], "data.train[1].name is 'x_a', the name of a source before it; allowed: a name for each source"),
+        (
+            ["a.jsonl", {"path": "b.jsonl", "name": "a"}],
+            "data.train[1].name is 'a', the name of a source before it; allowed: another for each",
+        ),
         ([{"path": "a.jsonl", "form": "alpaka"}], "data.train[0].form is 'alpaka', allowed: auto, "),
         ([{"path": "a.jsonl", "chat_template": "chat-ml"}], "data.train[0]: data.chat_template is 'chat-ml', allowed: chatml, "),
         ([{"path": "a.jsonl", "name": "a/b"}], "data.train[0].name is 'a/b', allowed: letters, digits"),
@@ -270,3 +273,8 @@ def test_sources_alone_and_rows_that_are_no_sources():
     config = SFTDataConfig(train=[{"path": "a", "overlong": "refuse"}, "b"], validation="b")
     assert [(path, one.overlong) for path, one in read_alone(config)] == [("a", Overlong.refuse), ("b", Overlong.drop)]
     assert is_mixture([{"path": "a", "weight": 1}]) and not is_mixture([{"path": "a", "prompt": "b"}]) and not is_mixture([])
+
+
+def test_files_of_one_stem_get_names_of_their_own():
+    found = sources(SFTDataConfig(), ["x/a.jsonl", "x/a.json", "y/a.jsonl"])
+    assert [one.name for one in found] == ["x_a", "x_a_1", "y_a"]

@@ -68,7 +68,7 @@ def test_all_bad_lines_in_one_error_then_skipped_and_counted(jsonl, chars):
 
 
 def test_listing_is_capped_at_twenty_and_counts_the_rest(jsonl, chars):
-    path = jsonl(*[{"text": ""}] * 25)
+    path = jsonl(*({"messages": number} for number in range(25)))
     with pytest.raises(DataError) as caught:
         prompts(path, chars)
     lines = str(caught.value).splitlines()

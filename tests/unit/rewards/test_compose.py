@@ -252,7 +252,8 @@ def test_the_wrong_number_of_rewards_from_an_endpoint_names_the_sample(endpoint)
     answers.append((200, {"rewards": [1.0, None, 2.0]}))
     reward = composed_reward({"judge": NamedRewardConfig(url=url)}, decode)
     with pytest.raises(
-        RewardError, match=r"reward judge: reward function http://.* returned None \(NoneType\), expected a number.*train.jsonl:2"
+        RewardError,
+        match=r"reward judge: .* reward.functions.judge.url=http://.* returned None \(NoneType\), expected a number.*train.jsonl:2",
     ):
         reward.score(ROLLOUTS).result(60)
     answers[:] = [(200, {"rewards": [1.0]})]

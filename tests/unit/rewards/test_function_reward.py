@@ -125,7 +125,7 @@ def test_an_exception_of_an_async_function():
     async def reward(prompts, responses, answers):
         raise ConnectionError("no judge")
 
-    assert "raised ConnectionError: no judge; it fails for sample 0" in failure(reward)
+    assert re.search(r"raised ConnectionError: no judge \(at .*, in reward\); it fails for sample 0", failure(reward))
 
 
 def test_exit_is_not_silent():

@@ -3,10 +3,11 @@ import sys
 
 import pytest
 
-from aligner.errors import ConfigError
+from aligner.cluster.exit_codes import ExitCode, exit_code_of
+from aligner.errors import AlignerError, ConfigError, UserCodeError
 from aligner.rewards.builtin import exact_match
 from aligner.rewards.config import RewardFunctionConfig
-from aligner.rewards.load import build_reward_function, load_reward_function
+from aligner.rewards.load import UserFunction, build_reward_function, load_reward_function, may_pass
 
 
 @pytest.fixture
@@ -100,11 +101,51 @@ def test_config_refuses_arguments_for_nothing():
 @pytest.mark.parametrize("text", ["import sys\n\nsys.exit(0)", "raise SystemExit"])
 def test_a_file_that_ends_the_program_when_it_is_imported_is_refused(tmp_path, text):
     (tmp_path / "mine.py").write_text(text + "\n")
-    with pytest.raises(ConfigError, match=r"cannot import .*mine.py: it ended the program \(sys.exit\(.*\) at .*mine.py:[13]\)"):
+    with pytest.raises(ConfigError, match=r"cannot import .*mine.py: SystemExit: it ended the program .* at .*mine.py:[13]\)"):
         load_reward_function(f"{tmp_path}/mine.py:reward")
 
 
 def test_a_factory_that_ends_the_program_is_refused(tmp_path):
     (tmp_path / "mine.py").write_text("def make(target):\n    raise SystemExit(0)\n")
-    with pytest.raises(ConfigError, match=r"cannot be made from arguments {'target': 'a'}: it ended the program \(sys.exit\(0\)"):
+    with pytest.raises(ConfigError, match=r"cannot be made from arguments {'target': 'a'}: SystemExit: it ended .*\(sys.exit\(0\)"):
         build_reward_function(RewardFunctionConfig(path=f"{tmp_path}/mine.py:make", arguments={"target": "a"}))
+
+
+class Library(Exception):
+    """As one of a library's, whose module is neither Python's own nor the user's file."""
+
+
+def test_what_a_users_function_raises_names_setting_and_line(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import json\nclass Own(Exception): pass\ndef f(x):\n    return 1 / x\ndef own():\n    raise Own('no')\n")
+    call = UserFunction(f"algorithm.loss={file}:f", load_reward_function(f"{file}:f"))
+    assert call(2) == 0.5
+    with pytest.raises(UserCodeError, match=rf"^algorithm.loss={file}:f raised ZeroDivisionError: division by zero \(at {file}:4, in f\)$"):
+        call(0)
+    with pytest.raises(UserCodeError, match="raised Own: no"):
+        UserFunction("x", load_reward_function(f"{file}:own"))()
+    assert exit_code_of(UserCodeError("")) == ExitCode.refused
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        *((ConnectionError("gone"), True), (TimeoutError(), True), (Library(), True), (MemoryError(), True)),
+        *((ValueError(), False), (FileNotFoundError(), False), (RuntimeError("x"), False), (KeyError("a"), False)),
+    ],
+)
+def test_what_may_not_come_again(error, passes):
+    def raising():
+        raise error
+
+    assert may_pass(error) == passes
+    with pytest.raises(AlignerError) as caught:
+        UserFunction("algorithm.loss=mine.py:f", raising)()
+    assert isinstance(caught.value, UserCodeError) != passes
+    try:
+        try:
+            raise ConnectionError("gone")
+        except ConnectionError as cause:
+            raise RuntimeError("no answer") from cause
+    except RuntimeError as outer:
+        assert may_pass(outer)
