@@ -67,7 +67,7 @@ setup(
         "cryptography>=42",  # their certificates
     ],
     extras_require={
-        # PyTriton needs numpy 1, which is not there for Python 3.13: servers.transport=http does without it. pyarrow 26 needs numpy 2.
+        # PyTriton needs numpy 1, which has no wheel for Python 3.13; servers run without PyTriton too. pyarrow 26 needs numpy 2.
         "servers": ["nvidia-pytriton==0.7.*; python_version < '3.13'", "pyarrow<26; python_version < '3.13'"],
         "mpi": ["mpi4py"],
         # Transformer Engine compiles against the installed torch: pip install --no-build-isolation "aligner[gpu]".
@@ -98,7 +98,6 @@ setup(
     },
     entry_points={"console_scripts": ["aligner = aligner.cli:main"]},
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",

@@ -39,6 +39,7 @@ with warnings.catch_warnings():
         from aligner.parallel import cpu_platform
 
         cpu_platform.install()
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found": we know
     from megatron.core import __version__ as version
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.dict_utils import nested_values
