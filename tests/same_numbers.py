@@ -137,12 +137,16 @@ def write_data(folder: Path) -> None:
     (folder / "constitution.json").write_text(json.dumps({"principles": [{"name": name, **asks} for name in ("one", "two")]}))
 
 
-def run(checkout: Path, case: Case, data: Path, directory: Path) -> None:
-    """One run of a checkout's code. Raises RuntimeError with its output where it fails."""
+def arguments(case: Case, data: Path, directory: Path) -> list[str]:
+    """What Python is given for a run."""
     own = {"data": data, "runs": directory.parent}
     settings = [setting.format(**own) for setting in (*MODEL, *case.settings)]
-    command = [sys.executable, "-m", "aligner.cli", "launch", "local", case.recipe, *settings]
-    command += [f"run.directory={directory}", f"num_processes={case.ranks}"]
+    return ["-m", "aligner.cli", "launch", "local", case.recipe, *settings, f"run.directory={directory}", f"num_processes={case.ranks}"]
+
+
+def run(checkout: Path, case: Case, data: Path, directory: Path) -> None:
+    """One run of a checkout's code. Raises RuntimeError with its output where it fails."""
+    command = [sys.executable, *arguments(case, data, directory)]
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     if done.returncode:

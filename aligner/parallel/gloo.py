@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch.distributed import BarrierOptions, Store, distributed_c10d
+from torch.distributed import BarrierOptions, distributed_c10d
 
 _Gloo = distributed_c10d.ProcessGroupGloo
 
@@ -22,12 +24,18 @@ class SharedGloo(_Gloo):
 
     devices: list[_Gloo.Device] = []
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """As torch's own, with whatever arguments its version gives: the options have a field for each name."""
         options = _Gloo._Options()
         options._devices = SharedGloo.devices
         options._threads = 1  # `settle` counts on it; collectives of one group run in order
-        options._timeout = timeout
-        super().__init__(store, rank, size, options)
+        try:
+            for name, value in named.items():
+                setattr(options, "_timeout" if name == "timeout" else name, value)
+            super().__init__(*arguments, options)
+        except (AttributeError, TypeError) as error:
+            warnings.warn(f"gloo groups cannot share a port in torch {torch.__version__}, each has one of its own: {error}", stacklevel=2)
+            super().__init__(*arguments, **named)
 
 
 def settle(timeout: timedelta) -> None:

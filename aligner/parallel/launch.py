@@ -23,6 +23,7 @@ from datetime import timedelta
 from enum import Enum
 from zlib import crc32
 
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
@@ -279,7 +280,8 @@ def _bind(address: str, port: int, timeout_seconds: float) -> TCPStore:
         if address in ("localhost", "127.0.0.1"):
             own = socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)  # the store closes it
             port, listener = own.getsockname()[1], own.detach()
-        options = {} if listener < 0 else {"master_listen_fd": listener}
+        has_libuv = torch.__version__ >= "2.8"  # before it, libuv's store takes no listener
+        options = {} if listener < 0 else {"master_listen_fd": listener, "use_libuv": has_libuv}
         return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout, **options)
     except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(

@@ -36,6 +36,7 @@ for _name in (
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # "Transformer Engine / Apex are not installed": the local layers are what we asked for
     if not torch.cuda.is_available():
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found": we know
         from aligner.parallel import cpu_platform
 
         cpu_platform.install()

@@ -19,7 +19,7 @@ class Progress(str, Enum):
 class LoggingConfig:
     """`metrics.jsonl` is always written; the rest is chosen here. An empty string switches a logger off."""
 
-    tensorboard: bool = True  # write <run>/tensorboard
+    tensorboard: bool | None = None  # write <run>/tensorboard; null: if the package tensorboard is installed
     wandb_project: str = ""  # of Weights & Biases; empty: off
     wandb_entity: str = ""  # user or team of Weights & Biases; empty: your account's default
     wandb_run_name: str = ""  # name of the run there; empty: it chooses one

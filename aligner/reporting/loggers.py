@@ -11,6 +11,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -181,7 +182,7 @@ def open_loggers(
         ConfigError: one is configured but not installed, or cannot start (wrong address, no login).
     """
     loggers: list[MetricLogger] = []
-    if config.tensorboard:
+    if find_spec("tensorboard") if config.tensorboard is None else config.tensorboard:
         writer = TensorBoardLogger(tensorboard, resumed_step=resumed_step, max_cell_chars=config.max_cell_chars)
         loggers.append(NeverFatal(writer, "TensorBoard", warn))
     if config.wandb_project:

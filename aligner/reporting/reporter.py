@@ -70,7 +70,7 @@ class Reporter:
     ) -> None:
         self._config = config
         self._rollouts = run_directory.rollouts
-        for directory in (run_directory.tensorboard if config.tensorboard else run_directory.path, self._rollouts):
+        for directory in (run_directory.path, self._rollouts):
             directory.mkdir(parents=True, exist_ok=True)
         self._metrics_path = run_directory.metrics
         self._file = MetricsFile(run_directory.metrics, resumed_step=start_step)

@@ -24,14 +24,16 @@ PREFIXES = {
     "cu": "libcuda.so",
 }
 OF_NVIDIA = re.compile(r"^lib(cu|nccl|nv)\w*\.so")
-ANSWERS = {"cudnnGetVersion": 91900, "cudnnGetCudartVersion": 13000}  # by which torch chooses between its attention kernels
+# By the first two torch chooses between its attention kernels; the third is cudaErrorNoDevice, where no runtime is written.
+ANSWERS = {"cudnnGetVersion": 91900, "cudnnGetCudartVersion": 13000, "cudaGetDeviceCount": 100}
 NOT_SUPPORTED = 801  # cudaErrorNotSupported; not 0 and so an error to every other library's callers too
 
 
-def build_libraries(torch_libraries: Path, include: Path, into: Path) -> list[Path]:
+def build_libraries(torch_libraries: Path, include: Path | None, into: Path) -> list[Path]:
     """Compiles a stand-in for every library of NVIDIA's that `torch_libraries` need into `into`; returns their paths.
 
-    `include` holds the headers of NVIDIA's cuda-runtime package. Raises CalledProcessError where `gcc` or `nm` fails.
+    `include` holds the headers of NVIDIA's cuda-runtime package; None: no GPU is simulated, torch finds none.
+    Raises CalledProcessError if `gcc` or `nm` fails.
     """
     needed, symbols = _needed(torch_libraries)
     into.mkdir(parents=True, exist_ok=True)
@@ -59,8 +61,8 @@ def _needed(torch_libraries: Path) -> tuple[set[str], dict[str, dict[str, str]]]
     return sonames, symbols
 
 
-def _compile(soname: str, symbols: dict[str, str], include: Path, into: Path) -> Path:
-    written = WRITTEN.get(soname.split(".so")[0] + ".so")
+def _compile(soname: str, symbols: dict[str, str], include: Path | None, into: Path) -> Path:
+    written = WRITTEN.get(soname.split(".so")[0] + ".so") if include else None
     text = written.read_text(encoding="utf-8") if written else ""
     present = set(re.findall(r"\b(\w+)\(", text))
     stubs = "".join(f"int {name}() {{ return {ANSWERS.get(name, NOT_SUPPORTED)}; }}\n" for name in sorted(symbols) if name not in present)

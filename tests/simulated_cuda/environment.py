@@ -33,7 +33,7 @@ def main(directory: Path) -> None:
     _run(sys.executable, "-m", "venv", str(directory))
     _pip(python, "--no-deps", TORCH, RUNTIME)
     packages = Path(_run(str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
-    _forget_requirements(packages)
+    forget_requirements(packages)
     from simulated_cuda.build_libraries import build_libraries
 
     build_libraries(packages / "torch" / "lib", packages / "nvidia" / "cu13" / "include", packages / "nvidia" / "cu13" / "lib")
@@ -43,7 +43,7 @@ def main(directory: Path) -> None:
     done.write_text(_version(), encoding="utf-8")
 
 
-def _forget_requirements(packages: Path) -> None:
+def forget_requirements(packages: Path) -> None:
     """Take what is replaced out of torch's requirements, or pip would bring it with the next package."""
     metadata = next(packages.glob("torch-*.dist-info")) / "METADATA"
     lines = metadata.read_text(encoding="utf-8").splitlines()

@@ -18,7 +18,7 @@ home="${ALIGNER_HOME:-$SLURM_SUBMIT_DIR}" # the checkout, on a file system that 
 if [ -d "$home/aligner" ]; then export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}"; fi
 # The conductor needs Python 3.10 or newer on the first node, and no packages: ALIGNER_PYTHON, or the first of these that will do.
 fits='import importlib.util as u, sys; sys.exit(sys.version_info < (3, 10) or not u.find_spec("aligner"))'
-candidates=("${ALIGNER_VENV:-none}" "${VIRTUAL_ENV:-none}" "${CONDA_PREFIX:-none}" "$home/.venv" python3 python3.12 python3.11 python3.10)
+candidates=("${ALIGNER_VENV:-none}" "${VIRTUAL_ENV:-none}" "${CONDA_PREFIX:-none}" "$home/.venv" python3 python3.{13,12,11,10})
 if [ -n "${ALIGNER_PYTHON:-}" ]; then candidates=("$ALIGNER_PYTHON"); fi
 for python in "${candidates[@]}"; do
     if [ -d "$python" ]; then python="$python/bin/python"; fi

@@ -206,7 +206,7 @@ def body(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("version", ["3.6.8", "3.9.18"])
 def test_a_script_finds_a_fitting_interpreter(tmp_path: Path, version: str) -> None:
-    for name in ("python3", "python3.12", "python3.11", "python3.10"):
+    for name in ("python3", "python3.13", "python3.12", "python3.11", "python3.10"):
         old_python(tmp_path / "bin", name, version)
     said = f"error: no Python 3.10 or newer with aligner on {os.uname().nodename} (python3 is Python {version}): "
     none = body(tmp_path)

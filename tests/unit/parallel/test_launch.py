@@ -9,10 +9,12 @@ from dataclasses import asdict, replace
 from zlib import crc32
 
 import pytest
+import torch
 from torch.distributed import HashStore
+from torch.torch_version import TorchVersion
 
 from aligner.errors import LaunchError
-from aligner.parallel import agreement, mpi
+from aligner.parallel import agreement, launch, mpi
 from aligner.parallel.hostlist import expand_counts, expand_hostlist
 from aligner.parallel.launch import LaunchSource, Rendezvous, World, detect_source, detect_world
 
@@ -264,3 +266,16 @@ def test_a_rank_that_is_alone_listens_nowhere(as_nobody):
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PMI", "OMPI"))}
     done = subprocess.run([*user, sys.executable, "-c", ALONE], env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == "listening: []\n", done.stderr
+
+
+@pytest.mark.parametrize("version, has_libuv", [("2.6.0", False), ("2.7.1+cpu", False), ("2.8.0", True), ("2.10.0", True)])
+def test_the_store_takes_a_listener_in_every_torch(version: str, has_libuv: bool, monkeypatch: pytest.MonkeyPatch):
+    """Before 2.8 only the store without libuv does."""
+
+    def store(address: str, port: int, *, master_listen_fd: int, use_libuv: bool, **_: object) -> bool:
+        os.close(master_listen_fd)
+        return use_libuv
+
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(launch, "TCPStore", store)
+    assert launch._bind("127.0.0.1", 0, 1.0) is has_libuv

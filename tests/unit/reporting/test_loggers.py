@@ -96,6 +96,16 @@ def test_configured_but_not_installed(package: str, setting: dict, tmp_path: Pat
         _open(LoggingConfig(tensorboard=False, **setting), tmp_path)
 
 
+def test_tensorboard_is_written_by_default_if_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (logger,) = _open(LoggingConfig(), tmp_path)
+    logger.close()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # an import of it fails
+    monkeypatch.setattr("aligner.reporting.loggers.find_spec", lambda name: None)
+    assert _open(LoggingConfig(), tmp_path) == []
+    with pytest.raises(ConfigError, match=r"logging\.tensorboard=True needs the package tensorboard"):
+        _open(LoggingConfig(tensorboard=True), tmp_path)
+
+
 class _FakeWandb(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("wandb")
