@@ -6,16 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from aligner.data.config import STEERLM_ATTRIBUTES, AnnotateDataConfig
-from aligner.data.report import LoadReport
 from aligner.data.requests import Unlabelled, load_unlabelled
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.loop.config import WritingRun
+from aligner.loop.config import WritingRun, reading
 from aligner.loop.recipe import Recipe, Traits
 from aligner.loop.writing import COLUMNS, Record, digest_of
 from aligner.planner.workload import Head, Phase
@@ -59,13 +57,11 @@ class Annotate(WritingRun):
 
     data: AnnotateDataConfig = field(default_factory=AnnotateDataConfig)
     algorithm: AnnotateConfig = field(default_factory=AnnotateConfig)
+    read = reading(load_unlabelled)
     server_client: ClientConfig = field(default_factory=ClientConfig)
 
     def traits(self) -> Traits:
         return self.pass_traits((Phase.scores,), rows=self.algorithm.part_size, head=Head.scalar)
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_unlabelled(location, self.data, tokenizer, first=first)
 
 
 def build(job: WriterJob[Annotate]) -> int:

@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aligner.data.config import DistillationDataConfig
 from aligner.data.distillation import DistilledExample, check_logprobs, distillation_batch, load_distillation
-from aligner.data.report import LoadReport
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.loop.config import TrainerRun, check_best_metric
+from aligner.loop.config import TrainerRun, reading
 from aligner.loop.epochs import EpochTraining, check_batch_sizes
-from aligner.loop.recipe import Built, Recipe, Traits
+from aligner.loop.recipe import Built, Recipe
 from aligner.losses.aggregation import require
 from aligner.losses.distillation import Divergence, distillation_loss
 from aligner.losses.sft import sft_loss
@@ -36,8 +34,6 @@ from aligner.types import DistillationBatch, LabeledBatch, LossOutput, TokenOutp
 
 if TYPE_CHECKING:
     from aligner.loop.trainer_job import TrainerJob
-
-REPORTS = ("validation/loss", "validation/agreement", "validation/nll")  # of a validation
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +70,7 @@ class DivergenceConfig:
 class DistillationConfig(DivergenceConfig):
     """Settings of distillation."""
 
+    reports = ("validation/loss", "validation/agreement", "validation/nll")  # of a validation
     batch_size: int = 128  # examples per update
     validation_batch_size: int = 128  # examples per forward batch of a validation
 
@@ -133,16 +130,7 @@ class TrainDistillation(TrainerRun):
 
     data: DistillationDataConfig = field(default_factory=DistillationDataConfig)
     algorithm: DistillationConfig = field(default_factory=DistillationConfig)
-
-    def __post_init__(self) -> None:
-        TrainerRun.__post_init__(self)
-        check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
-
-    def traits(self) -> Traits:
-        return self.batch_traits()
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_distillation(location, self.data, tokenizer, first=first)
+    read = reading(load_distillation)
 
 
 def build(job: TrainerJob[TrainDistillation]) -> Built:

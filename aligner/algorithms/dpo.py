@@ -29,10 +29,8 @@ from aligner.data.collate import preference_batch
 from aligner.data.config import PreferenceDataConfig
 from aligner.data.order import order_of
 from aligner.data.preferences import PreferencePair, load_preferences, require_margins
-from aligner.data.report import LoadReport
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.loop.config import TrainerRun, check_best_metric
+from aligner.loop.config import TrainerRun, reading
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
 from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Clock, StepResult
@@ -224,17 +222,11 @@ class TrainDPO(TrainerRun):
 
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     algorithm: DPOConfig = field(default_factory=DPOConfig)
+    read = reading(load_preferences)
     has_frozen_start = True
-
-    def __post_init__(self) -> None:
-        TrainerRun.__post_init__(self)
-        check_best_metric(self.checkpoint, self.loop, reports=self.algorithm.reports, validation=self.data.validation)
 
     def traits(self) -> Traits:
         return self.batch_traits(unit=2, has_reference=self.algorithm.keeps_reference)
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_preferences(location, self.data, tokenizer, first=first)
 
 
 def build(job: TrainerJob[TrainDPO]) -> Built | None:

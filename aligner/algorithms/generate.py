@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.data.config import RequestDataConfig
 from aligner.data.labelled import TURN_START
-from aligner.data.report import LoadReport
 from aligner.data.requests import Request, load_requests, response_text
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop import lengths
-from aligner.loop.config import WritingRun, check_layout
+from aligner.loop.config import WritingRun, check_layout, reading
 from aligner.loop.recipe import Recipe, Traits
 from aligner.loop.writing import COLUMNS, Record, digest_of
 from aligner.models.config import Architecture
@@ -56,6 +54,7 @@ class Generate(WritingRun):
     data: RequestDataConfig = field(default_factory=RequestDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # the engine that samples responses, and how it draws them
     algorithm: GenerateConfig = field(default_factory=GenerateConfig)
+    read = reading(load_requests)
 
     def __post_init__(self) -> None:
         WritingRun.__post_init__(self)
@@ -66,9 +65,6 @@ class Generate(WritingRun):
         length = self.data.max_prompt_length + response
         work = Work(phases=(Phase.generate,), rows=self.algorithm.part_size, length=length, response_length=response)
         return Traits(role="writer", work=work, has_engine=True)
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_requests(location, self.data, tokenizer, first=first)
 
     def with_lengths(self, context: lengths.Context) -> Self:
         return lengths.sampled(self, context)

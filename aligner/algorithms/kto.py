@@ -22,11 +22,9 @@ from torch import Tensor
 
 from aligner.data.config import UnpairedDataConfig
 from aligner.data.order import order_of
-from aligner.data.report import LoadReport
-from aligner.data.tokenizer import Tokenizer
 from aligner.data.unpaired import MismatchedSteps, UnpairedExample, load_unpaired, mismatched, unpaired_batch
 from aligner.errors import ConfigError, DataError
-from aligner.loop.config import TrainerRun, check_best_metric
+from aligner.loop.config import TrainerRun, reading
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_reference
 from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Clock, StepResult
@@ -241,20 +239,14 @@ class TrainKTO(TrainerRun):
 
     data: UnpairedDataConfig = field(default_factory=UnpairedDataConfig)
     algorithm: KTOConfig = field(default_factory=KTOConfig)
+    read = reading(load_unpaired)
     has_frozen_start = True
-
-    def __post_init__(self) -> None:
-        TrainerRun.__post_init__(self)
-        check_best_metric(self.checkpoint, self.loop, reports=self.algorithm.reports, validation=self.data.validation)
 
     def traits(self) -> Traits:
         return self.batch_traits(
             phases=(Phase.logprobs,) if self.algorithm.loss.needs_kl else (),  # of rows that are not trained on, and shorter
             has_reference=self.algorithm.keeps_reference,
         )
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_unpaired(location, self.data, tokenizer, first=first)
 
 
 def build(job: TrainerJob[TrainKTO]) -> Built | None:

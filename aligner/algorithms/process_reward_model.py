@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from torch import Tensor
 from aligner.algorithms import reward_model
 from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.config import StepDataConfig
-from aligner.data.report import LoadReport
 from aligner.data.steps import SteppedExample, load_steps, step_batch
-from aligner.data.tokenizer import Tokenizer
-from aligner.loop.config import TrainerRun, check_best_metric
+from aligner.loop.config import TrainerRun, reading
 from aligner.loop.epochs import BatchConfig, EpochTraining
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import require
@@ -33,12 +31,12 @@ from aligner.types import LossOutput, StepBatch, TokenOutputs
 if TYPE_CHECKING:
     from aligner.loop.trainer_job import TrainerJob
 
-REPORTS = ("validation/loss", "validation/accuracy", "validation/first_error_accuracy")  # of a validation
-
 
 @dataclass(kw_only=True, slots=True)
 class ProcessRewardModelConfig(BatchConfig):
     """Settings of process-reward-model training."""
+
+    reports = ("validation/loss", "validation/accuracy", "validation/first_error_accuracy")  # of a validation
 
 
 class StepModel(Trainable, Protocol):
@@ -92,16 +90,10 @@ class TrainProcessRewardModel(TrainerRun):
 
     data: StepDataConfig = field(default_factory=StepDataConfig)
     algorithm: ProcessRewardModelConfig = field(default_factory=ProcessRewardModelConfig)
-
-    def __post_init__(self) -> None:
-        TrainerRun.__post_init__(self)
-        check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
+    read = reading(load_steps)
 
     def traits(self) -> Traits:
         return self.batch_traits(head=Head.scalar)
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_steps(location, self.data, tokenizer, first=first)
 
 
 def build(job: TrainerJob[TrainProcessRewardModel]) -> Built:

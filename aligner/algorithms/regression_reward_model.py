@@ -19,10 +19,8 @@ from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.config import RegressionDataConfig
 from aligner.data.labelled import MISSING
 from aligner.data.regression import LabelledExample, labelled_batch, load_regression
-from aligner.data.report import LoadReport
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.loop.config import TrainerRun, check_best_metric, check_pooling
+from aligner.loop.config import TrainerRun, check_pooling, reading
 from aligner.loop.epochs import BatchConfig, EpochTraining
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import require
@@ -117,17 +115,17 @@ class TrainRegressionRewardModel(TrainerRun):
 
     data: RegressionDataConfig = field(default_factory=RegressionDataConfig)
     algorithm: RegressionConfig = field(default_factory=RegressionConfig)
+    read = reading(load_regression)
 
     def __post_init__(self) -> None:
         TrainerRun.__post_init__(self)
         check_pooling(self.algorithm.pooling, self.model)
-        check_best_metric(self.checkpoint, self.loop, reports=reports(self.data.attributes), validation=self.data.validation)
+
+    def reports(self) -> Sequence[str]:
+        return reports(self.data.attributes)
 
     def traits(self) -> Traits:
         return self.batch_traits(head=Head.scalar)
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_regression(location, self.data, tokenizer, first=first)
 
 
 def build(job: TrainerJob[TrainRegressionRewardModel]) -> Built:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -13,10 +13,8 @@ from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.collate import preference_batch
 from aligner.data.config import PreferenceDataConfig
 from aligner.data.preferences import PreferencePair, load_preferences, require_margins
-from aligner.data.report import LoadReport
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.loop.config import TrainerRun, check_best_metric, check_pooling
+from aligner.loop.config import TrainerRun, check_pooling, reading
 from aligner.loop.epochs import BatchConfig, EpochTraining
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
@@ -29,13 +27,12 @@ from aligner.types import PreferenceBatch
 if TYPE_CHECKING:
     from aligner.loop.trainer_job import TrainerJob
 
-REPORTS = ("validation/accuracy", "validation/margin")  # of a validation
-
 
 @dataclass(kw_only=True, slots=True)
 class RewardModelConfig(BatchConfig):
     """Settings of reward-model training."""
 
+    reports = ("validation/accuracy", "validation/margin")  # of a validation
     loss: BradleyTerry = BradleyTerry.standard  # what an annotated margin does: nothing, shift the difference, or weight the loss
     pooling: Pooling = Pooling.last  # what of a sequence is scored: its last token, or the mean over its tokens
     centre_coef: float = 0.0  # of (score_chosen + score_rejected)^2, which keeps scores near 0
@@ -100,17 +97,14 @@ class TrainRewardModel(TrainerRun):
 
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     algorithm: RewardModelConfig = field(default_factory=RewardModelConfig)
+    read = reading(load_preferences)
 
     def __post_init__(self) -> None:
         TrainerRun.__post_init__(self)
-        check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
         check_pooling(self.algorithm.pooling, self.model)
 
     def traits(self) -> Traits:
         return self.batch_traits(unit=2, head=Head.scalar)
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_preferences(location, self.data, tokenizer, first=first)
 
 
 def build(job: TrainerJob[TrainRewardModel]) -> Built:

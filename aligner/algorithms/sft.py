@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aligner.data.collate import supervised_batch
 from aligner.data.config import SFTDataConfig
-from aligner.data.report import LoadReport
 from aligner.data.supervised import SupervisedExample, load_supervised
-from aligner.data.tokenizer import Tokenizer
-from aligner.loop.config import TrainerRun, check_best_metric
+from aligner.loop.config import TrainerRun, reading
 from aligner.loop.epochs import BatchConfig, EpochTraining
-from aligner.loop.recipe import Built, Recipe, Traits
+from aligner.loop.recipe import Built, Recipe
 from aligner.losses.sft import sft_loss
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
@@ -22,13 +20,12 @@ from aligner.types import LabeledBatch
 if TYPE_CHECKING:
     from aligner.loop.trainer_job import TrainerJob
 
-REPORTS = ("validation/loss",)  # of a validation
-
 
 @dataclass(kw_only=True, slots=True)
 class SFTConfig(BatchConfig):
     """Settings of supervised fine-tuning."""
 
+    reports = ("validation/loss",)  # of a validation
     batch_size: int = 128  # examples per update
     validation_batch_size: int = 128  # examples per forward batch of a validation
 
@@ -67,16 +64,7 @@ class TrainSFT(TrainerRun):
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     algorithm: SFTConfig = field(default_factory=SFTConfig)
-
-    def __post_init__(self) -> None:
-        TrainerRun.__post_init__(self)
-        check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
-
-    def traits(self) -> Traits:
-        return self.batch_traits()
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_supervised(location, self.data, tokenizer, first=first)
+    read = reading(load_supervised)
 
 
 def build(job: TrainerJob[TrainSFT]) -> Built:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles, SampleStore
 from aligner.algorithms.online_dpo import MovingReference
@@ -25,12 +25,11 @@ from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.config import DemonstrationDataConfig
 from aligner.data.preferences import PreferencePair
 from aligner.data.reading import Mixed
-from aligner.data.report import LoadReport
 from aligner.data.supervised import Demonstration, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop import lengths
-from aligner.loop.config import JobRun, check_best_metric
+from aligner.loop.config import JobRun, check_best_metric, reading
 from aligner.loop.learnt import accounted
 from aligner.loop.loop import Clock
 from aligner.loop.recipe import Built, Recipe, Traits
@@ -141,6 +140,7 @@ class TrainSPIN(OnlineRun):
         default_factory=DemonstrationDataConfig
     )
     algorithm: SPINConfig = field(default_factory=SPINConfig)
+    read = reading(load_demonstrations)
     batch_setting = "batch_size"
 
     def __post_init__(self) -> None:
@@ -150,9 +150,6 @@ class TrainSPIN(OnlineRun):
 
     def traits(self) -> Traits:
         return self.actor_traits(unit=2, has_reference=True)
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_demonstrations(location, self.data, tokenizer, first=first)
 
     def with_lengths(self, context: lengths.Context) -> Self:
         return lengths.sampled(lengths.examples(self, context), context)

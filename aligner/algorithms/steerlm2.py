@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +22,8 @@ from aligner.data.collate import supervised_batch
 from aligner.data.config import ProposalDataConfig
 from aligner.data.order import order_of
 from aligner.data.proposals import OF_PROPOSAL, ProposedGroup, load_proposals
-from aligner.data.report import LoadReport
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
-from aligner.loop.config import TrainerRun, check_best_metric, check_layout
+from aligner.loop.config import TrainerRun, check_layout, reading
 from aligner.loop.epochs import BatchConfig, Stateless
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Clock, StepResult
@@ -41,8 +39,6 @@ from aligner.types import LabeledBatch
 if TYPE_CHECKING:
     from aligner.loop.trainer_job import TrainerJob
 
-REPORTS = ("validation/kl",)  # of a validation
-
 
 class Proposal(str, Enum):
     """Where log Q'(y|a,x) comes from."""
@@ -55,6 +51,7 @@ class Proposal(str, Enum):
 class SteerLM2Config(BatchConfig):
     """Settings of SteerLM 2."""
 
+    reports = ("validation/kl",)  # of a validation
     batch_size: int = 16  # prompts, each with all of its responses
     validation_batch_size: int = 16
     proposal: Proposal = Proposal.records  # what gives the log-prob of a response under its sampler: the records, or the run's start model
@@ -171,17 +168,11 @@ class TrainSteerLM2(TrainerRun):
 
     data: ProposalDataConfig = field(default_factory=ProposalDataConfig)
     algorithm: SteerLM2Config = field(default_factory=SteerLM2Config)
+    read = reading(load_proposals)
     has_frozen_start = True
-
-    def __post_init__(self) -> None:
-        TrainerRun.__post_init__(self)
-        check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
 
     def traits(self) -> Traits:
         return self.batch_traits(rows=self.algorithm.batch_size * (self.data.num_responses or 4), phases=(Phase.logprobs,))
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_proposals(location, self.data, tokenizer, first=first)
 
     def check(self, architecture: Architecture, num_ranks: int) -> None:
         check_layout(self.model, self.parallel, architecture, num_ranks)  # batches are of prompts, each with several responses

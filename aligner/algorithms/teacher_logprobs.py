@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -17,11 +17,9 @@ from aligner.data import distillation as files
 from aligner.data.collate import supervised_batch
 from aligner.data.config import SFTDataConfig
 from aligner.data.distillation import DistilledExample, Manifest, distilled
-from aligner.data.report import LoadReport
 from aligner.data.supervised import SupervisedExample, load_supervised
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.loop.config import WritingRun
+from aligner.loop.config import WritingRun, reading
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Recipe, Traits
 from aligner.loop.writing import FilesAlone
@@ -120,12 +118,10 @@ class WriteTeacherLogprobs(WritingRun):
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     algorithm: TeacherPassConfig = field(default_factory=TeacherPassConfig)
+    read = reading(load_supervised)
 
     def traits(self) -> Traits:
         return self.pass_traits((Phase.logprobs,), rows=self.algorithm.shard_size)
-
-    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_supervised(location, self.data, tokenizer, first=first)
 
     @property
     def locations(self) -> dict[str, str]:

@@ -103,6 +103,15 @@ class RunConfig:
             )
 
 
+def reading(load: Callable[..., tuple[Sequence[Any], LoadReport]]) -> Callable[..., tuple[Sequence[Any], LoadReport]]:
+    """The method `JobRun.read` of a recipe whose data `load(location, config.data, tokenizer, first=first)` reads."""
+
+    def read(self: JobRun, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load(location, self.data, tokenizer, first=first)
+
+    return read
+
+
 @dataclass(kw_only=True, slots=True)
 class JobRun(ABC):
     """What every job has, and what it can be asked. Each recipe adds its `data` and its `algorithm`, and says `traits` and `read`."""
@@ -178,6 +187,17 @@ class TrainerRun(JobRun):
     guard: GuardConfig = field(default_factory=GuardConfig)  # what NaN, empty updates and a gap between engine and trainer lead to
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # how checkpoints are written, verified and kept
     has_frozen_start: ClassVar[bool] = False  # the model that it starts from is a reference, which no checkpoint of the run holds
+
+    def __post_init__(self) -> None:
+        JobRun.__post_init__(self)
+        check_best_metric(self.checkpoint, self.loop, reports=self.reports(), validation=self.data.validation)
+
+    def reports(self) -> Sequence[str]:
+        """The metrics of a validation."""
+        return getattr(self.algorithm, "reports", ())
+
+    def traits(self) -> Traits:
+        return self.batch_traits()
 
     def start(self, recipe: Recipe) -> int:
         from aligner.loop.trainer_job import train  # Megatron-Core comes with it
