@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,30 @@ from aligner.models.families.mapping import (
     llama_like,
     rule,
 )
+
+_SIZES = {name: (name,) for name in ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")}
+_SIZES["num_layers"] = ("num_hidden_layers",)  # our names -> the file's, the one that is written first
+
+
+def _common_from_hf(hf: HFConfig, family: Family, *, sizes: Mapping[str, tuple[str, ...]] = _SIZES, tied: bool) -> dict[str, Any]:
+    """Fields that GPT-2, OPT and GPT-NeoX share: LayerNorm, biases everywhere, no grouped queries. `tied`: of files that do not say."""
+    found = {name: hf.size(*keys) for name, keys in sizes.items()}
+    return found | {
+        "family": family,
+        "num_key_value_heads": found["num_attention_heads"],
+        "tied_embeddings": hf.flag("tie_word_embeddings", tied),
+        "gated_mlp": False,
+        "normalization": Normalization.layer_norm,
+        "linear_bias": True,
+    }
+
+
+def _common_to_hf(a: Architecture, *, sizes: Mapping[str, tuple[str, ...]] = _SIZES, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse, with the first values of `fixed`."""
+    written = {keys[0]: getattr(a, name) for name, keys in sizes.items()}
+    named = {"model_type": a.family.value, "tie_word_embeddings": a.tied_embeddings}
+    return {key: value for key, (value, *_) in fixed.items()} | written | named
+
 
 # GPT-2, and GPT-3 as far as its paper describes it: learned positions, LayerNorm, biases everywhere, tied embeddings. Its Hugging Face
 # linear layers are `Conv1D`, whose weights are stored as [in, out].
@@ -59,6 +84,13 @@ _GPT2_ACTIVATIONS = {
     "silu": Activation.silu,
     "relu2": Activation.squared_relu,
 }
+_GPT2_SIZES = {
+    "num_layers": ("n_layer", "num_hidden_layers"),
+    "hidden_size": ("n_embd", "hidden_size"),
+    "num_attention_heads": ("n_head", "num_attention_heads"),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("n_positions", "max_position_embeddings"),
+}
 # What else of a GPT-2 config changes the numbers, and the only values of it that are computed here. Dropout is not, but every file of GPT-2
 # itself says 0.1.
 _GPT2_FIXED = {
@@ -70,23 +102,13 @@ _GPT2_FIXED = {
 
 def _gpt2_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_GPT2_FIXED)
-    hidden_size, heads = hf.size("n_embd", "hidden_size"), hf.size("n_head", "num_attention_heads")
+    common = _common_from_hf(hf, Family.gpt2, sizes=_GPT2_SIZES, tied=True)
     return Architecture(
-        family=Family.gpt2,
-        num_layers=hf.size("n_layer", "num_hidden_layers"),
-        hidden_size=hidden_size,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        ffn_hidden_size=hf.size("n_inner", absent=4 * hidden_size, null=4 * hidden_size),
-        vocab_size=hf.size("vocab_size"),
-        max_position_embeddings=hf.size("n_positions", "max_position_embeddings"),
+        **common,
+        ffn_hidden_size=hf.size("n_inner", absent=4 * common["hidden_size"], null=4 * common["hidden_size"]),
         norm_eps=hf.number("layer_norm_epsilon", 1e-5),
-        tied_embeddings=hf.flag("tie_word_embeddings", True),
         initializer_range=hf.number("initializer_range", 0.02),
-        gated_mlp=False,
         activation=hf.choice("activation_function", _GPT2_ACTIVATIONS, "gelu_new"),
-        normalization=Normalization.layer_norm,
-        linear_bias=True,
         position_embedding=PositionEmbedding.learned,
         attention_scale=0.0 if hf.flag("scale_attn_weights", True) else 1.0,
         attention_scale_by_layer=hf.flag("scale_attn_by_inverse_layer_idx", False),
@@ -94,20 +116,13 @@ def _gpt2_from_hf(hf: HFConfig) -> Architecture:
 
 
 def _gpt2_to_hf(a: Architecture) -> dict[str, Any]:
-    return {key: value for key, (value, *_) in _GPT2_FIXED.items()} | {
-        "model_type": a.family.value,
+    return _common_to_hf(a, sizes=_GPT2_SIZES, fixed=_GPT2_FIXED) | {
         "architectures": ["GPT2LMHeadModel"],
-        "n_layer": a.num_layers,
         "scale_attn_weights": not a.attention_scale,
         "scale_attn_by_inverse_layer_idx": a.attention_scale_by_layer,
-        "n_embd": a.hidden_size,
-        "n_head": a.num_attention_heads,
         "n_inner": a.ffn_hidden_size,
-        "vocab_size": a.vocab_size,
-        "n_positions": a.max_position_embeddings,
         "n_ctx": a.max_position_embeddings,
         "layer_norm_epsilon": a.norm_eps,
-        "tie_word_embeddings": a.tied_embeddings,
         "initializer_range": a.initializer_range,
         "activation_function": next(name for name, activation in _GPT2_ACTIVATIONS.items() if activation == a.activation),
         "resid_pdrop": 0.0,
@@ -163,45 +178,28 @@ _OPT_FIXED = {
 
 def _opt_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_OPT_FIXED)
-    hidden_size, heads = hf.size("hidden_size"), hf.size("num_attention_heads")
-    width, before = hf.optional_size("word_embed_proj_dim", absent=None) or hidden_size, hf.flag("do_layer_norm_before", True)
+    common, before = _common_from_hf(hf, Family.opt, tied=True), hf.flag("do_layer_norm_before", True)
+    width = hf.optional_size("word_embed_proj_dim", absent=None) or common["hidden_size"]
     return Architecture(
-        family=Family.opt,
-        num_layers=hf.size("num_hidden_layers"),
-        hidden_size=hidden_size,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
+        **common,
         ffn_hidden_size=hf.size("ffn_dim"),
-        vocab_size=hf.size("vocab_size"),
-        max_position_embeddings=hf.size("max_position_embeddings"),
         position_embedding=PositionEmbedding.learned,
         position_offset=2,
         norm_eps=_OPT_EPS,
-        tied_embeddings=hf.flag("tie_word_embeddings", True),
         initializer_range=hf.number("init_std", 0.02),
-        gated_mlp=False,
         activation=hf.choice("activation_function", _OPT_ACTIVATIONS, "relu"),
-        normalization=Normalization.layer_norm,
         pre_norms=before,
         residual_norms=not before,
-        embedding_size=width if width != hidden_size else 0,
-        linear_bias=True,
+        embedding_size=width if width != common["hidden_size"] else 0,
     )
 
 
 def _opt_to_hf(a: Architecture) -> dict[str, Any]:
-    return {key: value for key, (value, *_) in _OPT_FIXED.items()} | {
-        "model_type": a.family.value,
+    return _common_to_hf(a, fixed=_OPT_FIXED) | {
         "architectures": ["OPTForCausalLM"],
-        "num_hidden_layers": a.num_layers,
-        "hidden_size": a.hidden_size,
         "do_layer_norm_before": a.pre_norms,
         "word_embed_proj_dim": a.vocabulary_width,
-        "num_attention_heads": a.num_attention_heads,
         "ffn_dim": a.ffn_hidden_size,
-        "vocab_size": a.vocab_size,
-        "max_position_embeddings": a.max_position_embeddings,
-        "tie_word_embeddings": a.tied_embeddings,
         "init_std": a.initializer_range,
         "activation_function": next(name for name, activation in _OPT_ACTIVATIONS.items() if activation == a.activation),
         "dropout": 0.0,
@@ -235,25 +233,14 @@ _NEOX_FIXED = {"attention_bias": (True,), "attention_dropout": (0.0,), "hidden_d
 
 
 def _neox_from_hf(hf: HFConfig) -> Architecture:
-    hidden_size, heads = hf.size("hidden_size"), hf.size("num_attention_heads")
-    hf.only(_NEOX_FIXED | {"head_dim": (None, hidden_size // heads)})
-    parallel = hf.flag("use_parallel_residual", True)
+    common, parallel = _common_from_hf(hf, Family.gpt_neox, tied=False), hf.flag("use_parallel_residual", True)
+    hf.only(_NEOX_FIXED | {"head_dim": (None, common["hidden_size"] // common["num_attention_heads"])})
     return Architecture(
-        family=Family.gpt_neox,
-        num_layers=hf.size("num_hidden_layers"),
-        hidden_size=hidden_size,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
+        **common,
         ffn_hidden_size=hf.size("intermediate_size"),
-        vocab_size=hf.size("vocab_size"),
-        max_position_embeddings=hf.size("max_position_embeddings"),
         norm_eps=hf.number("layer_norm_eps", 1e-5),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
         initializer_range=hf.number("initializer_range", 0.02),
-        gated_mlp=False,
         activation=hf.choice("hidden_act", _NEOX_ACTIVATIONS, "gelu"),
-        normalization=Normalization.layer_norm,
-        linear_bias=True,
         parallel_residual=ParallelResidual.own_norm if parallel else ParallelResidual.none,
         **hf.rope(fraction=0.25, names=("rotary_emb_base", "rotary_pct")),
     )
@@ -261,21 +248,14 @@ def _neox_from_hf(hf: HFConfig) -> Architecture:
 
 def _neox_to_hf(a: Architecture) -> dict[str, Any]:
     rope = rope_scaling.to_hf(a)
-    return {key: value for key, (value, *_) in _NEOX_FIXED.items()} | {
-        "model_type": a.family.value,
+    return _common_to_hf(a, fixed=_NEOX_FIXED) | {
         "architectures": ["GPTNeoXForCausalLM"],
-        "num_hidden_layers": a.num_layers,
-        "hidden_size": a.hidden_size,
-        "num_attention_heads": a.num_attention_heads,
         "intermediate_size": a.ffn_hidden_size,
-        "vocab_size": a.vocab_size,
-        "max_position_embeddings": a.max_position_embeddings,
         "rotary_pct": a.rotary_fraction,
         "rotary_emb_base": a.rope_theta,
         "rope_parameters": rope["rope_parameters"] | {"partial_rotary_factor": a.rotary_fraction},
         "rope_scaling": rope["rope_scaling"],
         "layer_norm_eps": a.norm_eps,
-        "tie_word_embeddings": a.tied_embeddings,
         "initializer_range": a.initializer_range,
         "hidden_act": next(name for name, activation in _NEOX_ACTIVATIONS.items() if activation == a.activation),
         "use_parallel_residual": a.parallel_residual != ParallelResidual.none,
