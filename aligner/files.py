@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def checkout() -> Path | None:
@@ -69,3 +70,14 @@ def as_umask_says(path: Path, write: Callable[[Path], object]) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     write(path)
     path.chmod(mode)
+
+
+def with_shipped_paths(value: Any) -> Any:
+    """The value; for a path `examples/...`, also `examples/...py:name`, that is not below this directory, the package's own."""
+    if isinstance(value, list):
+        return [with_shipped_paths(one) for one in value]
+    if isinstance(value, dict):
+        return {name: with_shipped_paths(one) for name, one in value.items()}
+    path, colon, name = value.partition(":") if isinstance(value, str) and value.startswith("examples/") else ("", "", "")
+    own = shipped("examples").parent / path
+    return f"{own}{colon}{name}" if path and not Path(path).exists() and own.exists() else value

@@ -43,7 +43,7 @@ from aligner.online.config import OnlineRun
 from aligner.online.groups import Exhausted, Groups, groups_with_signal, whole_round
 from aligner.online.policy_gradient import PolicyGradientConfig, check_estimator, finite_rows, masked_mean, mini_batches, shaped
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
-from aligner.online.task import OnlineTask
+from aligner.online.task import OnlineAlgorithm, OnlineTask
 from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
@@ -136,7 +136,7 @@ class GRPOConfig(PolicyGradientConfig):
         return self.updates_per_step > 1 or (self.needs_reference and self.kl_in is KLIn.reward)
 
 
-class GRPO:
+class GRPO(OnlineAlgorithm):
     """The algorithm over its parts. Every rank constructs one. `rollout_source`: None: rollouts are sampled when they are needed."""
 
     def __init__(self, config: GRPOConfig, policy: Policy, task: OnlineTask, rollout_source: RolloutSource | None = None) -> None:
@@ -225,19 +225,13 @@ class GRPO:
         kl_coef = self.kl_coef if config.kl_in is KLIn.loss else 0.0
         return config.loss(max_response_length=self.task.max_response_length, kl_coef=kl_coef, kl_estimator=config.kl_estimator)
 
-    def validate(self) -> Mapping[str, float]:
-        return self.task.validate()
-
-    def finish(self) -> None:
-        """Nothing runs on after a step."""
-
     def state(self) -> dict[str, Any]:
-        return {"kl_coef": self.kl_coef, "shaping": asdict(self.moments), "rounds": self.rollout_source.state()}
+        return super().state() | {"kl_coef": self.kl_coef, "shaping": asdict(self.moments)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.kl_coef = state["kl_coef"] if self.config.kl_target else self.config.kl_coef
         self.moments = Moments(**state["shaping"])
-        self.rollout_source.load_state(state["rounds"], self.policy.version)
+        super().load_state(state)
 
     def _groups(self, step: int, clock: Clock) -> Groups:
         config = self.config

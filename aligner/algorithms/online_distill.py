@@ -39,7 +39,7 @@ from aligner.online.collect import collect, response_metrics, sample_rows, sampl
 from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import updates_of
-from aligner.online.task import OnlineTask
+from aligner.online.task import OnlineAlgorithm, OnlineTask
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.types import DistillationBatch, MaskedBatch, PolicyBatch, RolloutBatch
@@ -104,7 +104,7 @@ class Teacher(Protocol):
 Examples = TypeVar("Examples", DistillationBatch, PolicyBatch)
 
 
-class OnlineDistillation:
+class OnlineDistillation(OnlineAlgorithm):
     """The algorithm over its parts. Every rank constructs one.
 
     `below`: one more than the largest id of the tokenizer. `judged`: the rollouts have rewards, which are only reported.
@@ -190,15 +190,6 @@ class OnlineDistillation:
             "validation/reverse_kl": apart.double().mean().item(),
             "validation/response_length": batch.loss_mask.sum(dim=1).double().mean().item(),
         }
-
-    def finish(self) -> None:
-        """Nothing runs on after a step."""
-
-    def state(self) -> dict[str, Any]:
-        return {"rounds": self.rollout_source.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.rollout_source.load_state(state["rounds"], self.policy.version)
 
 
 COLUMNS = (

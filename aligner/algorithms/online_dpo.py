@@ -35,7 +35,7 @@ from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import Pairing, Pairs, num_compared, pairs_of, updates_of
-from aligner.online.task import OnlineTask
+from aligner.online.task import OnlineAlgorithm, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.types import LossOutput, PreferenceBatch, RolloutBatch, TokenOutputs
@@ -116,7 +116,7 @@ def online_dpo_loss(outputs: TokenOutputs, batch: PreferenceBatch, **settings: A
     return LossOutput(total=result.total, count=result.count, metrics={**result.metrics, "pairs/ref_kl": kl})
 
 
-class OnlineDPO:
+class OnlineDPO(OnlineAlgorithm):
     """The algorithm over its parts. Every rank constructs one.
 
     `reference`: None if the loss needs none. `rollout_source`: where rollouts come from; None: sampled when they are needed.
@@ -198,21 +198,15 @@ class OnlineDPO:
         }
         return metrics | ({"pairs/reward_gap": pairs.gaps.double().mean().item()} if len(pairs.gaps) else {})
 
-    def validate(self) -> Mapping[str, float]:
-        return self.task.validate()
-
-    def finish(self) -> None:
-        """Nothing runs on after a step."""
-
     def state(self) -> dict[str, Any]:
-        return {"rounds": self.rollout_source.state(), "reference_step": self.reference_step}
+        return super().state() | {"reference_step": self.reference_step}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.reference_step = state["reference_step"]
         if self.reference_step:
             assert self.reference is not None  # it has been renewed
             self.reference.restore(self.reference_step)
-        self.rollout_source.load_state(state["rounds"], self.policy.version)
+        super().load_state(state)
 
     def _renew_reference(self, finished: int, clock: Clock) -> None:
         """Before a step and not after one: steps that are left out do not run."""

@@ -36,7 +36,7 @@ from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.policy_gradient import PolicyGradientConfig, finite_rows, masked_mean, mini_batches, shaped
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
-from aligner.online.task import OnlineTask
+from aligner.online.task import OnlineAlgorithm, OnlineTask
 from aligner.parallel.collectives import from_rank_0
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import Critic, Policy
@@ -69,7 +69,7 @@ class PPOConfig(PolicyGradientConfig):
             raise ConfigError(f"algorithm.gae_lambda={self.gae_lambda}: must be between 0 and 1")
 
 
-class PPO:
+class PPO(OnlineAlgorithm):
     """The algorithm over its parts. Every rank of the actor constructs one; rank 0 alone holds a critic for training.
 
     `rollout_source`: where rollouts with their values come from, one per prompt; None: sampled when they are needed.
@@ -155,9 +155,6 @@ class PPO:
             routes=batch.routes,
         )
         return policy_batch, ValueBatch(**common, old_values=old_values, returns=returns)
-
-    def validate(self) -> Mapping[str, float]:
-        return self.task.validate()
 
     def finish(self) -> None:
         """Wait for the critic; raises its error on every rank."""

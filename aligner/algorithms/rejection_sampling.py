@@ -11,9 +11,8 @@ a stale sampler does no harm; against SFT (`sft.py`): the data are the policy's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import best_rows, updates_of, with_spread
-from aligner.online.task import OnlineTask
+from aligner.online.task import OnlineAlgorithm, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.types import LabeledBatch, RolloutBatch
@@ -70,7 +69,7 @@ class RejectionSamplingConfig:
         return -(-self.prompts_per_step * self.keep // self.mini_batch_size) * self.num_epochs
 
 
-class RejectionSampling:
+class RejectionSampling(OnlineAlgorithm):
     """The algorithm over its parts. Every rank constructs one. `rollout_source`: None: rollouts are sampled when they are needed."""
 
     def __init__(
@@ -149,18 +148,6 @@ class RejectionSampling:
             below_min_reward=never if config.min_reward is None else collected.rewards < config.min_reward,
             not_best=~never,
         )
-
-    def validate(self) -> Mapping[str, float]:
-        return self.task.validate()
-
-    def finish(self) -> None:
-        """Nothing runs on after a step."""
-
-    def state(self) -> dict[str, Any]:
-        return {"rounds": self.rollout_source.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.rollout_source.load_state(state["rounds"], self.policy.version)
 
 
 COLUMNS = (

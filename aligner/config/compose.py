@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from aligner.errors import ConfigError
-from aligner.files import conf_directory, recipe_folders, shipped
+from aligner.files import conf_directory, recipe_folders, with_shipped_paths
 from aligner.help import example
 from aligner.hints import as_typed, meant_value, no_setting, refuse_unknown, unknown_keys
 from aligner.presets import check_preset, find_file, folders_of, groups_in, unknown_in_file
@@ -268,7 +268,7 @@ def _to_object(schema: type[T], node: Any) -> T:
 def _build(node: Any, path: str = "") -> Any:
     """A node as plain objects. A section's own check names its settings as it knows them; what was typed is known here."""
     if not OmegaConf.is_dict(node):
-        return _with_shipped_paths(OmegaConf.to_object(node) if OmegaConf.is_config(node) else node)
+        return with_shipped_paths(OmegaConf.to_object(node) if OmegaConf.is_config(node) else node)
     values = {}
     for name in node:
         place = f"{path}.{name}" if path else str(name)
@@ -282,17 +282,6 @@ def _build(node: Any, path: str = "") -> Any:
         return kind(**values)
     except ConfigError as error:
         raise as_typed(error, [field.name for field in fields(kind)], path) from error
-
-
-def _with_shipped_paths(value: Any) -> Any:
-    """The value; for a path `examples/...`, also `examples/...py:name`, that is not below this directory, the package's own."""
-    if isinstance(value, list):
-        return [_with_shipped_paths(one) for one in value]
-    if isinstance(value, dict):
-        return {name: _with_shipped_paths(one) for name, one in value.items()}
-    path, colon, name = value.partition(":") if isinstance(value, str) and value.startswith("examples/") else ("", "", "")
-    own = shipped("examples").parent / path
-    return f"{own}{colon}{name}" if path and not Path(path).exists() and own.exists() else value
 
 
 def _check_numbers(value: Any, keys: list[SchemaKey], key: str = "") -> None:

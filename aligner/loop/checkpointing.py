@@ -103,11 +103,12 @@ class RunCheckpointer:
         if not self._config.asynchronous:
             self._publish_pair(self._under_way)
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
         """Publish the pending checkpoint if every rank has written it. Never waits; raises a writer's error."""
         save = self._under_way
         if save is not None and all(gather_objects(save.files.is_written)) and from_rank_0(lambda: self._critic_has_ended(save)):
             self._publish_pair(save)
+        return self._under_way is None
 
     def wait(self) -> None:
         """Wait for the pending checkpoint, then publish it."""

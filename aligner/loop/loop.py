@@ -153,8 +153,8 @@ class Checkpointer(Protocol):
         `validation`: the metrics of a validation after this step; empty without one.
         """
 
-    def poll(self) -> None:
-        """Publish a pending save if it has been written. Never waits; raises its error."""
+    def poll(self) -> bool:
+        """Publish a pending save if it has been written; False if it has not, on every rank. Never waits; raises its error."""
 
     def wait(self) -> None:
         """Wait for a pending save and publish it; raises its error."""
@@ -262,9 +262,9 @@ def run(
                     finished, version = step, checkpointer.version()
                     with progress.phase("report"):
                         validation = _report(algorithm, config, reporter, step, result, progress)
-                checkpointer.poll()
+                is_free = checkpointer.poll()
                 halt = _heed(alarms, reporter, step, result)
-                if (asked := halt or _due(step, config.save_every) or step == config.max_steps) or is_time:
+                if (asked := halt or _due(step, config.save_every) or step == config.max_steps) or (is_time and is_free):
                     with budget.save():
                         saved = _save(algorithm, checkpointer, step, validation, progress, by_time=not asked)
                 _end_where(halt, checkpointer)

@@ -87,7 +87,8 @@ class WrittenFiles:
     def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
         """Every step has written its file."""
 
-    def poll(self) -> None: ...
+    def poll(self) -> bool:
+        return True
 
     def wait(self) -> None: ...
 

@@ -245,9 +245,8 @@ def build_task(
     reward = _reward(session, config, tokenizer)
     updates = max(config.loop.max_steps - getattr(config.algorithm, "critic_warmup_steps", 0), 1) * config.algorithm.updates_per_step
     shared = _shared_device(session, config)
-    guard = Guard(config.guard)
     how = {"total_steps": updates, "temperature": sampling.temperature, "replay_routes": config.rollout.replays_routes}
-    training = create.training(model, config.optimizer, guard=guard, **how)
+    training = create.training(model, config.optimizer, guard=Guard(config.guard), **how)
     policy = create.create_policy(model, architecture, config.parallel, session.topology, training)
     if shared is not None:
         shared.holds(policy.model)

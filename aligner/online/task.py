@@ -79,3 +79,23 @@ class OnlineTask:
     def validate(self) -> Mapping[str, float]:
         """The metrics of `validation.validate` on the held-out prompts. Collective."""
         return validation.validate(self)
+
+
+class OnlineAlgorithm:
+    """The methods of `aligner.loop.loop.Algorithm` for one whose state is its rollout source's; subclasses set what is named here."""
+
+    policy: Any  # with `version`
+    task: OnlineTask
+    rollout_source: Any  # with `state` and `load_state`
+
+    def validate(self) -> Mapping[str, float]:
+        return self.task.validate()
+
+    def finish(self) -> None:
+        """Nothing runs on after a step."""
+
+    def state(self) -> dict[str, Any]:
+        return {"rounds": self.rollout_source.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.rollout_source.load_state(state["rounds"], self.policy.version)

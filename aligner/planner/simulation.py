@@ -109,7 +109,7 @@ class _Run(ABC):
         if habits.validate_every and self.assumed.validation_responses:
             phases["validation"] = self._validation() / habits.validate_every
         if (saving := self._saving(step)) > 0:
-            phases["checkpoints"] = saving / self._steps_between_saves(step)
+            phases["checkpoints"] = saving
         useful, seconds = self._failures(sum(phases.values()))
         return Simulated(phases=phases, useful=useful, run_seconds=seconds, preemptions=self.preempted, spans=tuple(self.spans))
 
@@ -212,7 +212,8 @@ class _Run(ABC):
         return min(every, by_time)
 
     def _saving(self, step: float) -> float:
-        """A checkpoint of all that is trained; of one that is written in the background what the steps until the next do not cover."""
+        """Seconds of a step for checkpoints of all that is trained. Written in the background they cost only what the steps until the next
+        one by steps do not cover: those by time come when the last one has been written."""
         if math.isinf(between := self._steps_between_saves(step)):
             return 0.0
         size = 0
@@ -221,7 +222,9 @@ class _Run(ABC):
             if component.optimizer is not None:
                 size += sum(state.optimizer for state in part.sizes.stages) * component.num_ranks // component.parallel.pp
         seconds = size / (self.cluster.storage_gb_per_second * GIGA)
-        return max(0.0, seconds - step * between) if self.habits.saves_in_background else seconds
+        if not self.habits.saves_in_background:
+            return seconds / between
+        return max(0.0, seconds / self.habits.save_every - step) if self.habits.save_every else 0.0
 
     def _failures(self, step: float) -> tuple[float, float]:
         """(useful part, seconds) of the whole run: nodes fail at random, and what came after the last checkpoint is computed again."""

@@ -75,9 +75,10 @@ class Recorder:
         if not self.background:
             self.settle()
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
         if self.on_poll:
             self.on_poll()
+        return self.under_way is None
 
     def wait(self) -> None:
         if self.under_way:
@@ -343,6 +344,12 @@ def test_a_checkpoint_is_saved_when_it_is_time() -> None:
     assert recorder.by_time == [2]  # the others were asked for by their steps
     recorder = Recorder()
     assert saves(recorder, Watch(recorder, 1e6, 1e6), max_steps=3, save_minutes=0) == ["save 3 3"]
+
+
+def test_a_checkpoint_by_time_comes_when_the_last_one_is_written() -> None:
+    """Files that take longer than half an hour do not hold up the training."""
+    recorder = Recorder(background=True)  # writes until it is waited for
+    assert saves(recorder, Watch(recorder, 1800, 1800, 1800, 1), max_steps=4) == ["save 1 1", "save 4 4"]
 
 
 def test_the_mark_of_a_checkpoint_by_time_is_no_state_of_the_algorithm() -> None:

@@ -59,7 +59,7 @@ def test_what_an_estimator_returns_is_checked(body: str, said: str, own) -> None
 def test_grpo_asks_the_estimator_that_is_named(fakes, make_task) -> None:
     config = GRPOConfig(prompts_per_step=1, group_size=2, mini_batch_size=2, advantage_estimator=OPO, kl_coef=0)
     algorithm = GRPO(config, fakes.FakePolicy([]), make_task([]))
-    assert algorithm.advantage_estimator.__name__ == "opo" and config.greedy_per_round == 0
+    assert algorithm.advantage_estimator.function.__name__ == "opo" and config.greedy_per_round == 0
 
 
 def test_an_objective_is_ours_or_the_users() -> None:
@@ -83,7 +83,7 @@ def test_an_objective_is_ours_or_the_users() -> None:
 
 def test_what_an_objective_returns_is_checked(own) -> None:
     parameters = "log_ratios, advantages, mask, clip"
-    for body, said in (("return log_ratios", "returned Tensor, expected"), ("return log_ratios, advantages", "expected .loss per token")):
+    for body, said in (("return log_ratios", "returned .1, 2., expected"), ("return log_ratios, advantages", "expected .loss per token")):
         loss = GRPOConfig(objective=own(body, parameters)).loss(max_response_length=2)
         batch = PolicyBatch(
             tokens=torch.ones(1, 2, dtype=torch.long),

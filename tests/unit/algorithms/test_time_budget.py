@@ -28,7 +28,7 @@ def clock(monkeypatch) -> Time:
 
 
 def test_a_step_and_a_save_must_fit(clock: Time) -> None:
-    budget = TimeBudget(seconds_left({"ALIGNER_END_TIME": "1300"}))
+    budget = TimeBudget(seconds_left({"ALIGNER_END_TIME": "1300"}), clock=clock.monotonic)
     assert not budget.is_over()  # nothing is known of the first step
     with budget.step():
         clock.now += 50
@@ -43,7 +43,7 @@ def test_a_step_and_a_save_must_fit(clock: Time) -> None:
 
 
 def test_the_longest_of_the_last_steps_counts(clock: Time) -> None:
-    budget = TimeBudget(lambda: 1e9)
+    budget = TimeBudget(lambda: 1e9, clock=clock.monotonic)
     for seconds in (100, 1, 2, 3, 4, 5, 6, 7, 8):  # the first is forgotten: it compiled and warmed up
         with budget.step():
             clock.now += seconds
