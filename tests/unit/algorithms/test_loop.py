@@ -348,7 +348,8 @@ def test_a_checkpoint_is_saved_when_it_is_time() -> None:
 
 def test_a_checkpoint_by_time_comes_when_the_last_one_is_written() -> None:
     """Files that take longer than half an hour do not hold up the training."""
-    recorder = Recorder(background=True)  # writes until it is waited for
+    recorder = Recorder()
+    recorder.background = True  # it writes until it is waited for
     assert saves(recorder, Watch(recorder, 1800, 1800, 1800, 1), max_steps=4) == ["save 1 1", "save 4 4"]
 
 
