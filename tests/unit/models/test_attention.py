@@ -151,6 +151,7 @@ def test_no_layer_reads_the_bounds_of_packed_rows_back(make_model, monkeypatch):
     assert counts[0] == counts[1] == 0
 
 
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="the kernels to compare with came with torch 2.9")
 def test_grouped_queries_before_torch_2_9(monkeypatch: pytest.MonkeyPatch):
     """Its kernels take as many heads of keys as of queries; outputs and gradients are those of the kernels that take fewer."""
     from aligner.models import attention
