@@ -50,6 +50,19 @@ Segments = Sequence[tuple[int, int, int]]  # (first slot, one beyond the last, i
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _kernel_of_runs = torch.ops.aten._flash_attention_forward  # FlashAttention 2 (Dao 2023, 2307.08691)
+if torch.__version__ < "2.9":  # there it takes as many heads of keys as of queries, and reads what is not there if they are fewer
+
+    def _kernel(q: Tensor, k: Tensor, v: Tensor, *more: Any, scale: float) -> tuple[Tensor, Tensor]:
+        times = q.shape[1] // k.shape[1]
+        every = (x.repeat_interleave(times, 1) for x in (k, v))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, *every, *more, scale=scale)
+
+    def _kernel_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        groups, times = k.shape[1], q.shape[1] // k.shape[1]
+        every = (x.repeat_interleave(times, 1) for x in (k, v))
+        grad_q, *grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, *every, *more, scale=scale)
+        grad_k, grad_v = (x.unflatten(1, (groups, times)).sum(2) for x in grads)
+        return grad_q, grad_k, grad_v
 
 
 def shared_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:

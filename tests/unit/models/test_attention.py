@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.torch_version import TorchVersion
 
 from aligner.types import TokenBatch
 
@@ -147,3 +149,33 @@ def test_no_layer_reads_the_bounds_of_packed_rows_back(make_model, monkeypatch):
         counts.append(len(reads))
         reads.clear()
     assert counts[0] == counts[1] == 0
+
+
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="the kernels to compare with came with torch 2.9")
+def test_grouped_queries_before_torch_2_9(monkeypatch: pytest.MonkeyPatch):
+    """Its kernels take as many heads of keys as of queries; outputs and gradients are those of the kernels that take fewer."""
+    from aligner.models import attention
+
+    names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+    random = torch.Generator().manual_seed(1)
+    q, grad = (torch.randn(2, 6, 5, 8, generator=random) for _ in range(2))
+    k, v = (torch.randn(2, 2, 5, 8, generator=random) for _ in range(2))
+    forward, backward = (getattr(torch.ops.aten, name) for name in names)
+    expected = forward(q, k, v, 0.0, True, scale=0.3)
+    expected += backward(grad, q, k, v, *expected, 0.0, True, scale=0.3)
+
+    def strict(kernel, *of_queries_and_keys: int):
+        def call(*tensors, scale: float):
+            assert len({tensors[i].shape[1] for i in of_queries_and_keys}) == 1
+            return kernel(*tensors, scale=scale)
+
+        return call
+
+    monkeypatch.setattr(torch.ops.aten, names[0], strict(forward, 0, 1, 2))
+    monkeypatch.setattr(torch.ops.aten, names[1], strict(backward, 1, 2, 3))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.0+cpu"))
+    older = runpy.run_path(attention.__file__)
+    result = older["_kernel"](q, k, v, 0.0, True, scale=0.3)
+    result += older["_kernel_backward"](grad, q, k, v, *result, 0.0, True, scale=0.3)
+    for found, wanted in zip(result, expected, strict=True):
+        torch.testing.assert_close(found, wanted)
