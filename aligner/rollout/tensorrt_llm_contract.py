@@ -1,7 +1,8 @@
 """The recorded assumptions about each TensorRT-LLM version, taken from its sources, and the list of known versions.
 
 A contract (`contracts/tensorrt_llm-<version>.json`) lists the functions with their signatures, the classes with their fields or members
-that the engine uses, where each was read (repository, commit, whether at the version's own tag), and the rules that no signature tells.
+that the engine uses, where each was read (repository, commit, whether at the version's own tag), and the rules that no signature tells; or
+the version it is like, its `base`, and what differs.
 The engine asks it what a version can do; the tests' stand-in of the package binds every call to it; `benchmarks/tensorrt_llm_diff.py`
 compares it with an installed package. Nothing of the package is imported here: importing it starts MPI.
 """
@@ -103,11 +104,11 @@ def _order(name: str) -> tuple[list[int], float]:
 
 def load(name: str) -> Contract:
     """The contract of a known version."""
-    data = json.loads((FOLDER / f"{PACKAGE}-{name}.json").read_text())
+    data = _read(name)
     rules = data["rules"]
     return Contract(
         version=data["version"],
-        commit=data["commit"],
+        commit=data.get("commit"),
         draft=data["draft"],
         rules=Rules(
             cuda_graphs_with_sleep=rules["cuda_graphs_with_sleep"],
@@ -115,9 +116,24 @@ def load(name: str) -> Contract:
             logprobs={sampler: LogprobKind(kind) for sampler, kind in rules["logprobs"].items()},
             memory_tags={memory: tuple(tags) for memory, tags in rules["memory_tags"].items()},
         ),
-        sources={key: Source(**source) for key, source in data["sources"].items()},
+        sources={key: Source(**{"commit": None} | source) for key, source in data["sources"].items()},
         symbols={key: _symbol(key, entry) for key, entry in data["symbols"].items()},
     )
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / f"{PACKAGE}-{name}.json").read_text())
+    return _changed(_read(found.pop("base")), found) if "base" in found else found
+
+
+def _changed(base: Any, change: Any) -> Any:
+    """`base` with a JSON merge patch (RFC 7396): null removes a key."""
+    if not isinstance(change, dict):
+        return change
+    kept = base if isinstance(base, dict) else {}
+    return {key: value for key, value in kept.items() if key not in change} | {
+        key: _changed(kept.get(key), value) for key, value in change.items() if value is not None
+    }
 
 
 def _symbol(key: str, entry: Mapping[str, Any]) -> Symbol:
