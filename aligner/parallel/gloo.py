@@ -6,6 +6,7 @@ Groups may share a device (gloo tells their connections apart), so those of a pr
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import warnings
@@ -66,6 +67,8 @@ def share_devices(*, is_alone: bool) -> None:
         if is_alone:
             for descriptor in set(_listening()) - before:
                 _close(descriptor)
+            for device in SharedGloo.devices:  # kept to the end: older gloo aborts when it takes back a socket that has gone
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(device))
     distributed_c10d.ProcessGroupGloo = SharedGloo
 
 

@@ -165,7 +165,7 @@ def _places(root: Path) -> RenderableType:
     for path, what in (
         ("ppo/checkpoints", "policy and critic, paired by step"),
         ("ppo/export", "the policy as a Hugging Face model"),
-        ("ppo/metrics.jsonl", "every step; ppo/tensorboard has the same"),
+        ("ppo/metrics.jsonl", "every step; in ppo/tensorboard too, if it is installed"),
     ):
         table.add_row(path, Text(what, style="dim"))
     return _section(f"In {_short(root)}", table)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,3 +57,18 @@ def test_what_no_option_holds_costs_the_sharing_and_not_the_group(monkeypatch: p
     with pytest.warns(UserWarning, match="gloo groups cannot share a port in torch .*of_tomorrow"):
         group = _group(monkeypatch, _Options, timeout=MINUTE, of_tomorrow=True)
     assert group.given is None and group.own == {"timeout": MINUTE, "of_tomorrow": True}
+
+
+def test_a_device_without_its_port_outlives_the_interpreter():
+    """Gloo of torch 2.6 aborts when it destroys one."""
+    program = """
+import gc, weakref
+from aligner.parallel import gloo
+gloo.share_devices(is_alone=True)
+seen = [weakref.ref(device) for device in gloo.SharedGloo.devices]
+gloo.SharedGloo.devices.clear()
+gc.collect()
+print(len(seen), [device for device in seen if device() is None])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "1 []\n"), done.stderr
