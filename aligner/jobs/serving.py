@@ -50,7 +50,7 @@ def serve_critic(config: TrainPPO) -> None:
         with in_section("critic"):
             _, architecture = load_model_files(model_config)
         config = with_lengths(config)  # raises where the longest rollout does not fit
-        steps = from_rank_0(lambda: with_steps(config).loop.max_steps)
+        steps = from_rank_0(lambda: with_steps(config).loop.max_steps) if config.loop.epochs else config.loop.max_steps
         config.check_critic(model_config, architecture, session.topology.world_size)
         turn = _begin_turn(session, config, "critic", publication)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs

@@ -26,7 +26,7 @@ class Config:
     """As much of a job's config as a session needs."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    num_processes: int = 2
+    num_processes: int = 1
 
     def servers(self) -> tuple[()]:
         return ()

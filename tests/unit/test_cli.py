@@ -86,7 +86,7 @@ def test_help(script: Path, monkeypatch, capsys) -> None:
     out = capsys.readouterr().out
     assert out.startswith(f"usage: python {script} [--config-name NAME] [--config-dir DIR] [key=value ...]")
     assert "data.train=(required)" in out
-    assert ("loop.max_steps=100" in out) == (script in TRAINERS)
+    assert ("loop.max_steps=0" in out) == (script in TRAINERS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -225,7 +225,7 @@ def test_teachers_that_named_different_numbers_of_tokens_do_not_go_together(json
         ([{"path": "a.jsonl", "weight": 1}, "b.jsonl"], "data.train[1] has no weight, and others have one; allowed: a weight for each"),
         (
             ["a.jsonl", {"path": "b.jsonl", "name": "a"}],
-            "data.train[1].name is 'a', the name of a source before it; allowed: another for each",
+            "data.train[1].name is 'a', the name of a source before it; allowed: another",
         ),
         ([{"path": "a.jsonl", "form": "alpaka"}], "data.train[0].form is 'alpaka', allowed: auto, "),
         ([{"path": "a.jsonl", "chat_template": "chat-ml"}], "data.train[0]: data.chat_template is 'chat-ml', allowed: chatml, "),

@@ -195,7 +195,7 @@ def test_bad_settings(name, value):
 
 def test_settings_by_default():
     config = CheckpointConfig()
-    assert (config.keep, config.verify, config.asynchronous, config.best_metric, config.best_mode) == (0, True, False, "", BestMode.max)
+    assert (config.keep, config.verify, config.asynchronous, config.best_metric, config.best_mode) == (0, True, True, "", BestMode.max)
 
 
 def test_the_best_checkpoint_needs_validation():

@@ -48,7 +48,7 @@ def _group(monkeypatch: pytest.MonkeyPatch, options: type, **named: Any) -> Simp
 def test_groups_share_the_devices(options: type, more: dict, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder):
     group = _group(monkeypatch, options, timeout=MINUTE, **more)
     assert group.place == ("store", 0, 2) and not group.own
-    assert (group.given._devices, group.given._threads, group.given._timeout) == (["one", "two"], 4, MINUTE)
+    assert (group.given._devices, group.given._threads, group.given._timeout) == (["one", "two"], 1, MINUTE)
     assert {name: getattr(group.given, name) for name in more} == more
     assert not recwarn.list
 
