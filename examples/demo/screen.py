@@ -125,7 +125,7 @@ def _accuracy(found: Outcome) -> RenderableType:
         full = round(_BAR_WIDTH * value)
         bar = Text.assemble(("█" * full, colour), ("░" * (_BAR_WIDTH - full), "dim"))
         table.add_row(label, bar, Text(f"{value:.1%}", style="bold"))
-    steps = found.steps("ppo") // (len(accuracies) - 1)
+    steps = found.steps("ppo") // max(1, len(accuracies) - 1)
     table.add_row("on the way", Text(sparkline(accuracies, _BAR_WIDTH), style="cyan"), Text(f"every {steps} steps", style="dim"))
     return _section(f"Exact match on {found.num_held_out} held-out sums, greedy", table)
 
