@@ -86,7 +86,10 @@ def test_a_signal_saves_and_kill_9_loses_only_the_unsaved_steps(task: Path, unin
 
 
 def test_checkpoints_by_time_of_a_run_by_epochs(task: Path, uninterrupted: Path) -> None:
-    """One after every step here, written in the background; 2.25 epochs of 64 prompts, 24 a step, are the six steps."""
+    """One after every step here, written in the background; 2.25 epochs of 64 prompts, 24 a step, are the six steps.
+
+    Two are kept; the kill may come after a third is complete and before the oldest is deleted.
+    """
     run, length = task / "by_time", ["loop.max_steps=0", "loop.epochs=2.25"]
     given = [*settings(task), *length, "loop.save_minutes=1e-9", "checkpoint.asynchronous=true"]
     with Job(TRAIN, run, [*given, slow_reward(task, 0.2)]) as job:
@@ -94,7 +97,7 @@ def test_checkpoints_by_time_of_a_run_by_epochs(task: Path, uninterrupted: Path)
         os.kill(job.process.pid, signal.SIGKILL)
         job.wait()
     kept = checkpoint_steps(run / "checkpoints" / "policy")
-    assert kept and len(kept) <= 2
+    assert 1 <= len(kept) <= 3
     output = run_job(TRAIN, run, [*given, slow_reward(task, 0.2)])
     assert f"resumed after step {kept[-1]}" in output and "lost" not in output
     said = "the run ends after 6 steps (loop.epochs=2.25) of 24 samples: 144 samples, 2.25 epochs of 64, responses of at most 8 tokens"
