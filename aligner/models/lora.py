@@ -45,6 +45,7 @@ from aligner.rows import upload
 _LINEAR = re.compile(
     r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(?:shared_experts\.)?(linear_(?:qkv|proj|fc1|fc2|q_proj|q_up_proj|kv_up_proj|qkvz|ba|out))\.weight"
 )
+_FEED_FORWARD = {"linear_fc1": {LoraTarget.fc1, LoraTarget.gate, LoraTarget.up}, "linear_fc2": {LoraTarget.fc2}}
 MERGED_ROWS = 1024  # of a weight that get their adapter at a time
 _WHOLE = "out"  # the one part of a layer that is one projection
 _PARTS = {
@@ -199,6 +200,8 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
     if match is None:
         return None
     is_expert, kind = match[1] is not None, match[2]
+    if not is_expert and kind in _FEED_FORWARD and not _FEED_FORWARD[kind] & set(targets):
+        return None  # also of the planner's dense twins, of which a mixture's family may have no rule
     rule = weight_names(architecture).find(weight)
     if rule.layout not in _PARTS:  # a delta net's
         if LoraTarget.qkv in targets:

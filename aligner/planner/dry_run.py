@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.errors import AlignerError
-from aligner.models.config import OF_EXPERTS, Architecture, Layers, PositionEmbedding, Recompute
+from aligner.models.config import OF_EXPERTS, Architecture, Family, Layers, LoraTarget, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.families.mapping import ADAPTER
 from aligner.parallel.topology import ParallelConfig, initialize
 from aligner.planner.buffers import Parameter
@@ -174,7 +174,7 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
     p = component.parallel
     parallel = ParallelConfig(tp=p.tp, sequence_parallel=p.sequence_parallel, cp=p.cp)
     architecture = _widest(dense_twin(component.architecture)).with_layers(num_layers)
-    small = replace(component, architecture=architecture, parallel=parallel)
+    small = replace(component, architecture=architecture, model=_twin_adapters(component), parallel=parallel)
     with fake_world(parallel):
         (chunk,) = build_chunks(small)
         if device == Device.gpu and not small.model.batch_invariant:
@@ -219,7 +219,21 @@ def dense_twin(architecture: Architecture) -> Architecture:
     if not architecture.num_experts:
         return architecture
     neutral = OF_EXPERTS | {"num_experts": 0, "normalize_expert_weights": True}
-    return replace(architecture, **neutral, ffn_hidden_size=architecture.token_ffn_size)
+    # Mixtral is Llama with experts, and its family's files have no dense feed-forward layer.
+    family = Family.llama if architecture.family == Family.mixtral else architecture.family
+    return replace(architecture, **neutral, family=family, ffn_hidden_size=architecture.token_ffn_size)
+
+
+def _twin_adapters(component: Component) -> ModelConfig:
+    """The component's model with the adapters that the dense twin has in place of its experts'."""
+    a, lora = component.architecture, component.model.lora
+    if not a.num_experts or lora.rank == 0:
+        return component.model
+    dense = {LoraTarget.fc1, LoraTarget.gate, LoraTarget.up, LoraTarget.fc2, LoraTarget.experts}
+    targets = [target for target in lora.targets if target not in dense or (a.shared_ffn_hidden_size and target != LoraTarget.experts)]
+    if LoraTarget.experts in lora.targets:
+        targets = [*dict.fromkeys([*targets, LoraTarget.fc1, LoraTarget.fc2])]
+    return replace(component.model, lora=replace(lora, targets=targets or lora.targets))
 
 
 def expert_extra_bytes(component: Component, tokens: int) -> int:

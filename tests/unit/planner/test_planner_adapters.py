@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from aligner.models.config import Architecture, Dtype, LoraConfig, ModelConfig
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+from hf_models import HF_MODELS, SIZES
+from transformers import AutoConfig
+
+from aligner.models.config import Architecture, Dtype, LoraConfig, LoraTarget, ModelConfig
+from aligner.models.families import architecture_from_hf
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import memory, timing
 from aligner.planner.buffers import Parameter, Replication, StateBytes, approximate_state_bytes, state_bytes
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes
+from aligner.planner.dry_run import BlockBytes, measure_block
 from aligner.planner.workload import Component, Head, Phase, Work
 
 
@@ -59,3 +69,49 @@ def test_the_reference_and_what_is_exchanged_are_the_adapters_alone() -> None:
     linear, quadratic = timing.layer_flops(component(4), 64)
     head = 2 * 64 * 256
     assert timing.model_flops(component(4), 10, 64) == 10 * (2 * (2 * linear + 3 * quadratic) + 2 * head)
+
+
+def test_the_dense_twins_of_mixtures_have_adapters_where_the_experts_have() -> None:
+    """In a process of its own: the layers are run in a fake world. Families whose files have no dense feed-forward layer included."""
+    done = subprocess.run(
+        [sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kept = json.loads(done.stdout)
+    assert set(kept) == {"mixtral", "qwen3_moe", "gpt_oss"}
+    for family, (attention, dense, experts) in kept.items():
+        assert attention == dense, family  # fc1 and fc2 are of dense layers
+        assert experts is None if family == "gpt_oss" else experts > attention, family
+
+
+def _measure() -> None:
+    """Bytes that a layer keeps, by family: adapters of the attention, of that and the feed-forward layers, of that and the experts."""
+    found = {}
+    for family in ("mixtral", "qwen3_moe", "gpt_oss"):
+        architecture = architecture_from_hf(AutoConfig.for_model(**(SIZES | HF_MODELS[family])).to_dict())
+        found[family] = [
+            measure_block(
+                replace(
+                    component(4),
+                    architecture=architecture,
+                    model=ModelConfig(dtype=Dtype.bfloat16, lora=LoraConfig(rank=4, targets=[LoraTarget(target) for target in targets])),
+                    parallel=ParallelConfig(),
+                ),
+                2,
+                32,
+                Device.cpu,
+            ).layer
+            if family != "gpt_oss" or "experts" not in targets
+            else None
+            for targets in (["qkv"], ["qkv", "fc1", "fc2"], ["qkv", "experts"])
+        ]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _measure()
