@@ -331,7 +331,10 @@ def convert(tp: int, pp: int, push_to: str, tokenizer: Path | None, **paths: Pat
 @click.option("--output", type=FILE, metavar="FILE", help="Write the config (.yaml) or the command (.sh) to FILE.")
 @json_option
 def migrate(inputs: tuple[str, ...], **options: Any) -> int:
-    """What a config or command of NeMo-Aligner, TRL, OpenRLHF, verl, DeepSpeed-Chat or LLaMA-Factory is here, key by key."""
+    """What a config or command of NeMo-Aligner, TRL, OpenRLHF, verl, DeepSpeed-Chat or LLaMA-Factory is here, key by key.
+
+    Exit code 3: the command printed cannot run as it is, or is another experiment; its first two lists say why.
+    """
     from aligner.jobs.migrate import command
 
     return command.migrate(inputs, command.Options(**options))
