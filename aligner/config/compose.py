@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -138,8 +139,8 @@ def composing(schema: type, name: str, overrides: Sequence[str], folders: Sequen
     with hydra.initialize_config_dir(config_dir=str(first.resolve()), version_base="1.3"):
         recipe = folders[0].name
         ConfigStore.instance().store(name=ENTRY, node={"defaults": [*([name] if has_file else []), "_self_"]})
-        plain = _with_groups(plain, searchpath)
-        in_files = _check_files(recipe, [*plain, searchpath], [*folders, *users], keys)
+        plain, files = _with_groups(plain, searchpath, recipe, [*folders, *users])
+        in_files = _check_files(recipe, files, [*plain, searchpath], [*folders, *users], keys)
         refuse_unknown([*((key, f"in {text!r}") for key, text in unknown), *in_files], keys)
         store = ConfigStore.instance()  # Hydra's own registry; it is filled anew for every composition
         store.store(name=_SCHEMA, node=_structured(schema))
@@ -148,21 +149,25 @@ def composing(schema: type, name: str, overrides: Sequence[str], folders: Sequen
         yield Settings(plain=plain, named=named, searchpath=searchpath)
 
 
-def _with_groups(overrides: list[str], searchpath: str) -> list[str]:
-    """The overrides; those that choose from a group which the config does not have yet, such as `cluster=dgx_h100`, add it."""
+def _with_groups(overrides: list[str], searchpath: str, recipe: str, folders: Sequence[Path]) -> tuple[list[str], list[ResultDefault]]:
+    """(The overrides, which add a group such as `cluster=dgx_h100` if the config does not have it yet; the files that they bring together).
+
+    Raises ConfigError for a preset that is not the recipe's.
+    """
     loader = GlobalHydra.instance().config_loader()
     while True:
         single = [text for text in overrides if not OverridesParser.create().parse_override(text).is_sweep_override()]
         try:
-            loader.compute_defaults_list(ENTRY, [*single, searchpath], RunMode.RUN)
+            return overrides, list(loader.compute_defaults_list(ENTRY, [*single, searchpath], RunMode.RUN).defaults)
         except ConfigCompositionException as error:
             missing = re.match(r"Could not override '([\w/]+)'\.\s+No match in the defaults list", str(error))
             added = [f"+{text}" if missing and text.startswith(f"{missing[1]}=") else text for text in overrides]
             if added == overrides:
-                return overrides  # what else is wrong is said where the config is composed
+                _check_presets(recipe, overrides, folders)
+                if file := re.search(r"Could not find '([^']+)'", str(error)):
+                    check_preset(recipe, file[1], folders)
+                raise
             overrides = added
-        else:
-            return overrides
 
 
 def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
@@ -329,28 +334,27 @@ def _unknown_below(key: str, override: Override, keys: list[SchemaKey]) -> list[
     return list(unknown_keys({key: value}, keys))
 
 
-def _check_files(recipe: str, overrides: Sequence[str], folders: Sequence[Path], keys: list[SchemaKey]) -> list[tuple[str, str]]:
+def _check_files(
+    recipe: str, files: Sequence[ResultDefault], overrides: Sequence[str], folders: Sequence[Path], keys: list[SchemaKey]
+) -> list[tuple[str, str]]:
     """The unknown keys of the YAML files that `ENTRY`, their `defaults` and the overrides bring together, with the file of each.
 
     Raises ConfigError for a preset, given here or in a `defaults` list, that is not the recipe's.
     """
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        if not override.is_sweep_override() and isinstance(value := override.value(), str):
-            check_preset(recipe, f"{override.key_or_group}/{value}", folders)  # Hydra would add a group that the recipe does not have
+    _check_presets(recipe, overrides, folders)
     unknown: list[tuple[str, str]] = []
-    single = [text for text in overrides if not OverridesParser.create().parse_override(text).is_sweep_override()]
-    try:
-        found = GlobalHydra.instance().config_loader().compute_defaults_list(ENTRY, single, RunMode.RUN).defaults
-    except HydraException as error:
-        if missing := re.search(r"Could not find '([^']+)'", str(error)):
-            check_preset(recipe, missing[1], folders)
-        raise
-    for default in found:
+    for default in files:
         file = default.config_path or ""
         check_preset(recipe, file, folders)
         if (path := find_file(file, folders)) is not None:
             unknown += [(key, f"in {_shown_path(path)}") for key in unknown_in_file(path, default.package or "", keys)]
     return unknown
+
+
+def _check_presets(recipe: str, overrides: Sequence[str], folders: Sequence[Path]) -> None:
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if not override.is_sweep_override() and isinstance(value := override.value(), str):
+            check_preset(recipe, f"{override.key_or_group}/{value}", folders)  # Hydra would add a group that the recipe does not have
 
 
 def _shown_path(path: Path) -> str:
