@@ -69,7 +69,8 @@ def preloaded() -> Preloaded:
     """The one of this test process; started when it is first asked for."""
     root = str(_SERVER.parents[1])
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "PMIX_", "ALIGNER_"))}
-    return Preloaded({**environment, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"})
+    # torch 2.6's compiler starts threads when it is imported, which Megatron-Core 0.19 does; a process with threads cannot be forked.
+    return Preloaded({**environment, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"})
 
 
 class ForkedProcess:
