@@ -21,10 +21,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
 from torch import Tensor
 
-from aligner.errors import DataError
+from aligner.errors import AlignerError, DataError
+
+try:
+    import pyarrow as pa
+except ImportError as error:  # pip knows nothing of it: pyarrow does not say that it needs a NumPy
+    raise AlignerError(f"the package pyarrow does not import: {error}; beside NumPy 1: pip install 'pyarrow<26'") from error
 
 Example = TypeVar("Example")
 Array = np.ndarray[Any, Any]

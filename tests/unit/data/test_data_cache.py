@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
@@ -289,3 +291,16 @@ def test_a_mixture_is_kept_source_by_source(jsonl, chars, kept):
 
 def replace_weight(source):
     return source | {"weight": 5}
+
+
+def test_a_pyarrow_that_does_not_import_ends_in_one_sentence(tmp_path: Path) -> None:
+    """pyarrow 26 beside NumPy 1: pip installs them together, and the import is what fails."""
+    (tmp_path / "pyarrow.py").write_text("raise ImportError('pyarrow requires NumPy 2.0 or newer, found 1.26.4')\n")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[3]}"}
+    command = [sys.executable, "-m", "aligner.cli", "data", "validate", "sft", "data.train=x.jsonl"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "error: the package pyarrow does not import: pyarrow requires NumPy 2.0 or newer, found 1.26.4; "
+        "beside NumPy 1: pip install 'pyarrow<26'"
+    )
