@@ -34,7 +34,7 @@ COPY setup.py pyproject.toml README.md LICENSE ./
 COPY aligner aligner
 COPY conf conf
 COPY examples examples
-COPY benchmarks/tensorrt_llm_diff.py benchmarks/tensorrt_llm_smoke.py benchmarks/
+COPY tools/tensorrt_llm_diff.py tools/tensorrt_llm_smoke.py tools/
 RUN pip install --no-deps --no-build-isolation --editable .
 
 # The build ends here where something that has to be there is not, or two versions do not fit.
@@ -43,7 +43,7 @@ RUN python3 docker/image.py check torch tensorrt_llm transformer_engine apex mpi
 
 # Whether the TensorRT-LLM engine's contract holds for these sources: read, not imported, for that needs a GPU. It does not end the build: the
 # built-in engine needs none of it.
-RUN python3 benchmarks/tensorrt_llm_diff.py \
+RUN python3 tools/tensorrt_llm_diff.py \
     || echo "rollout.engine=tensorrt_llm will not work as it is: docs/tensorrt_llm.md says what to do about the differences above"
 
 # One process per GPU; NumPy's and torch's own threads only get in each other's way.

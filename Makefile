@@ -73,10 +73,10 @@ test-gpu-path: ## the GPU code path on a simulated GPU, and the tests that run o
 
 # On a GPU machine without a network there is no .venv: the interpreter is then the one that has torch.
 gpu-check: ## everything verified and measured on one real GPU, in ten minutes (brings what `make gpu-check-wheels` fetched)
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(if $(wildcard $(GPU_CHECK_WHEELS)),--wheels $(GPU_CHECK_WHEELS)) --output build/gpu_check $(ARGS)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu_check.py $(if $(wildcard $(GPU_CHECK_WHEELS)),--wheels $(GPU_CHECK_WHEELS)) --output build/gpu_check $(ARGS)
 
 gpu-check-wheels: ## the packages that `make gpu-check` brings to a machine without a network (50 MiB)
-	@$(PYTHON) benchmarks/gpu_check_wheels.py $(GPU_CHECK_WHEELS)
+	@$(PYTHON) tools/gpu_check_wheels.py $(GPU_CHECK_WHEELS)
 
 mutants: $(STAMP) ## plants faults one at a time, all of which a test must notice; writes docs/mutants.md (ARGS='--only ID'; half an hour)
 	@$(RUN_ENV) $(BIN)/python tests/mutants.py $(ARGS)

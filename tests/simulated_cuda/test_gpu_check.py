@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_check.py` on the simulated GPU: every stage but the comparison with TRL, whose kernels only a GPU can run."""
+"""`tools/gpu_check.py` on the simulated GPU: every stage but the comparison with TRL, whose kernels only a GPU can run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 
 gpu_cases = pytest.importorskip("simulated_cuda.gpu_cases")
 pytestmark = pytest.mark.simulated_cuda
-BENCHMARKS = gpu_cases.ROOT / "benchmarks"
+TOOLS = gpu_cases.ROOT / "tools"
 STAGES = ["environment", "numbers", "decode", "sft", "grpo", "offload", "layouts", "ppo"]
 
 
 @pytest.mark.timeout(1800)
 def test_every_stage_gives_its_figures_and_numbers_are_right(tmp_path: Path) -> None:
-    sys.path.insert(0, str(BENCHMARKS))
+    sys.path.insert(0, str(TOOLS))
     import gpu_check
 
-    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--tiny", "--minutes", "29", "--slowness", "10", "--output", str(tmp_path)]
+    command = [sys.executable, str(TOOLS / "gpu_check.py"), "--tiny", "--minutes", "29", "--slowness", "10", "--output", str(tmp_path)]
     done = subprocess.run([*command, "--only", *STAGES], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     problems = {name: one["problem"] for name, one in found.items() if one["problem"]}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "tools"))
 import gpu_check  # noqa: E402
 import gpu_check_wheels  # noqa: E402
 
@@ -35,7 +35,7 @@ def test_the_docs_have_the_table_of_predictions() -> None:
 
 
 def test_every_stage_is_a_function_and_every_figure_has_one_name() -> None:
-    source = (ROOT / "benchmarks" / "gpu_check_stages.py").read_text()
+    source = (ROOT / "tools" / "gpu_check_stages.py").read_text()
     names = [figure.name for stage in gpu_check.STAGES for figure in stage.figures]
     assert len(set(names)) == len(names)
     assert all(f"def {stage.name}(check: Check)" in source for stage in gpu_check.STAGES)

@@ -1,7 +1,7 @@
 """Does everything work on the first real GPU, and is it as fast as predicted? One command, at most ten minutes, no network.
 
-    python benchmarks/gpu_check.py [--wheels FOLDER] [--output FOLDER] [--only STAGE ...] [--minutes 9.5]    (make gpu-check)
-    python benchmarks/gpu_check.py --table                                                                  the predictions alone
+    python tools/gpu_check.py [--wheels FOLDER] [--output FOLDER] [--only STAGE ...] [--minutes 9.5]    (make gpu-check)
+    python tools/gpu_check.py --table                                                                  the predictions alone
 
 Each stage has its own process and time limit and may fail alone. `gpu_check.json` and `gpu_check.md` are written after each. `--wheels`: a
 folder of packages that this machine lacks, from `make gpu-check-wheels`. The predictions were written before any GPU had run this. Standard
@@ -238,7 +238,7 @@ def check(stages: list[Stage], chosen: argparse.Namespace, folder: Path, until: 
     """Run the stages one after the other, each loading while the one before it measures."""
     python, installed = gpu_check_wheels.install(chosen.wheels, folder) if chosen.wheels else (Path(sys.executable), [])
     print(f"installed beside this machine's packages: {', '.join(installed) or 'nothing'}", flush=True)
-    path = os.pathsep.join([str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(HERE.parent), str(HERE), str(HERE.parent / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"CUDA_VISIBLE_DEVICES": "0"} | os.environ | {"PYTHONPATH": path, "GPU_CHECK_SERVERS": ""}
     if (folder / gpu_check_wheels.SERVERS).exists():
         environment["GPU_CHECK_SERVERS"] = str(folder / gpu_check_wheels.SERVERS)
