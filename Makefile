@@ -13,7 +13,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # For each interpreter its own: Python 3.12 and 3.13 get Megatron-Core 0.19.
 GPU_PATH = .venv-gpu-path/$(notdir $(PYTHON))
 # Where there is no GPU the pinned CPU build keeps results and downloads small; PIP_TORCH overrides it.
-PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else echo torch==2.13.0; fi)
+PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else grep '^torch==' docker/versions.txt; fi)
 GPU_CHECK_WHEELS = build/gpu_check_wheels
 # Of benchmarks/rollout.py.
 AGAINST_ALL := --against 'ours (torch)' dynamic static continuous vllm --make-vllm

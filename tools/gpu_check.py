@@ -6,8 +6,8 @@
 
 The stages come in order of risk: single kernels against float32 first, speed and other packages last. Each has its own process and time
 limit and may fail alone; STAGE.json, gpu_check.json and gpu_check.md are written when one ends. A package that does not import is said,
-and fails the check unless --allow-missing names it (or says `all`). Exit code: 0 if every stage has passed. `--wheels`: a folder of packages
-that this machine lacks, from `make gpu-check-wheels`. Standard library only: the packages are installed first.
+and fails the check unless --allow-missing names it (or says `all`). Exit code: 0 if every stage has passed. `--wheels`: packages that this
+machine lacks, from `make gpu-check-wheels`. Standard library only: the packages are installed first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import gpu_check_wheels
 from gpu_check_halves import HALF_SECONDS, PACKAGES, STAGES, STAGES_BY_NAME, Stage
-from gpu_check_table import Outcome, judge, state, summary, table
+from gpu_check_table import Outcome, budget, judge, state, summary, table
 
 HERE = Path(__file__).resolve().parent
 LEAST_SECONDS = 10.0  # a stage is not begun with less
@@ -69,7 +69,7 @@ class Started:
     """The process of a stage: it loads its packages and waits for `go`."""
 
     def __init__(self, stage: Stage, python: Path, folder: Path, environment: Mapping[str, str], *, tiny: bool) -> None:
-        self.stage = stage
+        self.stage, self.tiny = stage, tiny
         self.result, self.log = folder / f"{stage.name}.json", folder / f"{stage.name}.log"
         own = folder / stage.name
         own.mkdir()
@@ -93,7 +93,7 @@ class Started:
             end(self.process)
         found = json.loads(self.result.read_text()) if self.result.exists() else {}
         outcome = Outcome(**found or {"figures": {}}, seconds=time.monotonic() - started, problem=problem, kind=kind)
-        judge(self.stage, outcome)
+        judge(self.stage, outcome, tiny=self.tiny)
         return outcome
 
 
@@ -190,7 +190,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main() -> int:
     chosen = parse(sys.argv[1:])
     if chosen.table:
-        print("\n".join(table({})))
+        print("\n".join([*budget(), "", *table({})]))
         return 0
     until = time.monotonic() + 60 * chosen.minutes
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:

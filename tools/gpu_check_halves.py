@@ -16,7 +16,8 @@ SETUP_SECONDS = 60.0  # of these for installing wheels and looking what imports
 class Figure:
     """A figure of a stage: what is predicted of one H100 and one H200, and what is aimed at.
 
-    A `must` is about what is right: the check fails if its goal is missed. Other goals are aims of speed and memory.
+    A `must` is about what is right: the check fails if its goal is missed. Other goals are aims of speed and memory. `full`: a must of
+    models and steps of full size only.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Figure:
     h200: float
     goal: str = ""  # as "<= 0.1" or ">= 0.6"
     must: bool = False
+    full: bool = False
     because: str = ""
     otherwise: str = ""  # what to do if the goal is missed
 
@@ -45,11 +47,15 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A function of the modules in gpu_stages/, in which half it runs, the most that it may take, and its figures."""
+    """A function of the modules in gpu_stages/, in which half it runs, the most that it may take, and its figures.
+
+    `gib`: what torch's allocator is predicted to hold at most, in the process of the stage that holds the most.
+    """
 
     name: str
     half: int
     seconds: float
+    gib: float
     figures: tuple[Figure, ...]
     failed: str  # what to do if it ends with an error
     late: str = "run it alone with --only and a larger --slowness; if it hangs, `py-spy dump` of its process says where"
@@ -126,7 +132,7 @@ def _relative(what: str, predicted: float, otherwise: str) -> Figure:
 
 GATHERED = "weights, and without a paged kernel the cache four times; at least 2 us a kernel"
 RUNS = "take the sequences one at a time: model.packing=false; report the sizes"
-PRECISION = "set model.float32_matmul=highest; in images TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0"
+PRECISION = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0; if these figures are those with TF32, something sets the precision later"
 GAP = "rollout.kernels=torch, then rollout.cuda_graphs=false: the setting that closes it names the kernel (docs/agreement.md)"
 VLLM_GAP = "rollout.engine=megatron until `aligner gap` names the module (docs/agreement.md)"
 
@@ -135,6 +141,7 @@ FIRST: Sequence[Stage] = (
         name="environment",
         half=1,
         seconds=30,
+        gib=2.4,
         failed="no GPU for torch: compare its CUDA with the driver's",
         figures=(
             _says("copy GB/s", 3000, 4300, "90 % of the data sheet, bytes read and written"),
@@ -147,6 +154,7 @@ FIRST: Sequence[Stage] = (
         name="numbers",
         half=1,
         seconds=50,
+        gib=0.5,
         failed="run the tests there: make test ARGS='-k numbers'",
         figures=(
             _must("float32 product in a run, relative error", 3e-7, "<= 1e-5", PRECISION, "3e-4 would be TF32"),
@@ -164,6 +172,7 @@ FIRST: Sequence[Stage] = (
         name="kernels",
         half=1,
         seconds=35,
+        gib=0.5,
         failed="the line above it names the kernel; " + RUNS,
         figures=(
             _relative("attention of runs: output", 0.003, RUNS),
@@ -176,6 +185,7 @@ FIRST: Sequence[Stage] = (
         name="flash_attn",
         half=1,
         seconds=15,
+        gib=0.5,
         needs="flash_attn",
         failed="uninstall it, or rollout.kernels=torch: the engine then gathers the pages",
         figures=(_relative("flash_attn over pages", 0.003, "rollout.kernels=torch"),),
@@ -184,6 +194,7 @@ FIRST: Sequence[Stage] = (
         name="varlen_attn",
         half=1,
         seconds=15,
+        gib=0.5,
         needs="varlen_attn",
         failed="rollout.kernels=torch: the engine then gathers the pages",
         figures=(_relative("varlen_attn over pages", 0.003, "rollout.kernels=torch"),),
@@ -192,6 +203,7 @@ FIRST: Sequence[Stage] = (
         name="sft_bits",
         half=1,
         seconds=80,
+        gib=13,
         failed="model.packing=false, then optimizer.distributed=false: which one passes names the part",
         figures=(
             _must("bfloat16 against float32: sft/loss, relative gap", 1e-3, "<= 0.01", RUNS, "log-probs near ln(151936)"),
@@ -204,6 +216,7 @@ FIRST: Sequence[Stage] = (
         name="gap",
         half=1,
         seconds=80,
+        gib=13,
         failed="rollout.cuda_graphs=false, then rollout.kernels=torch: which one passes names the part",
         figures=(
             _must("responses with and without graphs that are equal", 1.0, ">= 1", "rollout.cuda_graphs=false", "the same kernels"),
@@ -223,6 +236,7 @@ FIRST: Sequence[Stage] = (
         name="two_ranks",
         half=1,
         seconds=70,
+        gib=0.1,
         failed="one rank to a GPU: run.ranks_per_gpu=1; on several GPUs aligner preflight tries NCCL",
         figures=(
             *(
@@ -238,8 +252,9 @@ FIRST: Sequence[Stage] = (
         name="ppo",
         half=1,
         seconds=65,
+        gib=0.3,
         uses="pytriton",
-        failed="the logs of the servers say why: server.transport=http first, then each component on a GPU of its own",
+        failed="the logs of the servers say why: critic.server.transport=http first, then each component on a GPU of its own",
         figures=(
             _says(
                 "PPO: device memory of all processes at most, GiB",
@@ -251,13 +266,23 @@ FIRST: Sequence[Stage] = (
             ),
             _must("PPO: device memory left behind, GiB", 0.0, "<= 0.2", "a process outlives the run: nvidia-smi names it"),
             _says("PPO: step, s", 0.6, 0.6, "eight turns on the GPU, each a lock and a copy of small weights"),
-            _must("PPO: reward of the last steps", 0.5, ">= 0.2", "compare with SIMULATED_CUDA=0 on a CPU: make demo", "as on a CPU"),
+            Figure(
+                name="PPO: reward of the last steps",
+                h100=0.5,
+                h200=0.5,
+                goal=">= 0.2",
+                must=True,
+                full=True,
+                because="as on a CPU",
+                otherwise="the same on a CPU: make learn; if it learns there, placement=separate",
+            ),
         ),
     ),
     Stage(
         name="speed",
         half=1,
         seconds=60,
+        gib=42,
         failed="a smaller model.micro_batch_tokens, if memory has run out",
         figures=(
             *_decode("1.5b", 1, (1.5, 1.3), (0.68, 0.55), "450 kernels of a step against 1.0 or 0.7 ms of reading weights"),
@@ -281,6 +306,7 @@ SECOND: Sequence[Stage] = (
         name="transformer_engine",
         half=2,
         seconds=80,
+        gib=42,
         needs="transformer_engine",
         failed="go on with model.layers=torch; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says which attention it chose",
         figures=(
@@ -298,6 +324,7 @@ SECOND: Sequence[Stage] = (
         name="vllm",
         half=2,
         seconds=110,
+        gib=3,
         needs="vllm",
         failed="rollout.vllm.enforce_eager=true, then rollout.offload=false: which one passes names the part",
         figures=(
@@ -331,6 +358,7 @@ SECOND: Sequence[Stage] = (
         name="tensorrt_llm",
         half=2,
         seconds=115,
+        gib=2,
         needs="tensorrt_llm",
         failed="docs/tensorrt_llm.md has the steps; until then rollout.engine=megatron",
         figures=(_must("TensorRT-LLM: refits, decodes and sleeps", 1.0, ">= 1", "rollout.engine=megatron"),),
@@ -339,6 +367,7 @@ SECOND: Sequence[Stage] = (
         name="decode",
         half=2,
         seconds=50,
+        gib=19,
         failed="a smaller rollout.max_batch_size, if memory has run out",
         figures=(
             *_decode("0.5b", 32, (1.2, 1.1), (0.34, 0.26), f"380 kernels of a step; {GATHERED}"),
@@ -350,6 +379,7 @@ SECOND: Sequence[Stage] = (
         name="grpo_speed",
         half=2,
         seconds=60,
+        gib=52,
         failed="a smaller model.micro_batch_tokens, or optimizer.offload=true, if memory has run out",
         figures=(
             *_against_plan(
@@ -372,6 +402,7 @@ SECOND: Sequence[Stage] = (
         name="trl",
         half=2,
         seconds=75,
+        gib=30,
         needs="trl",
         failed="its log says whether the two did the same work",
         figures=(

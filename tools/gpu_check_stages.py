@@ -28,6 +28,12 @@ STAGES: dict[str, Callable[[Check], Figures]] = {
 SIDES: dict[str, Callable[..., None]] = {"numbers_side": arithmetic.numbers_side, "one_of_two": training.one_of_two}
 
 
+def with_peak(figures: Figures) -> Figures:
+    """At the end a line with what torch's allocator held at most, since a stage that measures memory has begun to."""
+    yield from figures
+    yield f"at most {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of torch's memory"
+
+
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     if name in SIDES:  # of a stage that has several processes
@@ -39,7 +45,7 @@ def main() -> None:
         sys.exit(f"torch {torch.__version__} finds no GPU")
     figures: dict[str, float] = {}
     notes: list[str] = []
-    for found in STAGES[name](Check(folder, tiny="tiny" in sys.argv[4:])):
+    for found in with_peak(STAGES[name](Check(folder, tiny="tiny" in sys.argv[4:]))):
         if isinstance(found, str):
             notes.append(found)
             print(found, flush=True)

@@ -35,7 +35,10 @@ PAGES = sorted(
     )
     if path.name != "mutants.md"
 )
-SOURCES = sorted(str(path.relative_to(ROOT)) for path in (*(ROOT / "aligner").rglob("*.py"), *(ROOT / "examples").rglob("*.py")))
+SOURCES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*(ROOT / "aligner").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "tools").rglob("*.py"))
+)
 SETTING = re.compile(r"(?<![\w./<-])(?P<key>[a-z]\w*(?:\.[a-z]\w*)+)(?:=(?P<value>[\w.+-]*\w))?")
 FILES = "bin c csv h html json jsonl log md model nemo parquet py safetensors sh sub txt yaml"  # the ends of names of files
 OTHERS = {

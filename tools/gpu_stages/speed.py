@@ -66,7 +66,8 @@ def decoded(check: Check, config: Any, layout: Topology, size: str, batches: Seq
         engine = create_engine(policy, RolloutConfig(max_batch_size=rows), eos_id=-1)
         prompts = random_tokens(architecture.vocab_size, rows, prompt)
         times = {
-            length: seconds(lambda n=length, e=engine, p=prompts: generate(e, p, n, temperature=1.0), 2, 1) for length in (short, long)
+            length: seconds(lambda n=length, e=engine, p=prompts: generate(e, p, n, temperature=1.0), check.number(2, 1), 1)
+            for length in (short, long)
         }
         step = (times[long] - times[short]) / (long - short)
         weights = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
@@ -105,7 +106,7 @@ def sft_steps(check: Check, layers: Layers, whose: str) -> Figures:
     plan = planned("sft", settings, folder)
     config = loaded("sft", [*settings, f"model.layers={layers.value}"], folder / "run")
     tokens = random_tokens(config.model.architecture.vocab_size, rows, length)
-    spec = SFTSpec(model="", rows=tokens, prompt_lengths=[1] * rows, steps=check.number(4, 1), warmup_steps=check.number(2, 1))
+    spec = SFTSpec(model="", rows=tokens, prompt_lengths=[1] * rows, steps=check.number(4, 1), warmup_steps=check.number(2, 0))
     with session(config, component="trainer") as layout, random_on_device():
         algorithm = make_sft(config, spec, layout)
         torch.cuda.reset_peak_memory_stats()
@@ -124,7 +125,9 @@ def grpo_speed(check: Check) -> Figures:
     plan = planned("grpo", settings, check.folder)
     config = loaded("grpo", settings, check.folder / "run")
     prompts = random_tokens(config.model.architecture.vocab_size, 8, prompt)
-    spec = GRPOSpec(model="", prompts=prompts, group_size=8, max_new_tokens=response, steps=check.number(2, 1), warmup_steps=1)
+    spec = GRPOSpec(
+        model="", prompts=prompts, group_size=8, max_new_tokens=response, steps=check.number(2, 1), warmup_steps=check.number(1, 0)
+    )
     away = replace(config, optimizer=replace(config.optimizer, offload=True), rollout=replace(config.rollout, offload=True))
     found = {}
     with session(config) as layout:
