@@ -72,7 +72,7 @@ test-gpu-path: ## the GPU code path on a simulated GPU, and the tests that run o
 	@if [ -e $(GPU_PATH)/.complete ]; then rm -rf build/gpu_path; $(RUN_ENV) $(GPU_PATH)/bin/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=2 -m 'not cpu' tests/simulated_cuda tests/unit $(ARGS) && $(GPU_PATH)/bin/python tests/simulated_cuda/table.py; fi
 
 # On a GPU machine without a network there is no .venv: the interpreter is then the one that has torch.
-gpu-check: ## everything verified and measured on one real GPU, in ten minutes (brings what `make gpu-check-wheels` fetched)
+gpu-check: ## everything verified and measured on one real GPU, in two halves of ten minutes (ARGS='--half 1'; brings what `make gpu-check-wheels` fetched)
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu_check.py $(if $(wildcard $(GPU_CHECK_WHEELS)),--wheels $(GPU_CHECK_WHEELS)) --output build/gpu_check $(ARGS)
 
 gpu-check-wheels: ## the packages that `make gpu-check` brings to a machine without a network (50 MiB)
