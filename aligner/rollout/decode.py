@@ -114,8 +114,7 @@ class Decoder:
         self.page_size = self.attention.page_size
         self._attentions = [self._attention_of(number) for number in range(len(weights.layers))]
         self._native = self._native_decode() if kernels == Kernels.auto else None
-        capturable = shards.count == 1 or dist.get_backend(shards.group) == "nccl"  # ranks that share a GPU exchange over the host
-        self._graphs = self._decode_graphs() if cuda_graphs and weights.embedding.is_cuda and not linear and capturable else None
+        self._graphs = self._decode_graphs() if cuda_graphs and weights.embedding.is_cuda and not linear else None
         self.fixed_shapes = weights.embedding.is_cuda  # of decode steps, whatever the routing: nothing is read on the host
         self._addresses: tuple[int, ...] = ()
         self._stacks: tuple[Stack | None, ...] = (None,) * len(weights.layers)  # of experts whose products are grouped

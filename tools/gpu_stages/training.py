@@ -21,6 +21,7 @@ from gpu_stages.common import (
     ROOT,
     Check,
     Figures,
+    cluster,
     digits,
     free,
     generate,
@@ -220,8 +221,8 @@ def held() -> dict[str, int]:
 
 def recipe(name: str, settings: Sequence[str], directory: Path) -> list[dict[str, float]]:
     """The metrics of a run that `aligner launch local` started."""
-    common = ["logging.tensorboard=false", "logging.progress=plain", "cluster.gpus_per_node=1", f"run.directory={directory}"]
-    command = [sys.executable, "-m", "aligner.cli", "launch", "local", name, "cluster=dgx_h200", *common, *settings]
+    common = ["logging.tensorboard=false", "logging.progress=plain", f"run.directory={directory}"]
+    command = [sys.executable, "-m", "aligner.cli", "launch", "local", name, *cluster(), *common, *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name}: exit code {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-3000:]}")
