@@ -13,7 +13,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # For each interpreter its own: Python 3.12 and 3.13 get Megatron-Core 0.19.
 GPU_PATH = .venv-gpu-path/$(notdir $(PYTHON))
 # Where there is no GPU the pinned CPU build keeps results and downloads small; PIP_TORCH overrides it.
-PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else echo torch==2.13.0; fi)
+PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else grep '^torch==' docker/versions.txt; fi)
 GPU_CHECK_WHEELS = build/gpu_check_wheels
 # Of benchmarks/rollout.py.
 AGAINST_ALL := --against 'ours (torch)' dynamic static continuous vllm --make-vllm
@@ -72,11 +72,11 @@ test-gpu-path: ## the GPU code path on a simulated GPU, and the tests that run o
 	@if [ -e $(GPU_PATH)/.complete ]; then rm -rf build/gpu_path; $(RUN_ENV) $(GPU_PATH)/bin/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=2 -m 'not cpu' tests/simulated_cuda tests/unit $(ARGS) && $(GPU_PATH)/bin/python tests/simulated_cuda/table.py; fi
 
 # On a GPU machine without a network there is no .venv: the interpreter is then the one that has torch.
-gpu-check: ## everything verified and measured on one real GPU, in ten minutes (brings what `make gpu-check-wheels` fetched)
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(if $(wildcard $(GPU_CHECK_WHEELS)),--wheels $(GPU_CHECK_WHEELS)) --output build/gpu_check $(ARGS)
+gpu-check: ## everything verified and measured on one real GPU, in two halves of ten minutes (ARGS='--half 1'; brings what `make gpu-check-wheels` fetched)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu_check.py $(if $(wildcard $(GPU_CHECK_WHEELS)),--wheels $(GPU_CHECK_WHEELS)) --output build/gpu_check $(ARGS)
 
 gpu-check-wheels: ## the packages that `make gpu-check` brings to a machine without a network (50 MiB)
-	@$(PYTHON) benchmarks/gpu_check_wheels.py $(GPU_CHECK_WHEELS)
+	@$(PYTHON) tools/gpu_check_wheels.py $(GPU_CHECK_WHEELS)
 
 mutants: $(STAMP) ## plants faults one at a time, all of which a test must notice; writes docs/mutants.md (ARGS='--only ID'; half an hour)
 	@$(RUN_ENV) $(BIN)/python tests/mutants.py $(ARGS)

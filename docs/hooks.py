@@ -28,6 +28,7 @@ ELSEWHERE = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     "benchmarks.md": "benchmarks/README.md",
+    "tools.md": "tools/README.md",
 }
 REFERENCE = re.compile(r"reference/(aligner[\w.]*)\.md")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)")

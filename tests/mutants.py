@@ -34,7 +34,7 @@ AREAS = tuple(
         "wiring"
     ).split()
 )
-COPIED = "aligner tests conf examples slurm docker docs benchmarks pyproject.toml setup.py README.md Makefile".split()
+COPIED = "aligner tests conf examples slurm docker docs benchmarks tools pyproject.toml setup.py README.md Makefile".split()
 _SURVIVED, _NOT_RUN = "**survived**", "not run yet"  # in the table
 PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "--tb=short")
 # What Megatron-Core was patched from: can be imported once in a process. A fault in one of these gets an interpreter of its own.

@@ -70,7 +70,7 @@ def over_the_host(operator: Callable[..., Any], *args: Any) -> Any:
 
 
 def _copy_back(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, host in pairs:
+    for tensor, host in reversed(pairs):  # results come before what they may be a part of
         tensor.detach().copy_(host)  # a stage's input has its gradient asked for before it is received
 
 

@@ -62,7 +62,7 @@ class MegatronEngine:
             max_sequence_length=self.max_sequence_length,
             frequencies=chunk.rotary_pos_emb.inv_freq if rotates else None,
             kernels=config.kernels,
-            cuda_graphs=config.cuda_graphs,
+            cuda_graphs=config.cuda_graphs and (self.shards.count == 1 or dist.get_backend(self.shards.group) == "nccl"),  # gloo: none
             records_routes=config.records_routes,
         )
         self.generation = Generation(

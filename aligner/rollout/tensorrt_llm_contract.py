@@ -3,7 +3,7 @@
 A contract (`contracts/tensorrt_llm-<version>.json`) lists the functions with their signatures, the classes with their fields or members
 that the engine uses, where each was read (repository, commit, whether at the version's own tag), and the rules that no signature tells; or
 the version it is like, its `base`, and what differs.
-The engine asks it what a version can do; the tests' stand-in of the package binds every call to it; `benchmarks/tensorrt_llm_diff.py`
+The engine asks it what a version can do; the tests' stand-in of the package binds every call to it; `tools/tensorrt_llm_diff.py`
 compares it with an installed package. Nothing of the package is imported here: importing it starts MPI.
 """
 
@@ -166,7 +166,7 @@ def gate(*, allow_drafts: bool) -> Contract:
     if found.draft and not allow_drafts:
         raise EngineError(
             f"rollout.engine=tensorrt_llm: the contract of version {installed} is a draft, mostly of other versions' sources; known are "
-            f"{shown}. To try it: benchmarks/tensorrt_llm_diff.py (docs/tensorrt_llm.md), then rollout.tensorrt_llm.allow_drafts=true"
+            f"{shown}. To try it: tools/tensorrt_llm_diff.py (docs/tensorrt_llm.md), then rollout.tensorrt_llm.allow_drafts=true"
         )
     return found
 

@@ -214,6 +214,8 @@ def _in_gloo(func: Any, args: tuple[Any, ...]) -> Any:
     host_collectives = sys.modules.get("aligner.parallel.host_collectives")
     if host_collectives is None or not host_collectives.is_installed():
         raise SimulationError(f"{func} of CUDA tensors in a gloo group at {site()}")
+    if _captured.graph is not None:  # a replay would leave it out
+        raise SimulationError(f"{func} over the host while a CUDA graph is captured, at {site()}")
     return host_collectives.over_the_host(func, *args)
 
 

@@ -61,6 +61,7 @@ CASES = {
     "sft, pp 2": GpuCase(of="sft", settings=["parallel.pp=2"], ranks=2),
     "sft, pp 2 interleaved": GpuCase(of="sft", settings=["model.architecture.num_layers=4", "parallel.pp=2", "parallel.vpp=2"], ranks=2),
     "sft, tp 2 on one GPU": GpuCase(of="sft", settings=[*TP2, ONE_GPU], ranks=2),
+    "sft, packed, dp 2 on one GPU": GpuCase(of="sft", settings=[*PACKED, ONE_GPU], ranks=2),
     "sft, pp 2 on one GPU": GpuCase(of="sft", settings=["parallel.pp=2", ONE_GPU], ranks=2),
     "grpo, dp 2 to rollout tp 2 on one GPU": GpuCase(of="grpo", settings=["rollout.tp=2", ONE_GPU], ranks=2),
     "sft, cp 2": GpuCase(of="sft", settings=["parallel.cp=2"], ranks=2),

@@ -29,10 +29,16 @@ from aligner.schema import SchemaKey, is_known, named_as, schema_keys
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md"))
+    for path in (
+        *(ROOT / name for name in ("README.md", "benchmarks/README.md", "tools/README.md")),
+        *(path for folder in ("docs", "examples") for path in ROOT.glob(f"{folder}/**/*.md")),
+    )
     if path.name != "mutants.md"
 )
-SOURCES = sorted(str(path.relative_to(ROOT)) for path in (*(ROOT / "aligner").rglob("*.py"), *(ROOT / "examples").rglob("*.py")))
+SOURCES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*(ROOT / "aligner").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "tools").rglob("*.py"))
+)
 SETTING = re.compile(r"(?<![\w./<-])(?P<key>[a-z]\w*(?:\.[a-z]\w*)+)(?:=(?P<value>[\w.+-]*\w))?")
 FILES = "bin c csv h html json jsonl log md model nemo parquet py safetensors sh sub txt yaml"  # the ends of names of files
 OTHERS = {
@@ -189,7 +195,7 @@ def test_the_commands_of_the_docs_can_be_typed() -> None:
 
 
 def test_paths_in_the_commands_of_the_docs_exist() -> None:
-    own = r"(?<![\w./-])(?:examples|slurm|conf|benchmarks|tests|docs)/[\w./-]+\.(?:py|sub|yaml|jsonl|md)\b"
+    own = r"(?<![\w./-])(?:examples|slurm|conf|benchmarks|tools|tests|docs)/[\w./-]+\.(?:py|sub|yaml|jsonl|md)\b"
     wrong = [
         f"{page}: {path}"
         for page in PAGES

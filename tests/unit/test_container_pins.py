@@ -1,8 +1,9 @@
-"""The versions in the Dockerfiles: exact, allowed by setup.py, and the same in both where both have them. No network, no Docker."""
+"""The versions of the images, all in docker/versions.txt: exact, allowed by setup.py. No network, no Docker."""
 
 import ast
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
-PIN = re.compile(r'"([A-Za-z0-9_.-]+)(?:\[[a-z,]+\])?==([^"\s]+)"')
+PINS = ROOT / "docker" / "versions.txt"
+NVIDIA = [name for name in DOCKERFILES if "nvcr.io/" in (ROOT / name).read_text()]
 # What the GPU image takes from its base image instead of a pin.
 FROM_THE_BASE = {
     "torch",
@@ -31,8 +33,24 @@ FROM_THE_BASE = {
 }
 
 
+def installations(name: str) -> list[list[str]]:
+    """The words of every `pip install` of a Dockerfile."""
+    text = (ROOT / name).read_text().replace("\\\n", " ")
+    found = re.findall(r"^RUN pip install (.*)$|&& pip install (.*)$", text, re.MULTILINE)
+    return [shlex.split("".join(line).split("&&")[0]) for line in found]
+
+
+def packages(words: list[str]) -> set[str]:
+    """What a `pip install` names, without extras; not the checkout."""
+    options = {"--constraint", "--extra-index-url"}
+    named = [word for i, word in enumerate(words) if not word.startswith("-") and (i == 0 or words[i - 1] not in options) and word != "."]
+    return {canonicalize_name(word.partition("[")[0]) for word in named}
+
+
 def pins(name: str) -> dict[str, str]:
-    return {canonicalize_name(match[1]): match[2] for match in PIN.finditer((ROOT / name).read_text())}
+    """The versions that an image pins: those of its packages."""
+    every = runpy.run_path(str(ROOT / "docker" / "image.py"))["pinned"]()
+    return {one: every[one] for words in installations(name) for one in packages(words)}
 
 
 def requirements() -> dict[str, Requirement]:
@@ -62,18 +80,34 @@ def test_everything_that_setup_requires_is_there(name):
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_every_installation_is_pinned(name):
-    text = (ROOT / name).read_text().replace("\\\n", " ")
-    for line in re.findall(r"^RUN pip install (.*)$|&& pip install (.*)$", text, re.MULTILINE):
-        words = re.sub(r'"\$\{TORCH_INDEX\}"', "", "".join(line)).split("&&")[0].split()
-        options = {"--constraint", "--extra-index-url"}
-        packages = [word for i, word in enumerate(words) if not word.startswith("-") and (i == 0 or words[i - 1] not in options)]
-        assert all(PIN.fullmatch(word) or word == "." for word in packages), packages
+    """A name alone, under the file of versions or what docker/image.py makes of it."""
+    for words in installations(name):
+        named = packages(words)
+        assert not named or "/constraints.txt" in " ".join(words) or "docker/versions.txt" in " ".join(words), words
+        assert not any("==" in word for word in words), words
+        assert named <= pins(name).keys()
+    assert not re.search(r"[=<>]=\d", (ROOT / name).read_text())
 
 
-def test_both_images_have_the_same_versions():
-    gpu, cpu = map(pins, DOCKERFILES)
-    assert {name: gpu[name] for name in gpu.keys() & cpu.keys()} == {name: cpu[name] for name in gpu.keys() & cpu.keys()}
+def test_every_version_is_pinned_once_and_installed_somewhere():
+    lines = [line for line in PINS.read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==\d[\w.]*", line) for line in lines)
+    names = [line.partition("==")[0] for line in lines]
+    assert names == sorted(set(names))
+    assert {canonicalize_name(line.partition("==")[0]) for line in lines} == set().union(*(pins(name) for name in DOCKERFILES))
+    gpu = pins("Dockerfile")
     assert "megatron-core" in gpu and "torch" not in gpu
+    assert "grep '^torch==' docker/versions.txt" in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("name", NVIDIA)
+def test_images_on_nvidias_set_what_theirs_would(name):
+    text = (ROOT / name).read_text()
+    first = text.index("RUN pip install")
+    for setting in ("ENV PIP_CONSTRAINT=\n", "ENV TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0\n"):
+        assert 0 < text.find(setting) < first, setting
+    assert "docker/image.py imports torch transformer_engine.pytorch flash_attn " in text
+    assert "docker/image.py environment PIP_CONSTRAINT= TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0" in text
 
 
 def test_what_is_copied_into_the_image_exists():
@@ -102,6 +136,38 @@ def test_the_commands_of_the_image_script(image, capsys):
     assert image["main"](["constraints", "Pytest"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == sorted(lines, key=lambda line: line.partition("==")[0])
-    assert not any(line.startswith("pytest==") for line in lines) and any(line.startswith("packaging==") for line in lines)
+    assert "pytest==9.2.0" in lines and any(line.startswith("packaging==") for line in lines)  # free of what is installed, and pinned
+    assert not any(line.startswith("packaging==") for line in image["constraints"](["packaging"]))  # free, and not pinned
     assert image["main"](["needs", "pytest"]) == 0
     assert image["main"](["nonsense"]) == 2
+
+
+def test_what_is_installed_comes_before_what_is_pinned(image, tmp_path, monkeypatch):
+    (tmp_path / "versions.txt").write_text("# why\npytest==0.1\nno_such.package==7.5\npackaging==0.2  # of old\n")
+    monkeypatch.setitem(image["constraints"].__globals__, "PINS", tmp_path / "versions.txt")
+    lines = image["constraints"](["packaging"])
+    assert "no-such-package==7.5" in lines and "packaging==0.2" in lines and "pytest==0.1" not in lines
+
+
+def test_imports_are_tried_and_a_missing_driver_is_no_fault(image, tmp_path, monkeypatch, capsys):
+    (tmp_path / "wants_gpu.py").write_text("raise ImportError('libcuda.so.1: cannot open shared object file')")
+    (tmp_path / "damaged.py").write_text("__version__ = '2'\nimport no_such_module")
+    (tmp_path / "good.py").write_text("__version__ = '3.1'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert image["main"](["imports", "good", "wants_gpu"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "good 3.1"
+    assert image["main"](["imports", "good", "damaged", "no_such_module"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[2].split()[0] for line in errors] == ["damaged", "no_such_module"]
+
+
+def test_the_environment_is_recorded_and_held(image, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    monkeypatch.setenv("NVTE_FRAMEWORK", "pytorch")
+    monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
+    assert image["main"](["environment", "PIP_CONSTRAINT="]) == 0
+    assert {"NVTE_FRAMEWORK=pytorch", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1"} <= set(capsys.readouterr().out.splitlines())
+    assert image["main"](["environment", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0", "PIP_CONSTRAINT="]) == 1
+    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is '1', and has to be '0'" in capsys.readouterr().err
+    monkeypatch.setenv("PIP_CONSTRAINT", "/etc/pip/constraint.txt")
+    assert image["main"](["environment", "PIP_CONSTRAINT="]) == 1

@@ -18,7 +18,7 @@ from markdown_it.token import Token
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     str(path.relative_to(ROOT))
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"))
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *(ROOT / folder / "README.md" for folder in ("benchmarks", "tools")))
     if path.name != "mutants.md"
 )
 WRITTEN = {"docs/mutants.md"}  # by `make mutants`: may be absent

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "tests" / "fakes"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "tests" / "fakes"), str(ROOT / "tools")]
 import tensorrt_llm_diff  # noqa: E402
 from fake_tensorrt_llm import installed  # noqa: E402
 
@@ -159,7 +159,7 @@ def test_the_real_package_passes_its_smoke(tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model("llama", vocab_size=1024, tie_word_embeddings=False, **sizes)
     AutoModelForCausalLM.from_config(config, torch_dtype=torch.bfloat16).save_pretrained(tmp_path)
-    command = [sys.executable, str(ROOT / "benchmarks" / "tensorrt_llm_smoke.py"), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tools" / "tensorrt_llm_smoke.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"})
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,7 +1,7 @@
 """Compares the recorded contract with an installed TensorRT-LLM, by reading its sources: nothing of it is imported, no GPU is needed.
 
-    python benchmarks/tensorrt_llm_diff.py                               # the installed package against the contract of its version
-    python benchmarks/tensorrt_llm_diff.py --contract 1.2.1 --package /path/to/tensorrt_llm
+    python tools/tensorrt_llm_diff.py                               # the installed package against the contract of its version
+    python tools/tensorrt_llm_diff.py --contract 1.2.1 --package /path/to/tensorrt_llm
 
 Prints each difference and ends with status 1 if there is one, 2 if there is nothing to compare.
 """

@@ -1,7 +1,7 @@
 """Tries the TensorRT-LLM engine on a GPU against `transformers`, step by step: once in the real image, and for each kind of model.
 
-    python benchmarks/tensorrt_llm_smoke.py MODEL                         # a Hugging Face directory; one GPU, a few minutes
-    srun --ntasks=1 --gpus-per-task=1 python benchmarks/tensorrt_llm_smoke.py MODEL --sleep
+    python tools/tensorrt_llm_smoke.py MODEL                         # a Hugging Face directory; one GPU, a few minutes
+    srun --ntasks=1 --gpus-per-task=1 python tools/tensorrt_llm_smoke.py MODEL --sleep
 
 1. the contract against the installed sources; 2. the model is built and refitted from its own weights, and decodes greedily like
 transformers, with its log-probs; 3. all weights are negated and refitted: the same again, which weights that did not arrive would not pass;
