@@ -46,6 +46,13 @@ class Layers(str, Enum):
     torch = "torch"
 
 
+class Float32Matmul(str, Enum):
+    """What float32 matrix products are computed in: float32, or TF32 (10 bits of mantissa) where a GPU has it."""
+
+    highest = "highest"
+    high = "high"
+
+
 class Recompute(str, Enum):
     """Which activations are computed again in the backward pass instead of being kept (Korthikanti et al. 2022, 2205.05198)."""
 
@@ -127,6 +134,8 @@ class ModelConfig:
     layers: Layers = Layers.auto  # whose: transformer_engine (NVIDIA's, fused), torch; auto: the first on a GPU in 16 bits where it imports
     batch_invariant: bool = False  # a token's log-prob has the same bits in rollouts and training, whatever is computed with it: slow
     fp8: bool = False  # matrix products in 8 bits, e4m3 forward and e5m2 backward; not with layers=torch
+    float32_matmul: Float32Matmul = Float32Matmul.highest  # float32 products: in float32, or high: on a GPU in TF32, faster
+    float32_logits: bool = True  # leave the output layer's product in float32: a GPU needs torch 2.8, a CPU converts; false: rounded to dtype
     logits_chunk_size: int = 1024  # tokens whose logits exist at a time
     make_vocab_divisible_by: int = 128  # the vocabulary is padded to a multiple of this and of parallel.tp
     router_aux_loss_coef: float = 0.0  # of the experts' load-balancing loss, averaged over tokens

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from aligner.errors import LaunchError
-from aligner.parallel import agreement, gloo, mpi
+from aligner.parallel import agreement, gloo, mpi, platform
 from aligner.parallel.hostlist import expand_counts, expand_hostlist
 
 # Step ids that Slurm gives to the batch script and to the shell of an interactive allocation.
@@ -114,7 +114,8 @@ def initialize(
     claim_gpu: Callable[[World], str] = lambda world: "",
     environ: Mapping[str, str] | None = None,
 ) -> World:
-    """Create the default process group and check that all ranks run the same thing. Every rank of the component calls it once.
+    """Create the default process group and check that all ranks run the same thing. Every rank of the component calls it once. From here
+    on float32 products are in float32.
 
     `timeout_seconds` limits each wait of the start; `collective_timeout_seconds` is the process group's own. `fingerprint` stands for the
     resolved configuration. `claim_gpu` makes the rank's GPU the current one and names it, if no other rank may have it ("": none).
@@ -122,6 +123,7 @@ def initialize(
     Raises LaunchError: a rank that never came, the store unreachable or its port taken, ranks that differ in world size, configuration or
     versions or have the same GPU (every rank gets the message, which names the ranks), an MPI pairing that gave worlds of 1.
     """
+    platform.set_float32_matmul("highest")  # until a model's settings say otherwise
     world, store = meet(timeout_seconds=timeout_seconds, environ=environ)
     record = agreement.own_record(world.rank, world.world_size, fingerprint, claim_gpu(world))
     agreement.check(store, record, timeout_seconds=timeout_seconds)

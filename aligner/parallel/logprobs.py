@@ -21,6 +21,8 @@ from aligner.errors import ConfigError
 from aligner.rows import upload
 
 ROWS_AT_A_TIME = 64
+COLUMNS_AT_A_TIME = 1024  # of a factor in 16 bits that a CPU converts
+_LEAVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()  # products of 16-bit numbers, on a GPU; torch 2.8 and newer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +31,26 @@ class Arithmetic:
 
     project: Callable[[Tensor, Tensor], Tensor]  # hidden [N, H], weight [V, H] -> [N, V]
     add_up: Callable[[Tensor], Tensor]  # [N, V] numbers from 0 to 1 -> [N]
+    again: Callable[[Tensor, Tensor], Tensor]  # `project`, in a backward pass
+
+
+def float32_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """[N, K] and [K, M] -> [N, M]: float32 of factors in 16 bits, whose sums are not rounded to 16 bits; else in the factors' own type.
+
+    Factors in 16 bits may have the result in `out`. A torch older than 2.8 rounds on a GPU. A CPU has no such kernel: it converts the
+    factors, of `right` some columns at a time, which then are still in its caches.
+    """
+    if left.dtype.itemsize > 2:
+        return left @ right
+    if left.is_cuda:
+        if not _LEAVES_FLOAT32:
+            return (left @ right).float() if out is None else out.copy_(left @ right)
+        return torch.mm(left, right, out_dtype=torch.float32, out=out)
+    out = torch.empty(left.shape[0], right.shape[1], dtype=torch.float32, device=left.device) if out is None else out
+    left = left.float()
+    for part, columns in zip(out.split(COLUMNS_AT_A_TIME, dim=1), right.split(COLUMNS_AT_A_TIME, dim=1), strict=True):
+        torch.mm(left, columns.float(), out=part)
+    return out
 
 
 def log_normalizer(peak: Tensor, total: Tensor) -> Tensor:
@@ -41,7 +63,17 @@ def row_sums(weights: Tensor) -> Tensor:
     return weights.sum(dim=-1)
 
 
-FAST = Arithmetic(project=lambda hidden, weight: hidden @ weight.t(), add_up=row_sums)
+def _float32(hidden: Tensor, weight: Tensor) -> Tensor:
+    return float32_product(hidden, weight.t())
+
+
+def rounded(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[N, H] and [V, H] -> [N, V], in their type."""
+    return hidden @ weight.t()
+
+
+FAST = Arithmetic(project=_float32, add_up=row_sums, again=_float32)
+ROUNDED = Arithmetic(project=rounded, add_up=row_sums, again=rounded)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +87,7 @@ class Projection:
     scale: float = 1.0  # the model's own factor on logits
     softcap: float = 0.0  # 0: none; else the model's logits are cap * tanh(logit / cap)
     arithmetic: Arithmetic = FAST
+    parameter: Tensor | None = None  # whose first rows the weight is; its `main_grad`, if there is one, takes the gradient in float32
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -66,7 +99,7 @@ class Projection:
 
     def again(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """As `logits`, in a backward pass."""
-        return self._divided(hidden @ weight.t())
+        return self._divided(self.arithmetic.again(hidden, weight))
 
     def slope_(self, grad: Tensor, z: Tensor) -> Tensor:
         """The gradient [N, V_local] of `z` = `logits` -> in its place that of the products, but for the temperature."""
@@ -217,8 +250,8 @@ class _LinearLogprobs(torch.autograd.Function):
             grad = projection.slope_(grad, z).to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
-        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), None, None
+                grad_weight += float32_product(grad.t(), hidden[rows])
+        return grad_hidden, _left_over(ctx, weight, grad_weight), None, None
 
 
 class _LinearLogprobsOf(torch.autograd.Function):
@@ -256,13 +289,34 @@ class _LinearLogprobsOf(torch.autograd.Function):
             grad = projection.slope_(grad, z).to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
-        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), None, None
+                grad_weight += float32_product(grad.t(), hidden[rows])
+        return grad_hidden, _left_over(ctx, weight, grad_weight), None, None
 
 
 def _weight_gradient(ctx, weight: Tensor) -> Tensor | None:
-    """Zeros to add to, float32 [V_local, H]; None where the weight, the second argument, is frozen."""
-    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
+    """What to add to, float32 [V_local, H]: a parameter's sum over micro-batches, else zeros; None where the weight, the second
+    argument, is frozen."""
+    if not ctx.needs_input_grad[1]:
+        return None
+    total = _total(ctx, weight)
+    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if total is None else total[: weight.shape[0]]
+
+
+def _left_over(ctx, weight: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """What autograd is told of a gradient from `_weight_gradient`: zeros, which take no memory, where the parameter has it already.
+
+    Data-parallel replicas start to exchange gradients when autograd reaches a parameter, so it must. Megatron-Core then adds nothing more,
+    but to an embedding that is tied to the output layer and has a gradient of its own (`zero_out_wgrad`).
+    """
+    if gradient is None or _total(ctx, weight) is None:
+        return None if gradient is None else gradient.to(weight.dtype)
+    ctx.projection.parameter.grad_added_to_main_grad = True
+    return weight.new_zeros(()).expand(weight.shape)
+
+
+def _total(ctx, weight: Tensor) -> Tensor | None:
+    """The parameter's float32 buffer; None where there is none, or where adding to it in another order would change float32 sums."""
+    return getattr(ctx.projection.parameter, "main_grad", None) if weight.dtype.itemsize <= 2 else None
 
 
 def _row_dots(a: Tensor, b: Tensor) -> Tensor:

@@ -66,6 +66,16 @@ def prepare_environment(*, exchanges: bool, asynchronous: bool) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def set_float32_matmul(precision: str) -> None:
+    """What float32 products of this process are computed in from now on: `highest`, float32, or `high`, TF32 where there is a GPU.
+
+    Whatever the environment says (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in NVIDIA's images) or another package has set. Only through the
+    older of torch's two interfaces: its compiler reads that one, and torch raises where they do not agree.
+    """
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
 def claim_device(local_rank: int, *, ranks_per_gpu: int = 1) -> str:
     """As `select_device`; the GPU's name, which no other of this machine has, if one rank alone may have it: ranks that come to the same
     one are then refused together (`aligner.parallel.agreement`), and nothing is raised here. Empty on a CPU machine."""

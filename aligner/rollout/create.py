@@ -74,6 +74,7 @@ def create_engine(
         while missing[-1:] == [rows - 1]:  # its model ends with the last token: there are no rows behind it
             rows = missing.pop()
         engine = _streamed(policy, config, tp=tp, eos_id=end_ids[0], rows=rows)
+        platform.set_float32_matmul(policy.chunks[0].float32_matmul.value)  # starting vLLM sets its own
         group = trained if tp == trained.size() > 1 else block_group(tp)
     fixed = not _shares(config.share_work, policy.chunks[0])
     conversing = None

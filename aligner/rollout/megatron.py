@@ -64,6 +64,7 @@ class MegatronEngine:
             kernels=config.kernels,
             cuda_graphs=config.cuda_graphs,
             records_routes=config.records_routes,
+            float32_logits=chunk.float32_logits,
         )
         self.generation = Generation(
             self.decoder,
