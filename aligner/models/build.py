@@ -27,7 +27,6 @@ from aligner.models.narrow_embedding import narrow
 from aligner.models.overlap import WeightGather
 from aligner.models.scalar_head import VALUES, ScalarHead
 from aligner.models.shared_prompts import SegmentedPackedSeqParams
-from aligner.parallel import platform
 from aligner.parallel.exact import EXACT
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
 from aligner.parallel.mcore import (
@@ -106,9 +105,7 @@ class Transformer(GPTModel):
         config = config or transformer_config(architecture, model, parallel, load=load)
         self.architecture = architecture
         self.logits_chunk_size = model.logits_chunk_size
-        self.batch_invariant = model.batch_invariant
-        self.float32_logits = model.float32_logits and not model.batch_invariant
-        self.float32_matmul = model.float32_matmul
+        self.batch_invariant, self.float32_logits = model.batch_invariant, model.float32_logits and not model.batch_invariant
         self.lora = model.lora
         self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
         self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones

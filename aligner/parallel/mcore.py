@@ -111,6 +111,18 @@ def transformer_engine_problem() -> str:
     return ""
 
 
+def fp8_problem(recipe: str) -> str:
+    """Why Transformer Engine cannot compute with this recipe here, in its words; empty where it can. Only without a
+    `transformer_engine_problem`."""
+    try:
+        state = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+    except ModuleNotFoundError:
+        return "it needs version 2.9 or newer"
+    asked = {"blockwise": state.is_fp8_block_scaling_available, "mxfp8": state.is_mxfp8_available, "tensorwise": state.is_fp8_available}
+    available, reason = asked[recipe]()
+    return "" if available else str(reason)
+
+
 def transformer_engine_version() -> str:
     """Its version. Only where there is no `transformer_engine_problem`."""
     return str(importlib.import_module("transformer_engine").__version__)

@@ -76,11 +76,10 @@ def test_it_holds_where_somebody_has_used_torchs_newer_interface(precision, allo
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_a_wrapped_engine_leaves_it_as_it_is(precision, monkeypatch, restored, make_model):
     """vLLM's worker sets "highest" when it is made."""
-    from aligner.models.config import Float32Matmul
     from aligner.rollout import create
     from aligner.rollout.config import EngineKind, RolloutConfig
 
-    policy = make_model("policy", config={"float32_matmul": Float32Matmul(precision)})
+    policy = make_model("policy")
     platform.set_float32_matmul(precision)
 
     def streamed(*args, **kwargs):
