@@ -238,11 +238,9 @@ class RunDirectory:
 
     def record(self, **facts: Any) -> None:
         """Put what is known of this start into `run.json`; one process at a time. Raises as `run_id`, and OSError."""
+        self.run_id()
         own = self.path / f".run.{uuid.uuid4().hex}.json"
-        try:
-            own.write_text(json.dumps(json.loads(self.identity.read_text()) | facts) + "\n")
-        except ValueError as error:
-            raise LaunchError(f"{self.identity}: cannot read it: {error}") from error
+        own.write_text(json.dumps(json.loads(self.identity.read_text()) | facts) + "\n")
         own.replace(self.identity)
 
     def _identify(self) -> None:

@@ -47,16 +47,13 @@ class Layers(str, Enum):
 
 
 class Fp8Recipe(str, Enum):
-    """What has a scale of its own in 8-bit products; `auto` is blockwise on Hopper, mxfp8 on Blackwell, tensorwise on others.
-
-    Each looks at the numbers themselves. `delayed`, which looks at those of passes before, is refused.
-    """
+    """What has a scale of its own in 8-bit products; `auto` is blockwise on Hopper, mxfp8 on Blackwell, else tensorwise."""
 
     auto = "auto"
     blockwise = "blockwise"
     mxfp8 = "mxfp8"
     tensorwise = "tensorwise"
-    delayed = "delayed"
+    delayed = "delayed"  # refused: its scales are those of passes before
 
 
 class Float32Matmul(str, Enum):
@@ -147,13 +144,9 @@ class ModelConfig:
     layers: Layers = Layers.auto  # whose: transformer_engine (NVIDIA's, fused), torch; auto: the first on a GPU in 16 bits where it imports
     batch_invariant: bool = False  # a token's log-prob has the same bits in rollouts and training, whatever is computed with it: slow
     fp8: bool = False  # the layers' matrix products in 8 bits; not with layers=torch
-    fp8_recipe: Fp8Recipe = (
-        Fp8Recipe.auto
-    )  # a scale for each: block of 128 numbers, 32 (mxfp8), tensor; delayed is refused (docs/parallelism.md)
+    fp8_recipe: Fp8Recipe = Fp8Recipe.auto  # what has a scale: blocks of 128 numbers, of 32 (mxfp8), tensors; auto: by the GPU
     float32_matmul: Float32Matmul = Float32Matmul.highest  # float32 products: in float32, or high: on a GPU in TF32, faster
-    float32_logits: bool = (
-        True  # leave the output layer's product in float32: a GPU needs torch 2.8, a CPU converts; false: rounded to dtype
-    )
+    float32_logits: bool = True  # the output layer's product is not rounded to dtype; a GPU needs torch 2.8, a CPU converts the factors
     logits_chunk_size: int = 1024  # tokens whose logits exist at a time
     make_vocab_divisible_by: int = 128  # the vocabulary is padded to a multiple of this and of parallel.tp
     router_aux_loss_coef: float = 0.0  # of the experts' load-balancing loss, averaged over tokens

@@ -114,8 +114,7 @@ def initialize(
     claim_gpu: Callable[[World], str] = lambda world: "",
     environ: Mapping[str, str] | None = None,
 ) -> World:
-    """Create the default process group and check that all ranks run the same thing. Every rank of the component calls it once. From here
-    on float32 products are in float32.
+    """Create the default process group and check that all ranks run the same thing. Every rank of the component calls it once.
 
     `timeout_seconds` limits each wait of the start; `collective_timeout_seconds` is the process group's own. `fingerprint` stands for the
     resolved configuration. `claim_gpu` makes the rank's GPU the current one and names it, if no other rank may have it ("": none).

@@ -31,20 +31,17 @@ class Arithmetic:
 
     project: Callable[[Tensor, Tensor], Tensor]  # hidden [N, H], weight [V, H] -> [N, V]
     add_up: Callable[[Tensor], Tensor]  # [N, V] numbers from 0 to 1 -> [N]
-    again: Callable[[Tensor, Tensor], Tensor]  # `project`, in a backward pass
+    again: Callable[[Tensor, Tensor], Tensor] | None = None  # the product in a backward pass; None: the same
 
 
 def float32_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """[N, K] and [K, M] -> [N, M]: float32 of factors in 16 bits, whose sums are not rounded to 16 bits; else in the factors' own type.
+    """[N, K] and [K, M] -> [N, M], in `out` if it is given: float32 of factors in 16 bits, whose sums are not rounded; else of their type.
 
-    Factors in 16 bits may have the result in `out`. A torch older than 2.8 rounds on a GPU. A CPU has no such kernel: it converts the
-    factors, of `right` some columns at a time, which then are still in its caches.
+    A torch older than 2.8 rounds on a GPU. A CPU converts the factors, of `right` some columns at a time, which then are in its caches.
     """
-    if left.dtype.itemsize > 2:
-        return left @ right
+    if left.dtype.itemsize > 2 or (left.is_cuda and not _LEAVES_FLOAT32):
+        return left @ right if out is None else out.copy_(left @ right)
     if left.is_cuda:
-        if not _LEAVES_FLOAT32:
-            return (left @ right).float() if out is None else out.copy_(left @ right)
         return torch.mm(left, right, out_dtype=torch.float32, out=out)
     out = torch.empty(left.shape[0], right.shape[1], dtype=torch.float32, device=left.device) if out is None else out
     left = left.float()
@@ -63,17 +60,8 @@ def row_sums(weights: Tensor) -> Tensor:
     return weights.sum(dim=-1)
 
 
-def _float32(hidden: Tensor, weight: Tensor) -> Tensor:
-    return float32_product(hidden, weight.t())
-
-
-def rounded(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[N, H] and [V, H] -> [N, V], in their type."""
-    return hidden @ weight.t()
-
-
-FAST = Arithmetic(project=_float32, add_up=row_sums, again=_float32)
-ROUNDED = Arithmetic(project=rounded, add_up=row_sums, again=rounded)
+FAST = Arithmetic(project=lambda hidden, weight: float32_product(hidden, weight.t()), add_up=row_sums)
+ROUNDED = Arithmetic(project=lambda hidden, weight: hidden @ weight.t(), add_up=row_sums)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +87,7 @@ class Projection:
 
     def again(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """As `logits`, in a backward pass."""
-        return self._divided(self.arithmetic.again(hidden, weight))
+        return self._divided((self.arithmetic.again or self.arithmetic.project)(hidden, weight))
 
     def slope_(self, grad: Tensor, z: Tensor) -> Tensor:
         """The gradient [N, V_local] of `z` = `logits` -> in its place that of the products, but for the temperature."""
@@ -294,29 +282,22 @@ class _LinearLogprobsOf(torch.autograd.Function):
 
 
 def _weight_gradient(ctx, weight: Tensor) -> Tensor | None:
-    """What to add to, float32 [V_local, H]: a parameter's sum over micro-batches, else zeros; None where the weight, the second
-    argument, is frozen."""
+    """What to add to, float32 [V_local, H]: of a parameter in 16 bits its sum over micro-batches, else zeros; None where the weight, the
+    second argument, is frozen. Through autograd a sum in float32 has the same last bits as ever."""
     if not ctx.needs_input_grad[1]:
         return None
-    total = _total(ctx, weight)
+    total = getattr(ctx.projection.parameter, "main_grad", None) if weight.dtype.itemsize <= 2 else None
+    ctx.is_added = total is not None
     return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if total is None else total[: weight.shape[0]]
 
 
 def _left_over(ctx, weight: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """What autograd is told of a gradient from `_weight_gradient`: zeros, which take no memory, where the parameter has it already.
-
-    Data-parallel replicas start to exchange gradients when autograd reaches a parameter, so it must. Megatron-Core then adds nothing more,
-    but to an embedding that is tied to the output layer and has a gradient of its own (`zero_out_wgrad`).
-    """
-    if gradient is None or _total(ctx, weight) is None:
+    """What autograd is told of a gradient from `_weight_gradient`: zeros without memory where the parameter has it. Replicas exchange it
+    when autograd is there; Megatron-Core then adds no more, but what a tied embedding gives (`zero_out_wgrad`)."""
+    if gradient is None or not ctx.is_added:
         return None if gradient is None else gradient.to(weight.dtype)
     ctx.projection.parameter.grad_added_to_main_grad = True
     return weight.new_zeros(()).expand(weight.shape)
-
-
-def _total(ctx, weight: Tensor) -> Tensor | None:
-    """The parameter's float32 buffer; None where there is none, or where adding to it in another order would change float32 sums."""
-    return getattr(ctx.projection.parameter, "main_grad", None) if weight.dtype.itemsize <= 2 else None
 
 
 def _row_dots(a: Tensor, b: Tensor) -> Tensor:

@@ -112,15 +112,11 @@ def transformer_engine_problem() -> str:
 
 
 def fp8_problem(recipe: str) -> str:
-    """Why Transformer Engine cannot compute with this recipe here, in its words; empty where it can. Only without a
-    `transformer_engine_problem`."""
-    try:
-        state = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
-    except ModuleNotFoundError:
-        return "it needs version 2.9 or newer"
-    asked = {"blockwise": state.is_fp8_block_scaling_available, "mxfp8": state.is_mxfp8_available, "tensorwise": state.is_fp8_available}
-    available, reason = asked[recipe]()
-    return "" if available else str(reason)
+    """Why Transformer Engine cannot compute with this recipe here; empty where it can. Only without a `transformer_engine_problem`."""
+    state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
+    name = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}.get(recipe, "is_fp8_available")
+    is_available, reason = getattr(state, name, lambda: (False, "it needs a newer version"))()
+    return "" if is_available else str(reason)
 
 
 def transformer_engine_version() -> str:

@@ -67,11 +67,8 @@ def prepare_environment(*, exchanges: bool, asynchronous: bool) -> None:
 
 
 def set_float32_matmul(precision: str) -> None:
-    """What float32 products of this process are computed in from now on: `highest`, float32, or `high`, TF32 where there is a GPU.
-
-    Whatever the environment says (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in NVIDIA's images) or another package has set. Only through the
-    older of torch's two interfaces: its compiler reads that one, and torch raises where they do not agree.
-    """
+    """Compute this process's float32 products from now on in float32 (`highest`) or on a GPU in TF32 (`high`), whatever the environment
+    says (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE). By the older of torch's interfaces, which its compiler reads; it raises where two differ."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision != "highest"
 

@@ -307,11 +307,11 @@ def logit_bytes(component: Component, engine: Engine) -> int:
 
 
 def _product_bytes(component: Component, engine: Engine) -> int:
-    """Of a number that the product with the output layer gives, besides the float32 logits: none where it writes these."""
-    a, narrow = component.architecture, component.dtype_bytes < 4
-    if narrow and component.model.float32_logits:
-        return 4 if a.logits_softcap or a.logits_scale != 1 or engine.tp > 1 else 0
-    return component.dtype_bytes
+    """Of a number out of the product with the output layer, besides the float32 logits: none where it writes these."""
+    a, item = component.architecture, component.dtype_bytes
+    if item == 4 or not component.model.float32_logits:
+        return item
+    return 4 * bool(a.logits_softcap or a.logits_scale != 1 or engine.tp > 1)
 
 
 def free_at_start(component: Component, sizes: Sizes, cluster: ClusterConfig) -> int:

@@ -362,12 +362,8 @@ class Decoder:
     def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         architecture, weight = self.architecture, self.weights.output[: self.architecture.vocab_size]
         is_shaped = architecture.logits_softcap or architecture.logits_scale != 1
-        if not self._float32_logits:
-            own = F.linear(hidden, weight)
-        elif out is not None and not is_shaped and self.shards.count == 1:
-            return float32_product(hidden, weight.t(), out)
-        else:
-            own = float32_product(hidden, weight.t())
+        whole = None if is_shaped or self.shards.count > 1 else out
+        own = float32_product(hidden, weight.t(), whole) if self._float32_logits else F.linear(hidden, weight)
         if is_shaped:
             own = shaped(own.float(), scale=architecture.logits_scale, softcap=architecture.logits_softcap)
         if out is None:

@@ -30,7 +30,7 @@ from aligner.jobs.preflight.clock import CLOCK
 from aligner.jobs.preflight.engine import ENGINE
 from aligner.jobs.preflight.filesystem import FILESYSTEM
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
-from aligner.jobs.preflight.layers import LAYERS, PRECISION
+from aligner.jobs.preflight.layers import LAYERS
 from aligner.jobs.preflight.network import NETWORK
 from aligner.jobs.preflight.ports import PORTS
 from aligner.jobs.preflight.ranks import CONFIG, HUB, RANKS, VERSIONS
@@ -233,7 +233,6 @@ ITEMS = (
     REWARD,
     WEIGHTS,
     LAYERS,
-    PRECISION,
     PLAN,
     SPACE,
     ENGINE,

@@ -1,9 +1,7 @@
-"""Whose layers do the models get on these nodes, and which kernels are not fused? The log of the run will say the same. And what are
-float32 products computed in?"""
+"""Whose layers do the models get on these nodes, and which kernels are not fused? The log of the run will say the same."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -30,7 +28,8 @@ def _observe(context: Context) -> Chosen:
         whose = "Transformer Engine's" if found.transformer_engine else "torch's"
         off = ", ".join(f"{kernel.value} ({one.off})" for kernel, one in found.kernels.items() if one.off)
         rest = f"; not fused: {off}" if off and found.transformer_engine else ""
-        described[model.component] = f"layers are {whose} ({found.reason}){rest}"
+        products = f"float32 products: {model.config.float32_matmul.value}"  # whatever the node's environment says
+        described[model.component] = f"layers are {whose} ({found.reason}), {products}{rest}"
         if not found.transformer_engine:
             of_torch.append(model.component)
     return Chosen(described=described, of_torch=of_torch)
@@ -57,30 +56,3 @@ def _text(chosen: Chosen) -> str:
 LAYERS = Item(
     "layers", Where.every_node, _observe, judge, timeout_seconds=300.0, needs=("config", "hub", "devices"), advice="see model.layers"
 )
-
-_OVERRIDE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Precision:
-    """`model.float32_matmul` by the setting of each model, and what the environment says."""
-
-    of_models: dict[str, str] = field(default_factory=dict)
-    override: str = ""
-
-
-def _observe_precision(context: Context) -> Precision:
-    of_models = {key: model.float32_matmul.value for key, model in context.config.readers().items()}
-    return Precision(of_models=of_models, override=os.environ.get(_OVERRIDE, ""))
-
-
-def judge_precision(context: Context, seen: Mapping[int, Precision]) -> Finding:
-    """Never more than ok: whatever the environment says, the settings hold."""
-    of_models = seen[0].of_models
-    values = set(of_models.values())
-    text = values.pop() if len(values) == 1 else ", ".join(f"{key} {value}" for key, value in of_models.items())
-    over = f"; {_OVERRIDE}={seen[0].override} does not count" if seen[0].override else ""
-    return Finding(level=Level.ok, found=f"float32 products: {text} (model.float32_matmul: highest is float32, high TF32){over}")
-
-
-PRECISION = Item("precision", Where.first_rank, _observe_precision, judge_precision, timeout_seconds=60.0, needs=("config",))

@@ -281,3 +281,17 @@ def test_advice_names_uneven_pipelines_and_smaller_caches() -> None:
     uneven = offered["parallel.pp=4 parallel.first_stage_layers=2 parallel.last_stage_layers=2"]
     assert stage_layers(10, uneven.parallel) == [2, 3, 3, 2] and "parallel.pp=2" in offered
     assert offered["rollout.kv_cache_tokens=2048"].engine.kv_cache_tokens == 2048  # half of 8 sequences' two pages of 256
+
+
+def test_copies_of_weights_in_8_bits() -> None:
+    """Two stages: a rank has 3000 weights of layers, besides its half of the embedding's rows, or of the output layer's."""
+    own = component(LLAMA, parallel={"tp": 2, "pp": 2}, model={"fp8": True})
+    rows = memory.padded_vocabulary(own) // 2 * 64
+    layers = [layer_tensors.copies_in_8_bits(own, 2 * (rows + 3000), stage) for stage in (0, 1)]
+    assert layers == [2 * 3000, 2 * 3000]  # by rows and by columns, a byte each
+    frozen = replace(own, optimizer=None)
+    assert layer_tensors.copies_in_8_bits(frozen, 2 * (rows + 3000), 0) == 3000
+    assert layer_tensors.copies_in_8_bits(replace(own, model=replace(own.model, fp8=False)), 2 * (rows + 3000), 0) == 0
+    nothing, state = BlockBytes(layer=0, ends=0, backward=0, forward=0), StateBytes(weights=2 * (rows + 3000), gradients=0, optimizer=0)
+    sizes = memory.Sizes(stages=(state, state), train=nothing, inference=nothing, engine_weights=0)
+    assert {m.parts["weights in 8 bits"] for m in memory.phase_memory(own, sizes, GPU, (0, 1))} == {6000}
