@@ -9,6 +9,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from aligner.errors import ConfigError, LaunchError, describe_os_error
 
@@ -87,7 +88,7 @@ class RunDirectory:
 
     @property
     def identity(self) -> Path:
-        """`run.json`: the run's id, chosen when the directory was made; kept through every restart."""
+        """`run.json`: the run's id, chosen when the directory was made and kept through every restart; the newest start's precision."""
         return self.path / "run.json"
 
     @property
@@ -234,6 +235,13 @@ class RunDirectory:
             return str(json.loads(self.identity.read_text())[name])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LaunchError(f"{self.identity}: cannot read the run's {name}: {error}") from error
+
+    def record(self, **facts: Any) -> None:
+        """Put what is known of this start into `run.json`; one process at a time. Raises as `run_id`, and OSError."""
+        self.run_id()
+        own = self.path / f".run.{uuid.uuid4().hex}.json"
+        own.write_text(json.dumps(json.loads(self.identity.read_text()) | facts) + "\n")
+        own.replace(self.identity)
 
     def _identify(self) -> None:
         """Choose the run's id if it has none. Of several concurrent processes, the first to link its file wins."""

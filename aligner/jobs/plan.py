@@ -20,7 +20,7 @@ from aligner.loop import parts
 from aligner.loop.config import JobRun, WritingRun
 from aligner.loop.lengths import fill
 from aligner.loop.recipe import Server
-from aligner.models import create
+from aligner.models import create, eight_bits
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
@@ -237,7 +237,7 @@ def _main(config: JobRun, checked: bool) -> Component:
         head=traits.head,
         num_ranks=config.num_processes,
         architecture=architecture,
-        model=_model(config.model, config.cluster),
+        model=_model(config.model, architecture, config.parallel, config.cluster),
         parallel=config.parallel,
         optimizer=config.optimizer if trains else None,
         work=traits.work,
@@ -260,7 +260,8 @@ def _server(config: JobRun, server: Server, checked: bool) -> Component:
     key = f"{server.name}.model"
     model = _own_or_actors(server.model, config.model)
     with in_section(server.name):
-        architecture, placed = _architecture(key, model), _model(model, config.cluster)
+        architecture = _architecture(key, model)
+        placed = _model(model, architecture, server.parallel, config.cluster)
     if checked:
         with named(server.name):
             server.check(model, architecture, server.num_ranks)
@@ -305,10 +306,12 @@ def _own_or_actors(own: ModelConfig, actors: ModelConfig) -> ModelConfig:
     return own if own.path or own.tokenizer or own.architecture.vocab_size else actors
 
 
-def _model(model: ModelConfig, cluster: ClusterConfig) -> ModelConfig:
-    """The model with its dtype on this cluster's ranks. Raises ConfigError for FP8 on ranks without it."""
+def _model(model: ModelConfig, architecture: Architecture, parallel: ParallelConfig, cluster: ClusterConfig) -> ModelConfig:
+    """The model with its dtype on this cluster's ranks. Raises ConfigError for FP8 that these ranks or the sizes refuse."""
     if model.fp8 and not cluster.fp8_tflops:
         raise ConfigError("model.fp8=true: the cluster's GPUs have no 8-bit matrix products (cluster.fp8_tflops=0)")
+    if model.fp8:
+        eight_bits.check(architecture, model, parallel, eight_bits.chosen(model, cluster.compute_capability))
     if model.dtype != Dtype.auto:
         return model
     return replace(model, dtype=Dtype.bfloat16 if cluster.device == Device.gpu else Dtype.float32)

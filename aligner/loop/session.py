@@ -272,6 +272,7 @@ def _open(directory: RunDirectory, component: str, config: Any, config_yaml: str
             if changes := check_changes(directory, type(config), config_yaml, allowed=config.run.allow_changes):
                 print(changes, flush=True)
             directory.config.write_text(config_yaml)
+            directory.record(float32_matmul={key: model.float32_matmul.value for key, model in config.readers().items()})
     except OSError as error:
         raise ConfigError(f"run.directory={directory.path}: {describe_os_error(error, directory)}") from error
     return uuid.uuid4().hex

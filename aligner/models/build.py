@@ -27,6 +27,8 @@ from aligner.models.narrow_embedding import narrow
 from aligner.models.overlap import WeightGather
 from aligner.models.scalar_head import VALUES, ScalarHead
 from aligner.models.shared_prompts import SegmentedPackedSeqParams
+from aligner.parallel.exact import EXACT
+from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
 from aligner.parallel.mcore import (
     GPTModel,
     LanguageModule,
@@ -103,7 +105,7 @@ class Transformer(GPTModel):
         config = config or transformer_config(architecture, model, parallel, load=load)
         self.architecture = architecture
         self.logits_chunk_size = model.logits_chunk_size
-        self.batch_invariant = model.batch_invariant
+        self.batch_invariant, self.float32_logits = model.batch_invariant, model.float32_logits and not model.batch_invariant
         self.lora = model.lora
         self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
         self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
@@ -210,9 +212,19 @@ class LanguageModel(Transformer):
     ) -> None:
         super().__init__(architecture, model, parallel, load=load, tied=architecture.tied_embeddings, stage=stage, config=config)
 
+    @property
+    def output_parameter(self) -> Tensor:
+        """The output layer's weight with its padding; for the last stage."""
+        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """That of the output layer."""
+        return EXACT if self.batch_invariant else FAST if self.float32_logits else ROUNDED
+
     def vocabulary_weight(self) -> tuple[Tensor, int]:
         """(this rank's rows of the output layer without padding [V_local, H], the token id of the first row); for the last stage."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight = self.output_parameter
         start = self.pg_collection.tp.rank() * weight.shape[0]
         return weight[: max(0, min(weight.shape[0], self.architecture.vocab_size - start))], start
 

@@ -46,6 +46,23 @@ class Layers(str, Enum):
     torch = "torch"
 
 
+class Fp8Recipe(str, Enum):
+    """What has a scale of its own in 8-bit products; `auto` is blockwise on Hopper, mxfp8 on Blackwell, else tensorwise."""
+
+    auto = "auto"
+    blockwise = "blockwise"
+    mxfp8 = "mxfp8"
+    tensorwise = "tensorwise"
+    delayed = "delayed"  # refused: its scales are those of passes before
+
+
+class Float32Matmul(str, Enum):
+    """What float32 matrix products are computed in: float32, or TF32 (10 bits of mantissa) where a GPU has it."""
+
+    highest = "highest"
+    high = "high"
+
+
 class Recompute(str, Enum):
     """Which activations are computed again in the backward pass instead of being kept (Korthikanti et al. 2022, 2205.05198)."""
 
@@ -126,7 +143,10 @@ class ModelConfig:
     recompute: Recompute = Recompute.none  # activations that the backward pass computes again: none, those of attention, or all of a layer
     layers: Layers = Layers.auto  # whose: transformer_engine (NVIDIA's, fused), torch; auto: the first on a GPU in 16 bits where it imports
     batch_invariant: bool = False  # a token's log-prob has the same bits in rollouts and training, whatever is computed with it: slow
-    fp8: bool = False  # matrix products in 8 bits, e4m3 forward and e5m2 backward; not with layers=torch
+    fp8: bool = False  # the layers' matrix products in 8 bits; not with layers=torch
+    fp8_recipe: Fp8Recipe = Fp8Recipe.auto  # what has a scale: blocks of 128 numbers, of 32 (mxfp8), tensors; auto: by the GPU
+    float32_matmul: Float32Matmul = Float32Matmul.highest  # float32 products: in float32, or high: on a GPU in TF32, faster
+    float32_logits: bool = True  # the output layer's product is not rounded to dtype; a GPU needs torch 2.8, a CPU converts the factors
     logits_chunk_size: int = 1024  # tokens whose logits exist at a time
     make_vocab_divisible_by: int = 128  # the vocabulary is padded to a multiple of this and of parallel.tp
     router_aux_loss_coef: float = 0.0  # of the experts' load-balancing loss, averaged over tokens
@@ -148,6 +168,13 @@ class ModelConfig:
             raise ConfigError(
                 "model.fp8=true: needs Transformer Engine's layers; allowed: model.layers=auto or transformer_engine, not batch_invariant"
             )
+        if self.fp8_recipe is Fp8Recipe.delayed:
+            raise ConfigError(
+                "model.fp8_recipe=delayed: its scales are those of passes before, so data-parallel replicas that make different numbers of "
+                "passes wait for each other for ever, and a model that is not trained has none; allowed: auto, blockwise, mxfp8, tensorwise"
+            )
+        if self.fp8_recipe is not Fp8Recipe.auto and not self.fp8:
+            raise ConfigError(f"model.fp8_recipe={self.fp8_recipe.value}: needs model.fp8=true; allowed without: auto")
         if self.batch_invariant and self.layers is Layers.transformer_engine:
             raise ConfigError(
                 "model.batch_invariant=true: the sums of Transformer Engine's layers depend on the batch; allowed: layers=auto, torch"

@@ -13,8 +13,7 @@ from aligner.models.build import LanguageModel, ScalarModel
 from aligner.models.placement import Placement
 from aligner.models.scalar_head import Pooling
 from aligner.parallel.context import sum_over_ranks
-from aligner.parallel.exact import EXACT
-from aligner.parallel.logprobs import FAST, Projection, linear_logprobs, linear_logprobs_of, linear_topk
+from aligner.parallel.logprobs import Projection, linear_logprobs, linear_logprobs_of, linear_topk
 from aligner.parallel.mcore import copy_to_tensor_model_parallel_region
 from aligner.rows import upload
 from aligner.types import TokenOutputs
@@ -117,7 +116,8 @@ def _projection(module: LanguageModel, temperature: float) -> tuple[Tensor, Proj
         chunk_size=module.logits_chunk_size,
         scale=module.architecture.logits_scale,
         softcap=module.architecture.logits_softcap,
-        arithmetic=EXACT if module.batch_invariant else FAST,
+        arithmetic=module.arithmetic,
+        parameter=module.output_parameter,
     )
 
 

@@ -22,8 +22,7 @@ from aligner.models.tracing import SPLIT, Operation, Place, Tap, Trace
 from aligner.models.trainable import TrainableModel
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_columns
-from aligner.parallel.exact import EXACT
-from aligner.parallel.logprobs import FAST, shaped
+from aligner.parallel.logprobs import shaped
 from aligner.parallel.mcore import IdentityOp
 from aligner.parallel.micro_batches import plan
 from aligner.rows import upload
@@ -77,8 +76,7 @@ class _Look:
         rows = self._trace.chosen(self._tokens)
         selected = chunk.whole_sequences(hidden, grads_are_partial=False).reshape(len(self._tokens), -1)[rows]
         weight, _ = chunk.vocabulary_weight()
-        arithmetic = EXACT if chunk.batch_invariant else FAST
-        products, architecture = arithmetic.project(selected, weight).float(), chunk.architecture
+        products, architecture = chunk.arithmetic.project(selected, weight).float(), chunk.architecture
         own = shaped(products, scale=architecture.logits_scale, softcap=architecture.logits_softcap)
         logits = gather_columns(own, self._tp)
         self._trace.add(Place(chunk.architecture.num_layers, Operation.logits), self._tokens[rows], logits)

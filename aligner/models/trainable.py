@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.metrics import Max, Mean, Metric, Sum, without_values
-from aligner.models import finite
+from aligner.models import eight_bits, finite
 from aligner.models import forward as passes
 from aligner.models.build import Transformer
 from aligner.models.fusions import note_once
@@ -37,8 +37,6 @@ from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
 from aligner.rows import num_rows, pad_columns
 from aligner.types import UNROUTED, Batch, LossOutput, PreferenceBatch, TokenBatch, TokenOutputs
-
-FP8_TOKENS = 16  # 8-bit matrix products want sizes that are multiples of this
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +86,11 @@ class TrainableModel:
             packed=training.packing,
             segmented=self.config.transformer_impl == "local",
             share_prompts=training.share_prompts,
-            token_multiple=FP8_TOKENS if self.config.fp8 else 1,
+            token_multiple=eight_bits.token_multiple(self.config) if self.config.fp8 else 1,
             fixed_tokens=training.micro_batch_tokens if self.config.tp_comm_overlap else 0,
         )
+        if self.config.fp8:
+            note_once(f"products in 8 bits: {self.config.fp8_recipe} scales, {self.config.fp8}", rank=topology.rank)
         if self.config.tp_comm_overlap:
             length = input_shape([], self.splits)[1] // topology.cp_size
             shape, dtype = (length, self.config.hidden_size), self.config.params_dtype

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.parallel.logprobs import Arithmetic
+from aligner.parallel.logprobs import ROUNDED, Arithmetic
 
 MANTISSA_BITS = 53
 KEYS_AT_A_TIME = 1024  # keys whose weighted values are summed exactly; such sums are added up in the order of positions
@@ -97,7 +97,7 @@ def weight_totals(weights: Tensor) -> Tensor:
     return (weights.double() * (1 / unit)).round_().sum(dim=-1) * unit
 
 
-EXACT = Arithmetic(project=linear, add_up=weight_totals)
+EXACT = Arithmetic(project=linear, add_up=weight_totals, again=ROUNDED.project)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

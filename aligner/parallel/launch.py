@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from aligner.errors import LaunchError
-from aligner.parallel import agreement, gloo, mpi
+from aligner.parallel import agreement, gloo, mpi, platform
 from aligner.parallel.hostlist import expand_counts, expand_hostlist
 
 # Step ids that Slurm gives to the batch script and to the shell of an interactive allocation.
@@ -122,6 +122,7 @@ def initialize(
     Raises LaunchError: a rank that never came, the store unreachable or its port taken, ranks that differ in world size, configuration or
     versions or have the same GPU (every rank gets the message, which names the ranks), an MPI pairing that gave worlds of 1.
     """
+    platform.set_float32_matmul("highest")  # until a model's settings say otherwise
     world, store = meet(timeout_seconds=timeout_seconds, environ=environ)
     record = agreement.own_record(world.rank, world.world_size, fingerprint, claim_gpu(world))
     agreement.check(store, record, timeout_seconds=timeout_seconds)

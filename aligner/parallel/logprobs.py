@@ -21,6 +21,8 @@ from aligner.errors import ConfigError
 from aligner.rows import upload
 
 ROWS_AT_A_TIME = 64
+COLUMNS_AT_A_TIME = 1024  # of a factor in 16 bits that a CPU converts
+_LEAVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()  # products of 16-bit numbers, on a GPU; torch 2.8 and newer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +31,23 @@ class Arithmetic:
 
     project: Callable[[Tensor, Tensor], Tensor]  # hidden [N, H], weight [V, H] -> [N, V]
     add_up: Callable[[Tensor], Tensor]  # [N, V] numbers from 0 to 1 -> [N]
+    again: Callable[[Tensor, Tensor], Tensor] | None = None  # the product in a backward pass; None: the same
+
+
+def float32_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """[N, K] and [K, M] -> [N, M], in `out` if it is given: float32 of factors in 16 bits, whose sums are not rounded; else of their type.
+
+    A torch older than 2.8 rounds on a GPU. A CPU converts the factors, of `right` some columns at a time, which then are in its caches.
+    """
+    if left.dtype.itemsize > 2 or (left.is_cuda and not _LEAVES_FLOAT32):
+        return left @ right if out is None else out.copy_(left @ right)
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32, out=out)
+    out = torch.empty(left.shape[0], right.shape[1], dtype=torch.float32, device=left.device) if out is None else out
+    left = left.float()
+    for part, columns in zip(out.split(COLUMNS_AT_A_TIME, dim=1), right.split(COLUMNS_AT_A_TIME, dim=1), strict=True):
+        torch.mm(left, columns.float(), out=part)
+    return out
 
 
 def log_normalizer(peak: Tensor, total: Tensor) -> Tensor:
@@ -41,7 +60,8 @@ def row_sums(weights: Tensor) -> Tensor:
     return weights.sum(dim=-1)
 
 
-FAST = Arithmetic(project=lambda hidden, weight: hidden @ weight.t(), add_up=row_sums)
+FAST = Arithmetic(project=lambda hidden, weight: float32_product(hidden, weight.t()), add_up=row_sums)
+ROUNDED = Arithmetic(project=lambda hidden, weight: hidden @ weight.t(), add_up=row_sums)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +75,7 @@ class Projection:
     scale: float = 1.0  # the model's own factor on logits
     softcap: float = 0.0  # 0: none; else the model's logits are cap * tanh(logit / cap)
     arithmetic: Arithmetic = FAST
+    parameter: Tensor | None = None  # whose first rows the weight is; its `main_grad`, if there is one, takes the gradient in float32
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -66,7 +87,7 @@ class Projection:
 
     def again(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """As `logits`, in a backward pass."""
-        return self._divided(hidden @ weight.t())
+        return self._divided((self.arithmetic.again or self.arithmetic.project)(hidden, weight))
 
     def slope_(self, grad: Tensor, z: Tensor) -> Tensor:
         """The gradient [N, V_local] of `z` = `logits` -> in its place that of the products, but for the temperature."""
@@ -217,8 +238,8 @@ class _LinearLogprobs(torch.autograd.Function):
             grad = projection.slope_(grad, z).to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
-        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), None, None
+                grad_weight += float32_product(grad.t(), hidden[rows])
+        return grad_hidden, _left_over(ctx, weight, grad_weight), None, None
 
 
 class _LinearLogprobsOf(torch.autograd.Function):
@@ -256,13 +277,27 @@ class _LinearLogprobsOf(torch.autograd.Function):
             grad = projection.slope_(grad, z).to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
-        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), None, None
+                grad_weight += float32_product(grad.t(), hidden[rows])
+        return grad_hidden, _left_over(ctx, weight, grad_weight), None, None
 
 
 def _weight_gradient(ctx, weight: Tensor) -> Tensor | None:
-    """Zeros to add to, float32 [V_local, H]; None where the weight, the second argument, is frozen."""
-    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
+    """What to add to, float32 [V_local, H]: of a parameter in 16 bits its sum over micro-batches, else zeros; None where the weight, the
+    second argument, is frozen. Through autograd a sum in float32 has the same last bits as ever."""
+    if not ctx.needs_input_grad[1]:
+        return None
+    total = getattr(ctx.projection.parameter, "main_grad", None) if weight.dtype.itemsize <= 2 else None
+    ctx.is_added = total is not None
+    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if total is None else total[: weight.shape[0]]
+
+
+def _left_over(ctx, weight: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """What autograd is told of a gradient from `_weight_gradient`: zeros without memory where the parameter has it. Replicas exchange it
+    when autograd is there; Megatron-Core then adds no more, but what a tied embedding gives (`zero_out_wgrad`)."""
+    if gradient is None or not ctx.is_added:
+        return None if gradient is None else gradient.to(weight.dtype)
+    ctx.projection.parameter.grad_added_to_main_grad = True
+    return weight.new_zeros(()).expand(weight.shape)
 
 
 def _row_dots(a: Tensor, b: Tensor) -> Tensor:

@@ -111,6 +111,14 @@ def transformer_engine_problem() -> str:
     return ""
 
 
+def fp8_problem(recipe: str) -> str:
+    """Why Transformer Engine cannot compute with this recipe here; empty where it can. Only without a `transformer_engine_problem`."""
+    state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
+    name = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}.get(recipe, "is_fp8_available")
+    is_available, reason = getattr(state, name, lambda: (False, "it needs a newer version"))()
+    return "" if is_available else str(reason)
+
+
 def transformer_engine_version() -> str:
     """Its version. Only where there is no `transformer_engine_problem`."""
     return str(importlib.import_module("transformer_engine").__version__)

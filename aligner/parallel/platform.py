@@ -66,6 +66,13 @@ def prepare_environment(*, exchanges: bool, asynchronous: bool) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def set_float32_matmul(precision: str) -> None:
+    """Compute this process's float32 products from now on in float32 (`highest`) or on a GPU in TF32 (`high`), whatever the environment
+    says (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE). By the older of torch's interfaces, which its compiler reads; it raises where two differ."""
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
 def claim_device(local_rank: int, *, ranks_per_gpu: int = 1) -> str:
     """As `select_device`; the GPU's name, which no other of this machine has, if one rank alone may have it: ranks that come to the same
     one are then refused together (`aligner.parallel.agreement`), and nothing is raised here. Empty on a CPU machine."""

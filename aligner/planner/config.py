@@ -50,6 +50,7 @@ class ClusterConfig:
     host_memory_gib: float = 16.0  # of a node
     bf16_tflops: float = 0.2  # peak of dense bfloat16 matrix products, in TFLOP/s
     fp8_tflops: float = 0.0  # peak of dense 8-bit matrix products, in TFLOP/s; 0: none
+    compute_capability: float = 9.0  # of the GPUs: what model.fp8_recipe=auto is
     hbm_gb_per_second: float = 40.0  # bandwidth of the device memory, in GB/s
     nvlink_gb_per_second: float = 10.0  # to other GPUs of the node
     network_gb_per_second: float = 1.0  # to other nodes

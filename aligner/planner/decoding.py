@@ -10,9 +10,9 @@ from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.kernels import MICRO, TERA
 from aligner.planner.layers import LayerSeconds, Passes, kernels, launched_layers, layer_flops, layer_seconds
-from aligner.planner.memory import Sizes, cache_tokens, kv_bytes_per_token, padded_vocabulary, state_bytes
+from aligner.planner.memory import Sizes, cache_tokens, kv_bytes_per_token, state_bytes
 from aligner.planner.sampling import ReplicaQueue, shares
-from aligner.planner.workload import GIB, Component, Engine
+from aligner.planner.workload import GIB, Component, Engine, padded_vocabulary
 
 LOGIT_PASSES = 6  # how often float32 logits are read or written, in the log-probs of one pass or a draw
 MAX_REPLICAS = 32  # of the engine, that are followed

@@ -21,7 +21,7 @@ import math
 from aligner.models.config import Activation, Dtype, Layers, Normalization, Recompute
 from aligner.models.divisible import torch_layers_reason
 from aligner.planner.dry_run import BlockBytes
-from aligner.planner.workload import Component
+from aligner.planner.workload import Component, Head, padded_vocabulary
 
 _FLOAT32 = 4
 
@@ -74,6 +74,16 @@ def _between(component: Component, tokens: int, name: str, *, product: bool = Tr
         f"{name}'s output": own * a.hidden_size * item,
         f"{name}'s statistics": own * statistics * _FLOAT32,
     }
+
+
+def copies_in_8_bits(component: Component, weights: int, stage: int) -> int:
+    """Bytes of the copies that modules keep of their weights, of a stage's `weights` (bytes): by rows, and for training by columns."""
+    if not component.model.fp8:
+        return 0
+    a, pp = component.architecture, component.parallel.pp
+    has_output = stage == pp - 1 and component.head == Head.language and (pp > 1 or not a.tied_embeddings)
+    tables = ((stage == 0) + has_output) * padded_vocabulary(component) // component.parallel.tp * a.vocabulary_width
+    return (2 if component.optimizer is not None else 1) * max(0, weights // component.dtype_bytes - tables)
 
 
 def _product_item(component: Component) -> int:

@@ -10,8 +10,9 @@ from aligner.models.weights import MAX_FILE_BYTES
 from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
+from aligner.planner.layer_tensors import copies_in_8_bits
 from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase
+from aligner.planner.workload import GIB, Component, Engine, Head, Phase, padded_vocabulary
 from aligner.rollout.config import PAGE_SIZE, EngineKind, Kernels
 from aligner.rollout.graphs import round_rows
 from aligner.types import route_dtype
@@ -46,12 +47,6 @@ class Sizes:
     engine_weights: int  # of a rank of the rollout engine, in its own layout
 
 
-def padded_vocabulary(component: Component) -> int:
-    """Rows of the whole embedding, padding included."""
-    multiple = math.lcm(component.model.make_vocab_divisible_by, component.parallel.tp)
-    return math.ceil(component.architecture.vocab_size / multiple) * multiple
-
-
 def train_micro_batches(component: Component) -> MicroBatches:
     """The micro-batches of one optimizer update."""
     return micro_batches(component, component.work.update_rows)
@@ -80,7 +75,7 @@ def phase_memory(component: Component, sizes: Sizes, cluster: ClusterConfig, sta
 
 def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Phase, stage: int) -> dict[str, int]:
     state, optimizer = sizes.stages[stage], component.optimizer
-    parts = {"weights": state.weights}
+    parts = {"weights": state.weights, "weights in 8 bits": copies_in_8_bits(component, state.weights, stage)}
     if optimizer is not None and (phase == Phase.train or not optimizer.offload):
         parts |= {"gradients": state.gradients, "optimizer": state.optimizer}
     engine = component.engine if component.engine is None or not component.engine.own_ranks else None
@@ -149,7 +144,10 @@ def context_bytes(component: Component, cluster: ClusterConfig) -> int:
 def resting_bytes(component: Component, sizes: Sizes) -> int:
     """What the fullest rank of a model holds while another one of its process computes."""
     away = component.optimizer is None or component.optimizer.offload
-    return max(state.weights + (0 if away else state.gradients + state.optimizer) for state in sizes.stages)
+    return max(
+        state.weights + copies_in_8_bits(component, state.weights, stage) + (0 if away else state.gradients + state.optimizer)
+        for stage, state in enumerate(sizes.stages)
+    )
 
 
 def trained_bytes(component: Component, state: StateBytes) -> int:
@@ -185,8 +183,8 @@ def head_bytes(component: Component, passes: MicroBatches, *, training: bool) ->
     """Projection onto the vocabulary, chunk by chunk of tokens (`aligner.parallel.logprobs`), at its fullest moment.
 
     Without gradient: a chunk's float32 logits and their exponentials. Training: besides the (selected) hidden states and their gradient,
-    the loss's backward pass holds the chunk's logits, their gradient in float32 and in the model's dtype, and the weight's gradient
-    in float32 with one product. A batch of one chunk keeps its logits in between.
+    the loss's backward pass holds the chunk's logits, their gradient in float32 and in the model's dtype, and one product of the weight's
+    gradient in float32, with a sum of these where the model is in float32. A batch of one chunk keeps its logits in between.
     """
     architecture, work, item = component.architecture, component.work, component.dtype_bytes
     split = component.parallel.sequence_parallel  # whole sequences are put together first
@@ -201,7 +199,7 @@ def head_bytes(component: Component, passes: MicroBatches, *, training: bool) ->
     if not training:
         return gathered + selected + chunk * vocabulary * 8
     narrow = item if item < 4 else 0
-    weight_gradient = 0 if component.model.lora.is_on else vocabulary * architecture.hidden_size * (4 + item)
+    weight_gradient = 0 if component.model.lora.is_on else vocabulary * architecture.hidden_size * (8 if item == 4 else 4)
     return gathered + 3 * selected + chunk * vocabulary * (8 + narrow) + weight_gradient
 
 
@@ -296,8 +294,8 @@ def cache_bytes(component: Component, engine: Engine) -> int:
 
 
 def logit_bytes(component: Component, engine: Engine) -> int:
-    """Device memory per row and token of the vocabulary in a decode step: the product with the output layer in the model's dtype, and in
-    float32 the logits (all graphs share them), their exponentials and these in blocks.
+    """Device memory per row and token of the vocabulary in a decode step: the product with the output layer, and in float32 the logits (all
+    graphs share them), their exponentials and these in blocks.
 
     Besides, where the settings want them: the logits divided by the temperature; masks, counts and what they leave of the exponentials;
     the ranks' parts before they are put together.
@@ -305,7 +303,15 @@ def logit_bytes(component: Component, engine: Engine) -> int:
     sampling = engine.settings.sampling
     heated = 4 * (sampling.temperature not in (0.0, 1.0))
     reshaped = 8 * bool(sampling.reshaping())
-    return component.dtype_bytes + 3 * 4 + heated + reshaped + 8 * (engine.tp > 1)
+    return _product_bytes(component, engine) + 3 * 4 + heated + reshaped + 8 * (engine.tp > 1)
+
+
+def _product_bytes(component: Component, engine: Engine) -> int:
+    """Of a number out of the product with the output layer, besides the float32 logits: none where it writes these."""
+    a, item = component.architecture, component.dtype_bytes
+    if item == 4 or not component.model.float32_logits:
+        return item
+    return 4 * bool(a.logits_softcap or a.logits_scale != 1 or engine.tp > 1)
 
 
 def free_at_start(component: Component, sizes: Sizes, cluster: ClusterConfig) -> int:
@@ -322,9 +328,9 @@ def graph_bytes(component: Component, engine: Engine, *, with_logits: bool) -> i
 
     The driver's own memory for the graphs is not counted.
     """
-    rows, item = round_rows(decode_batch(component, engine)), component.dtype_bytes
-    layer = (3 * component.architecture.hidden_size + 3 * feed_forward_size(component) // engine.tp) * item
-    return rows * (layer + (padded_vocabulary(component) * (item + 4) if with_logits else 0))
+    rows = round_rows(decode_batch(component, engine))
+    layer = (3 * component.architecture.hidden_size + 3 * feed_forward_size(component) // engine.tp) * component.dtype_bytes
+    return rows * (layer + (padded_vocabulary(component) * (_product_bytes(component, engine) + 4) if with_logits else 0))
 
 
 def prefill_bytes(component: Component, engine: Engine) -> int:

@@ -23,7 +23,7 @@ from aligner.planner.timing import model_flops
 from aligner.planner.workload import GIB, Component, Phase
 
 COLUMNS = {  # of the memory table, and the parts that each adds up
-    "weights": ("weights", "reference"),
+    "weights": ("weights", "weights in 8 bits", "reference"),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
     "engine": ("engine weights", "refit buckets", "KV cache", "prefill and sampling", "graph buffers"),

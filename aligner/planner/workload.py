@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -170,3 +171,9 @@ class Component:
     def shards_sequences(self) -> int:
         """Number of parts of the hidden states between layers."""
         return self.parallel.cp * (self.parallel.tp if self.parallel.sequence_parallel else 1)
+
+
+def padded_vocabulary(component: Component) -> int:
+    """Rows of the whole embedding, padding included."""
+    multiple = math.lcm(component.model.make_vocab_divisible_by, component.parallel.tp)
+    return math.ceil(component.architecture.vocab_size / multiple) * multiple

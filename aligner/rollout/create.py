@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -73,7 +74,9 @@ def create_engine(
         check_engine(config, policy.chunks[0].architecture, tp=tp, world_size=dist.get_world_size())
         while missing[-1:] == [rows - 1]:  # its model ends with the last token: there are no rows behind it
             rows = missing.pop()
+        precision = torch.get_float32_matmul_precision()
         engine = _streamed(policy, config, tp=tp, eos_id=end_ids[0], rows=rows)
+        platform.set_float32_matmul(precision)  # starting vLLM sets its own
         group = trained if tp == trained.size() > 1 else block_group(tp)
     fixed = not _shares(config.share_work, policy.chunks[0])
     conversing = None

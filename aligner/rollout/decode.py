@@ -28,7 +28,7 @@ from aligner.models.latent_attention import LATENT_EPS
 from aligner.models.own_layer import neighbours_apart
 from aligner.models.tracing import Operation, Tap
 from aligner.models.windowed_attention import form_of
-from aligner.parallel.logprobs import row_sums, shaped
+from aligner.parallel.logprobs import float32_product, row_sums, shaped
 from aligner.rollout.attention import (
     DecodeBatch,
     DecodePlan,
@@ -85,12 +85,14 @@ class Decoder:
         kernels: Kernels = Kernels.auto,
         cuda_graphs: bool = True,
         records_routes: bool = False,
+        float32_logits: bool = True,
     ) -> None:
         self.weights = weights
         self.architecture = architecture
         self.shards = shards
         self.max_sequence_length = max_sequence_length
         self.records_routes = records_routes
+        self._float32_logits = float32_logits and weights.output.dtype.itemsize <= 2
         self._recorded: tuple[Tensor, Tensor] | None = None  # the cache's routes, and the slots of this pass's tokens
         self.head_dim = architecture.head_dim
         self.groups = max(architecture.num_key_value_heads // shards.count, 1)
@@ -358,9 +360,11 @@ class Decoder:
         return out if weights.bias is None else out + weights.bias
 
     def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        architecture = self.architecture
-        own = F.linear(hidden, self.weights.output[: architecture.vocab_size])
-        if architecture.logits_softcap or architecture.logits_scale != 1:
+        architecture, weight = self.architecture, self.weights.output[: self.architecture.vocab_size]
+        is_shaped = architecture.logits_softcap or architecture.logits_scale != 1
+        whole = None if is_shaped or self.shards.count > 1 else out
+        own = float32_product(hidden, weight.t(), whole) if self._float32_logits else F.linear(hidden, weight)
+        if is_shaped:
             own = shaped(own.float(), scale=architecture.logits_scale, softcap=architecture.logits_softcap)
         if out is None:
             return self._gather(own.float())

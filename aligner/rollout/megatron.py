@@ -52,7 +52,6 @@ class MegatronEngine:
         if config.offload:
             self.weights.release()
         self.shards, chunk = self.weights.shards, chunks[0]
-        rotates = chunk.architecture.position_embedding == PositionEmbedding.rope
         self.max_sequence_length = chunk.max_sequence_length
         make_decoder = BatchInvariantDecoder if chunk.batch_invariant else Decoder
         self.decoder = make_decoder(
@@ -60,10 +59,11 @@ class MegatronEngine:
             chunk.architecture,
             self.shards,
             max_sequence_length=self.max_sequence_length,
-            frequencies=chunk.rotary_pos_emb.inv_freq if rotates else None,
+            frequencies=chunk.rotary_pos_emb.inv_freq if chunk.architecture.position_embedding == PositionEmbedding.rope else None,
             kernels=config.kernels,
             cuda_graphs=config.cuda_graphs and (self.shards.count == 1 or dist.get_backend(self.shards.group) == "nccl"),  # gloo: none
             records_routes=config.records_routes,
+            float32_logits=chunk.float32_logits,
         )
         self.generation = Generation(
             self.decoder,

@@ -1,10 +1,13 @@
 """Builds models of Transformer Engine's modules and of torch's, as fake tensors, and prints how they differ and what is fused.
 
 Arguments: the folder of the unpacked wheel, and a JSON list of [config name, overrides]. Prints a JSON list of one object a component.
+With a third argument, a JSON list of [compute capability, version of CUDA, settings of a model, of its architecture, of its layout]: what
+Transformer Engine is told to compute with in 8 bits, for each.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import sys
@@ -41,6 +44,45 @@ def main(folder: str, wanted: list[tuple[str, list[str]]]) -> None:
                     with fake_world(parallel, stage=stage):
                         done[key]["stages"].append(compared(component))
             print(json.dumps({"config": [name, *overrides], "component": component.name} | done[key]), flush=True)
+
+
+def eight_bits(folder: str, wanted: list[tuple[list[int], str, dict[str, Any], dict[str, Any], dict[str, Any]]]) -> None:
+    """Print the recipe that Transformer Engine's context has for a layer of each model, or why it is refused."""
+    package = install(Path(folder))
+    from aligner.errors import ConfigError
+    from aligner.models.config import Architecture, Fp8Recipe, ModelConfig
+    from aligner.models.eight_bits import token_multiple
+    from aligner.models.megatron_config import transformer_config
+    from aligner.parallel import mcore
+    from aligner.parallel.topology import ParallelConfig
+
+    get_fp8_context = importlib.import_module("megatron.core.fp8_utils").get_fp8_context  # behind aligner's import of Megatron-Core
+    mcore.transformer_engine_problem = lambda: ""
+    state = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+    for capability, cuda, model, architecture, parallel in wanted:
+        found: dict[str, Any] = {"versions": [mcore.version, package.__version__]}
+        with claimed_gpu((capability[0], capability[1]), cuda):
+            try:
+                settings = ModelConfig(fp8=True, **model | {"fp8_recipe": Fp8Recipe(model.get("fp8_recipe", "auto"))})
+                sizes = Architecture(vocab_size=64, **SIZES | architecture)
+                config = transformer_config(sizes, settings, ParallelConfig(**parallel), load=True)
+            except ConfigError as error:
+                print(json.dumps(found | {"error": str(error)}), flush=True)
+                continue
+            with mock.patch.object(torch.distributed, "all_reduce", side_effect=AssertionError):
+                with get_fp8_context(config, 0):
+                    recipe = state.get_fp8_recipe()
+                    found |= {"enabled": state.is_fp8_enabled(), "recipe": type(recipe).__name__, "stateless": not recipe.delayed()}
+                    found |= {"format": recipe.fp8_format.name, "tokens": token_multiple(config), "weights": bool(config.fp8_param)}
+                    found["scales"] = (
+                        "power of two"
+                        if getattr(recipe, "fp8_quant_fwd_inp", None) is None or (recipe.fp8_quant_fwd_inp.power_2_scale)
+                        else "float32"
+                    )
+        print(json.dumps(found), flush=True)
+
+
+SIZES = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "ffn_hidden_size": 512}
 
 
 def check_user_buffers() -> None:
@@ -112,4 +154,4 @@ def names_of(modules: Iterable[Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    (main if len(sys.argv) == 3 else eight_bits)(sys.argv[1], json.loads(sys.argv[-1]))

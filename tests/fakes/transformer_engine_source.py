@@ -108,14 +108,15 @@ def install(folder: Path) -> Any:
 
 
 @contextmanager
-def claimed_gpu() -> Iterator[None]:
-    """In the block torch says that there is a GPU of compute capability 9.0; what is made for it is on the CPU."""
+def claimed_gpu(capability: tuple[int, int] = (9, 0), cuda: str = "12.9") -> Iterator[None]:
+    """In the block torch says that there is a GPU of this compute capability, and that it was compiled for a version of CUDA; what is made
+    for the GPU is on the CPU."""
     from aligner.parallel.cpu_platform import _Event, _Stream
 
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
         "current_device": lambda: torch.device("cpu"),
-        "get_device_capability": lambda *_: (9, 0),
+        "get_device_capability": lambda *_: capability,
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": lambda *_: _Stream(),
@@ -123,6 +124,15 @@ def claimed_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in stand_ins.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(torch.version, "cuda", cuda))
+        if quantization := sys.modules.get("transformer_engine.pytorch.quantization"):
+            stack.enter_context(mock.patch.object(quantization, "get_device_compute_capability", lambda: capability))
+            stack.enter_context(mock.patch.object(quantization.tex, "get_cublasLt_version", lambda: 120900))
+            for name, value in list(vars(quantization).items()):  # what it has found out of another GPU
+                if name.startswith("check_") and hasattr(value, "cache_clear"):
+                    value.cache_clear()
+                elif name.startswith("_") and name.endswith("_SUPPORT"):
+                    setattr(quantization, name, None)
         yield
 
 

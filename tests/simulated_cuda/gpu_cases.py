@@ -142,7 +142,7 @@ def run(case: GpuCase, data: Path, directory: Path, *more: str, on_cpu: bool = F
     command += more
     report = directory.with_name(f"{directory.name}-report")
     device = ON_CPU if on_cpu else {"SIMULATED_CUDA_REPORT": str(report)}
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | device
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/tests", "OMP_NUM_THREADS": "1"} | device
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     if done.returncode:
         raise RuntimeError(f"{directory}: exit code {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-3000:]}")

@@ -105,6 +105,13 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda args, kwargs: function(args[0].float() if args[2] else args[0], args[1])
 
 
+def _product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`mm`, also with `out_dtype`: 16-bit factors, sums and result in float32."""
+    left, right, *out_dtype = args
+    result = torch.mm(*(part.to(*out_dtype) for part in (left, right))) if out_dtype else torch.mm(left, right)
+    return kwargs["out"].copy_(result) if "out" in kwargs else result
+
+
 def _runs(cumulated: Tensor) -> list[slice]:
     bounds = cumulated.tolist()
     return [slice(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
@@ -189,6 +196,7 @@ _OTHERS: dict[str, Callable[..., Any]] = {
     "aten::_flash_attention_backward": _packed_attention_backward,
     "aten::_efficient_attention_forward": _efficient_attention,
     "aten::_efficient_attention_backward": _efficient_attention_backward,
+    "aten::mm": _product,
     "aten::_fused_rms_norm": _rms_norm,
     "aten::_fused_rms_norm_backward": _rms_norm_backward,
     "aten::_softmax": _softmax(torch.softmax),

@@ -28,7 +28,8 @@ def _observe(context: Context) -> Chosen:
         whose = "Transformer Engine's" if found.transformer_engine else "torch's"
         off = ", ".join(f"{kernel.value} ({one.off})" for kernel, one in found.kernels.items() if one.off)
         rest = f"; not fused: {off}" if off and found.transformer_engine else ""
-        described[model.component] = f"layers are {whose} ({found.reason}){rest}"
+        products = f"float32 products: {model.config.float32_matmul.value}"  # whatever the node's environment says
+        described[model.component] = f"layers are {whose} ({found.reason}), {products}{rest}"
         if not found.transformer_engine:
             of_torch.append(model.component)
     return Chosen(described=described, of_torch=of_torch)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, LaunchError
 
 
 def test_create_makes_private_directories_and_keeps_what_is_there(tmp_path: Path) -> None:
@@ -22,6 +23,18 @@ def test_create_makes_private_directories_and_keeps_what_is_there(tmp_path: Path
     run.create()
     assert (run.checkpoints / "kept").read_text() == "x"
     assert run.run_id() == identity
+
+
+def test_what_is_known_of_the_newest_start_is_beside_the_id(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    identity, day = run.run_id(), run.first_day()
+    run.record(float32_matmul={"model": "high"})
+    run.record(float32_matmul={"model": "highest"})
+    assert json.loads(run.identity.read_text())["float32_matmul"] == {"model": "highest"}
+    assert (run.run_id(), run.first_day()) == (identity, day) and [p.name for p in run.path.iterdir() if p.is_file()] == ["run.json"]
+    run.identity.write_text("{}")
+    with pytest.raises(LaunchError, match="cannot read the run's run_id"):
+        run.record(float32_matmul={})
 
 
 def test_names() -> None:

@@ -177,3 +177,17 @@ def test_a_replica_of_tensorrt_llm_is_on_one_node(task, tmp_path) -> None:
         plan.components(compose(recipes()["grpo"].config, "grpo", [*settings, "cluster.gpus_per_node=2"]))
     (actor,) = plan.components(compose(recipes()["grpo"].config, "grpo", [*settings, "cluster.gpus_per_node=4"]))
     assert actor.engine_holds_weights
+
+
+def test_a_plan_in_8_bits_is_by_the_recipe_of_the_clusters_gpus():
+    """28928 / 8 is 3616: 113 times 32, as Blackwell's scales want, and no whole number of Hopper's 128."""
+    narrow = ["model.tokenizer=not-read", "parallel.tp=8", "parallel.pp=4", "model.architecture.ffn_hidden_size=28928", "model.fp8=true"]
+    with pytest.raises(
+        ConfigError, match=r"^model.fp8_recipe=auto \(here blockwise\): ffn_hidden_size on a rank is 3616, not a multiple of 128"
+    ):
+        plan.components(plan.load("sft_70b", narrow))
+    for more in (["cluster=dgx_b200"], ["model.fp8_recipe=tensorwise"], ["model.architecture.ffn_hidden_size=28672"]):
+        (component,) = plan.components(plan.load("sft_70b", [*narrow, *more]))
+        assert component.model.fp8
+    with pytest.raises(ConfigError, match=r"^model.fp8=true: the cluster's GPUs have no 8-bit matrix products"):
+        plan.components(plan.load("sft_70b", [*narrow, "cluster=dgx_a100"]))

@@ -11,7 +11,7 @@ from aligner.jobs.preflight import filesystem, layers, ports, ranks, samples, si
 from aligner.jobs.preflight.items import Level
 from aligner.jobs.preflight.sizing import host_bytes
 from aligner.models import hf_files
-from aligner.models.config import Architecture, Layers
+from aligner.models.config import Architecture, Float32Matmul, Layers
 from aligner.planner.config import Device
 from aligner.rewards.config import NamedRewardConfig
 
@@ -230,7 +230,9 @@ def test_whose_layers_the_models_get(run, context_of, settings, monkeypatch):
     assert found.level is Level.warning and "install transformer-engine" in found.advice
     torchs = {f"{section}model.layers": Layers.torch for section in ("", "critic.", "reward.")}
     found = run(layers.LAYERS, {"cluster.device": Device.gpu} | torchs)
-    assert found.level is Level.ok and found.found == "layers are torch's (model.layers=torch)"
+    assert found.level is Level.ok and found.found == "layers are torch's (model.layers=torch), float32 products: highest"
+    faster = run(layers.LAYERS, {"model.float32_matmul": Float32Matmul.high})
+    assert "layers are torch's (there is no GPU), float32 products: high" in faster.found
     with pytest.raises(ConfigError, match="model.layers=transformer_engine: there is no GPU"):
         run(layers.LAYERS, {"model.layers": Layers.transformer_engine})
 

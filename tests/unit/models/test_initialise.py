@@ -63,7 +63,7 @@ def test_names_of_norms_that_transformer_engine_fuses():
 def test_transformer_engine_is_refused_where_it_is_not():
     from aligner.errors import ConfigError
     from aligner.models.build import build_language_model
-    from aligner.models.config import Architecture, Layers, ModelConfig
+    from aligner.models.config import Architecture, Fp8Recipe, Layers, ModelConfig
     from aligner.parallel.topology import ParallelConfig
 
     for model, message in (
@@ -74,6 +74,10 @@ def test_transformer_engine_is_refused_where_it_is_not():
             build_language_model(Architecture(vocab_size=61), model, ParallelConfig(), load=True)
     with pytest.raises(ConfigError, match=r"model.fp8=true: needs Transformer Engine's layers; allowed: model.layers=auto"):
         ModelConfig(fp8=True, layers=Layers.torch)
+    with pytest.raises(ConfigError, match=r"model.fp8_recipe=delayed: its scales are those of passes before, .* allowed: auto, blockwise,"):
+        ModelConfig(fp8=True, fp8_recipe=Fp8Recipe.delayed)
+    with pytest.raises(ConfigError, match=r"^model.fp8_recipe=blockwise: needs model.fp8=true"):
+        ModelConfig(fp8_recipe=Fp8Recipe.blockwise)
 
 
 @pytest.mark.cpu

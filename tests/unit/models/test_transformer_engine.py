@@ -40,7 +40,7 @@ def gpu_recipes() -> list[str]:
 
 
 @pytest.fixture(params=VERSIONS, ids=lambda pair: f"te{pair[0]}-core{pair[1] or '-installed'}")
-def built(request) -> Callable[[list[tuple[str, list[str]]]], list[dict[str, Any]]]:
+def built(request) -> Callable[..., list[dict[str, Any]]]:
     """`built([(config, overrides)])`: what the job says of each component. In a process of its own: Megatron-Core looks for Transformer
     Engine when it is imported."""
     engine, core = request.param
@@ -48,8 +48,8 @@ def built(request) -> Callable[[list[tuple[str, list[str]]]], list[dict[str, Any
     if missing := [wheel.name for wheel in wheels if not wheel.is_dir()]:
         pytest.skip(f"no {missing[0]}: make transformer-engine")
 
-    def build(wanted: list[tuple[str, list[str]]]) -> list[dict[str, Any]]:
-        command = [sys.executable, "-W", "ignore", str(JOB), str(wheels[0]), json.dumps(wanted)]
+    def build(wanted: list[Any], *options: str) -> list[dict[str, Any]]:
+        command = [sys.executable, "-W", "ignore", str(JOB), str(wheels[0]), *options, json.dumps(wanted)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*wheels[1:], ROOT]))}
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -100,3 +100,51 @@ def test_models_that_no_recipe_names(built):
         assert stage["adding_weight_gradients"] == modules and stage["not_adding"] == [] and stage["attention"] == [attention], name
         options = stage["options"]
         assert options["moe_grouped_gemm"] == (modules == GROUPED) and options["moe_permute_fusion"] == name.startswith("experts"), name
+
+
+HOPPER, BLACKWELL, ADA, OFFICE = [9, 0], [10, 0], [8, 9], [12, 0]
+BLOCKS = ("Float8BlockScaling", "E4M3")
+MICRO = ("MXFP8BlockScaling", "E4M3")
+TENSORS = ("Float8CurrentScaling", "HYBRID")
+SPLIT = {"tp": 2, "sequence_parallel": True}
+RECIPES: list[tuple[list[int], dict[str, Any], dict[str, Any], tuple[str, str], int]] = [
+    (HOPPER, {}, {}, BLOCKS, 16),
+    (HOPPER, {}, SPLIT, BLOCKS, 128),  # what ranks gather are whole blocks
+    (BLACKWELL, {}, SPLIT, MICRO, 32),
+    ([10, 3], {}, {}, MICRO, 32),
+    (ADA, {}, {}, TENSORS, 16),
+    (OFFICE, {}, {}, TENSORS, 16),
+    (HOPPER, {"fp8_recipe": "tensorwise"}, SPLIT, TENSORS, 16),
+    (BLACKWELL, {"fp8_recipe": "tensorwise"}, {}, TENSORS, 16),
+    (BLACKWELL, {"fp8_recipe": "mxfp8", "packing": True, "micro_batch_tokens": 256}, SPLIT | {"tp_comm_overlap": True}, MICRO, 128),
+    (HOPPER, {"fp8_recipe": "tensorwise", "packing": True, "micro_batch_tokens": 256}, SPLIT | {"tp_comm_overlap": True}, TENSORS, 16),
+]
+
+
+def test_transformer_engine_is_told_a_recipe_without_a_past(built):
+    """Of no recipe the scales are those of passes before: replicas that make different numbers of passes never wait for each other's, and a
+    pass without gradients has some. The weights themselves stay in 16 bits."""
+    found = built([[capability, "12.9", model, {}, parallel] for capability, model, parallel, _, _ in RECIPES], "eight bits")
+    for one, (capability, model, parallel, recipe, tokens) in zip(found, RECIPES, strict=True):
+        case = (capability, model, parallel)
+        assert (one.get("recipe"), one.get("format")) == recipe, (case, one)
+        assert one["enabled"] and one["stateless"] and not one["weights"], case
+        assert one["tokens"] == tokens, case
+        if recipe == BLOCKS:
+            assert one["scales"] == "power of two", case
+
+
+REFUSED: list[tuple[list[int], str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+    (ADA, "12.9", {"fp8_recipe": "blockwise"}, {}, {}, "model.fp8_recipe=blockwise: transformer-engine"),
+    (HOPPER, "12.8", {}, {}, {}, "CUDA >= 12.9"),
+    (HOPPER, "12.9", {"fp8_recipe": "mxfp8"}, {}, {}, "compute capability 10.0 or higher"),
+    (OFFICE, "12.9", {"fp8_recipe": "mxfp8"}, {}, {}, "model.fp8_recipe=mxfp8: transformer-engine"),
+    ([8, 0], "12.9", {}, {}, {}, "compute capability 8.9 or higher"),
+    (HOPPER, "12.9", {}, {"hidden_size": 96}, {}, "hidden_size on a rank is 96"),
+]
+
+
+def test_what_transformer_engine_cannot_compute_is_refused(built):
+    found = built([list(case[:-1]) for case in REFUSED], "eight bits")
+    for one, (*case, message) in zip(found, REFUSED, strict=True):
+        assert message in one.get("error", ""), (case, one)

@@ -398,8 +398,8 @@ def test_memory_of_generation() -> None:
     sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
     parts = next(m.parts for m in memory.phase_memory(own, sizes, CLUSTER, (0,)) if m.phase == Phase.generate)
     assert parts["KV cache"] == 4 * 512 * token
-    # Logits: bfloat16 products, and in float32 themselves, exponentials, these in blocks, and the parts and the whole of eight ranks.
-    logits = 4 * memory.padded_vocabulary(own) * (2 + 3 * 4 + 2 * 4)
+    # Logits in float32: products, themselves, exponentials, these in blocks, and the parts and the whole of eight ranks.
+    logits = 4 * memory.padded_vocabulary(own) * (4 + 3 * 4 + 2 * 4)
     assert parts["prefill and sampling"] == chunk + 128 * token // 8 + 100 * 128 * 3 + logits
     reshaped = RolloutConfig(sampling=SamplingConfig(temperature=0.7, top_p=0.9))
-    assert memory.logit_bytes(own, replace(engine, tp=1)) == 14 and memory.logit_bytes(own, replace(engine, settings=reshaped)) == 34
+    assert memory.logit_bytes(own, replace(engine, tp=1)) == 12 and memory.logit_bytes(own, replace(engine, settings=reshaped)) == 36

@@ -221,7 +221,8 @@ def test_vllm_starts_beside_the_policy() -> None:
 
 
 def test_buffers_of_graphs_stay_while_others_compute() -> None:
-    """4 rows, three hidden states of 64 and three parts of 192, bfloat16; the logits of 1000 tokens in bfloat16 and float32."""
+    """4 rows, three hidden states of 64 and three parts of 192, bfloat16; the float32 logits of 1000 tokens, which the product
+    with the output layer writes."""
     nothing, state = BlockBytes(layer=0, ends=0, backward=0, forward=0), StateBytes(weights=0, gradients=0, optimizer=0)
     sizes = memory.Sizes(stages=(state,), train=nothing, inference=nothing, engine_weights=0)
 
@@ -230,7 +231,7 @@ def test_buffers_of_graphs_stay_while_others_compute() -> None:
         return [m.parts.get("graph buffers", 0) for m in memory.phase_memory(own, sizes, GPU, (0,))]
 
     layer = 4 * 3 * (64 + 192) * 2
-    assert buffers(engine()) == [layer, layer + 4 * 1000 * 6]
+    assert buffers(engine()) == [layer, layer + 4 * 1000 * 4]
     assert buffers(engine(max_batch_size=8, offload=True)) == [2 * layer, 0]  # they are forgotten
     assert buffers(engine(settings=RolloutConfig(cuda_graphs=False))) == [0, 0]
     vllm = RolloutConfig(engine=EngineKind.vllm)
@@ -280,3 +281,17 @@ def test_advice_names_uneven_pipelines_and_smaller_caches() -> None:
     uneven = offered["parallel.pp=4 parallel.first_stage_layers=2 parallel.last_stage_layers=2"]
     assert stage_layers(10, uneven.parallel) == [2, 3, 3, 2] and "parallel.pp=2" in offered
     assert offered["rollout.kv_cache_tokens=2048"].engine.kv_cache_tokens == 2048  # half of 8 sequences' two pages of 256
+
+
+def test_copies_of_weights_in_8_bits() -> None:
+    """Two stages: a rank has 3000 weights of layers, besides its half of the embedding's rows, or of the output layer's."""
+    own = component(LLAMA, parallel={"tp": 2, "pp": 2}, model={"fp8": True})
+    rows = memory.padded_vocabulary(own) // 2 * 64
+    layers = [layer_tensors.copies_in_8_bits(own, 2 * (rows + 3000), stage) for stage in (0, 1)]
+    assert layers == [2 * 3000, 2 * 3000]  # by rows and by columns, a byte each
+    frozen = replace(own, optimizer=None)
+    assert layer_tensors.copies_in_8_bits(frozen, 2 * (rows + 3000), 0) == 3000
+    assert layer_tensors.copies_in_8_bits(replace(own, model=replace(own.model, fp8=False)), 2 * (rows + 3000), 0) == 0
+    nothing, state = BlockBytes(layer=0, ends=0, backward=0, forward=0), StateBytes(weights=2 * (rows + 3000), gradients=0, optimizer=0)
+    sizes = memory.Sizes(stages=(state, state), train=nothing, inference=nothing, engine_weights=0)
+    assert {m.parts["weights in 8 bits"] for m in memory.phase_memory(own, sizes, GPU, (0, 1))} == {6000}
