@@ -132,7 +132,10 @@ def _relative(what: str, predicted: float, otherwise: str) -> Figure:
 
 GATHERED = "weights, and without a paged kernel the cache four times; at least 2 us a kernel"
 RUNS = "take the sequences one at a time: model.packing=false; report the sizes"
-PRECISION = "model.float32_matmul=highest (the default), TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0; if these figures are those with TF32, something sets the precision later"
+PRECISION = (
+    "model.float32_matmul=highest (the default), TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0; "
+    "if these figures are those with TF32, something sets the precision later"
+)
 GAP = "rollout.kernels=torch, then rollout.cuda_graphs=false: the setting that closes it names the kernel (docs/agreement.md)"
 VLLM_GAP = "rollout.engine=megatron until `aligner gap` names the module (docs/agreement.md)"
 
