@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import ConfigError, EngineError
-from aligner.models.config import Architecture
+from aligner.models.config import Architecture, Family
 from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, WeightForm, Work, missing_ids
@@ -82,6 +82,7 @@ class VLLMEngine:
         )
         self._llm: Any = None
         self._manifest, self._loaded, self._version = Manifest(tensors={}), set(), 0
+        self._wanted: set[str] = set()  # parameters of vLLM's model in an update
         self._updating = False  # whether vLLM is between the start and the finish of an update of its weights
         self._ids = count()  # of requests, over the engine's life: a step that was left over knows none of a later generation's
         self._can_sleep, self._asleep = config.offload and torch.cuda.is_available(), frozenset()
@@ -117,9 +118,13 @@ class VLLMEngine:
             os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(platform.device().index or 0)}
             launcher = {"distributed_executor_backend": "external_launcher"}
         memory = {"gpu_memory_utilization": self._memory_share()} if torch.cuda.is_available() else {}
-        own = {}
+        own: dict[str, Any] = {}
+        if (
+            model.architecture.family == Family.cohere2 and model.architecture.sliding_window
+        ):  # whose windows vLLM makes longer by one token than transformers
+            own = {"hf_overrides": {"sliding_window": model.architecture.sliding_window - 1}}
         if model.architecture.no_rope_layers:  # else vLLM decides by the context's length, whatever the model's config says
-            own = {"override_generation_config": {"attn_temperature_tuning": model.architecture.attention_temperature > 0}}
+            own |= {"override_generation_config": {"attn_temperature_tuning": model.architecture.attention_temperature > 0}}
         return (
             launcher
             | memory
@@ -174,7 +179,7 @@ class VLLMEngine:
     def begin_refit(self, manifest: Manifest) -> None:
         self._manifest, self._loaded = manifest, set()
         self._llm.collective_rpc("start_weight_update")
-        self._updating = True
+        self._updating, self._wanted = True, set(self._parameters())  # without what vLLM computes from the others, and only now
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         try:
@@ -186,7 +191,7 @@ class VLLMEngine:
     def finish_refit(self, version: int) -> None:
         """Raises EngineError naming weights of vLLM's model that did not come."""
         self.abort_refit()
-        names = list(self._parameters())
+        names = [name for name in self._parameters() if name in self._wanted]
         if missing := [name for name in names if name not in self._loaded]:
             raise EngineError(f"vLLM's model has weights that the policy did not send: {named_few(missing)} of {len(names)}")
         if not self._llm.reset_prefix_cache():
@@ -200,10 +205,13 @@ class VLLMEngine:
 
     def read_back(self, name: str) -> Tensor | None:
         *parents, part, kind = name.split(".")
-        fused = _FUSED.get(part, part)
-        group = [each for each in _FUSED if _FUSED[each] == fused] if part in _FUSED else [part]
+        group = [".".join([*parents, each, kind]) for each in _FUSED if _FUSED[each] == _FUSED.get(part)]
+        if not group or any(each not in self._manifest.tensors for each in group):
+            group, fused = [name], part  # also an up_proj without a gate
+        else:
+            fused = _FUSED[part]
         held = self._parameters().get(".".join([*parents, fused, kind]))
-        start = sum(self._manifest.tensors[".".join([*parents, each, kind])].shape[0] for each in group[: group.index(part)])
+        start = sum(self._manifest.tensors[each].shape[0] for each in group[: group.index(name)])
         end = start + self._manifest.tensors[name].shape[0]
         if self._tp > 1 or held is None or held.dtype != self._model.dtype or held.shape[:1] < (end,):
             return None  # a part of it, or packed for a kernel

@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+from aligner.errors import EngineError
+from aligner.rollout.foreign import fusion_group
+from aligner.rollout.manifest import named_few
 
 
 @dataclass
@@ -29,6 +34,13 @@ class InProcessWeights(IPCWeightTransferEngine):  # type: ignore[misc]
 
     update_info_cls = Bucket
 
+    def start_weight_update(self) -> None:
+        """On the CPU experts are packed when their kernel is made, and then no more: it is made again."""
+        for module in self.model.modules() if self.device.type == "cpu" else ():
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None
+        super().start_weight_update()
+
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load a bucket. After an error the model has left the update, and may hold anything."""
         try:
@@ -39,8 +51,16 @@ class InProcessWeights(IPCWeightTransferEngine):  # type: ignore[misc]
             raise
 
     def receive_weights(self, update_info: Bucket) -> None:
-        """A layer holds on to what it was given until it has everything, and the bucket's memory is used again: it gets copies."""
-        update_info.loaded.update(self.model.load_weights((name, tensor.clone()) for name, tensor in update_info.weights))
+        """A layer holds on to what it was given until it has everything, and the bucket's memory is used again: it gets copies.
+
+        Raises EngineError naming tensors that the model ignores, as Cohere's does an output layer of its own.
+        """
+        for _, group in groupby(update_info.weights, key=lambda named: fusion_group(named[0])):
+            members = list(group)
+            loaded = self.model.load_weights((name, tensor.clone()) for name, tensor in members)
+            if not loaded:
+                raise EngineError(f"{type(self.model).__name__} of vLLM has no place for {named_few([name for name, _ in members])}")
+            update_info.loaded.update(loaded)
 
     def finish_weight_update(self) -> None:
         """vLLM forgets that modules which share a weight with another, as a tied output layer does, may have a packed copy of their own."""

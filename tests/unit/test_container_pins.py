@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
+DOCKERFILES = ("Dockerfile", "Dockerfile.cpu", "Dockerfile.vllm")
 PIN = re.compile(r'"([A-Za-z0-9_.-]+)(?:\[[a-z,]+\])?==([^"\s]+)"')
 # What the GPU image takes from its base image instead of a pin.
 FROM_THE_BASE = {
@@ -35,20 +35,23 @@ def pins(name: str) -> dict[str, str]:
     return {canonicalize_name(match[1]): match[2] for match in PIN.finditer((ROOT / name).read_text())}
 
 
-def requirements() -> dict[str, Requirement]:
-    """What setup.py requires, the extra `servers` included, by name."""
+def requirements(file: str) -> dict[str, Requirement]:
+    """What setup.py requires, the extra that the image is for included, by name."""
     tree = ast.parse((ROOT / "setup.py").read_text())
     (call,) = (
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setup"
     )
     arguments = {keyword.arg: keyword.value for keyword in call.keywords}
-    lines = ast.literal_eval(arguments["install_requires"]) + ast.literal_eval(arguments["extras_require"])["servers"]
+    lines = (
+        ast.literal_eval(arguments["install_requires"])
+        + ast.literal_eval(arguments["extras_require"])["vllm" if file == "Dockerfile.vllm" else "servers"]
+    )
     return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, lines)}
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_pins_are_within_the_bounds_of_setup(name):
-    needed, pinned = requirements(), pins(name)
+    needed, pinned = requirements(name), pins(name)
     assert len(pinned) >= 6
     outside = {pin: number for pin, number in pinned.items() if pin in needed and not needed[pin].specifier.contains(number)}
     assert not outside, {pin: str(needed[pin]) for pin in outside}
@@ -57,7 +60,7 @@ def test_pins_are_within_the_bounds_of_setup(name):
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_everything_that_setup_requires_is_there(name):
     from_the_base = FROM_THE_BASE if name == "Dockerfile" else set()
-    assert requirements().keys() - pins(name).keys() <= from_the_base
+    assert requirements(name).keys() - pins(name).keys() <= from_the_base
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -70,10 +73,14 @@ def test_every_installation_is_pinned(name):
         assert all(PIN.fullmatch(word) or word == "." for word in packages), packages
 
 
-def test_both_images_have_the_same_versions():
-    gpu, cpu = map(pins, DOCKERFILES)
-    assert {name: gpu[name] for name in gpu.keys() & cpu.keys()} == {name: cpu[name] for name in gpu.keys() & cpu.keys()}
+def test_all_images_have_the_same_versions():
+    gpu, cpu, vllm = map(pins, DOCKERFILES)
+    with_numpy_2 = {"numpy", "pyarrow", "transformers"}  # vLLM bounds the last
+    for one, other in ((gpu, cpu), (gpu, vllm), (cpu, vllm)):
+        shared = one.keys() & other.keys() - (with_numpy_2 if other is vllm else set())
+        assert {name: one[name] for name in shared} == {name: other[name] for name in shared}
     assert "megatron-core" in gpu and "torch" not in gpu
+    assert "nvidia-pytriton" not in vllm and vllm["numpy"].startswith("2.")
 
 
 def test_what_is_copied_into_the_image_exists():
