@@ -119,9 +119,7 @@ class VLLMEngine:
             launcher = {"distributed_executor_backend": "external_launcher"}
         memory = {"gpu_memory_utilization": self._memory_share()} if torch.cuda.is_available() else {}
         own: dict[str, Any] = {}
-        if (
-            model.architecture.family == Family.cohere2 and model.architecture.sliding_window
-        ):  # whose windows vLLM makes longer by one token than transformers
+        if model.architecture.family == Family.cohere2 and model.architecture.sliding_window:  # vLLM's windows have one token more
             own = {"hf_overrides": {"sliding_window": model.architecture.sliding_window - 1}}
         if model.architecture.no_rope_layers:  # else vLLM decides by the context's length, whatever the model's config says
             own |= {"override_generation_config": {"attn_temperature_tuning": model.architecture.attention_temperature > 0}}

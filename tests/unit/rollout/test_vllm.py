@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError, EngineError
-from aligner.models.config import Architecture
+from aligner.models.config import Architecture, Family
 from aligner.rollout import vllm as wrapper
 from aligner.rollout.config import RolloutConfig, VLLMConfig
 from aligner.rollout.engine import ALL_MEMORY, EngineSampling, GenRequest, ListedWork
-from aligner.rollout.manifest import hf_manifest
+from aligner.rollout.manifest import Manifest, TensorSpec, hf_manifest
 from aligner.rollout.vllm import VLLMEngine, VLLMModel
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
@@ -73,6 +73,8 @@ class EngineSettings:
     weight_transfer_config: dict[str, str]
     seed: int
     distributed_executor_backend: str = "uni"
+    hf_overrides: dict[str, int] | None = None
+    override_generation_config: dict[str, bool] | None = None
     gpu_memory_utilization: float = 0.92
 
 
@@ -124,7 +126,7 @@ class WeightTransferUpdateInfo:
 
 class IPCWeightTransferEngine:
     def __init__(self, model) -> None:
-        self.model = model
+        self.model, self.device = model, torch.device("cpu")
 
     def parse_update_info(self, update_dict):
         return self.update_info_cls(**update_dict)
@@ -431,6 +433,31 @@ def test_a_refit_that_failed_leaves_the_update_and_another_succeeds(fake_vllm, m
     assert all(torch.equal(engine.read_back(name), tensor) for name, tensor in named.items())
 
 
+def test_what_vllms_model_ignores_is_named_and_what_it_computes_is_not_asked_for(fake_vllm):
+    engine, named = started(), weights()
+    computed = {"model.layers.0.self_attn.W_UV": torch.zeros(2)}  # as of latent attention, after an update
+    engine._llm.model.named_parameters = lambda: iter(
+        engine._llm.model.tensors.items() | ({} if engine._llm.model.layerwise else computed).items()
+    )
+    refit(engine, named, 1)
+    engine.begin_refit(hf_manifest(SIZES, torch.float32))
+    with pytest.raises(EngineError, match=r"FusedModel of vLLM has no place for lm_head\.weight"):
+        engine.load([*named.items(), ("lm_head.weight", torch.zeros(11, 8))])
+
+
+def test_a_projection_without_a_gate_is_read_back_by_itself(fake_vllm):
+    engine, name = started(), "model.layers.0.mlp.up_proj.weight"
+    engine._llm.model.tensors = {name: torch.randn(12, 8)}
+    engine._manifest = Manifest(tensors={name: TensorSpec(shape=(12, 8), dtype=torch.float32)})
+    assert torch.equal(engine.read_back(name), engine._llm.model.tensors[name])
+
+
+def test_cohere_2_has_the_windows_of_transformers(fake_vllm):
+    sizes = replace(SIZES, family=Family.cohere2, sliding_window=7)
+    assert make_engine(architecture=sizes)._settings()["hf_overrides"] == {"sliding_window": 6}
+    assert "hf_overrides" not in make_engine(architecture=replace(sizes, sliding_window=0))._settings()
+
+
 def test_only_what_shares_a_weight_with_another_is_packed_again(fake_vllm):
     """Models without an output layer of their own (Gemma 2, Cohere) share none; whatever it is called, a tied one does."""
     backend = import_module("aligner.rollout.vllm_weights").InProcessWeights
@@ -443,6 +470,9 @@ def test_only_what_shares_a_weight_with_another_is_packed_again(fake_vllm):
 
     model = torch.nn.ModuleDict({"embed": layer("embed"), "other": layer("other"), "plain": torch.nn.Linear(2, 2)})
     model.set_layerwise = lambda value: None
+    model["plain"].quant_method = SimpleNamespace(moe_kernel=object())
+    backend(model).start_weight_update()
+    assert model["plain"].quant_method.moe_kernel is None  # on the CPU experts are packed when their kernel is made
     backend(model).finish_weight_update()
     assert packed == []
     model["nested"] = torch.nn.ModuleDict({"tied": layer("tied"), "bare": torch.nn.Linear(2, 2, bias=False), "same": model["embed"]})
@@ -531,6 +561,16 @@ def test_the_fake_has_vllm_s_names():
     assert {f.name for f in fields(EngineSettings)} <= {f.name for f in fields(EngineArgs)}
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_an_output_layer_that_vllms_model_has_not_is_an_error_and_not_left_out(make_model):
+    from aligner.rollout.config import EngineKind
+    from aligner.rollout.create import create_engine
+
+    config = RolloutConfig(engine=EngineKind.vllm, max_batch_size=3, vllm=VLLMConfig(enforce_eager=True))
+    with pytest.raises(EngineError, match=r"CohereForCausalLM of vLLM has no place for lm_head\.weight"):
+        create_engine(policy_of(make_model, "cohere_untied"), config, eos_id=EOS)
+
+
 def policy_of(make_model: Callable, name: str):
     """A policy of a family, with the sizes that vLLM's kernels want: heads of 32 dimensions."""
     from hf_models import HF_MODELS
@@ -549,7 +589,9 @@ def policy_of(make_model: Callable, name: str):
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "gemma2", "cohere"])  # the last two have no output layer of their own in vLLM
+# The experts come first: vLLM's groups outlive an engine, and those of a dense model have none for experts. Gemma 2 and Cohere have no output
+# layer of their own in vLLM, whose windows of Cohere 2 are longer by one than transformers'.
+@pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen2_tied", "gemma2", "cohere", "cohere2", "nemotron"])
 def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(family, make_model, monkeypatch):
     from aligner.losses.sft import sft_loss
     from aligner.rollout.config import EngineKind, VerifyRefit
