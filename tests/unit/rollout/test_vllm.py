@@ -436,9 +436,8 @@ def test_a_refit_that_failed_leaves_the_update_and_another_succeeds(fake_vllm, m
 def test_what_vllms_model_ignores_is_named_and_what_it_computes_is_not_asked_for(fake_vllm):
     engine, named = started(), weights()
     computed = {"model.layers.0.self_attn.W_UV": torch.zeros(2)}  # as of latent attention, after an update
-    engine._llm.model.named_parameters = lambda: iter(
-        engine._llm.model.tensors.items() | ({} if engine._llm.model.layerwise else computed).items()
-    )
+    model = engine._llm.model
+    model.named_parameters = lambda: iter((model.tensors | ({} if model.layerwise else computed)).items())
     refit(engine, named, 1)
     engine.begin_refit(hf_manifest(SIZES, torch.float32))
     with pytest.raises(EngineError, match=r"FusedModel of vLLM has no place for lm_head\.weight"):
@@ -589,8 +588,8 @@ def policy_of(make_model: Callable, name: str):
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
-# The experts come first: vLLM's groups outlive an engine, and those of a dense model have none for experts. Gemma 2 and Cohere have no output
-# layer of their own in vLLM, whose windows of Cohere 2 are longer by one than transformers'.
+# The experts come first: vLLM's groups outlive an engine, and those of a dense model have none for experts. Gemma 2 and Cohere have no
+# output layer of their own in vLLM, whose windows of Cohere 2 have one token more than transformers'.
 @pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen2_tied", "gemma2", "cohere", "cohere2", "nemotron"])
 def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(family, make_model, monkeypatch):
     from aligner.losses.sft import sft_loss
