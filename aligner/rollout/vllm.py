@@ -307,9 +307,12 @@ class VLLMEngine:
     def shutdown(self) -> None:
         """Process groups stay: training's are among them."""
         if self._llm is not None:
+            from vllm.distributed.parallel_state import destroy_model_parallel
+
             core = self._llm.llm_engine.engine_core.engine_core
             core.model_executor.shutdown()
             core.scheduler.shutdown()
+            destroy_model_parallel()  # its own: those of a dense model have none for the experts of a later engine's
             self._llm = None
             gc.unfreeze()
             gc.collect()

@@ -333,6 +333,16 @@ def test_experts_and_decoding() -> None:
     assert decoding.decode_step(own, engine, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6)  # of mixtures twice
     eager = replace(engine, settings=RolloutConfig(cuda_graphs=False))
     assert decoding.decode_step(own, eager, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
+    # Other packages' graphs are by their own settings; TensorRT-LLM's are lost where memory sleeps.
+    package = replace(engine, settings=RolloutConfig(engine=EngineKind.tensorrt_llm, cuda_graphs=False))
+    assert decoding.decode_step(own, package, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6) and not package.graphs_lost
+    sleeping = replace(package, offload=True, on_gpu=True)
+    assert decoding.decode_step(own, sleeping, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
+    assert "decodes without CUDA graphs" in sleeping.graphs_lost and not sleeping.records_graphs
+    compiled = RolloutConfig(engine=EngineKind.vllm, vllm=VLLMConfig(enforce_eager=True))
+    assert (
+        not replace(engine, settings=compiled).uses_graphs and replace(engine, settings=RolloutConfig(engine=EngineKind.vllm)).uses_graphs
+    )
 
 
 def test_refused_sizes_name_the_component() -> None:

@@ -125,5 +125,7 @@ def test_the_preflight_names_it(tmp_path, installed):
     assert _chosen_engine(run).startswith("rollout.engine=auto: megatron; not vllm (the model's delta nets are sampled from by")
     model.path = str(tmp_path / "nowhere")
     assert _chosen_engine(run) == f"rollout.engine=auto: vllm; not {NEVER}{OTHERS}"
+    run.rollout = RolloutConfig(engine=EngineKind.tensorrt_llm, offload=True)
+    assert "rollout.offload=true with rollout.engine=tensorrt_llm (1.2.1) decodes without CUDA graphs" in _chosen_engine(run)
     run.rollout = RolloutConfig()
     assert _chosen_engine(run) == "" == _chosen_engine(SimpleNamespace())

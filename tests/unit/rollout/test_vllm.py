@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -252,6 +253,7 @@ def fake_vllm(monkeypatch) -> dict[str, ModuleType]:
         "vllm.engine.arg_utils": {"EngineArgs": EngineSettings},
         "vllm.v1.engine.llm_engine": {"LLMEngine": LLMEngine},
         "vllm.v1.worker.gpu_worker": {"Worker": Worker},
+        "vllm.distributed.parallel_state": {"destroy_model_parallel": lambda: None},
         "vllm.distributed.weight_transfer.base": {"WeightTransferUpdateInfo": WeightTransferUpdateInfo},
         "vllm.distributed.weight_transfer.factory": {"WeightTransferEngineFactory": WeightTransferEngineFactory},
         "vllm.distributed.weight_transfer.ipc_engine": {"IPCWeightTransferEngine": IPCWeightTransferEngine},
@@ -321,7 +323,7 @@ class Changed:
         ("vllm:LLM.wake_up", None, r"LLM\.wake_up \(type object 'LLM' has no attribute 'wake_up'\)"),
         ("vllm.v1.engine.llm_engine:LLMEngine.add_request", Changed.add_request, r"add_request \(missing a required argument: 'tenant'\)"),
         ("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory", None, "WeightTransferEngineFactory.register_engine"),
-        ("vllm.engine.arg_utils:EngineArgs", WeightTransferUpdateInfo, r"EngineArgs \(got an unexpected keyword argument 'model'\)"),
+        ("vllm.engine.arg_utils:EngineArgs", WeightTransferUpdateInfo, r"EngineArgs \(got an unexpected keyword argument '\w+'\)"),
         ("vllm:SamplingParams", WeightTransferUpdateInfo, r"SamplingParams \(got an unexpected keyword argument 'temperature'\)"),
     ],
 )
@@ -560,16 +562,6 @@ def test_the_fake_has_vllm_s_names():
     assert {f.name for f in fields(EngineSettings)} <= {f.name for f in fields(EngineArgs)}
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
-def test_an_output_layer_that_vllms_model_has_not_is_an_error_and_not_left_out(make_model):
-    from aligner.rollout.config import EngineKind
-    from aligner.rollout.create import create_engine
-
-    config = RolloutConfig(engine=EngineKind.vllm, max_batch_size=3, vllm=VLLMConfig(enforce_eager=True))
-    with pytest.raises(EngineError, match=r"CohereForCausalLM of vLLM has no place for lm_head\.weight"):
-        create_engine(policy_of(make_model, "cohere_untied"), config, eos_id=EOS)
-
-
 def policy_of(make_model: Callable, name: str):
     """A policy of a family, with the sizes that vLLM's kernels want: heads of 32 dimensions."""
     from hf_models import HF_MODELS
@@ -588,9 +580,9 @@ def policy_of(make_model: Callable, name: str):
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
-# The experts come first: vLLM's groups outlive an engine, and those of a dense model have none for experts. Gemma 2 and Cohere have no
-# output layer of their own in vLLM, whose windows of Cohere 2 have one token more than transformers'.
-@pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen2_tied", "gemma2", "cohere", "cohere2", "nemotron"])
+# Gemma 2 and Cohere have no output layer of their own in vLLM, whose windows of Cohere 2 have one token more than transformers'; Nemotron
+# has no gates. The experts come last: an engine's groups go with it, and those of a dense model have none for experts.
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "gemma2", "cohere", "cohere2", "nemotron", "mixtral"])
 def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(family, make_model, monkeypatch):
     from aligner.losses.sft import sft_loss
     from aligner.rollout.config import EngineKind, VerifyRefit
@@ -617,7 +609,7 @@ def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(family,
             logprobs[row, span] = torch.tensor(rollout.logprobs)
         batch = LabeledBatch(tokens=tokens, lengths=torch.tensor([len(rollout.tokens) for rollout in rollouts]), loss_mask=mask)
         torch.testing.assert_close(logprobs, policy.logprobs(batch) * mask, rtol=0, atol=1e-4)
-        found.append({rollout.seed: rollout.response for rollout in rollouts})
+        found.append({rollout.seed: rollout.logprobs for rollout in rollouts})
         if step == 0:
             policy.train_step(batch, sft_loss)
             early = engine.generate(prompts, [11, 12, 13, 14, 15])
@@ -626,3 +618,32 @@ def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(family,
     assert found[0] != found[1]
     engine.shutdown()
     assert torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed")
+def test_the_extra_resolves_with_numpy_2():
+    """`pip install 'aligner[vllm]'`, for a GPU; and not beside the extra with PyTriton."""
+    setup = Path(__file__).parents[3] / "setup.py"
+
+    def resolved(*extras: str) -> subprocess.CompletedProcess:
+        options = [part for extra in extras for part in ("--extra", extra)]
+        command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--python-version", "3.12", *options, str(setup)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+
+    found = resolved("vllm")
+    if "Failed to fetch" in found.stderr or "network" in found.stderr:
+        pytest.skip(f"no package index: {found.stderr.strip().splitlines()[-1]}")
+    versions = dict(line.split(" ")[0].split("==") for line in found.stdout.splitlines() if "==" in line and not line.startswith(" "))
+    assert found.returncode == 0, found.stderr
+    assert versions["numpy"].startswith("2.") and tuple(map(int, versions["vllm"].split(".")[:2])) >= (0, 32)
+    assert resolved("vllm", "servers").returncode != 0
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_an_output_layer_that_vllms_model_has_not_is_an_error_and_not_left_out(make_model):
+    from aligner.rollout.config import EngineKind
+    from aligner.rollout.create import create_engine
+
+    config = RolloutConfig(engine=EngineKind.vllm, max_batch_size=3, vllm=VLLMConfig(enforce_eager=True))
+    with pytest.raises(EngineError, match=r"CohereForCausalLM of vLLM has no place for lm_head\.weight"):
+        create_engine(policy_of(make_model, "cohere_untied"), config, eos_id=EOS)
