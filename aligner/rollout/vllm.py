@@ -42,6 +42,7 @@ USED = (
     ("vllm.inputs", "tokens_input prompt_token_ids"),
     ("vllm.v1.engine.llm_engine", "LLMEngine.add_request request_id prompt params, LLMEngine.step, LLMEngine.abort_request request_ids"),
     ("vllm.v1.worker.gpu_worker", "Worker.start_weight_update, Worker.update_weights update_info, Worker.finish_weight_update"),
+    ("vllm.distributed.parallel_state", "destroy_model_parallel"),
     ("vllm.distributed.weight_transfer.base", "WeightTransferUpdateInfo"),
     ("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine name module_path_or_cls class_name"),
     ("vllm.distributed.weight_transfer.ipc_engine", f"{_IPC}.start_weight_update, {_IPC}.finish_weight_update"),
