@@ -12,6 +12,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 # For each interpreter its own: Python 3.12 and 3.13 get Megatron-Core 0.19.
 GPU_PATH = .venv-gpu-path/$(notdir $(PYTHON))
+VLLM = .venv-vllm
 # Where there is no GPU the pinned CPU build keeps results and downloads small; PIP_TORCH overrides it.
 PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else grep '^torch==' docker/versions.txt; fi)
 GPU_CHECK_WHEELS = build/gpu_check_wheels
@@ -66,10 +67,11 @@ test-versions: ## every recipe and a resume with the oldest and newest torch, tr
 test-slurm-versions: $(STAMP) ## the core of the tests on Slurm on the versions of later Debian suites, and a job in Apptainer (root, debootstrap; a gigabyte, half an hour)
 	@tests/slurm_versions.sh $(ARGS)
 
-test-gpu-path: ## the GPU code path on a simulated GPU, and the tests that run on GPUs, in an environment of its own (three quarters of a gigabyte, once; half an hour)
+test-gpu-path: ## the GPU code path on a simulated GPU, the tests that run on GPUs, and vLLM's CPU build, in environments of their own (two gigabytes, once; half an hour)
 	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10 to 3.13 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
 	@$(PYTHON) tests/simulated_cuda/environment.py $(GPU_PATH) || { code=$$?; [ $$code = 3 ] && echo "skipped: no simulated GPU here (the line above says why)" && exit 0; exit $$code; }
 	@if [ -e $(GPU_PATH)/.complete ]; then rm -rf build/gpu_path; $(RUN_ENV) $(GPU_PATH)/bin/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=2 -m 'not cpu' tests/simulated_cuda tests/unit $(ARGS) && $(GPU_PATH)/bin/python tests/simulated_cuda/table.py; fi
+	@if $(PYTHON) benchmarks/vllm_environment.py $(VLLM); then $(RUN_ENV) $(VLLM)/bin/python -m pytest -q tests/unit/rollout/test_vllm.py tests/distributed/test_vllm_ranks.py $(ARGS) || [ $$? = $(NO_TESTS) ]; fi
 
 # On a GPU machine without a network there is no .venv: the interpreter is then the one that has torch.
 gpu-check: ## everything verified and measured on one real GPU, in two halves of ten minutes (ARGS='--half 1'; brings what `make gpu-check-wheels` fetched)
@@ -140,5 +142,5 @@ docs: $(DOCS_STAMP) ## the site, in build/docs: needs no network; fails for a li
 	@echo "build/docs/index.html; with search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs"
 
 clean: ## remove .venv, caches and build outputs (not run directories)
-	rm -rf $(VENV) .venv-trl .venv-vllm build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-trl $(VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

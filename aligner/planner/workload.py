@@ -12,6 +12,7 @@ from aligner.parallel.topology import ParallelConfig
 from aligner.planner.sampling import ResponseLengths
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.rollout.tensorrt_llm_config import CudaGraphs
+from aligner.rollout.tensorrt_llm_contract import graphs_lost
 
 GIB = 2**30
 
@@ -100,14 +101,23 @@ class Engine:
         return not self.own_ranks and not self.offload and (self.settings.cuda_graphs or self.settings.engine != EngineKind.megatron)
 
     @property
+    def graphs_lost(self) -> str:
+        """What the run's settings cost in CUDA graphs, in words; nothing where they cost none."""
+        is_it = self.settings.engine == EngineKind.tensorrt_llm
+        return graphs_lost(self.settings.tensorrt_llm.cuda_graphs, offload=self.offload) if is_it else ""
+
+    @property
     def records_graphs(self) -> bool:
         """Whether on a GPU it decodes by CUDA graphs, whose buffers stay allocated with them."""
-        if not self.on_gpu:
-            return False
+        return self.on_gpu and self.uses_graphs
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether it would on a GPU."""
         if self.settings.engine == EngineKind.vllm:
             return not self.settings.vllm.enforce_eager
         if self.settings.engine == EngineKind.tensorrt_llm:
-            return self.settings.tensorrt_llm.cuda_graphs is not CudaGraphs.never
+            return self.settings.tensorrt_llm.cuda_graphs is not CudaGraphs.never and not self.graphs_lost
         return self.settings.cuda_graphs
 
     @property

@@ -37,7 +37,7 @@ class EngineKind(str, Enum):
     megatron = "megatron"  # the built-in one, on the policy's own weights
     tensorrt_llm = "tensorrt_llm"  # NVIDIA's, in a process of its own for each replica
     vllm = "vllm"  # in the training processes
-    auto = "auto"  # on a GPU the first of tensorrt_llm and vllm that is installed and can do what the run asks for, else megatron
+    auto = "auto"  # on a GPU vllm where it is installed and can do what the run asks for, else megatron
 
 
 class VerifyRefit(str, Enum):
@@ -98,8 +98,8 @@ class AsynchronousConfig:
 class RolloutConfig:
     """The rollout engine of the actor."""
 
-    # megatron (built in, on the policy's own weights), tensorrt_llm, vllm, auto (of the two that are installed and can do what the run
-    # asks for the first, else megatron), or the name of an entry point of another package
+    # megatron (built in, on the policy's own weights), tensorrt_llm, vllm, auto (vllm if it is installed and can do what the run asks for,
+    # else megatron), or the name of an entry point of another package
     engine: str = EngineKind.megatron.value  # what samples (docs/rollouts.md, docs/extending.md)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_batch_size: int = 128  # sequences decoded at a time by one replica of the engine; their keys and values share the device

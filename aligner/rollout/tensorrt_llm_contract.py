@@ -14,11 +14,13 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from aligner.errors import EngineError
+from aligner.rollout.tensorrt_llm_config import CudaGraphs
 from aligner.types import LogprobKind
 
 PACKAGE = "tensorrt_llm"
@@ -169,6 +171,18 @@ def gate(*, allow_drafts: bool) -> Contract:
             f"{shown}. To try it: tools/tensorrt_llm_diff.py (docs/tensorrt_llm.md), then rollout.tensorrt_llm.allow_drafts=true"
         )
     return found
+
+
+@cache
+def graphs_lost(kind: CudaGraphs, *, offload: bool) -> str:
+    """What `rollout.offload` costs in the newest version that is no draft, in words; nothing where it costs no CUDA graphs."""
+    contract = [one for name in known_versions() if not (one := load(name)).draft][-1]
+    if not offload or kind is CudaGraphs.never or contract.rules.cuda_graphs_with_sleep:
+        return ""
+    return (
+        f"rollout.offload=true with rollout.engine=tensorrt_llm ({contract.version}) decodes without CUDA graphs, each kernel launched by "
+        "itself; with them: rollout.offload=false, or rollout.engine=megatron"
+    )
 
 
 def _signature(text: str) -> inspect.Signature:

@@ -249,6 +249,7 @@ class Desk:
         self._running: dict[asyncio.Task[None], Any] = {}
         self._over = asyncio.Event()
         self._outgoing: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        self._least = 0  # log-probs to ask for at each token: 1 once it has turned out that this version takes 0 for none
 
     async def run(self) -> None:
         """Until the rank says `shutdown`, or is gone."""
@@ -287,28 +288,32 @@ class Desk:
     def _submit(self, index: int, tokens: Sequence[int], sampling: Mapping[str, Any]) -> None:
         from tensorrt_llm import SamplingParams
 
+        sampling = {**sampling, "logprobs": max(self._least, sampling["logprobs"])}
         try:
             handle = self._llm.generate_async(list(tokens), SamplingParams(**sampling), streaming=False)
         except Exception as error:
             self._outgoing.put(("failed", index, describe(error)))
             return
-        self._running[asyncio.ensure_future(self._finish(index, handle))] = handle
+        self._running[asyncio.ensure_future(self._finish(index, handle, tokens, sampling))] = handle
 
-    async def _finish(self, index: int, handle: Any) -> None:
+    async def _finish(self, index: int, handle: Any, tokens: Sequence[int], sampling: Mapping[str, Any]) -> None:
         try:
             await handle.aresult()
+            said = ("ended", index, answer(handle.outputs[0]))
         except Exception as error:
             said = ("failed", index, describe(error))
-        else:
-            said = ("ended", index, answer(handle.outputs[0]))
         self._running.pop(asyncio.current_task(), None)
-        self._outgoing.put(said)
+        if said[0] == "ended" and not said[2][1] and sampling["logprobs"] == 0:
+            self._least = 1
+            self._submit(index, tokens, sampling)
+        else:
+            self._outgoing.put(said)
 
 
 def answer(output: Any) -> tuple[tuple[int, ...], tuple[float, ...], str]:
     """(tokens, log-probs of these, why it ended) of the package's CompletionOutput."""
     tokens = tuple(output.token_ids)
-    return tokens, tuple(_logprob(entry, token) for entry, token in zip(output.logprobs, tokens, strict=False)), output.finish_reason
+    return tokens, tuple(_logprob(entry, token) for entry, token in zip(output.logprobs or (), tokens, strict=False)), output.finish_reason
 
 
 def _logprob(entry: Any, token: int) -> float:

@@ -1,16 +1,22 @@
 """vLLM as a rollout engine, in the training processes: each rank has an `LLM` whose worker is this process, on this rank's device.
 
 Tokens go in and tokens come out, so no tokenizer is loaded. With `rollout.tp` ranks to a replica each of them schedules the same requests
-(vLLM's external launcher), and their workers meet in the process groups that training has. Weights are loaded as vLLM's own trainers do it,
-layer by layer into the tensors that its compiled code and CUDA graphs read.
+(vLLM's external launcher), and their workers meet in the process groups that training has. Weights come by vLLM's interface for weight
+transfer, with a backend of this project's (`aligner.rollout.vllm_weights`).
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +25,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import ConfigError, EngineError
-from aligner.models.config import Architecture
+from aligner.models.config import Architecture, Family
 from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, WeightForm, Work, missing_ids
 from aligner.rollout.manifest import Manifest, hf_manifest, named_few
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
-KNOWN_VERSIONS = ("0.32.0",)  # what this file was run against; it uses parts of vLLM that are not its public interface
+_SAME = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"  # as in our SamplingConfig
+_OTHER = "logit_bias min_tokens max_tokens stop_token_ids ignore_eos seed logprobs detokenize output_kind"
+_IPC = "IPCWeightTransferEngine"
+# What is called of vLLM and with which arguments: a version that has all of it is taken, whatever its number.
+USED = (
+    ("vllm", "LLM.collective_rpc method kwargs, LLM.apply_model func, LLM.reset_prefix_cache, LLM.sleep level, LLM.wake_up tags"),
+    ("vllm", f"SamplingParams {_SAME} {_OTHER}"),
+    ("vllm.inputs", "tokens_input prompt_token_ids"),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.add_request request_id prompt params, LLMEngine.step, LLMEngine.abort_request request_ids"),
+    ("vllm.v1.worker.gpu_worker", "Worker.start_weight_update, Worker.update_weights update_info, Worker.finish_weight_update"),
+    ("vllm.distributed.parallel_state", "destroy_model_parallel"),
+    ("vllm.distributed.weight_transfer.base", "WeightTransferUpdateInfo"),
+    ("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine name module_path_or_cls class_name"),
+    ("vllm.distributed.weight_transfer.ipc_engine", f"{_IPC}.start_weight_update, {_IPC}.finish_weight_update"),
+)
+# Of its core in this process, to which no public interface leads.
+HELD = ("_finalizer", "engine_core.batch_queue", "engine_core.scheduler.has_requests", "engine_core.model_executor.shutdown")
+INSTALL = "pip install 'aligner[vllm]' in an environment without the extra servers (numpy 2)"
+BACKEND = "aligner"  # of vLLM's weight transfer
+DRAIN_SECONDS = 60.0  # for what a generation left in vLLM's queue: a step or two
 LEAST_BIAS = -100.0  # that vLLM adds to a logit
 LARGEST_PAGE = 128  # tokens; vLLM's on the CPU, 16 on a GPU
 _REASONS = {"stop": FinishReason.stop, "length": FinishReason.length}
@@ -58,22 +83,34 @@ class VLLMEngine:
         )
         self._llm: Any = None
         self._manifest, self._loaded, self._version = Manifest(tensors={}), set(), 0
+        self._wanted: set[str] = set()  # parameters of vLLM's model in an update
+        self._updating = False  # whether vLLM is between the start and the finish of an update of its weights
+        self._ids = count()  # of requests, over the engine's life: a step that was left over knows none of a later generation's
         self._can_sleep, self._asleep = config.offload and torch.cuda.is_available(), frozenset()
 
     def start(self) -> None:
-        """Collective over the component. Raises EngineError if vLLM is missing or of an unknown version."""
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        """Collective over the component. Raises EngineError if vLLM is missing, or has not what is used of it."""
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         try:
             import vllm
         except ImportError as error:
-            raise EngineError(f"rollout.engine=vllm: vLLM cannot be imported ({error}); pip install 'aligner[vllm]'") from error
-        if vllm.__version__.split("+")[0] not in KNOWN_VERSIONS:
-            raise EngineError(f"rollout.engine=vllm: version {vllm.__version__} is not known to work; known: {', '.join(KNOWN_VERSIONS)}")
-        with torch.random.fork_rng():  # vLLM seeds the generators of the process
-            self._llm = vllm.LLM(model=str(self._model.directory), **self._settings())
+            raise EngineError(f"rollout.engine=vllm: vLLM cannot be imported ({error}); {INSTALL}") from error
+        settings = self._settings()
+        _check_use((*USED, ("vllm.engine.arg_utils", f"EngineArgs {' '.join(settings)}")))
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        with suppress(ValueError):  # an engine was started before
+            WeightTransferEngineFactory.register_engine(BACKEND, "aligner.rollout.vllm_weights", "InProcessWeights")
+        with _generators_kept():  # vLLM seeds those of the process
+            self._llm = vllm.LLM(**settings)
+        client = self._llm.llm_engine.engine_core
+        try:
+            attrgetter(*HELD)(client)
+        except AttributeError as error:
+            raise _unfit(str(error)) from error
         # At shutdown, or when it is collected, vLLM would destroy the process groups of training.
-        self._llm.llm_engine.engine_core._finalizer.detach()
+        client._finalizer.detach()
 
     def _settings(self) -> dict[str, Any]:
         model, config = self._model, self._config
@@ -82,14 +119,17 @@ class VLLMEngine:
             os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(platform.device().index or 0)}
             launcher = {"distributed_executor_backend": "external_launcher"}
         memory = {"gpu_memory_utilization": self._memory_share()} if torch.cuda.is_available() else {}
-        own = {}
+        own: dict[str, Any] = {}
+        if model.architecture.family == Family.cohere2 and model.architecture.sliding_window:  # vLLM's windows have one token more
+            own = {"hf_overrides": {"sliding_window": model.architecture.sliding_window - 1}}
         if model.architecture.no_rope_layers:  # else vLLM decides by the context's length, whatever the model's config says
-            own = {"override_generation_config": {"attn_temperature_tuning": model.architecture.attention_temperature > 0}}
+            own |= {"override_generation_config": {"attn_temperature_tuning": model.architecture.attention_temperature > 0}}
         return (
             launcher
             | memory
             | own
             | {
+                "model": str(model.directory),
                 "load_format": "dummy",
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "skip_tokenizer_init": True,
@@ -102,6 +142,7 @@ class VLLMEngine:
                 "enable_prefix_caching": config.vllm.prefix_caching,
                 "enforce_eager": config.vllm.enforce_eager,
                 "enable_sleep_mode": self._can_sleep,
+                "weight_transfer_config": {"backend": BACKEND},
                 "logprobs_mode": "processed_logprobs" if self._scaled else "raw_logprobs",
                 "seed": 0,
             }
@@ -135,27 +176,21 @@ class VLLMEngine:
         return (tokens + LARGEST_PAGE) * 2 * sizes.num_layers * groups * sizes.head_dim * self._model.dtype.itemsize
 
     def begin_refit(self, manifest: Manifest) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
         self._manifest, self._loaded = manifest, set()
-        self._on_model(initialize_layerwise_reload)
+        self._llm.collective_rpc("start_weight_update")
+        self._updating, self._wanted = True, set(self._parameters())  # without what vLLM computes from the others, and only now
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        def load(model: torch.nn.Module) -> None:
-            self._loaded |= model.load_weights(iter(bucket))
-            for layer in model.modules():  # layers whose weight has come and whose bias has not hold on to what they were given
-                for _, call in get_layerwise_info(layer).loaded_weights:
-                    held = {name: value for name, value in call.arguments.items() if isinstance(value, Tensor) and not value.is_meta}
-                    call.arguments |= {name: value.clone() for name, value in held.items()}
-
-        self._on_model(load)
+        try:
+            self._llm.collective_rpc("update_weights", kwargs={"update_info": {"weights": bucket, "loaded": self._loaded}})
+        except Exception:
+            self._updating = False  # vLLM gives it up
+            raise
 
     def finish_refit(self, version: int) -> None:
         """Raises EngineError naming weights of vLLM's model that did not come."""
         self.abort_refit()
-        names = self._on_model(lambda model: [name for name, _ in model.named_parameters()])
+        names = [name for name in self._parameters() if name in self._wanted]
         if missing := [name for name in names if name not in self._loaded]:
             raise EngineError(f"vLLM's model has weights that the policy did not send: {named_few(missing)} of {len(names)}")
         if not self._llm.reset_prefix_cache():
@@ -163,21 +198,19 @@ class VLLMEngine:
         self._version = version
 
     def abort_refit(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        def finalize(model: torch.nn.Module) -> None:
-            finalize_layerwise_reload(model, self._llm.model_config)
-            if self._model.architecture.tied_embeddings:  # vLLM forgets that on the CPU the output layer has a packed copy
-                model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-
-        self._on_model(finalize)
+        if self._updating:
+            self._updating = False
+            self._llm.collective_rpc("finish_weight_update")
 
     def read_back(self, name: str) -> Tensor | None:
         *parents, part, kind = name.split(".")
-        fused = _FUSED.get(part, part)
-        group = [each for each in _FUSED if _FUSED[each] == fused] if part in _FUSED else [part]
-        held = self._on_model(lambda model: dict(model.named_parameters())).get(".".join([*parents, fused, kind]))
-        start = sum(self._manifest.tensors[".".join([*parents, each, kind])].shape[0] for each in group[: group.index(part)])
+        group = [".".join([*parents, each, kind]) for each in _FUSED if _FUSED[each] == _FUSED.get(part)]
+        if not group or any(each not in self._manifest.tensors for each in group):
+            group, fused = [name], part  # also an up_proj without a gate
+        else:
+            fused = _FUSED[part]
+        held = self._parameters().get(".".join([*parents, fused, kind]))
+        start = sum(self._manifest.tensors[each].shape[0] for each in group[: group.index(name)])
         end = start + self._manifest.tensors[name].shape[0]
         if self._tp > 1 or held is None or held.dtype != self._model.dtype or held.shape[:1] < (end,):
             return None  # a part of it, or packed for a kernel
@@ -207,23 +240,39 @@ class VLLMEngine:
                     requests = work.take(room)
                     more = bool(requests) or work.is_open
                     for request in requests:
-                        running[str(request.index)] = request
-                        engine.add_request(str(request.index), tokens_input(list(request.tokens)), self._params(request, sampling))
-                with torch.random.fork_rng():  # on the CPU vLLM draws from it
-                    outputs = engine.step()
-                if finished := [output for output in outputs if output.finished]:
+                        running[name := str(next(self._ids))] = request
+                        engine.add_request(name, tokens_input(list(request.tokens)), self._params(request, sampling))
+                if finished := [output for output in self._step() if output.finished]:
                     yield [self._result(output, running.pop(output.request_id), kind) for output in finished]
-        finally:
-            engine.abort_request(list(running))  # where the caller has stopped early
+        except Exception:
+            engine.abort_request(list(running))  # no more: what has failed may hang
+            raise
+        except GeneratorExit:
+            self._drain(running)
+            raise
+        self._drain(running)
+
+    def _step(self) -> list[Any]:
+        with _generators_kept():  # on the CPU vLLM draws from the process's
+            return self._llm.llm_engine.step()
+
+    def _drain(self, running: dict[str, GenRequest]) -> None:
+        """Withdraw what still runs, and step until vLLM has nothing left: on a GPU it is a step ahead of what it has given."""
+        core, until = self._llm.llm_engine.engine_core.engine_core, time.monotonic() + DRAIN_SECONDS
+        self._llm.llm_engine.abort_request(list(running))
+        while core.scheduler.has_requests() or core.batch_queue:
+            if time.monotonic() > until:
+                left = f"{len(core.batch_queue or ())} steps in its queue, {len(running)} requests withdrawn"
+                raise EngineError(f"vLLM was not done {DRAIN_SECONDS:.0f} s after the last response of a generation ({left})")
+            self._step()
 
     def _params(self, request: GenRequest, sampling: SamplingConfig) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         room = self.max_sequence_length - len(request.tokens)
         return SamplingParams(
-            **{name: getattr(sampling, name) for name in same},
+            **{name: getattr(sampling, name) for name in _SAME.split()},
             **({"logit_bias": dict.fromkeys(gaps, LEAST_BIAS)} if (gaps := missing_ids(sampling)) else {}),
             min_tokens=min(sampling.min_response_length, room, request.limit or room),
             max_tokens=min(sampling.longest, room, request.limit or room),
@@ -259,19 +308,46 @@ class VLLMEngine:
     def shutdown(self) -> None:
         """Process groups stay: training's are among them."""
         if self._llm is not None:
+            from vllm.distributed.parallel_state import destroy_model_parallel
+
             core = self._llm.llm_engine.engine_core.engine_core
             core.model_executor.shutdown()
             core.scheduler.shutdown()
+            destroy_model_parallel()  # its own: those of a dense model have none for the experts of a later engine's
             self._llm = None
             gc.unfreeze()
             gc.collect()
 
-    def _on_model(self, action: Callable[[torch.nn.Module], Any]) -> Any:
-        """Run `action` on this rank's model, as a worker would."""
-        from vllm.config import set_current_vllm_config
+    def _parameters(self) -> dict[str, Tensor]:
+        """Of the model in this rank's worker."""
+        found: list[dict[str, Tensor]] = self._llm.apply_model(lambda model: dict(model.named_parameters()))
+        return found[0]
 
-        def run(worker: Any) -> Any:
-            with set_current_vllm_config(worker.vllm_config):
-                return action(worker.model_runner.get_model())
 
-        return self._llm.collective_rpc(run)[0]
+def _generators_kept() -> AbstractContextManager[None]:
+    """Torch's generators of the process and of this rank's device, and of no other, are afterwards as they were."""
+    device = platform.device()
+    return torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else [])
+
+
+def _check_use(used: Iterable[tuple[str, str]]) -> None:
+    """Raise EngineError naming what a module of vLLM has not, or has with other arguments."""
+    wrong = []
+    for module, calls in used:
+        for name, *arguments in map(str.split, calls.split(",")):
+            try:
+                found = attrgetter(name)(import_module(module))
+                own = (None,) if inspect.isfunction(found) and "." in name else ()  # self
+                inspect.signature(found).bind(*own, **dict.fromkeys(arguments))
+            except (ImportError, AttributeError, TypeError) as error:
+                wrong.append(f"{module}.{name} ({error})")
+    if wrong:
+        raise _unfit("; ".join(wrong))
+
+
+def _unfit(wrong: str) -> EngineError:
+    found = getattr(import_module("vllm"), "__version__", "?")
+    return EngineError(
+        f"rollout.engine=vllm: the installed version of vLLM, {found}, is not as it is used here (written for 0.32 and 0.33): {wrong}; "
+        f"allowed: {INSTALL}; rollout.engine=megatron"
+    )

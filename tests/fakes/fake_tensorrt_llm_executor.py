@@ -29,6 +29,8 @@ class World:
         self.building: list[Any] = []  # the executors of the LLM that is being made, by rank
         self.paused = threading.local()  # the executor that this thread has paused
         self.answers = True  # False: requests never end
+        self.zero_is_none = False  # whether logprobs=0 gives none, and not those of the sampled tokens alone
+        self.asked: list[int] = []  # log-probs a token, of each request that ended
         self.error: Exception | None = None  # what every request ends with instead
         self.cached_by_trainer = 0  # bytes of the device that training's allocator keeps
 
@@ -292,6 +294,11 @@ class Engine:
         stopped = bool(one.tokens) and one.tokens[-1] in (one.params.stop_token_ids or [])
         tokens = one.tokens if one.params.include_stop_str_in_output or not stopped else one.tokens[:-1]
         entry = [{token: type("Logprob", (), {"logprob": value})()} for token, value in zip(one.tokens, one.logprobs, strict=True)]
+        self._world.asked.append(one.params.logprobs)
+        if one.params.logprobs:  # and the likeliest, which may be another token
+            entry = [{-1: None} | named for named in entry]
+        elif self._world.zero_is_none:
+            entry = None
         output = type("CompletionOutput", (), {})()
         output.token_ids, output.logprobs = tokens, entry
         output.finish_reason = "length" if len(one.tokens) >= one.params.max_tokens else "stop"

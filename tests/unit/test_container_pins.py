@@ -4,6 +4,7 @@ import ast
 import re
 import runpy
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
-PINS = ROOT / "docker" / "versions.txt"
-NVIDIA = [name for name in DOCKERFILES if "nvcr.io/" in (ROOT / name).read_text()]
+DOCKERFILES = ("Dockerfile", "Dockerfile.cpu", "Dockerfile.vllm")
+PINS, OF_VLLM = ROOT / "docker" / "versions.txt", ROOT / "docker" / "versions-vllm.txt"
+ON_GPUS = ("Dockerfile", "Dockerfile.vllm")
 # What the GPU image takes from its base image instead of a pin.
 FROM_THE_BASE = {
     "torch",
@@ -50,23 +51,28 @@ def packages(words: list[str]) -> set[str]:
 def pins(name: str) -> dict[str, str]:
     """The versions that an image pins: those of its packages."""
     every = runpy.run_path(str(ROOT / "docker" / "image.py"))["pinned"]()
+    if name == "Dockerfile.vllm":
+        every |= {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines_of(OF_VLLM)}
     return {one: every[one] for words in installations(name) for one in packages(words)}
 
 
-def requirements() -> dict[str, Requirement]:
-    """What setup.py requires, the extra `servers` included, by name."""
+def requirements(file: str) -> dict[str, Requirement]:
+    """What setup.py requires, the extra that the image is for included, by name."""
     tree = ast.parse((ROOT / "setup.py").read_text())
     (call,) = (
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setup"
     )
     arguments = {keyword.arg: keyword.value for keyword in call.keywords}
-    lines = ast.literal_eval(arguments["install_requires"]) + ast.literal_eval(arguments["extras_require"])["servers"]
+    lines = (
+        ast.literal_eval(arguments["install_requires"])
+        + ast.literal_eval(arguments["extras_require"])["vllm" if file == "Dockerfile.vllm" else "servers"]
+    )
     return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, lines)}
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_pins_are_within_the_bounds_of_setup(name):
-    needed, pinned = requirements(), pins(name)
+    needed, pinned = requirements(name), pins(name)
     assert len(pinned) >= 6
     outside = {pin: number for pin, number in pinned.items() if pin in needed and not needed[pin].specifier.contains(number)}
     assert not outside, {pin: str(needed[pin]) for pin in outside}
@@ -75,7 +81,7 @@ def test_pins_are_within_the_bounds_of_setup(name):
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_everything_that_setup_requires_is_there(name):
     from_the_base = FROM_THE_BASE if name == "Dockerfile" else set()
-    assert requirements().keys() - pins(name).keys() <= from_the_base
+    assert requirements(name).keys() - pins(name).keys() <= from_the_base
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -89,24 +95,41 @@ def test_every_installation_is_pinned(name):
     assert not re.search(r"[=<>]=\d", (ROOT / name).read_text())
 
 
+def lines_of(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
 def test_every_version_is_pinned_once_and_installed_somewhere():
-    lines = [line for line in PINS.read_text().splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==\d[\w.]*", line) for line in lines)
-    names = [line.partition("==")[0] for line in lines]
-    assert names == sorted(set(names))
-    assert {canonicalize_name(line.partition("==")[0]) for line in lines} == set().union(*(pins(name) for name in DOCKERFILES))
-    gpu = pins("Dockerfile")
+    installed = set().union(*(pins(name) for name in DOCKERFILES))
+    for path in (PINS, OF_VLLM):
+        lines = lines_of(path)
+        assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==\d[\w.]*", line) for line in lines)
+        names = [line.partition("==")[0] for line in lines]
+        assert names == sorted(set(names))
+        assert {canonicalize_name(name) for name in names} <= installed
+    gpu, vllm = pins("Dockerfile"), pins("Dockerfile.vllm")
     assert "megatron-core" in gpu and "torch" not in gpu
+    assert "nvidia-pytriton" not in vllm and vllm["numpy"].startswith("2.")
     assert "grep '^torch==' docker/versions.txt" in (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize("name", NVIDIA)
-def test_images_on_nvidias_set_what_theirs_would(name):
+def test_in_vllms_image_its_own_versions_count_before_those_of_all():
+    (command,) = re.findall(r"^RUN (sort .*) > /opt/constraints.txt$", (ROOT / "Dockerfile.vllm").read_text(), re.MULTILINE)
+    done = subprocess.run(shlex.split(command.replace("/opt/aligner", str(ROOT))), capture_output=True, text=True, check=True)
+    found = [line for line in done.stdout.splitlines() if not line.startswith("#")]
+    own = dict(line.split("==") for line in lines_of(OF_VLLM))
+    assert sorted(found) == sorted(
+        f"{name}=={number}" for name, number in (dict(line.split("==") for line in lines_of(PINS)) | own).items()
+    )
+
+
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_images_for_gpus_set_what_their_bases_would(name):
     text = (ROOT / name).read_text()
-    first = text.index("RUN pip install")
-    for setting in ("ENV PIP_CONSTRAINT=\n", "ENV TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0\n"):
-        assert 0 < text.find(setting) < first, setting
-    assert "docker/image.py imports torch transformer_engine.pytorch flash_attn " in text
+    before = text[: text.index("RUN pip install")]
+    for setting in ("PIP_CONSTRAINT=", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0"):
+        assert re.search(rf"^ENV (\S+ )*{setting}( \S+)*$", before, re.MULTILINE), setting
+    assert "docker/image.py imports torch transformer_engine.pytorch " in text
     assert "docker/image.py environment PIP_CONSTRAINT= TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0" in text
 
 

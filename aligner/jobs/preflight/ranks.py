@@ -20,6 +20,7 @@ from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, w
 from aligner.loop.config import JobRun
 from aligner.models.config import ModelConfig
 from aligner.rollout.config import EngineKind
+from aligner.rollout.tensorrt_llm_contract import graphs_lost
 from aligner.servers.components import SERVERS, in_section
 
 
@@ -119,8 +120,10 @@ def _judge_config(context: Context, seen: Mapping[int, Composed]) -> Finding:
 
 
 def _chosen_engine(config: JobRun) -> str:
-    """What `rollout.engine=auto` takes here, and why not what would come first; empty where an engine is named."""
+    """What `rollout.engine=auto` takes here, and why not another; of a named engine what it costs with the run's settings, or nothing."""
     rollout = getattr(config, "rollout", None)
+    if rollout is not None and rollout.engine == EngineKind.tensorrt_llm:
+        return graphs_lost(rollout.tensorrt_llm.cuda_graphs, offload=rollout.offload)
     if rollout is None or rollout.engine != EngineKind.auto:
         return ""
     from aligner.rollout.choice import choose

@@ -21,7 +21,7 @@ from aligner.planner.dry_run import BlockBytes
 from aligner.planner.estimate import check
 from aligner.planner.sampling import ResponseLengths
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
-from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit
+from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit, VLLMConfig
 from aligner.types import SamplingConfig
 
 CLUSTER = ClusterConfig(
@@ -333,6 +333,15 @@ def test_experts_and_decoding() -> None:
     assert decoding.decode_step(own, engine, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6)  # of mixtures twice
     eager = replace(engine, settings=RolloutConfig(cuda_graphs=False))
     assert decoding.decode_step(own, eager, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
+    # Other packages' graphs are by their own settings; TensorRT-LLM's are lost where memory sleeps.
+    package = replace(engine, settings=RolloutConfig(engine=EngineKind.tensorrt_llm, cuda_graphs=False))
+    assert decoding.decode_step(own, package, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6) and not package.graphs_lost
+    sleeping = replace(package, offload=True, on_gpu=True)
+    assert decoding.decode_step(own, sleeping, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
+    assert "decodes without CUDA graphs" in sleeping.graphs_lost and not sleeping.records_graphs
+    for eager_vllm in (False, True):
+        settings = RolloutConfig(engine=EngineKind.vllm, vllm=VLLMConfig(enforce_eager=eager_vllm))
+        assert replace(engine, settings=settings).uses_graphs is not eager_vllm
 
 
 def test_refused_sizes_name_the_component() -> None:

@@ -120,6 +120,34 @@ def test_after_a_refit_the_engines_logprobs_are_the_policys(package, policy, hf_
         engine.shutdown()
 
 
+@pytest.mark.parametrize("zero_is_none", [False, True])
+def test_a_version_that_takes_zero_log_probs_for_none_is_asked_for_one(zero_is_none, package, policy, hf_directory):
+    package.zero_is_none = zero_is_none
+    engine = build(hf_directory("llama"))
+    engine.start()
+    refit(engine, policy)
+    first, again = (generate(engine, SamplingConfig(max_response_length=6)) for _ in range(2))
+    assert first == again
+    for one, expected in zip(requests(), policy_logprobs(policy, requests(), first), strict=True):
+        assert torch.tensor(first[one.index].logprobs).allclose(expected, atol=1e-4)
+    # Those that were on their way are asked for again, later ones are asked for at once.
+    in_vain = package.asked.count(0) if zero_is_none else 0
+    assert package.asked[-6:] == [int(zero_is_none)] * 6 and in_vain <= 6 and len(package.asked) == 12 + in_vain
+    engine.shutdown()
+
+
+def test_a_version_that_gives_no_log_probs_at_all_is_an_error(package, policy, hf_directory, monkeypatch):
+    from aligner.rollout import tensorrt_llm_worker
+
+    monkeypatch.setattr(tensorrt_llm_worker, "_logprob", lambda entry, token: {}[token])
+    engine = build(hf_directory("llama"))
+    engine.start()
+    refit(engine, policy)
+    with pytest.raises(EngineError, match=r"TensorRT-LLM failed at request \d .*KeyError"):
+        generate(engine, SamplingConfig(max_response_length=6))
+    engine.shutdown()
+
+
 def test_new_weights_are_sampled_from_and_a_sample_depends_on_its_seed(package, policy, hf_directory):
     engine = build(hf_directory("llama"))
     engine.start()

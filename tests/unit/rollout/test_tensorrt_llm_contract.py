@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ import tensorrt_llm_diff  # noqa: E402
 from fake_tensorrt_llm import installed  # noqa: E402
 
 from aligner.errors import ConfigError, EngineError  # noqa: E402
+from aligner.rollout import tensorrt_llm_contract as contracts  # noqa: E402
 from aligner.rollout.engine import EngineSampling, GenRequest  # noqa: E402
-from aligner.rollout.tensorrt_llm_config import Sampler, TensorRTLLMConfig  # noqa: E402
+from aligner.rollout.tensorrt_llm_config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
 from aligner.rollout.tensorrt_llm_contract import Contract, gate, known_versions, load  # noqa: E402
 from aligner.rollout.tensorrt_llm_requests import sampling_arguments, to_result  # noqa: E402
 from aligner.rollout.tensorrt_llm_worker import answer as answer_of  # noqa: E402
@@ -44,6 +46,16 @@ def test_every_entry_of_a_contract_says_where_it_was_read():
         assert set(contract.rules.logprobs) == set(contract.rules.per_request_seeds) == {one.value for one in Sampler}
         tags = set(contract.find("ExecutorMemoryType").members.values())
         assert tags >= {tag for some in contract.rules.memory_tags.values() for tag in some}
+
+
+def test_what_sleep_costs_is_the_contracts_to_say(monkeypatch):
+    lost = contracts.graphs_lost.__wrapped__  # without its cache
+    assert "(1.2.1) decodes without CUDA graphs" in lost(CudaGraphs.auto, offload=True)
+    assert lost(CudaGraphs.auto, offload=False) == lost(CudaGraphs.never, offload=True) == ""
+    recorded = load("1.2.1")
+    both = replace(recorded, rules=replace(recorded.rules, cuda_graphs_with_sleep=True))
+    monkeypatch.setattr(contracts, "load", lambda name: both)
+    assert lost(CudaGraphs.auto, offload=True) == ""
 
 
 def test_versions_differ_where_the_adapter_asks():

@@ -1,11 +1,16 @@
-"""The vLLM engine against a fake package with the names of vLLM 0.32.0, and against vLLM itself where it is installed."""
+"""The vLLM engine against a fake package with the names of vLLM 0.32 and 0.33, and against vLLM itself where it is installed."""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
+from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,11 +19,12 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError, EngineError
-from aligner.models.config import Architecture
+from aligner.models.config import Architecture, Family
+from aligner.rollout import vllm as wrapper
 from aligner.rollout.config import RolloutConfig, VLLMConfig
 from aligner.rollout.engine import ALL_MEMORY, EngineSampling, GenRequest, ListedWork
-from aligner.rollout.manifest import hf_manifest
-from aligner.rollout.vllm import KNOWN_VERSIONS, VLLMEngine, VLLMModel
+from aligner.rollout.manifest import Manifest, TensorSpec, hf_manifest
+from aligner.rollout.vllm import VLLMEngine, VLLMModel
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 SIZES = Architecture(num_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, ffn_hidden_size=12, vocab_size=11)
@@ -65,22 +71,28 @@ class EngineSettings:
     enforce_eager: bool
     enable_sleep_mode: bool
     logprobs_mode: str
+    weight_transfer_config: dict[str, str]
     seed: int
     distributed_executor_backend: str = "uni"
+    hf_overrides: dict[str, int] | None = None
+    override_generation_config: dict[str, bool] | None = None
     gpu_memory_utilization: float = 0.92
 
 
 class FusedModel(torch.nn.Module):
-    """One layer's q, k and v, and an embedding, loaded by Hugging Face names; `layerwise` is whether a reload is under way."""
+    """One layer's q, k and v, and an embedding, loaded by Hugging Face names. `layerwise` is whether a reload is under way: like vLLM's
+    layers it holds on to what it is given and copies it at the end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layerwise = False
+        self.layerwise, self.given = False, []
         self.tensors = {"model.embed_tokens.weight": torch.zeros(11, 8), "model.layers.0.self_attn.qkv_proj.weight": torch.zeros(16, 8)}
-        self.lm_head = SimpleNamespace(quant_method=SimpleNamespace(process_weights_after_loading=lambda head: None))
 
     def named_parameters(self, *args, **kwargs):
         return iter(self.tensors.items())
+
+    def parameters(self, recurse: bool = True):
+        return iter(self.tensors.values())
 
     def load_weights(self, weights) -> set[str]:
         assert self.layerwise
@@ -89,26 +101,100 @@ class FusedModel(torch.nn.Module):
             part = name.split(".")[-2]
             own = name.replace(part, "qkv_proj") if part in rows else name
             if own in self.tensors:
-                self.tensors[own][rows.get(part, slice(None))] = tensor
+                self.given.append((self.tensors[own][rows.get(part, slice(None))], tensor))
                 loaded.add(own)
         return loaded
 
+    def set_layerwise(self, value: bool) -> None:
+        for target, tensor in self.given:
+            target.copy_(tensor)
+        self.layerwise, self.given = value, []
 
-@dataclass
-class FakeEngine:
-    """Each step gives every request one token: its position + 3, or its seed where that is less than the vocabulary."""
 
-    running: dict = field(default_factory=dict)
-    most: int = 0
+class WeightTransferEngineFactory:
+    registry: dict[str, tuple[str, str]] = {}
 
-    def add_request(self, name: str, prompt: dict, params: SamplingParams) -> None:
-        assert name not in self.running and prompt["type"] == "token" and params.max_tokens >= 1
-        self.running[name] = (params, [])
+    @classmethod
+    def register_engine(cls, name: str, module_path_or_cls: str, class_name: str | None = None) -> None:
+        if name in cls.registry:
+            raise ValueError("already registered")
+        cls.registry[name] = (module_path_or_cls, class_name)
+
+
+class WeightTransferUpdateInfo:
+    pass
+
+
+class IPCWeightTransferEngine:
+    def __init__(self, model) -> None:
+        self.model, self.device = model, torch.device("cpu")
+
+    def parse_update_info(self, update_dict):
+        return self.update_info_cls(**update_dict)
+
+    def start_weight_update(self) -> None:
+        self.model.set_layerwise(True)
+
+    def finish_weight_update(self) -> None:
+        self.model.set_layerwise(False)
+
+
+class Worker:
+    """As vLLM's, it wants starts and finishes in turn, and an update that failed is over."""
+
+    def __init__(self, model: FusedModel, backend: str) -> None:
+        module, name = WeightTransferEngineFactory.registry[backend]
+        self.engine, self.active = getattr(import_module(module), name)(model), False
+
+    def start_weight_update(self) -> None:
+        assert not self.active
+        self.engine.start_weight_update()
+        self.active = True
+
+    def update_weights(self, update_info: dict) -> None:
+        assert self.active
+        try:
+            self.engine.update_weights(update_info)
+        except BaseException:
+            self.active = False
+            raise
+
+    def finish_weight_update(self) -> None:
+        assert self.active
+        self.engine.finish_weight_update()
+        self.active = False
+
+
+class LLMEngine:
+    """Each step gives every request one token: its position + 3, or its seed where that is less than the vocabulary. Like vLLM on a GPU it
+    is one step ahead: what is scheduled now is given by the next call."""
+
+    def __init__(self) -> None:
+        self.running, self.most, self.names, self.queue = {}, 0, set(), deque()
+        self.ended: list[str] = []
+        ends = {name: SimpleNamespace(shutdown=lambda name=name: self.ended.append(name)) for name in ("model_executor", "scheduler")}
+        ends["scheduler"].has_requests = lambda: bool(self.running)
+        finalizer = SimpleNamespace(detach=lambda: self.ended.append("detached"))
+        self.engine_core = SimpleNamespace(_finalizer=finalizer, engine_core=SimpleNamespace(batch_queue=self.queue, **ends))
+
+    def add_request(self, request_id: str, prompt: dict, params: SamplingParams) -> None:
+        assert request_id not in self.names and prompt["type"] == "token" and params.max_tokens >= 1
+        self.names.add(request_id)
+        self.running[request_id] = (params, [])
         self.most = max(self.most, len(self.running))
 
     def step(self) -> list:
+        torch.rand(1)  # as on the CPU
+        if self.running:
+            self.queue.append(list(self.running))
+        return self._given(self.queue.popleft()) if len(self.queue) > 1 or not self.running else []
+
+    def _given(self, names: list[str]) -> list:
         done = []
-        for name, (params, tokens) in list(self.running.items()):
+        for name in names:
+            if name not in self.running:
+                continue
+            params, tokens = self.running[name]
             tokens.append(params.seed if params.seed < 11 else len(tokens) + 3)
             stopped = tokens[-1] in params.stop_token_ids
             if stopped or len(tokens) == params.max_tokens:
@@ -117,65 +203,73 @@ class FakeEngine:
                 one = SimpleNamespace(token_ids=list(tokens), logprobs=logprobs, finish_reason=reason)
                 done.append(SimpleNamespace(request_id=name, finished=True, outputs=[one]))
                 del self.running[name]
-        torch.rand(1)  # as on the CPU
         return done
 
-    def abort_request(self, names: list[str]) -> None:
-        for name in names:
+    def abort_request(self, request_ids: list[str]) -> None:
+        for name in request_ids:
             del self.running[name]
 
 
-class FakeLLM:
+class LLM:
     def __init__(self, **settings) -> None:
         torch.manual_seed(0)  # as vLLM does in the process
+        assert os.environ["VLLM_NO_USAGE_STATS"] == os.environ["DO_NOT_TRACK"] == "1"
         self.settings = EngineSettings(**settings)
         if torch.cuda.is_available():  # vllm/v1/worker/utils.py: request_memory
             free, total = torch.cuda.mem_get_info()
             if free < math.ceil(total * self.settings.gpu_memory_utilization):
                 raise ValueError("Free memory on device on startup is less than desired GPU memory utilization")
-        self.model, self.prefixes_forgotten, self.model_config = FusedModel(), 0, object()
-        self.llm_engine = FakeEngine()
-        self.ended: list[str] = []
-        parts = {name: SimpleNamespace(shutdown=lambda name=name: self.ended.append(name)) for name in ("model_executor", "scheduler")}
-        finalizer = SimpleNamespace(detach=lambda: self.ended.append("detached"))
-        self.llm_engine.engine_core = SimpleNamespace(_finalizer=finalizer, engine_core=SimpleNamespace(**parts))
+        self.model, self.prefixes_forgotten, self.llm_engine = FusedModel(), 0, LLMEngine()
+        self.worker = Worker(self.model, self.settings.weight_transfer_config["backend"])
 
-    def collective_rpc(self, action) -> list:
-        return [action(SimpleNamespace(vllm_config=None, model_runner=SimpleNamespace(get_model=lambda: self.model)))]
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None) -> list:
+        return [getattr(self.worker, method)(*args, **(kwargs or {}))]
+
+    def apply_model(self, func) -> list:
+        return [func(self.model)]
 
     def reset_prefix_cache(self) -> bool:
         self.prefixes_forgotten += 1
         return True
 
+    def sleep(self, level: int = 1) -> None:
+        raise AssertionError("on a CPU")
 
-def set_layerwise(model: FusedModel, value: bool) -> None:
-    model.layerwise = value
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        raise AssertionError("on a CPU")
+
+
+def tokens_input(prompt_token_ids: list[int]) -> dict:
+    return {"type": "token", "prompt_token_ids": prompt_token_ids}
 
 
 @pytest.fixture
-def fake_vllm(monkeypatch) -> None:
-    """`import vllm` and its parts."""
-    reload = {
-        "initialize_layerwise_reload": lambda model: set_layerwise(model, True),
-        "finalize_layerwise_reload": lambda model, config: set_layerwise(model, False),
-    }
+def fake_vllm(monkeypatch) -> dict[str, ModuleType]:
+    """`import vllm` and its parts, by name."""
     contents = {
-        "vllm": {"__version__": KNOWN_VERSIONS[0], "LLM": FakeLLM, "SamplingParams": SamplingParams},
-        "vllm.inputs": {"tokens_input": lambda tokens: {"type": "token", "prompt_token_ids": tokens}},
+        "vllm": {"__version__": "0.34.1", "LLM": LLM, "SamplingParams": SamplingParams},
+        "vllm.inputs": {"tokens_input": tokens_input},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY="final")},
-        "vllm.config": {"set_current_vllm_config": lambda config: torch.no_grad()},
-        "vllm.model_executor": {},
-        "vllm.model_executor.model_loader": {},
-        "vllm.model_executor.model_loader.reload": reload,
-        "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": lambda layer: SimpleNamespace(loaded_weights=[])},
+        "vllm.engine.arg_utils": {"EngineArgs": EngineSettings},
+        "vllm.v1.engine.llm_engine": {"LLMEngine": LLMEngine},
+        "vllm.v1.worker.gpu_worker": {"Worker": Worker},
+        "vllm.distributed.parallel_state": {"destroy_model_parallel": lambda: None},
+        "vllm.distributed.weight_transfer.base": {"WeightTransferUpdateInfo": WeightTransferUpdateInfo},
+        "vllm.distributed.weight_transfer.factory": {"WeightTransferEngineFactory": WeightTransferEngineFactory},
+        "vllm.distributed.weight_transfer.ipc_engine": {"IPCWeightTransferEngine": IPCWeightTransferEngine},
     }
-    for name, members in contents.items():
-        module = ModuleType(name)
-        module.__dict__.update(members)
+    packages = {name.rsplit(".", depth)[0]: {} for name in contents for depth in range(1, name.count("."))}
+    modules = {name: ModuleType(name) for name in packages | contents}
+    for name, module in modules.items():
+        module.__dict__.update(contents.get(name, {}))
         module.__path__ = []
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "RANK", "LOCAL_RANK"):
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")  # put back at the end of the test
+    monkeypatch.setattr(WeightTransferEngineFactory, "registry", {})
+    sys.modules.pop("aligner.rollout.vllm_weights", None)  # made of the fake's classes here, of vLLM's elsewhere
+    yield modules
+    sys.modules.pop("aligner.rollout.vllm_weights", None)
 
 
 def make_engine(*, max_batch_size: int = 2, tp: int = 1, architecture: Architecture = SIZES, **sampling) -> VLLMEngine:
@@ -199,17 +293,74 @@ def weights() -> dict[str, torch.Tensor]:
 
 def refit(engine: VLLMEngine, named: dict[str, torch.Tensor], version: int) -> None:
     engine.begin_refit(hf_manifest(SIZES, torch.float32))
-    engine.load(list(named.items()))
+    bucket = [(name, tensor.clone()) for name, tensor in named.items()]
+    engine.load(bucket)
+    for _, tensor in bucket:
+        tensor.fill_(-7)  # the next bucket's
     engine.finish_refit(version)
 
 
-def test_versions_and_absence_are_errors_that_say_what_to_do(fake_vllm, monkeypatch):
-    monkeypatch.setattr(sys.modules["vllm"], "__version__", "9.9.9")
-    with pytest.raises(EngineError, match=r"9\.9\.9 is not known to work; known: 0\.32\.0"):
-        make_engine().start()
+def test_absence_is_an_error_that_says_what_to_do(fake_vllm, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(EngineError, match="cannot be imported.*pip install"):
         make_engine().start()
+
+
+class Changed:
+    """Parts of vLLM as another version might have them."""
+
+    def sleep(self) -> None: ...
+
+    def add_request(self, request_id: str, prompt: dict, params: SamplingParams, tenant: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("place", "now", "said"),
+    [
+        ("vllm.inputs:tokens_input", None, r"vllm\.inputs\.tokens_input \(module 'vllm\.inputs' has no attribute"),
+        ("vllm.v1.worker.gpu_worker", None, r"vllm\.v1\.worker\.gpu_worker\.Worker\.start_weight_update \("),
+        ("vllm:LLM.sleep", Changed.sleep, r"LLM\.sleep \(got an unexpected keyword argument 'level'\)"),
+        ("vllm:LLM.wake_up", None, r"LLM\.wake_up \(type object 'LLM' has no attribute 'wake_up'\)"),
+        ("vllm.v1.engine.llm_engine:LLMEngine.add_request", Changed.add_request, r"add_request \(missing a required argument: 'tenant'\)"),
+        ("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory", None, "WeightTransferEngineFactory.register_engine"),
+        ("vllm.engine.arg_utils:EngineArgs", WeightTransferUpdateInfo, r"EngineArgs \(got an unexpected keyword argument '\w+'\)"),
+        ("vllm:SamplingParams", WeightTransferUpdateInfo, r"SamplingParams \(got an unexpected keyword argument 'temperature'\)"),
+    ],
+)
+def test_a_version_is_taken_by_what_it_has_and_not_by_its_number(place, now, said, fake_vllm, monkeypatch):
+    module, _, name = place.partition(":")
+    *owner, last = name.split(".")
+    if not name:
+        monkeypatch.setitem(sys.modules, module, None)
+    elif now is None:
+        monkeypatch.delattr(getattr(fake_vllm[module], owner[0]) if owner else fake_vllm[module], last)
+    else:
+        monkeypatch.setattr(getattr(fake_vllm[module], owner[0]) if owner else fake_vllm[module], last, now)
+    with pytest.raises(EngineError, match=f"vLLM, 0\\.34\\.1, is not as it is used here .*{said}.*allowed: pip install"):
+        make_engine().start()
+
+
+@pytest.mark.parametrize("path", ["_finalizer", "engine_core.batch_queue", "engine_core.scheduler"])
+def test_what_it_has_only_when_it_runs_is_looked_at_too(path, fake_vllm, monkeypatch):
+    made = LLMEngine.__init__
+
+    def init(self) -> None:
+        made(self)
+        owner = self.engine_core.engine_core if "." in path else self.engine_core
+        delattr(owner, path.rpartition(".")[2])
+
+    monkeypatch.setattr(LLMEngine, "__init__", init)
+    with pytest.raises(EngineError, match=f"is not as it is used here .*no attribute '{path.rpartition('.')[2]}'"):
+        make_engine().start()
+
+
+def test_of_the_devices_generators_only_the_current_one_is_kept(monkeypatch):
+    kept = []
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: kept.append(devices))
+    for device in ("cpu", "cuda:3"):
+        monkeypatch.setattr(wrapper.platform, "device", lambda device=device: torch.device(device))
+        wrapper._generators_kept()
+    assert kept == [[], [3]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
@@ -244,7 +395,7 @@ def test_beside_a_trainer_it_asks_for_no_more_memory_than_it_needs(fake_vllm, mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 10 * (weights + cache)))
-    monkeypatch.setattr(torch.random, "fork_rng", nullcontext)  # it would look at the devices
+    monkeypatch.setattr(wrapper, "_generators_kept", nullcontext)  # it would look at the device
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # else it would ask which device this rank has
     engine = make_engine(tp=tp)
     engine.start()
@@ -268,6 +419,97 @@ def test_a_refit_fills_the_fused_tensors_and_names_what_is_missing(fake_vllm):
         refit(engine, named, 5)
 
 
+def test_a_refit_that_failed_leaves_the_update_and_another_succeeds(fake_vllm, monkeypatch):
+    engine, named = started(), weights()
+    monkeypatch.setattr(engine._llm.model, "load_weights", lambda given: {}[next(iter(given))[0]])
+    engine.begin_refit(hf_manifest(SIZES, torch.float32))
+    with pytest.raises(KeyError):
+        engine.load(list(named.items()))
+    assert not engine._llm.model.layerwise
+    engine.abort_refit()
+    monkeypatch.undo()
+    engine.begin_refit(hf_manifest(SIZES, torch.float32))
+    engine.abort_refit()  # another rank's failed
+    assert not engine._llm.model.layerwise
+    refit(engine, named, 1)
+    assert all(torch.equal(engine.read_back(name), tensor) for name, tensor in named.items())
+
+
+def test_what_vllms_model_ignores_is_named_and_what_it_computes_is_not_asked_for(fake_vllm):
+    engine, named = started(), weights()
+    computed = {"model.layers.0.self_attn.W_UV": torch.zeros(2)}  # as of latent attention, after an update
+    model = engine._llm.model
+    model.named_parameters = lambda: iter((model.tensors | ({} if model.layerwise else computed)).items())
+    refit(engine, named, 1)
+    engine.begin_refit(hf_manifest(SIZES, torch.float32))
+    with pytest.raises(EngineError, match=r"FusedModel of vLLM has no place for lm_head\.weight"):
+        engine.load([*named.items(), ("lm_head.weight", torch.zeros(11, 8))])
+
+
+def test_a_projection_without_a_gate_is_read_back_by_itself(fake_vllm):
+    engine, name = started(), "model.layers.0.mlp.up_proj.weight"
+    engine._llm.model.tensors = {name: torch.randn(12, 8)}
+    engine._manifest = Manifest(tensors={name: TensorSpec(shape=(12, 8), dtype=torch.float32)})
+    assert torch.equal(engine.read_back(name), engine._llm.model.tensors[name])
+
+
+def test_cohere_2_has_the_windows_of_transformers(fake_vllm):
+    sizes = replace(SIZES, family=Family.cohere2, sliding_window=7)
+    assert make_engine(architecture=sizes)._settings()["hf_overrides"] == {"sliding_window": 6}
+    assert "hf_overrides" not in make_engine(architecture=replace(sizes, sliding_window=0))._settings()
+
+
+def test_only_what_shares_a_weight_with_another_is_packed_again(fake_vllm):
+    """Models without an output layer of their own (Gemma 2, Cohere) share none; whatever it is called, a tied one does."""
+    backend = import_module("aligner.rollout.vllm_weights").InProcessWeights
+    packed = []
+
+    def layer(name: str) -> torch.nn.Module:
+        made = torch.nn.Linear(2, 2, bias=False)
+        made.quant_method = SimpleNamespace(process_weights_after_loading=lambda given: packed.append(name if given is made else "another"))
+        return made
+
+    model = torch.nn.ModuleDict({"embed": layer("embed"), "other": layer("other"), "plain": torch.nn.Linear(2, 2)})
+    model.set_layerwise = lambda value: None
+    model["plain"].quant_method = SimpleNamespace(moe_kernel=object())
+    backend(model).start_weight_update()
+    assert model["plain"].quant_method.moe_kernel is None  # on the CPU experts are packed when their kernel is made
+    backend(model).finish_weight_update()
+    assert packed == []
+    model["nested"] = torch.nn.ModuleDict({"tied": layer("tied"), "bare": torch.nn.Linear(2, 2, bias=False), "same": model["embed"]})
+    model["nested"]["tied"].weight = model["nested"]["bare"].weight = model["embed"].weight
+    backend(model).finish_weight_update()
+    assert packed == ["tied"]
+
+
+def test_nothing_of_a_generation_is_left_for_the_next_one(fake_vllm, monkeypatch):
+    engine, sampling = started(), SamplingConfig(max_response_length=6)
+    vllm_engine = engine._llm.llm_engine
+    for _ in range(2):  # the same indices, under names that never come again
+        requests = [GenRequest(index=i, tokens=(5,), seed=100, limit=i + 2) for i in range(3)]
+        assert sum(len(part) for part in engine.generate(ListedWork(requests), sampling)) == 3
+        assert not vllm_engine.queue
+    stopped_early = engine.generate(ListedWork(requests), sampling)
+    next(stopped_early)
+    assert vllm_engine.queue and vllm_engine.running
+    stopped_early.close()
+    assert not vllm_engine.queue and not vllm_engine.running
+    assert len(vllm_engine.names) == 8
+
+
+def test_what_does_not_end_is_an_error_and_what_failed_is_not_waited_for(fake_vllm, monkeypatch):
+    engine, requests = started(), [GenRequest(index=0, tokens=(5,), seed=100)]
+    vllm_engine = engine._llm.llm_engine
+    monkeypatch.setattr(wrapper, "DRAIN_SECONDS", 0.0)
+    vllm_engine.engine_core.engine_core.scheduler.has_requests = lambda: True
+    with pytest.raises(EngineError, match="vLLM was not done 0 s after the last response of a generation"):
+        list(engine.generate(ListedWork(requests), SamplingConfig()))
+    monkeypatch.setattr(vllm_engine, "step", lambda: {}["broken"])
+    with pytest.raises(KeyError, match="broken"):
+        list(engine.generate(ListedWork(requests), SamplingConfig()))
+    assert not vllm_engine.running
+
+
 def test_results_have_their_requests_limits_and_version(fake_vllm):
     engine = started()
     refit(engine, weights(), 7)
@@ -289,10 +531,6 @@ def test_results_have_their_requests_limits_and_version(fake_vllm):
     assert reasons == dict.fromkeys((0, 1, 2), FinishReason.length) | dict.fromkeys((3, 4), FinishReason.stop)
     assert {r.weight_version for r in results.values()} == {7} and {r.kind for r in results.values()} == {LogprobKind.sampled}
     assert engine._llm.llm_engine.most == 2
-    stopped_early = engine.generate(ListedWork(requests), sampling)
-    next(stopped_early)
-    stopped_early.close()
-    assert not engine._llm.llm_engine.running
 
 
 def test_every_end_token_stops_and_ids_of_no_token_are_biased_away(fake_vllm):
@@ -324,17 +562,35 @@ def test_the_fake_has_vllm_s_names():
     assert {f.name for f in fields(EngineSettings)} <= {f.name for f in fields(EngineArgs)}
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
-def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(make_model):
-    from aligner.losses.sft import sft_loss
+def policy_of(make_model: Callable, name: str):
+    """A policy of a family, with the sizes that vLLM's kernels want: heads of 32 dimensions."""
+    from hf_models import HF_MODELS
+    from hf_models import SIZES as HF_SIZES
+    from transformers import AutoConfig
+
+    from aligner.models.families import architecture_from_hf
     from aligner.models.optimizer import OptimizerConfig
+
+    own = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1} | (
+        {"head_dim": 32} if "head_dim" in HF_MODELS[name] else {}
+    )
+    sizes = asdict(architecture_from_hf(AutoConfig.for_model(**(HF_SIZES | HF_MODELS[name] | own)).to_dict()))
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
+    return make_model("policy", optimizer=optimizer, architecture=sizes, training={"temperature": 0.7, "micro_batch_size": 5})
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+# Gemma 2 and Cohere have no output layer of their own in vLLM, whose windows of Cohere 2 have one token more than transformers'; Nemotron
+# has no gates. The experts come last: an engine's groups go with it, and those of a dense model have none for experts.
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "gemma2", "cohere", "cohere2", "nemotron", "mixtral"])
+def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(family, make_model, monkeypatch):
+    from aligner.losses.sft import sft_loss
     from aligner.rollout.config import EngineKind, VerifyRefit
     from aligner.rollout.create import create_engine
     from aligner.types import LabeledBatch, Prompt
 
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM's kernels want heads of 32 dimensions
-    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
-    policy = make_model("policy", optimizer=optimizer, architecture=sizes, training={"temperature": 0.7, "micro_batch_size": 5})
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")  # vLLM's requests have then our names
+    policy = policy_of(make_model, family)
     settings = SamplingConfig(temperature=0.7, max_response_length=8)
     eager = VLLMConfig(enforce_eager=True)
     config = RolloutConfig(engine=EngineKind.vllm, sampling=settings, max_batch_size=3, vllm=eager, verify_refit=VerifyRefit.checksum)
@@ -353,9 +609,41 @@ def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(make_mo
             logprobs[row, span] = torch.tensor(rollout.logprobs)
         batch = LabeledBatch(tokens=tokens, lengths=torch.tensor([len(rollout.tokens) for rollout in rollouts]), loss_mask=mask)
         torch.testing.assert_close(logprobs, policy.logprobs(batch) * mask, rtol=0, atol=1e-4)
-        found.append({rollout.seed: rollout.response for rollout in rollouts})
+        found.append({rollout.seed: rollout.logprobs for rollout in rollouts})
         if step == 0:
             policy.train_step(batch, sft_loss)
+            early = engine.generate(prompts, [11, 12, 13, 14, 15])
+            next(early)
+            early.close()
     assert found[0] != found[1]
     engine.shutdown()
     assert torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed")
+def test_the_extra_resolves_with_numpy_2():
+    """`pip install 'aligner[vllm]'`, for a GPU; and not beside the extra with PyTriton."""
+    setup = Path(__file__).parents[3] / "setup.py"
+
+    def resolved(*extras: str) -> subprocess.CompletedProcess:
+        options = [part for extra in extras for part in ("--extra", extra)]
+        command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--python-version", "3.12", *options, str(setup)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+
+    found = resolved("vllm")
+    if "Failed to fetch" in found.stderr or "network" in found.stderr:
+        pytest.skip(f"no package index: {found.stderr.strip().splitlines()[-1]}")
+    versions = dict(line.split(" ")[0].split("==") for line in found.stdout.splitlines() if "==" in line and not line.startswith(" "))
+    assert found.returncode == 0, found.stderr
+    assert versions["numpy"].startswith("2.") and tuple(map(int, versions["vllm"].split(".")[:2])) >= (0, 32)
+    assert resolved("vllm", "servers").returncode != 0
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_an_output_layer_that_vllms_model_has_not_is_an_error_and_not_left_out(make_model):
+    from aligner.rollout.config import EngineKind
+    from aligner.rollout.create import create_engine
+
+    config = RolloutConfig(engine=EngineKind.vllm, max_batch_size=3, vllm=VLLMConfig(enforce_eager=True))
+    with pytest.raises(EngineError, match=r"CohereForCausalLM of vLLM has no place for lm_head\.weight"):
+        create_engine(policy_of(make_model, "cohere_untied"), config, eos_id=EOS)
