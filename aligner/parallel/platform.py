@@ -51,19 +51,28 @@ def select_device(local_rank: int, *, ranks_per_gpu: int = 1) -> None:
         host_collectives.install()
 
 
-def prepare_environment(*, exchanges: bool, asynchronous: bool) -> None:
-    """Set what CUDA and NCCL read of the environment when they are first used, where the user has not and NVIDIA's driver is there.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads either; the first since 2.9, which warns of the other
+
+
+def prepare_environment(*, exchanges: bool, asynchronous: bool, hands_memory: bool) -> dict[str, str]:
+    """Set what CUDA, NCCL and torch read of the environment when they are first used, where the user has not and NVIDIA's driver is there.
+    Returns what they will read.
 
     NCCL_NVLS_ENABLE=0: a rank belongs to half a dozen communicators, in each of which NVLink SHARP would take memory that no plan knows.
     CUDA_DEVICE_MAX_CONNECTIONS=1, where the layers' `exchanges` must start before what they overlap with: kernels start in the order of
     their launch, which Megatron-Core and Transformer Engine ask for. Not with `asynchronous` rollouts, whose kernels would wait in the one
-    queue behind those of training.
+    queue behind those of training. Expandable segments let torch use freed memory for tensors of any size; not with `hands_memory`: a
+    wrapped engine opens tensors from another process by CUDA IPC (TensorRT-LLM), or has an allocator that refuses such segments (vLLM).
     """
     if not os.path.exists(_DRIVER):
-        return
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        return {}
+    read = {"NCCL_NVLS_ENABLE": "0"}
     if exchanges and not asynchronous:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        read["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    own = [name for name in _ALLOCATOR if name in os.environ]
+    if own or not hands_memory:
+        read[own[0] if own else _ALLOCATOR[torch.__version__ < "2.9"]] = "expandable_segments:True"
+    return {name: os.environ.setdefault(name, value) for name, value in read.items()}
 
 
 def claim_device(local_rank: int, *, ranks_per_gpu: int = 1) -> str:
