@@ -12,6 +12,7 @@ import logging
 import queue
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -51,6 +52,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import Adam, ChainedOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -134,6 +136,19 @@ def importable_kernels() -> frozenset[str]:
 def fused_adam() -> str:
     """Who brings the fused Adam that the optimizer uses; empty where it is torch's."""
     return {"transformer_engine": "Transformer Engine", "apex": "Apex"}.get(Adam.__module__.split(".")[0], "")
+
+
+@contextmanager
+def hybrid_optimizer(kind: type) -> Iterator[None]:
+    """In the block, Megatron-Core makes `kind` in place of HybridDeviceOptimizer, of which it is one."""
+    places = [importlib.import_module(f"megatron.core.optimizer{name}") for name in ("", ".distrib_optimizer")]
+    for place in places:
+        place.HybridDeviceOptimizer = kind
+    try:
+        yield
+    finally:
+        for place in places:
+            place.HybridDeviceOptimizer = HybridDeviceOptimizer
 
 
 def _te_extension() -> Any:
