@@ -54,7 +54,7 @@ class Request:
 
     def check_unused(self) -> None:
         """Raise ConfigError for options that say nothing without a search."""
-        for name in ("gpus", "steps", "deadline", "write"):
+        for name in ("steps", "write"):
             if value := getattr(self, name):
                 raise ConfigError(f"--{name} {value}: goes with --search")
 

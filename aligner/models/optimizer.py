@@ -80,7 +80,7 @@ class OptimizerConfig:
         if self.cpu_offload and not self.distributed:
             raise ConfigError("optimizer.cpu_offload=true: needs optimizer.distributed=true")
         if self.cpu_offload and self.precision_aware:
-            raise ConfigError("optimizer.cpu_offload=true: the host's moments are float32; allowed beside it: optimizer.precision_aware=false")
+            raise ConfigError("optimizer.cpu_offload=true: its moments are float32; allowed beside it: optimizer.precision_aware=false")
 
     def warmup(self, total_steps: int) -> int:
         """Optimizer steps of the warm-up in a run of `total_steps`."""

@@ -22,8 +22,8 @@ from aligner.models.build import Transformer
 from aligner.models.fusions import note_once
 from aligner.models.generators import generator_state, set_generator_state
 from aligner.models.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
-from aligner.models.loss_scale import LossScale
 from aligner.models.host_adam import main_weights
+from aligner.models.loss_scale import LossScale
 from aligner.models.offload import HostMemory, device_tensors, gradients
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.overlap import WeightGather

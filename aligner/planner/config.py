@@ -54,6 +54,7 @@ class ClusterConfig:
     nvlink_gb_per_second: float = 10.0  # to other GPUs of the node
     network_gb_per_second: float = 1.0  # to other nodes
     host_gb_per_second: float = 10.0  # to host memory
+    host_memory_gb_per_second: float = 20.0  # that a node's cores read and write of its memory (`optimizer.cpu_offload`)
     reserved_gib: float = 0.44  # context, libraries and their workspaces, in every process; on CPU Python and torch too
     communicator_gib: float = 0.0  # buffers of each communicator that a rank belongs to
     fragmentation: float = 0.0  # part of what is allocated that the allocator loses between blocks

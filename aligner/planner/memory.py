@@ -20,6 +20,7 @@ _OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transfo
 _KERNEL_PAGE = 256  # tokens of a page of the engine's cache, where attention kernels are used: of 16-bit numbers on a GPU
 _VLLM_PAGE = 128  # tokens, to which the wrapper rounds a sequence, and the page that vLLM keeps for itself
 _HEAP_LOSS = 0.5  # of the activations of micro-batches that differ in length; measured: 0.3 to 0.8
+_HOST_ELEMENT = 16  # bytes of a parameter that the host updates
 HOST_PROCESS_GIB = 3.0  # a rank's Python, torch and its libraries in host memory, beside a GPU
 
 
@@ -82,7 +83,7 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
     state, optimizer = sizes.stages[stage], component.optimizer
     parts = {"weights": state.weights}
     if optimizer is not None and (phase == Phase.train or not optimizer.offload):
-        parts |= {"gradients": state.gradients, "optimizer": state.optimizer}
+        parts |= {"gradients": state.gradients, "optimizer": device_optimizer(component, state)}
     engine = component.engine if component.engine is None or not component.engine.own_ranks else None
     if engine is not None and component.engine_holds_weights and (phase == Phase.generate or not engine.offload):
         parts["engine weights"] = sizes.engine_weights
@@ -123,7 +124,8 @@ def _resident(component: Component, state: StateBytes) -> dict[str, int]:
     found = {"reference": trained_bytes(component, state)} if component.has_reference else {}
     copies = 0
     if component.optimizer is not None and component.optimizer.offload:
-        copies += state.optimizer
+        copies += device_optimizer(component, state)
+    copies += host_optimizer(component, state)
     if component.turns or (component.engine is not None and component.engine.offload and component.engine_holds_weights):
         copies += state.weights
     return found | {"host copies": copies}
@@ -149,7 +151,22 @@ def context_bytes(component: Component, cluster: ClusterConfig) -> int:
 def resting_bytes(component: Component, sizes: Sizes) -> int:
     """What the fullest rank of a model holds while another one of its process computes."""
     away = component.optimizer is None or component.optimizer.offload
-    return max(state.weights + (0 if away else state.gradients + state.optimizer) for state in sizes.stages)
+    return max(state.weights + (0 if away else state.gradients + device_optimizer(component, state)) for state in sizes.stages)
+
+
+def _host_fraction(component: Component) -> float:
+    optimizer = component.optimizer
+    return optimizer.cpu_offload_fraction if optimizer is not None and optimizer.cpu_offload else 0.0
+
+
+def device_optimizer(component: Component, state: StateBytes) -> int:
+    """Of the optimizer's state, what `optimizer.cpu_offload` leaves on the device."""
+    return int(state.optimizer * (1 - _host_fraction(component)))
+
+
+def host_optimizer(component: Component, state: StateBytes) -> int:
+    """Of a rank with `optimizer.cpu_offload`: float32 weights, two moments, and the gradients that it computes with."""
+    return int(_host_fraction(component) * _HOST_ELEMENT * state.optimizer / (12 if component.dtype_bytes == 2 else 8))
 
 
 def trained_bytes(component: Component, state: StateBytes) -> int:
@@ -383,9 +400,10 @@ def _beside_devices(component: Component, fullest: StateBytes, ranks: int) -> di
     if component.has_reference:
         parts["reference"] = ranks * trained_bytes(component, fullest)
     if component.optimizer is not None and component.optimizer.offload:
-        parts["optimizer (between training phases)"] = ranks * fullest.optimizer
+        parts["optimizer (between training phases)"] = ranks * device_optimizer(component, fullest)
+    parts["optimizer (updated by the host)"] = ranks * host_optimizer(component, fullest)
     if component.turns:
         parts["weights (while others have the GPUs)"] = ranks * fullest.weights
     if component.engine is not None and component.engine.offload and component.engine_holds_weights:
         parts["policy weights (while sampling)"] = ranks * fullest.weights
-    return parts
+    return {name: size for name, size in parts.items() if size}

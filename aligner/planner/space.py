@@ -134,7 +134,9 @@ class Space:
             engines = [replace(engine, offload=offload) for offload in (False, True)]
         if optimizer is not None and not component.turns:
             states = self._choose(component, "optimizer.offload", optimizer.offload, [False, True])
-            optimizers = [replace(optimizer, offload=offload) for offload in states]
+            can = optimizer.cpu_offload or (optimizer.distributed and not optimizer.precision_aware and not component.model.lora.is_on)
+            hosts = self._choose(component, "optimizer.cpu_offload", optimizer.cpu_offload, sorted({optimizer.cpu_offload, can}))
+            optimizers = [replace(optimizer, offload=offload, cpu_offload=host) for host, offload in product(hosts, states)]
 
         def relieved(optimizer: OptimizerConfig | None, engine: Engine | None) -> Callable[[Component], Component]:
             return lambda other: replace(
@@ -157,6 +159,7 @@ class Space:
             found["model.recompute"] = model.recompute
             if not component.turns:
                 found["optimizer.offload"] = optimizer.offload
+                found |= {"optimizer.cpu_offload": True} if optimizer.cpu_offload else {}
         chosen = {self.key(component, name): value for name, value in found.items()}
         if engine is not None:
             chosen |= {"rollout.tp": engine.tp, "rollout.max_batch_size": engine.max_batch_size}

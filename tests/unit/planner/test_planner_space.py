@@ -123,8 +123,8 @@ def test_deadlines_that_are_none(request_: Request, message: str):
 
 def test_options_without_a_search():
     Request().check_unused()
-    with pytest.raises(ConfigError, match="^--gpus 8: goes with --search"):
-        Request(gpus=8).check_unused()
+    with pytest.raises(ConfigError, match="^--steps 8: goes with --search"):
+        Request(steps=8).check_unused()
 
 
 def test_values_as_they_are_typed():
