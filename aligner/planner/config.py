@@ -16,6 +16,7 @@ class Device(str, Enum):
 
 
 _ZERO_ALLOWED = (
+    "cpus_per_node",
     "fp8_tflops",
     "reserved_gib",
     "communicator_gib",
@@ -46,6 +47,7 @@ class ClusterConfig:
 
     device: Device = Device.cpu  # what the ranks compute on
     gpus_per_node: int = 1  # ranks that share a node (and its host memory)
+    cpus_per_node: int = 0  # processors of a node, which job scripts share out to its ranks; 0: as Slurm does by itself
     gpu_memory_gib: float = 16.0  # what the driver leaves to programs
     host_memory_gib: float = 16.0  # of a node
     bf16_tflops: float = 0.2  # peak of dense bfloat16 matrix products, in TFLOP/s

@@ -34,6 +34,7 @@ class Space:
     cluster: ClusterConfig
     main: str
     typed: frozenset[str] = frozenset()
+    host_updates: bool = False  # whether `optimizer.cpu_offload` may be chosen
 
     def is_free(self, key: str) -> bool:
         return not any(key == name or key.startswith(f"{name}.") for name in self.typed)
@@ -105,7 +106,7 @@ class Space:
         model, trains, row = component.model, component.optimizer is not None, component.work.length * component.work.unit
         recompute = self._choose(component, "model.recompute", model.recompute, list(Recompute) if trains else [model.recompute])
         name = micro_batch_setting(model)
-        if not self.is_free(self.key(component, name)):
+        if not self.is_free(self.key(component, f"model.{name}")):
             yield from (replace(model, recompute=one) for one in recompute)
             return
         for rows, one in product(ROWS_PER_MICRO_BATCH, recompute):
@@ -134,7 +135,7 @@ class Space:
             engines = [replace(engine, offload=offload) for offload in (False, True)]
         if optimizer is not None and not component.turns:
             states = self._choose(component, "optimizer.offload", optimizer.offload, [False, True])
-            can = optimizer.cpu_offload or (optimizer.distributed and not optimizer.precision_aware and not component.model.lora.is_on)
+            can = optimizer.cpu_offload or (self.host_updates and optimizer.distributed and not optimizer.precision_aware)
             hosts = self._choose(component, "optimizer.cpu_offload", optimizer.cpu_offload, sorted({optimizer.cpu_offload, can}))
             optimizers = [replace(optimizer, offload=offload, cpu_offload=host) for host, offload in product(hosts, states)]
 
