@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -92,6 +93,30 @@ def claim_device(local_rank: int, *, ranks_per_gpu: int = 1) -> str:
     if own.strip("0-"):
         return own
     return "" if "CUDA_VISIBLE_DEVICES" in os.environ else name  # not every driver says; of all GPUs the number is a name
+
+
+def bind_to_node(root: Path = Path("/sys")) -> str:
+    """Keep this process, of those processors that it was given, on the ones beside its GPU, so that what it copies there does not cross
+    between sockets: Linux puts memory where it is first touched. Returns why not, empty where it did or the machine has one node."""
+    if not torch.cuda.is_available() or len(list(root.glob("devices/system/node/node[0-9]*"))) < 2:
+        return ""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if not hasattr(gpu, "pci_bus_id"):
+        return f"torch {torch.__version__} does not tell where the GPU is"
+    place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    try:
+        node = int((root / "bus/pci/devices" / place / "numa_node").read_text())
+        beside = (root / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
+    except (OSError, ValueError) as error:
+        return f"{root} does not tell where GPU {place} is ({error})"
+    spans = [span.split("-") for span in beside.strip().split(",") if span]
+    wanted, given = {n for span in spans for n in range(int(span[0]), int(span[-1]) + 1)}, os.sched_getaffinity(0)
+    if not wanted:
+        return f"{root} does not tell beside which processors GPU {place} is (node {node})"
+    if not wanted & given:
+        return f"it was given processors {min(given)} to {max(given)}, and GPU {place} is beside others (node {node}: {beside.strip()})"
+    os.sched_setaffinity(0, wanted & given)
+    return ""
 
 
 def visible_devices() -> list[str]:

@@ -11,7 +11,7 @@ from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
 from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase
+from aligner.planner.workload import GIB, Component, Engine, Head, Phase, device_optimizer, host_optimizer
 from aligner.rollout.config import PAGE_SIZE, EngineKind, Kernels
 from aligner.rollout.graphs import round_rows
 from aligner.types import route_dtype
@@ -20,7 +20,6 @@ _OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transfo
 _KERNEL_PAGE = 256  # tokens of a page of the engine's cache, where attention kernels are used: of 16-bit numbers on a GPU
 _VLLM_PAGE = 128  # tokens, to which the wrapper rounds a sequence, and the page that vLLM keeps for itself
 _HEAP_LOSS = 0.5  # of the activations of micro-batches that differ in length; measured: 0.3 to 0.8
-_HOST_ELEMENT = 16  # bytes of a parameter that the host updates
 HOST_PROCESS_GIB = 3.0  # a rank's Python, torch and its libraries in host memory, beside a GPU
 
 
@@ -152,21 +151,6 @@ def resting_bytes(component: Component, sizes: Sizes) -> int:
     """What the fullest rank of a model holds while another one of its process computes."""
     away = component.optimizer is None or component.optimizer.offload
     return max(state.weights + (0 if away else state.gradients + device_optimizer(component, state)) for state in sizes.stages)
-
-
-def _host_fraction(component: Component) -> float:
-    optimizer = component.optimizer
-    return optimizer.cpu_offload_fraction if optimizer is not None and optimizer.cpu_offload else 0.0
-
-
-def device_optimizer(component: Component, state: StateBytes) -> int:
-    """Of the optimizer's state, what `optimizer.cpu_offload` leaves on the device."""
-    return int(state.optimizer * (1 - _host_fraction(component)))
-
-
-def host_optimizer(component: Component, state: StateBytes) -> int:
-    """Of a rank with `optimizer.cpu_offload`: float32 weights, two moments, and the gradients that it computes with."""
-    return int(_host_fraction(component) * _HOST_ELEMENT * state.optimizer / (12 if component.dtype_bytes == 2 else 8))
 
 
 def trained_bytes(component: Component, state: StateBytes) -> int:

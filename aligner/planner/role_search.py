@@ -13,11 +13,11 @@ import numpy as np
 
 from aligner.models.config import ModelConfig, Recompute
 from aligner.planner.decoding import policy_away_seconds
-from aligner.planner.memory import Sizes, device_optimizer, host_memory, resting_bytes
+from aligner.planner.memory import Sizes, host_memory, resting_bytes
 from aligner.planner.search import Estimator
 from aligner.planner.space import Space, micro_batch_setting
 from aligner.planner.timing import phase_times, relief_seconds
-from aligner.planner.workload import GIB, Component, Engine, Phase
+from aligner.planner.workload import GIB, Component, Engine, Phase, device_optimizer
 
 DIGITS = 9  # of seconds that count: sums in another order differ in the last bits
 T = TypeVar("T")

@@ -24,9 +24,9 @@ from aligner.planner.config import ClusterConfig
 from aligner.planner.decoding import LOGIT_PASSES, MILLI, generation
 from aligner.planner.kernels import GIGA, Kernels
 from aligner.planner.layers import LayerSeconds, Passes, kernels, launched_layers, layer_flops, layer_seconds, passes
-from aligner.planner.memory import Sizes, device_optimizer, host_optimizer, padded_vocabulary, trained_bytes
+from aligner.planner.memory import Sizes, padded_vocabulary, trained_bytes
 from aligner.planner.schedule import pipeline_slots, stage_layers
-from aligner.planner.workload import Component, Head, Phase
+from aligner.planner.workload import Component, Head, Phase, device_optimizer, host_optimizer
 
 DATA_PARALLEL_OVERLAP = 0.5
 BACKWARD_PRODUCTS, BACKWARD_ATTENTION, BACKWARD_LAUNCHES = 2.0, 2.5, 1.5  # in forward passes

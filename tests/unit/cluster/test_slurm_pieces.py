@@ -102,7 +102,7 @@ _EVERYWHERE = ("critic.server.host=0.0.0.0", "reward.server.host=0.0.0.0")
 
 def test_ranks_must_fill_their_nodes() -> None:
     with pytest.raises(ConfigError, match="dpo has 12 ranks: they must fill nodes of cluster.gpus_per_node=8"):
-        spec("dpo_70b", "num_processes=12", "parallel.tp=4", "parallel.pp=1")
+        spec("dpo_70b", "num_processes=12", "parallel.tp=4", "parallel.pp=1", "parallel.vpp=1")
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,8 @@ def test_a_script_of_other_settings_carries_them(capsys) -> None:
     settings = ["cluster.gpus_per_node=4", "slurm.account=lab", "run.directory=runs/a b", "slurm.options=['--nice']"]
     assert launch_slurm("dpo_70b", settings, LaunchOptions(dry_run=True)) == 0
     text = capsys.readouterr().out
-    assert "#SBATCH --nodes=16 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=28 --mem=0 --exclusive\n#SBATCH --account=lab\n#SBATCH --nice\n" in text
+    size = "#SBATCH --nodes=16 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=28 --mem=0 --exclusive"
+    assert f"{size}\n#SBATCH --account=lab\n#SBATCH --nice\n" in text
     assert "--config dpo_70b --set cluster.gpus_per_node=4 --set slurm.account=lab --set 'run.directory=runs/a b'" in text
     assert text.endswith(' -- "$@"\n')
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -137,3 +138,42 @@ def test_what_components_ask_of_the_environment(monkeypatch):
         *((False, False, True), (False, False, True), (False, False, True), (False, False, False)),
         (False, False, True),
     ]
+
+
+NODES = {0: "0-3,8-11\n", 1: "4-7,12-15\n"}
+
+
+@pytest.mark.parametrize(
+    ("node", "given", "bound", "reason"),
+    [
+        ("1\n", range(16), {4, 5, 6, 7, 12, 13, 14, 15}, ""),
+        ("0\n", range(2, 6), {2, 3}, ""),  # of what the scheduler gave it
+        ("1\n", range(4), None, r"^it was given processors 0 to 3, and GPU 0000:1b:00\.0 is beside others \(node 1: 4-7,12-15\)$"),
+        ("-1\n", range(16), None, r"does not tell beside which processors GPU 0000:1b:00\.0 is \(node -1\)$"),
+        ("7\n", range(16), None, r"does not tell where GPU 0000:1b:00\.0 is \(.*node7/cpulist"),
+        ("what\n", range(16), None, r"does not tell where GPU 0000:1b:00\.0 is \(invalid literal"),
+        (None, range(16), None, r"does not tell where GPU 0000:1b:00\.0 is \(.*numa_node"),
+    ],
+)
+def test_a_rank_stays_beside_its_gpu(node, given, bound, reason, monkeypatch, tmp_path):
+    made: list[set[int]] = []
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    cuda = SimpleNamespace(is_available=lambda: True, current_device=lambda: 3, get_device_properties=lambda number: gpu)
+    monkeypatch.setattr(platform, "torch", SimpleNamespace(cuda=cuda, __version__="2.11.0"))
+    monkeypatch.setattr(platform.os, "sched_getaffinity", lambda pid: set(given))
+    monkeypatch.setattr(platform.os, "sched_setaffinity", lambda pid, wanted: made.append(wanted))
+    assert platform.bind_to_node(tmp_path) == "" and not made  # one node, or none
+    for number, processors in NODES.items():
+        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+        (tmp_path / f"devices/system/node/node{number}/cpulist").write_text(processors)
+    folder = tmp_path / "bus/pci/devices/0000:1b:00.0"
+    folder.mkdir(parents=True)
+    if node is not None:
+        (folder / "numa_node").write_text(node)
+    said = platform.bind_to_node(tmp_path)
+    assert made == ([] if bound is None else [bound])
+    assert re.search(reason, said) if reason else said == ""
+    del gpu.pci_bus_id
+    assert platform.bind_to_node(tmp_path) == "torch 2.11.0 does not tell where the GPU is"
+    cuda.is_available = lambda: False
+    assert platform.bind_to_node(tmp_path) == ""
