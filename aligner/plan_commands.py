@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 @overrides_argument
 @config_dir
 @click.option("--search", is_flag=True, help="Find the fastest layouts, placement and shares of the GPUs instead; what is typed stays.")
-@click.option("--gpus", default=0, metavar="N", help="With --search: at most (default: the config's).")
+@click.option("--gpus", default=0, metavar="N", help="Search on at most so many (default: the config's).")
 @click.option("--steps", type=click.IntRange(min=0), default=0, metavar="N", help="With --search: of training, that hours are counted for.")
-@click.option("--deadline", default="", metavar="TIME", help="With --search: the fewest GPUs that make the steps in 24h, 2d, 90m.")
+@click.option("--deadline", default="", metavar="TIME", help="Search the fewest GPUs that make the steps in 24h, 2d, 90m.")
 @click.option("--write", type=DIRECTORY, metavar="DIR", help="With --search: write the best one there, as a config and a Slurm script.")
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="With --search: rows of a table.")
 @click.option("--against", type=DIRECTORY, metavar="RUN", help="Compare with what this run measured (without CONFIG: its own config).")
@@ -54,7 +54,7 @@ def plan(config: str, overrides: tuple[str, ...], calibrate: Path | None, json_p
     config, overrides = config_and_overrides(config, overrides, chosen.against)
     explains, searches = options.pop("explain"), options.pop("search")
     request = Request(**options, json_path=json_path)
-    if searches:
+    if searches or request.gpus or request.deadline:
         return search(config, overrides, request, chosen)
     request.check_unused()
     return plan(config, overrides, explains=explains, json_path=json_path, outputs=chosen)

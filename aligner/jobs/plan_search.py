@@ -54,7 +54,7 @@ class Request:
 
     def check_unused(self) -> None:
         """Raise ConfigError for options that say nothing without a search."""
-        for name in ("gpus", "steps", "deadline", "write"):
+        for name in ("steps", "write"):
             if value := getattr(self, name):
                 raise ConfigError(f"--{name} {value}: goes with --search")
 
@@ -100,8 +100,10 @@ class _Search:
         cluster = self.config.cluster
         self.scales = Scales(cluster.device)
         self.space = Space(cluster=cluster, main=self.config.traits().role, typed=_typed(overrides, self.config))
-        estimator = Estimator(cluster, self.scales)
-        self.searches = [JobSearch(one, self.space, estimator) for one in _arrangements(self.config, self.space)]
+        estimator, arrangements = Estimator(cluster, self.scales), list(_arrangements(self.config, self.space))
+        # Updates by the host are slow: they come in where nothing fits without.
+        spaces = (self.space, replace(self.space, host_updates=True))
+        self.searches = [[JobSearch(one, space, estimator) for one in arrangements] for space in spaces]
 
     def found(self, deadline: float) -> Found:
         """Raises ConfigError as `search` does."""
@@ -152,7 +154,10 @@ class _Search:
 
     def rows(self, gpus: int, *, all_of_them: bool) -> list[Row]:
         """The fastest job of each arrangement that has a chance to be the fastest (or of every one), fastest first."""
-        estimated = [candidates for one in self.searches if (candidates := one.candidates(gpus))]
+        return next((found for searches in self.searches if (found := self._rows(searches, gpus, all_of_them=all_of_them))), [])
+
+    def _rows(self, searches: Sequence[JobSearch], gpus: int, *, all_of_them: bool) -> list[Row]:
+        estimated = [candidates for one in searches if (candidates := one.candidates(gpus))]
         found: list[Row] = []
         for candidates in sorted(estimated, key=lambda candidates: candidates[0].seconds):
             if not all_of_them and found and candidates[0].seconds > CLOSE * min(row.seconds for row in found):

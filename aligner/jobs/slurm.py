@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import shlex
@@ -62,7 +63,7 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
         config = replace(config, slurm=replace(config.slurm, gpu_request=request))
     if not is_kept and not options.test_only:
         fetch_named(copy.deepcopy(config))  # here, where there is a network; the job's settings keep the names
-    spec = job_spec(name, config, overrides)
+    spec = _with_memory(job_spec(name, config, overrides), config)
     if spec.is_separate and options.output is not None:
         raise ConfigError(
             f"--output={options.output}: with slurm.separate=true a run is {len(spec.parts())} jobs that are submitted together, which no "
@@ -82,6 +83,19 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
     return 0 if is_kept else _submit(spec, text, test_only=options.test_only)
 
 
+def _with_memory(spec: JobSpec, config: JobRun) -> JobSpec:
+    """What `slurm.memory=auto` is on GPU nodes that others share: the plan's figure for the fullest node, and a tenth more."""
+    slurm = spec.slurm
+    if slurm.memory != "auto" or slurm.exclusive or config.cluster.device is not Device.gpu:
+        return spec
+    from aligner.jobs.plan import plan_config  # Megatron-Core comes with it
+    from aligner.planner.estimate import Scales
+
+    hosts = [sum(part.host.values()) for part in plan_config(spec.name, config, Scales(config.cluster.device), advises=False).components]
+    fullest = sum(hosts) if len(spec.parts()) == 1 else max(hosts)
+    return replace(spec, slurm=replace(slurm, memory=f"{math.ceil(1.1 * fullest / 2**30)}G"))
+
+
 def title_of(name: str, overrides: Sequence[str]) -> str:
     """The first line of a config's file, which states its purpose."""
     file = config_file(name, overrides)
@@ -94,15 +108,16 @@ def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
     overrides = [*overrides, *_reachable(config)]
     found = programs(name, config, overrides)
     preflight = ("-m", "aligner.cli", "preflight", name, *overrides) if config.slurm.preflight else ()
+    cluster = config.cluster
     return JobSpec(
         name=name,
         run_directory=str(RunDirectory(Path(config.run.directory)).path),
         max_steps=config.loop.max_steps,
         epochs=config.loop.epochs,
         checkpoints=tuple(config.traits().checkpoints),
-        components=_components(found, placement_of(config), config.cluster),
+        components=_components(found, placement_of(config), cluster),
         preflight=preflight,
-        slurm=config.slurm,
+        slurm=replace(config.slurm, cpus_per_rank=config.slurm.cpus_per_rank or cluster.cpus_per_node // cluster.gpus_per_node),
         idle_seconds=max((server.settings.idle_timeout_seconds for server in config.servers()), default=0.0),
         container=config.container,
     )

@@ -81,6 +81,7 @@ class RunConfig:
     stall_timeout_seconds: float = 1200.0  # a component without any progress for so long writes its stacks and ends; 0: never
     trace_mib: float = 8.0  # of spans for `aligner trace` that each process keeps, the newest ones; 0: none
     num_threads: int = 0  # of each process; 0: OMP_NUM_THREADS, else what torch chooses
+    numa_binding: bool = True  # each rank stays on those of its processors that are beside its GPU, on machines with several NUMA nodes
     server_tls: bool = False  # its servers and their clients speak TLS and show each other certificates, which the run makes itself
     ranks_per_gpu: int = 1  # of one component; above 1 they share it, and their collectives go over the host
 

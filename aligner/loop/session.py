@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from aligner.parallel.collectives import from_rank_0, raise_everywhere
 from aligner.parallel.progress import Progress
 from aligner.parallel.topology import ParallelConfig, Topology
 from aligner.parallel.watch import Place, Watch, clear_last_report
-from aligner.rollout.config import EngineKind
+from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.schema import SchemaKey, is_known, schema_keys
 from aligner.servers.components import SERVERS
 from aligner.servers.registry import Publication, make_registration
@@ -52,7 +53,7 @@ _HARMLESS = (
     *("parallel.*", "*.parallel.*", "num_processes", "*.num_processes", "*.environment", "*.server.*", "critic.accept_gap"),
     *("*timeout_seconds", "*num_threads", "environment.num_workers", "validation.*"),
     *("data.validation", "data.num_validation_prompts", "data.cache", "data.num_workers", "algorithm.validation_batch_size"),
-    *("*optimizer.offload", "*optimizer.distributed"),
+    *("*optimizer.offload", "*optimizer.cpu_offload*", "*optimizer.distributed"),
     *(
         f"*model.{name}"
         for name in (
@@ -167,11 +168,26 @@ def see_own_gpus(config: Any, local_rank: int) -> None:
         platform.see_block(local_rank, rollout.tp or config.parallel.tp)
 
 
-def prepare_environment(config: Any, parallel: ParallelConfig) -> None:
-    """Set what CUDA and NCCL read of the environment when they are first used; see `platform.prepare_environment`."""
-    rollout = getattr(config, "rollout", None)
-    is_asynchronous = rollout is not None and parallel is config.parallel and rollout.asynchronous.max_staleness > 0
-    platform.prepare_environment(exchanges=parallel.tp > 1 or parallel.cp > 1, asynchronous=is_asynchronous)
+def prepare_environment(config: Any, parallel: ParallelConfig) -> dict[str, str]:
+    """Set what CUDA, NCCL and torch read of the environment when they are first used; see `platform.prepare_environment`."""
+    rollout = getattr(config, "rollout", None) if parallel is config.parallel else None
+    return platform.prepare_environment(
+        exchanges=parallel.tp > 1 or parallel.cp > 1,
+        asynchronous=rollout is not None and rollout.asynchronous.max_staleness > 0,
+        hands_memory=rollout is not None and _may_wrap(rollout),
+    )
+
+
+def _may_wrap(rollout: RolloutConfig) -> bool:
+    """Whether an engine of another package may sample: which one rollout.engine=auto takes is not known before the GPUs are used."""
+    if rollout.engine == EngineKind.auto:
+        return any(find_spec(package) for package in ("vllm", "tensorrt_llm"))
+    return rollout.engine != EngineKind.megatron
+
+
+def _stay_beside_gpu(run: RunConfig, rank: int) -> None:
+    if run.numa_binding and (reason := platform.bind_to_node()):
+        print(f"run.numa_binding=true: rank {rank} stays where it is: {reason}", flush=True)
 
 
 @contextmanager
@@ -197,6 +213,7 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
         claim_gpu=lambda world: platform.claim_device(world.local_rank, ranks_per_gpu=run.ranks_per_gpu),
         fingerprint=fingerprint(with_names(config)),
     )
+    _stay_beside_gpu(run, world.rank)
     _check_ranks(config, component, world.world_size)  # MPI tells only now
     layout = topology.initialize(parallel, seed=run.seed)
     directory = RunDirectory(Path(run.directory))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import CheckpointError
+from aligner.models.host_adam import HostAdam
 from aligner.parallel.mcore import ChainedOptimizer, DistributedOptimizer, ShardedTensor, sharded_leaves
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")  # Adam's, for each parameter; the first are the float32 weights
@@ -104,6 +105,15 @@ class _Held:
         for state in _STATES:
             yield state, torch.empty(self.size, dtype=torch.float32)
 
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the float32 elements of each state."""
+        if not isinstance(self.part.optimizer, HostAdam):
+            self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
+            return
+        own = self.part._get_main_param_and_optimizer_states(self.parameter)  # Megatron-Core would put others in the place of these
+        for state in _STATES:
+            own[state].copy_(tensors[state])
+
     def is_of_the_weights(self, main: Tensor) -> bool:
         """Whether float32 weights equal the model's weights up to one rounding."""
         weights = self.parameter.detach().flatten()[self.start : self.start + self.size]
@@ -148,10 +158,13 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
         return strangers
     for part in optimizer.chained_optimizers:
         if any(True for _ in _ranges(part)):  # it allocates the state; there is none where a rank holds padding only
+            if isinstance(part.optimizer, HostAdam):
+                part.optimizer.begin(step)
+                continue
             groups = part.state_dict()["optimizer"]["param_groups"]
             part.load_state_dict({"optimizer": {"param_groups": [{**group, "step": step} for group in groups]}})
     for held, tensors in found:
-        held.part._set_main_param_and_optimizer_states(held.parameter, tensors)
+        held.fill(tensors)
     return []
 
 

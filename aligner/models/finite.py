@@ -57,7 +57,7 @@ def _saved(model: TrainableModel) -> dict[str, list[Tensor]]:
 @torch.no_grad()
 def _sound(tensors: Iterable[Tensor], limit: float) -> Tensor:
     """Bool [tensors]: whether every element is finite and at most `limit` in magnitude, on the compute device."""
-    ends = [torch.stack(torch.aminmax(t)).float() for t in tensors if t.is_floating_point() and t.numel()]
+    ends = [torch.stack(torch.aminmax(t)).float().to(platform.device()) for t in tensors if t.is_floating_point() and t.numel()]
     if not ends:
         return torch.ones(1, dtype=torch.bool, device=platform.device())
     largest = torch.stack(ends).abs().amax(dim=1)  # NaN where any element is

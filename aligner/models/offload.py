@@ -73,7 +73,7 @@ class HostMemory:
 
         def own() -> list[Tensor]:
             weights = {p.data.untyped_storage().data_ptr() for runner in runners for p in runner.parameters()}
-            return [tensor for tensor in optimizer_tensors(optimizer) if tensor.untyped_storage().data_ptr() not in weights]
+            return [tensor for tensor in device_tensors(optimizer) if tensor.untyped_storage().data_ptr() not in weights]
 
         return cls(kept=own, scratch=lambda: gradients(runners))
 
@@ -139,3 +139,8 @@ def optimizer_tensors(optimizer: Any) -> list[Tensor]:
         found += [p.data for p in parameters.values() if p.dtype == torch.float32 and (part.config.bf16 or part.config.fp16)]
         found += [value for state in part.optimizer.state.values() for value in state.values() if isinstance(value, Tensor) and value.dim()]
     return found
+
+
+def device_tensors(optimizer: Any) -> list[Tensor]:
+    """As `optimizer_tensors`, without those that are always the host's (`optimizer.cpu_offload`)."""
+    return [tensor for tensor in optimizer_tensors(optimizer) if tensor.device == platform.device()]

@@ -44,6 +44,8 @@ class OptimizerConfig:
     min_loss_scale: float = 1.0  # of model.dtype=float16: a gradient that overflows even with this is one that is not finite (guard)
     loss_scale_window: int = 500  # of model.dtype=float16: updates in a row without an overflow, after which the factor doubles
     offload: bool = False  # between training phases the optimizer's state and the gradients wait in host memory
+    cpu_offload: bool = False  # the host holds the optimizer's state and main weights, and updates them there (Megatron-Core's)
+    cpu_offload_fraction: float = 1.0  # part of the parameters that optimizer.cpu_offload moves; the rest is updated on the GPU
 
     def __post_init__(self) -> None:
         if not (0 < self.lr <= MAX_LR and 0 <= self.min_lr <= self.lr):
@@ -73,6 +75,12 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.loss_scale_window={self.loss_scale_window}: must be at least 1")
         if self.precision_aware and not self.distributed:
             raise ConfigError("optimizer.precision_aware=true: needs optimizer.distributed=true")
+        if not 0 < self.cpu_offload_fraction <= 1:
+            raise ConfigError(f"optimizer.cpu_offload_fraction={self.cpu_offload_fraction}: must be above 0 and at most 1")
+        if self.cpu_offload and not self.distributed:
+            raise ConfigError("optimizer.cpu_offload=true: needs optimizer.distributed=true")
+        if self.cpu_offload and self.precision_aware:
+            raise ConfigError("optimizer.cpu_offload=true: its moments are float32; allowed beside it: optimizer.precision_aware=false")
 
     def warmup(self, total_steps: int) -> int:
         """Optimizer steps of the warm-up in a run of `total_steps`."""
@@ -88,6 +96,7 @@ class OptimizerConfig:
 
 def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dtype) -> Any:
     """Megatron's distributed optimizer (states sharded over data-parallel ranks) for the DDP-wrapped chunks of one model."""
+    from aligner.models.host_adam import HostAdam
     from aligner.parallel import mcore
 
     settings = mcore.OptimizerConfig(
@@ -108,12 +117,21 @@ def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dt
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
         use_precision_aware_optimizer=config.precision_aware,
+        optimizer_cpu_offload=config.cpu_offload,
+        optimizer_offload_fraction=config.cpu_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=config.cpu_offload,
         **({"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16} if config.precision_aware else {}),
     )
-    optimizer = mcore.get_megatron_optimizer(settings, runners, use_gloo_process_groups=False)
+    if config.cpu_offload:  # set afterwards: Megatron-Core asks for Transformer Engine's version first, which this does without
+        settings.use_precision_aware_optimizer = settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        settings.store_param_remainders = False
+    with mcore.hybrid_optimizer(HostAdam):
+        optimizer = mcore.get_megatron_optimizer(settings, runners, use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:
         if isinstance(part, mcore.DistributedOptimizer) and not part.is_stub_optimizer:
             _number_as_grouped(part)
+            if config.cpu_offload:
+                part.optimizer.open()
     return optimizer
 
 

@@ -22,8 +22,9 @@ from aligner.models.build import Transformer
 from aligner.models.fusions import note_once
 from aligner.models.generators import generator_state, set_generator_state
 from aligner.models.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
+from aligner.models.host_adam import main_weights
 from aligner.models.loss_scale import LossScale
-from aligner.models.offload import HostMemory, gradients, optimizer_tensors
+from aligner.models.offload import HostMemory, device_tensors, gradients
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.overlap import WeightGather
 from aligner.models.placement import Splits, input_shape
@@ -237,8 +238,8 @@ class TrainableModel:
             return []
         self.wake()
         sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        parameters = [p.detach() for group in self.optimizer.param_groups for p in group["params"] if p.numel()]
-        sums = [p.view(sizes[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
+        parameters = [p for p in main_weights(self.optimizer) if p.numel()]
+        sums = [p.view(sizes[p.element_size()]).sum(dtype=torch.int64).to(platform.device()) for p in parameters]
         return torch.stack(sums).tolist() if sums else []
 
     def sleep(self) -> None:
@@ -253,7 +254,7 @@ class TrainableModel:
         """What is on the device and has contents that matter, besides a few small buffers."""
         yield from (p.data for chunk in self.chunks for p in chunk.parameters())
         if self.optimizer is not None:
-            yield from optimizer_tensors(self.optimizer)
+            yield from device_tensors(self.optimizer)
 
     def leave_device(self) -> None:
         """Wait in host memory, weights and all: another process computes on the device. Until `enter_device`, only that may be called."""

@@ -204,7 +204,8 @@ def _plain_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = Fa
 
 def _clip_grad_by_total_norm(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False, **_: Any) -> None:
     """Megatron's clipping without multi-tensor-apply: scale all gradients by max_norm / total_norm where that is below 1."""
-    grads = [p.grad.detach() for p in parameters if p.grad is not None]
+    name = "decoupled_grad" if use_decoupled_grad else "grad"
+    grads = [grad.detach() for p in parameters if (grad := getattr(p, name, None)) is not None]
     coefficient = max_norm / (total_norm + 1.0e-6)
     if grads and coefficient < 1.0:
         torch._foreach_mul_(grads, coefficient)

@@ -12,6 +12,7 @@ import logging
 import queue
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -42,6 +43,7 @@ with warnings.catch_warnings():
         cpu_platform.install()
     from megatron.core import __version__ as version
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core import optimizer as optimizers
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -50,7 +52,8 @@ with warnings.catch_warnings():
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import Adam, ChainedOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
+    from megatron.core.optimizer import Adam, ChainedOptimizer, OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -142,6 +145,16 @@ def importable_kernels() -> frozenset[str]:
 def fused_adam() -> str:
     """Who brings the fused Adam that the optimizer uses; empty where it is torch's."""
     return {"transformer_engine": "Transformer Engine", "apex": "Apex"}.get(Adam.__module__.split(".")[0], "")
+
+
+@contextmanager
+def hybrid_optimizer(kind: type) -> Iterator[None]:
+    """In the block, Megatron-Core makes `kind` in place of HybridDeviceOptimizer, of which it is one."""
+    optimizers.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = kind
+    try:
+        yield
+    finally:
+        optimizers.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = HybridDeviceOptimizer
 
 
 def _te_extension() -> Any:

@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -51,19 +52,28 @@ def select_device(local_rank: int, *, ranks_per_gpu: int = 1) -> None:
         host_collectives.install()
 
 
-def prepare_environment(*, exchanges: bool, asynchronous: bool) -> None:
-    """Set what CUDA and NCCL read of the environment when they are first used, where the user has not and NVIDIA's driver is there.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads either; the first since 2.9, which warns of the other
+
+
+def prepare_environment(*, exchanges: bool, asynchronous: bool, hands_memory: bool) -> dict[str, str]:
+    """Set what CUDA, NCCL and torch read of the environment when they are first used, where the user has not and NVIDIA's driver is there.
+    Returns what they will read.
 
     NCCL_NVLS_ENABLE=0: a rank belongs to half a dozen communicators, in each of which NVLink SHARP would take memory that no plan knows.
     CUDA_DEVICE_MAX_CONNECTIONS=1, where the layers' `exchanges` must start before what they overlap with: kernels start in the order of
     their launch, which Megatron-Core and Transformer Engine ask for. Not with `asynchronous` rollouts, whose kernels would wait in the one
-    queue behind those of training.
+    queue behind those of training. Expandable segments let torch use freed memory for tensors of any size; not with `hands_memory`: a
+    wrapped engine opens tensors from another process by CUDA IPC (TensorRT-LLM), or has an allocator that refuses such segments (vLLM).
     """
     if not os.path.exists(_DRIVER):
-        return
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        return {}
+    read = {"NCCL_NVLS_ENABLE": "0"}
     if exchanges and not asynchronous:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        read["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    own = [name for name in _ALLOCATOR if name in os.environ]
+    if own or not hands_memory:
+        read[own[0] if own else _ALLOCATOR[torch.__version__ < "2.9"]] = "expandable_segments:True"
+    return {name: os.environ.setdefault(name, value) for name, value in read.items()}
 
 
 def set_float32_matmul(precision: str) -> None:
@@ -90,6 +100,30 @@ def claim_device(local_rank: int, *, ranks_per_gpu: int = 1) -> str:
     if own.strip("0-"):
         return own
     return "" if "CUDA_VISIBLE_DEVICES" in os.environ else name  # not every driver says; of all GPUs the number is a name
+
+
+def bind_to_node(root: Path = Path("/sys")) -> str:
+    """Keep this process, of those processors that it was given, on the ones beside its GPU, so that what it copies there does not cross
+    between sockets: Linux puts memory where it is first touched. Returns why not, empty where it did or the machine has one node."""
+    if not torch.cuda.is_available() or len(list(root.glob("devices/system/node/node[0-9]*"))) < 2:
+        return ""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if not hasattr(gpu, "pci_bus_id"):
+        return f"torch {torch.__version__} does not tell where the GPU is"
+    place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    try:
+        node = int((root / "bus/pci/devices" / place / "numa_node").read_text())
+        beside = (root / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
+    except (OSError, ValueError) as error:
+        return f"{root} does not tell where GPU {place} is ({error})"
+    spans = [span.split("-") for span in beside.strip().split(",") if span]
+    wanted, given = {n for span in spans for n in range(int(span[0]), int(span[-1]) + 1)}, os.sched_getaffinity(0)
+    if not wanted:
+        return f"{root} does not tell beside which processors GPU {place} is (node {node})"
+    if not wanted & given:
+        return f"it was given processors {min(given)} to {max(given)}, and GPU {place} is beside others (node {node}: {beside.strip()})"
+    os.sched_setaffinity(0, wanted & given)
+    return ""
 
 
 def visible_devices() -> list[str]:

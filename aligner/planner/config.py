@@ -16,6 +16,7 @@ class Device(str, Enum):
 
 
 _ZERO_ALLOWED = (
+    "cpus_per_node",
     "fp8_tflops",
     "reserved_gib",
     "communicator_gib",
@@ -46,6 +47,7 @@ class ClusterConfig:
 
     device: Device = Device.cpu  # what the ranks compute on
     gpus_per_node: int = 1  # ranks that share a node (and its host memory)
+    cpus_per_node: int = 0  # processors of a node, which job scripts share out to its ranks; 0: as Slurm does by itself
     gpu_memory_gib: float = 16.0  # what the driver leaves to programs
     host_memory_gib: float = 16.0  # of a node
     bf16_tflops: float = 0.2  # peak of dense bfloat16 matrix products, in TFLOP/s
@@ -55,6 +57,7 @@ class ClusterConfig:
     nvlink_gb_per_second: float = 10.0  # to other GPUs of the node
     network_gb_per_second: float = 1.0  # to other nodes
     host_gb_per_second: float = 10.0  # to host memory
+    host_memory_gb_per_second: float = 20.0  # that a node's cores read and write of its memory (`optimizer.cpu_offload`)
     reserved_gib: float = 0.44  # context, libraries and their workspaces, in every process; on CPU Python and torch too
     communicator_gib: float = 0.0  # buffers of each communicator that a rank belongs to
     fragmentation: float = 0.0  # part of what is allocated that the allocator loses between blocks

@@ -12,7 +12,7 @@ from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
 from aligner.planner.layer_tensors import copies_in_8_bits
 from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase, padded_vocabulary
+from aligner.planner.workload import GIB, Component, Engine, Head, Phase, device_optimizer, host_optimizer, padded_vocabulary
 from aligner.rollout.config import PAGE_SIZE, EngineKind, Kernels
 from aligner.rollout.graphs import round_rows
 from aligner.types import route_dtype
@@ -77,7 +77,7 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
     state, optimizer = sizes.stages[stage], component.optimizer
     parts = {"weights": state.weights, "weights in 8 bits": copies_in_8_bits(component, state.weights, stage)}
     if optimizer is not None and (phase == Phase.train or not optimizer.offload):
-        parts |= {"gradients": state.gradients, "optimizer": state.optimizer}
+        parts |= {"gradients": state.gradients, "optimizer": device_optimizer(component, state)}
     engine = component.engine if component.engine is None or not component.engine.own_ranks else None
     if engine is not None and component.engine_holds_weights and (phase == Phase.generate or not engine.offload):
         parts["engine weights"] = sizes.engine_weights
@@ -118,7 +118,8 @@ def _resident(component: Component, state: StateBytes) -> dict[str, int]:
     found = {"reference": trained_bytes(component, state)} if component.has_reference else {}
     copies = 0
     if component.optimizer is not None and component.optimizer.offload:
-        copies += state.optimizer
+        copies += device_optimizer(component, state)
+    copies += host_optimizer(component, state)
     if component.turns or (component.engine is not None and component.engine.offload and component.engine_holds_weights):
         copies += state.weights
     return found | {"host copies": copies}
@@ -145,7 +146,9 @@ def resting_bytes(component: Component, sizes: Sizes) -> int:
     """What the fullest rank of a model holds while another one of its process computes."""
     away = component.optimizer is None or component.optimizer.offload
     return max(
-        state.weights + copies_in_8_bits(component, state.weights, stage) + (0 if away else state.gradients + state.optimizer)
+        state.weights
+        + copies_in_8_bits(component, state.weights, stage)
+        + (0 if away else state.gradients + device_optimizer(component, state))
         for stage, state in enumerate(sizes.stages)
     )
 
@@ -389,9 +392,10 @@ def _beside_devices(component: Component, fullest: StateBytes, ranks: int) -> di
     if component.has_reference:
         parts["reference"] = ranks * trained_bytes(component, fullest)
     if component.optimizer is not None and component.optimizer.offload:
-        parts["optimizer (between training phases)"] = ranks * fullest.optimizer
+        parts["optimizer (between training phases)"] = ranks * device_optimizer(component, fullest)
+    parts["optimizer (updated by the host)"] = ranks * host_optimizer(component, fullest)
     if component.turns:
         parts["weights (while others have the GPUs)"] = ranks * fullest.weights
     if component.engine is not None and component.engine.offload and component.engine_holds_weights:
         parts["policy weights (while sampling)"] = ranks * fullest.weights
-    return parts
+    return {name: size for name, size in parts.items() if size}

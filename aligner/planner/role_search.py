@@ -16,8 +16,8 @@ from aligner.planner.decoding import policy_away_seconds
 from aligner.planner.memory import Sizes, host_memory, resting_bytes
 from aligner.planner.search import Estimator
 from aligner.planner.space import Space, micro_batch_setting
-from aligner.planner.timing import optimizer_away_seconds, phase_times
-from aligner.planner.workload import GIB, Component, Engine, Phase
+from aligner.planner.timing import phase_times, relief_seconds
+from aligner.planner.workload import GIB, Component, Engine, Phase, device_optimizer
 
 DIGITS = 9  # of seconds that count: sums in another order differ in the last bits
 T = TypeVar("T")
@@ -125,10 +125,11 @@ class RoleSearch:
             if self.guest is not None:
                 guest = replace(self.guest, num_ranks=ranks, parallel=component.parallel)
                 guest_sizes = self.estimator.sizes(guest)
-            resident = max(state.weights + state.gradients + state.optimizer for state in sizes.stages)
+            trained = lightest(component)
+            resident = max(state.weights + state.gradients + device_optimizer(trained, state) for state in sizes.stages)
             resident += resting_bytes(guest, guest_sizes) if guest is not None and guest_sizes is not None else 0
             if resident <= self.limit:
-                turn = self._turn(lightest(component), sizes)
+                turn = self._turn(trained, sizes)
                 found.append(_Place(component=component, sizes=sizes, guest=guest, guest_sizes=guest_sizes, turn=turn, engines={}))
         return found
 
@@ -146,7 +147,8 @@ class RoleSearch:
     def _passes(self, number: int, place: _Place) -> list[_Pass]:
         work = place.component.work
         others = replace(work, phases=tuple(phase for phase in work.phases if phase != Phase.generate))
-        optimizer = place.component.optimizer and replace(place.component.optimizer, offload=False)  # `_options` adds what it costs
+        # `_options` adds what these cost.
+        optimizer = place.component.optimizer and replace(place.component.optimizer, offload=False, cpu_offload=False)
         found = []
         for model in self.space.models(place.component):
             component = replace(place.component, model=model, work=others)
@@ -255,7 +257,7 @@ class RoleSearch:
     def _with_moves(self, times: Mapping[Phase, float], component: Component, sizes: Sizes) -> dict[Phase, float]:
         found, cluster = dict(times), self.space.cluster
         if Phase.train in found:
-            found[Phase.train] += optimizer_away_seconds(component, sizes, cluster)
+            found[Phase.train] += relief_seconds(component, sizes, cluster)
         if component.engine is not None:
             found[Phase.generate] += policy_away_seconds(component, component.engine, sizes, cluster)
         return found

@@ -160,7 +160,8 @@ def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str
     else:
         yield f"{prefix}model.micro_batch_size=1", replace(component, model=replace(model, micro_batch_size=1))
     if optimizer is not None:
-        for name in ("distributed", "offload"):
+        names = ("distributed", "offload", *(["cpu_offload"] if optimizer.distributed and not optimizer.precision_aware else []))
+        for name in names:
             yield f"{prefix}optimizer.{name}=true", replace(component, optimizer=replace(optimizer, **{name: True}))
     if engine is not None:
         if not engine.asynchronous:

@@ -110,6 +110,7 @@ def describe(component: Component) -> str:
         parts += [f"{passes.count} x {passes.rows} rows"]
         parts += [f"recompute {model.recompute.value}"] if model.recompute.value != "none" else []
         parts += ["optimizer offloaded"] if component.optimizer.offload else []
+        parts += ["optimizer on the host"] if component.optimizer.cpu_offload else []
     if engine is not None:
         parts += [f"rollout tp {engine.tp} x {engine.max_batch_size} rows{', weights offloaded' if engine.offload else ''}"]
     return f"{component.name} on {component.num_ranks}: {', '.join(parts)}"

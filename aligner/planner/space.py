@@ -34,6 +34,7 @@ class Space:
     cluster: ClusterConfig
     main: str
     typed: frozenset[str] = frozenset()
+    host_updates: bool = False  # whether `optimizer.cpu_offload` may be chosen
 
     def is_free(self, key: str) -> bool:
         return not any(key == name or key.startswith(f"{name}.") for name in self.typed)
@@ -105,7 +106,7 @@ class Space:
         model, trains, row = component.model, component.optimizer is not None, component.work.length * component.work.unit
         recompute = self._choose(component, "model.recompute", model.recompute, list(Recompute) if trains else [model.recompute])
         name = micro_batch_setting(model)
-        if not self.is_free(self.key(component, name)):
+        if not self.is_free(self.key(component, f"model.{name}")):
             yield from (replace(model, recompute=one) for one in recompute)
             return
         for rows, one in product(ROWS_PER_MICRO_BATCH, recompute):
@@ -134,7 +135,9 @@ class Space:
             engines = [replace(engine, offload=offload) for offload in (False, True)]
         if optimizer is not None and not component.turns:
             states = self._choose(component, "optimizer.offload", optimizer.offload, [False, True])
-            optimizers = [replace(optimizer, offload=offload) for offload in states]
+            can = optimizer.cpu_offload or (self.host_updates and optimizer.distributed and not optimizer.precision_aware)
+            hosts = self._choose(component, "optimizer.cpu_offload", optimizer.cpu_offload, sorted({optimizer.cpu_offload, can}))
+            optimizers = [replace(optimizer, offload=offload, cpu_offload=host) for host, offload in product(hosts, states)]
 
         def relieved(optimizer: OptimizerConfig | None, engine: Engine | None) -> Callable[[Component], Component]:
             return lambda other: replace(
@@ -157,6 +160,7 @@ class Space:
             found["model.recompute"] = model.recompute
             if not component.turns:
                 found["optimizer.offload"] = optimizer.offload
+                found |= {"optimizer.cpu_offload": True} if optimizer.cpu_offload else {}
         chosen = {self.key(component, name): value for name, value in found.items()}
         if engine is not None:
             chosen |= {"rollout.tp": engine.tp, "rollout.max_batch_size": engine.max_batch_size}

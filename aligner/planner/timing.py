@@ -10,6 +10,7 @@ Assumptions:
   whose scores are computed again (Dao 2023, 2307.08691); full recomputation adds one forward pass, selective the attention's.
 * A GPU that computes for less time than the host needs to start its kernels waits for the host.
 * Decoding reads the engine's weights and the cache once per step; of experts those that its tokens choose.
+* The host updates at the rate at which a node's cores stream its memory, whichever is longer, that or the transfers.
 * Components that share GPUs move their weights to host memory and back at the host link's rate, and do nothing meanwhile.
 """
 
@@ -21,11 +22,11 @@ from dataclasses import dataclass
 from aligner.models.config import Recompute
 from aligner.planner.config import ClusterConfig
 from aligner.planner.decoding import LOGIT_PASSES, MILLI, generation
-from aligner.planner.kernels import Kernels
+from aligner.planner.kernels import GIGA, Kernels
 from aligner.planner.layers import LayerSeconds, Passes, kernels, launched_layers, layer_flops, layer_seconds, passes
 from aligner.planner.memory import Sizes, trained_bytes
 from aligner.planner.schedule import pipeline_slots, stage_layers
-from aligner.planner.workload import Component, Head, Phase, padded_vocabulary
+from aligner.planner.workload import Component, Head, Phase, device_optimizer, host_optimizer, padded_vocabulary
 
 DATA_PARALLEL_OVERLAP = 0.5
 BACKWARD_PRODUCTS, BACKWARD_ATTENTION, BACKWARD_LAUNCHES = 2.0, 2.5, 1.5  # in forward passes
@@ -64,7 +65,7 @@ def phase_times(component: Component, sizes: Sizes, cluster: ClusterConfig) -> l
 def turn_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Phase) -> float:
     """Weights to host memory and back, in training the optimizer's state too."""
     fullest = max(sizes.stages, key=lambda state: state.weights + state.optimizer)
-    moved = fullest.weights + (fullest.optimizer if phase == Phase.train else 0)
+    moved = fullest.weights + (device_optimizer(component, fullest) if phase == Phase.train else 0)
     return 2 * moved / kernels(component, cluster).host_rate
 
 
@@ -94,15 +95,25 @@ def _training(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dic
     parts = _through_pipeline(component, shape, cluster, trains=True)
     parts |= _update(component, sizes, cluster)
     found = {name: seconds * component.work.num_updates for name, seconds in parts.items()}
-    return found | {"optimizer to host memory and back": optimizer_away_seconds(component, sizes, cluster)}
+    found["optimizer to host memory and back"] = optimizer_away_seconds(component, sizes, cluster)
+    return found | {"optimizer on the host": host_update_seconds(component, sizes, cluster)}
 
 
 def optimizer_away_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig) -> float:
     """`optimizer.offload`: its state from host memory before training, and back. Components that take turns move it anyway."""
     if component.optimizer is None or not component.optimizer.offload or Phase.train in component.turns:
         return 0.0
-    moved = 2 * max(state.optimizer for state in sizes.stages)
+    moved = 2 * max(device_optimizer(component, state) for state in sizes.stages)
     return moved / kernels(component, cluster).host_rate
+
+
+def host_update_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig) -> float:
+    """`optimizer.cpu_offload`, in all updates of a step: gradients come and weights go as float32, while the node's cores read all four
+    numbers of each parameter and write three."""
+    held = max(host_optimizer(component, state) for state in sizes.stages)
+    ranks = min(cluster.gpus_per_node, component.num_ranks)
+    computing = held * 28 / 16 * ranks / (cluster.host_memory_gb_per_second * GIGA)
+    return component.work.num_updates * max(computing, held / 2 / kernels(component, cluster).host_rate)
 
 
 def _inference(component: Component, cluster: ClusterConfig) -> dict[str, float]:
@@ -166,5 +177,13 @@ def _update(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[
     exchange = k.all_gather(fullest.gradients, ranks, span) + k.all_gather(weights, ranks, span)
     return {
         "data parallel": exchange * (1 - DATA_PARALLEL_OVERLAP),
-        "optimizer": k.moving(2 * fullest.optimizer + fullest.gradients + weights),
+        "optimizer": k.moving(2 * device_optimizer(component, fullest) + fullest.gradients + weights),
     }
+
+
+def relief_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig) -> float:
+    """What `optimizer.offload` and `optimizer.cpu_offload` add to a step's training; the second one takes something off, too."""
+    fullest = max(sizes.stages, key=lambda state: state.gradients)
+    spared = 2 * (fullest.optimizer - device_optimizer(component, fullest)) * component.work.num_updates
+    added = optimizer_away_seconds(component, sizes, cluster) + host_update_seconds(component, sizes, cluster)
+    return added - kernels(component, cluster).moving(spared)

@@ -9,11 +9,13 @@ from enum import Enum
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
+from aligner.planner.buffers import StateBytes
 from aligner.planner.sampling import ResponseLengths
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.rollout.tensorrt_llm_config import CudaGraphs
 from aligner.rollout.tensorrt_llm_contract import graphs_lost
 
+_HOST_ELEMENT = 16  # bytes of a parameter that the host updates
 GIB = 2**30
 
 
@@ -187,3 +189,18 @@ def padded_vocabulary(component: Component) -> int:
     """Rows of the whole embedding, padding included."""
     multiple = math.lcm(component.model.make_vocab_divisible_by, component.parallel.tp)
     return math.ceil(component.architecture.vocab_size / multiple) * multiple
+
+
+def _host_fraction(component: Component) -> float:
+    optimizer = component.optimizer
+    return optimizer.cpu_offload_fraction if optimizer is not None and optimizer.cpu_offload else 0.0
+
+
+def device_optimizer(component: Component, state: StateBytes) -> int:
+    """Of the optimizer's state, what `optimizer.cpu_offload` leaves on the device."""
+    return int(state.optimizer * (1 - _host_fraction(component)))
+
+
+def host_optimizer(component: Component, state: StateBytes) -> int:
+    """Of a rank with `optimizer.cpu_offload`: float32 weights, two moments, and the gradients that it computes with."""
+    return int(_host_fraction(component) * _HOST_ELEMENT * state.optimizer / (12 if component.dtype_bytes == 2 else 8))

@@ -40,6 +40,7 @@ class SocketTriton(Triton):
         arguments = _Arguments()
         arguments.update_config(self._triton_server_config.server_args())
         arguments["http_address"] = f"unix:{path}"
+        arguments["pinned_memory_pool_byte_size"] = 0
         self._triton_server_config = arguments
         self._path = path
         self._still_wanted = still_wanted
@@ -48,6 +49,8 @@ class SocketTriton(Triton):
     def _initialize_server(self) -> None:
         super()._initialize_server()
         self._triton_server._record_logs = self._note  # PyTriton's own prints it all, and keeps all of it in memory
+        # CUDA_VISIBLE_DEVICES="": tensors stay on the host, and a context on each GPU of the node would be memory that no plan counts.
+        self._triton_server._gpus = ("",)
 
     def _wait_for_server(self) -> None:
         self._wait_for("/v2/health/ready")

@@ -45,6 +45,7 @@ class Spec:
     distributed_optimizer: bool = True
     overlap: bool = False
     offload: bool = False
+    cpu_offload: float = 0.0  # the fraction
     recompute: str = "none"
 
 
@@ -87,7 +88,15 @@ def make_model(spec: Spec, topology):
     else:
         architecture = Architecture(**(spec.architecture | sizes))
     build = create.create_policy if spec.kind == "policy" else create.create_value_model
-    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=1, distributed=spec.distributed_optimizer, offload=spec.offload)
+    optimizer = OptimizerConfig(
+        lr=1e-3,
+        min_lr=1e-4,
+        warmup_steps=1,
+        distributed=spec.distributed_optimizer,
+        offload=spec.offload,
+        cpu_offload=spec.cpu_offload > 0,
+        cpu_offload_fraction=spec.cpu_offload or 1.0,
+    )
     training = Training(optimizer=optimizer, total_steps=STEPS, micro_batch_size=2, overlap=spec.overlap)
     return build(config, architecture, ParallelConfig(**spec.parallel), topology, training)
 

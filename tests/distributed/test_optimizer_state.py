@@ -68,6 +68,20 @@ def test_saved_state_is_the_state_in_memory_and_training_goes_on_the_same(name, 
         goes_on(run, saved, result, number, parallel, spec)
 
 
+@pytest.mark.parametrize("name", ["dp3_bfloat16", "value_pp2_dp3", "lora_dp3", "ep2_dp3"])
+def test_an_optimizer_on_the_host_has_the_same_state_and_numbers(name, run):
+    """And its ranks go on from the other one's checkpoint, and these from its, to the bit."""
+    ranks, spec, _ = LAYOUTS[name]
+    results = {part: run(ranks, **spec, cpu_offload=part) for part in (0.0, 0.6, 1.0)}
+    wanted = results[0.0][1]["after"]
+    for saved, result in results.values():
+        assert_right(result)
+        assert result["after"] == wanted
+        fraction = 0.0 if saved != results[0.0][0] else 1.0
+        _, found = run(ranks, **spec | {"source": str(saved)}, cpu_offload=fraction)
+        assert found == {"differing": {}, "after": wanted}
+
+
 def assert_right(result: dict) -> None:
     assert result["differing"] == {}
     assert result["differing_when_loaded"] == {}
@@ -118,6 +132,7 @@ OVERLAPPED = {  # name: (ranks, spec)
     "vpp2_dp2": (4, MANY | {"architecture": UNTIED, "parallel": {"pp": 2, "vpp": 2}}),
     "ep2_dp2": (4, MANY | {"architecture": EXPERTS, "parallel": {"ep": 2}}),
     "value_bfloat16_dp2": (2, MANY | {"kind": "value", "architecture": UNTIED, "dtype": "bfloat16"}),
+    "host_dp2_bfloat16": (2, MANY | {"architecture": UNTIED, "dtype": "bfloat16", "cpu_offload": 0.7}),
     "lora_dp2": (2, MANY | {"architecture": UNTIED, "lora": LORA}),
 }
 

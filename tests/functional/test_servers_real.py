@@ -75,9 +75,13 @@ def refuse_the_past(tmp_path: Path, mark: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_infer_train_and_save_until_a_signal(transport: str, num_ranks: int, tmp_path: Path, critic_client: CriticClient) -> None:
-    with toy_server("critic", tmp_path / "services", num_ranks=num_ranks, transport=transport) as server:
+    sees = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    with toy_server("critic", tmp_path / "services", num_ranks=num_ranks, transport=transport, environment=sees) as server:
         registration = critic_client.wait_until_ready()
         assert registration.num_ranks == num_ranks and registration.pid == server.ranks[0].pid
+
+        for pid in processes_of(server, registration.incarnation):  # Triton's are shown no GPU
+            assert b"CUDA_VISIBLE_DEVICES=" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
         # Three rows go as pieces of two and one; the toy's weight is 2, and padding (row 2, position 2) must come back as 0.
         rows = TokenBatch(tokens=torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]), lengths=torch.tensor([3, 3, 2]))
@@ -117,6 +121,8 @@ def test_infer_train_and_save_until_a_signal(transport: str, num_ranks: int, tmp
         said = server.log().partition("transport pytriton\n")[2]
         assert not [line for line in said.splitlines() if re.search("exited with failure|resource_tracker|Signal|NODELAY", line)]
         assert (tmp_path / "services" / "critic.triton.log").read_text().count("successfully unloaded") == 4  # that is why
+    if transport == "pytriton":
+        assert "Pinned memory pool disabled" in (tmp_path / "services" / "critic.triton.log").read_text()
     with pytest.raises(
         ServerUnreachable, match=rf"critic at {registration.url} \(pid {registration.pid} .*(has not answered since|was lost)"
     ):

@@ -55,6 +55,7 @@ class GpuCase:
 CASES = {
     "sft": GpuCase(of="sft"),
     "sft, packed, dp 2": GpuCase(of="sft", settings=PACKED, ranks=2),
+    "sft, optimizer on the host": GpuCase(of="sft", settings=["optimizer.cpu_offload=true"]),
     "sft, LoRA": GpuCase(of="sft", settings=LORA),
     "sft, float16": GpuCase(of="sft", settings=["model.dtype=float16"]),
     "sft, tp 2 with sequence parallelism": GpuCase(of="sft", settings=TP2, ranks=2),

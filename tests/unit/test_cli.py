@@ -223,7 +223,10 @@ def test_a_job_file_is_chosen_by_name(monkeypatch, capsys):
 def test_a_refused_slurm_launch(capsys) -> None:
     assert cli.main(["launch", "slurm", "dpo_70b"]) == 2
     assert capsys.readouterr().err.startswith("error: data.train is required")
-    assert cli.main(["launch", "slurm", "dpo_70b", "data.train=x", "num_processes=12", "parallel.tp=4", "parallel.pp=1"]) == 2
+    assert (
+        cli.main(["launch", "slurm", "dpo_70b", "data.train=x", "num_processes=12", "parallel.tp=4", "parallel.pp=1", "parallel.vpp=1"])
+        == 2
+    )
     assert "they must fill nodes" in capsys.readouterr().err
 
 

@@ -25,6 +25,7 @@ CALLS = {
     "model_parallel_cuda_manual_seed",
     "numpy.random.seed",
     "os.chdir",
+    "os.sched_setaffinity",
     "os.putenv",
     "os.setsid",
     "os.umask",

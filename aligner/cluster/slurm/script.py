@@ -75,7 +75,8 @@ def part_options(part: Sequence[ComponentSpec], slurm: SlurmConfig) -> list[list
     size += [f"--ntasks-per-node={sum(ranks) if any(component.gpus for component in part) else max(ranks)}"]
     size += slurm.gpu_options(gpus)
     size += [f"--cpus-per-task={slurm.cpus_per_rank}"] if slurm.cpus_per_rank else []
-    size += [f"--mem={slurm.memory}"] if slurm.memory else []
+    memory = slurm.memory if slurm.memory != "auto" else "0" * (slurm.exclusive and gpus > 0)
+    size += [f"--mem={memory}"] if memory else []
     size += ["--exclusive"] if slurm.exclusive else []
     where = {"--partition": slurm.partition, "--account": slurm.account, "--qos": slurm.qos, "--constraint": slurm.constraint}
     given = [f"{option}={value}" for option, value in where.items() if value]

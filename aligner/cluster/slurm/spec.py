@@ -19,7 +19,7 @@ from aligner.errors import ConfigError, LaunchError
 
 # What `--time` takes: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]]; empty leaves it to the partition.
 _TIME = re.compile(r"(?:\d+|\d+:\d{1,2}|\d+:\d{1,2}:\d{1,2}|\d+-\d{1,2}|\d+-\d{1,2}:\d{1,2}|\d+-\d{1,2}:\d{1,2}:\d{1,2}|)")
-_MEMORY = re.compile(r"(?:\d+[KMGT]?|)")
+_MEMORY = re.compile(r"(?:\d+[KMGT]?|auto|)")
 
 
 class OnFailure(str, Enum):
@@ -71,13 +71,14 @@ class SlurmConfig:
     qos: str = ""  # quality of service (sbatch --qos)
     constraint: str = ""  # features that nodes must have (sbatch --constraint)
     time_limit: str = "24:00:00"  # as for sbatch --time
-    cpus_per_rank: int = 0  # --cpus-per-task; 0: Slurm's default
+    cpus_per_rank: int = 0  # --cpus-per-task; 0: a rank's share of cluster.cpus_per_node, where that is given, else Slurm's default
     exclusive: bool = True  # whole nodes
     separate: bool = False  # a job for every component's nodes, where there are no heterogeneous jobs (aligner launch slurm --separate)
     gpu_request: GpuRequest = GpuRequest.auto  # --gpus-per-node, --gres, or none where Slurm does not count GPUs; auto: what scontrol says
     gpu_type: str = ""  # such as h100, where nodes have several; empty: any
     options: list[str] = field(default_factory=list)  # more sbatch options for every component, such as --mem=0
-    memory: str = ""  # of each node (sbatch --mem): 0 all of it, or such as 480G; empty: the site's default
+    # of each node (sbatch --mem): 0 all of it, or such as 480G; empty: the site's default; auto, for nodes with GPUs: all of whole nodes,
+    memory: str = "auto"  # of shared ones (slurm.exclusive=false) what the plan says and a tenth more
     setup: str = ""  # lines of bash for the batch script and before every step on its nodes, such as `module load cuda/12.8`
     srun_options: list[str] = field(default_factory=list)  # more options of srun for every step, such as --cpu-bind=none
     output: str = "%x-%j.out"  # of the batch script; the components write to <run>/logs
@@ -127,7 +128,7 @@ class SlurmConfig:
         if not re.fullmatch(r"[\w.-]*", self.gpu_type):
             raise ConfigError(f"slurm.gpu_type={self.gpu_type}: must be a type as sinfo shows it in gpu:TYPE:COUNT, such as h100")
         if not _MEMORY.fullmatch(self.memory):
-            raise ConfigError(f"slurm.memory={self.memory}: must be 0 (all of a node), or a number with K, M, G or T, such as 480G")
+            raise ConfigError(f"slurm.memory={self.memory}: must be 0 (all of a node), auto, or a number with K, M, G or T, such as 480G")
         for name, program, options in (
             *(("options", "sbatch", self.options), ("gatekeeper_options", "sbatch", self.gatekeeper_options)),
             ("srun_options", "srun", self.srun_options),

@@ -18,6 +18,7 @@ from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.hub.names import name_of
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.loop.config import JobRun
+from aligner.loop.session import prepare_environment
 from aligner.models.config import ModelConfig
 from aligner.rollout.config import EngineKind
 from aligner.rollout.tensorrt_llm_contract import graphs_lost
@@ -116,6 +117,8 @@ def _judge_config(context: Context, seen: Mapping[int, Composed]) -> Finding:
     finding = _judge_sizes(allocation.size, context.config, seen[0].fingerprint)
     if finding.level is not Level.fatal and (engine := _chosen_engine(context.config)):
         finding = replace(finding, found=f"{finding.found}; {engine}")
+    if variables := prepare_environment(context.config, context.config.parallel):
+        finding = replace(finding, found=f"{finding.found}; {' '.join(f'{name}={value}' for name, value in variables.items())}")
     return finding
 
 

@@ -59,7 +59,7 @@ def spec(name: str, *overrides: str) -> JobSpec:
         ({"srun_options": ["cpu-bind=none"]}, "slurm.srun_options has 'cpu-bind=none'; allowed: srun options"),
         ({"gpu_request": GpuRequest.none, "exclusive": False}, "slurm.gpu_request=none: Slurm then gives GPUs to nobody in particular"),
         ({"gpu_type": "gpu:h100"}, "slurm.gpu_type=gpu:h100: must be a type as sinfo shows it"),
-        ({"memory": "half"}, "slurm.memory=half: must be 0 (all of a node), or a number with K, M, G or T"),
+        ({"memory": "half"}, "slurm.memory=half: must be 0 (all of a node), auto, or a number with K, M, G or T"),
         ({"signal_seconds_before_end": 70000}, "sbatch takes at most 65535"),
     ],
 )
@@ -102,7 +102,7 @@ _EVERYWHERE = ("critic.server.host=0.0.0.0", "reward.server.host=0.0.0.0")
 
 def test_ranks_must_fill_their_nodes() -> None:
     with pytest.raises(ConfigError, match="dpo has 12 ranks: they must fill nodes of cluster.gpus_per_node=8"):
-        spec("dpo_70b", "num_processes=12", "parallel.tp=4", "parallel.pp=1")
+        spec("dpo_70b", "num_processes=12", "parallel.tp=4", "parallel.pp=1", "parallel.vpp=1")
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,16 @@ def test_srun_of_a_component(variables, options, command) -> None:
 @pytest.mark.parametrize(
     ("site", "step", "script"),
     [
-        (SlurmConfig(), ["--gpus-per-node=8"], "--ntasks-per-node=8 --gpus-per-node=8 --exclusive"),
-        (SlurmConfig(gpu_type="h100"), ["--gpus-per-node=h100:8"], "--ntasks-per-node=8 --gpus-per-node=h100:8 --exclusive"),
+        (SlurmConfig(), ["--gpus-per-node=8"], "--ntasks-per-node=8 --gpus-per-node=8 --mem=0 --exclusive"),
+        (SlurmConfig(gpu_type="h100"), ["--gpus-per-node=h100:8"], "--ntasks-per-node=8 --gpus-per-node=h100:8 --mem=0 --exclusive"),
         (
             SlurmConfig(gpu_request=GpuRequest.gres, gpu_type="h100"),
             ["--gres=gpu:h100:8"],
-            "--ntasks-per-node=8 --gres=gpu:h100:8 --exclusive",
+            "--ntasks-per-node=8 --gres=gpu:h100:8 --mem=0 --exclusive",
         ),
-        (SlurmConfig(gpu_request=GpuRequest.none), [], "--ntasks-per-node=8 --exclusive"),
+        (SlurmConfig(gpu_request=GpuRequest.none), [], "--ntasks-per-node=8 --mem=0 --exclusive"),
+        (SlurmConfig(memory=""), ["--gpus-per-node=8"], "--ntasks-per-node=8 --gpus-per-node=8 --exclusive"),
+        (SlurmConfig(exclusive=False), ["--gpus-per-node=8"], "--ntasks-per-node=8 --gpus-per-node=8\n"),
     ],
 )
 def test_how_gpus_are_asked_for(site: SlurmConfig, step: list[str], script: str) -> None:
@@ -399,11 +401,50 @@ def test_every_job_has_its_script() -> None:
     assert {script.stem for script in SCRIPTS} == {f"{name}_70b" for name in of_70b} | {"ppo_175b", "ppo_long_context", "smoke_cpu"}
 
 
+def asked(name: str, capsys, *settings: str) -> list[str]:
+    """The sizes that the script of a config asks for, a component each."""
+    assert launch_slurm(name, settings, LaunchOptions(dry_run=True)) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH --nodes=")]
+
+
+@pytest.mark.parametrize("name", ["ppo_70b", "grpo_8b", "grpo_70b_h200"])
+def test_a_job_gets_the_memory_and_processors_that_its_plan_wants(name, capsys) -> None:
+    """All of a whole node, of which a plan takes less; of nodes that others share what the plan wants, and a little more."""
+    from aligner.jobs.plan import load, plan_config
+    from aligner.planner.estimate import Scales
+
+    config = load(name, [])
+    plan = plan_config(name, config, Scales(config.cluster.device), advises=False)
+    hosts = [sum(part.host.values()) / 2**30 for part in plan.components]
+    assert max(hosts) < config.cluster.host_memory_gib
+    assert all(" --cpus-per-task=14 --mem=0 --exclusive" in line for line in asked(name, capsys))
+    for line in asked(name, capsys, "slurm.exclusive=false"):
+        (given,) = re.findall(r"--cpus-per-task=14 --mem=(\d+)G$", line)
+        assert max(hosts) * 1.05 < int(given) < max(hosts) * 1.2
+    (line, *_) = asked(name, capsys, "slurm.exclusive=false", "slurm.memory=480G", "slurm.cpus_per_rank=6")
+    assert line.endswith(" --cpus-per-task=6 --mem=480G")
+    (line, *_) = asked(name, capsys, "slurm.memory=", "cluster.cpus_per_node=0")
+    assert line.endswith(f" --gpus-per-node={config.cluster.gpus_per_node} --exclusive")
+
+
+def test_servers_on_the_actors_node_add_up(capsys) -> None:
+    alone, shared = (
+        int(re.findall(r"--mem=(\d+)G", asked("ppo_8b", capsys, "slurm.exclusive=false", f"slurm.memory={memory}")[0])[0])
+        for memory in ("1G", "auto")
+    )
+    assert alone == 1 and shared > 30
+
+
+def test_a_job_without_gpus_asks_for_nothing_more(capsys) -> None:
+    assert {line.partition("#SBATCH ")[2] for line in asked("ppo_smoke_cpu", capsys)} == {"--nodes=1 --ntasks-per-node=1"}
+
+
 def test_a_script_of_other_settings_carries_them(capsys) -> None:
-    settings = ["cluster.gpus_per_node=4", "slurm.account=lab", "run.directory=runs/a b", "slurm.options=['--mem=0']"]
+    settings = ["cluster.gpus_per_node=4", "slurm.account=lab", "run.directory=runs/a b", "slurm.options=['--nice']"]
     assert launch_slurm("dpo_70b", settings, LaunchOptions(dry_run=True)) == 0
     text = capsys.readouterr().out
-    assert "#SBATCH --nodes=16 --ntasks-per-node=4 --gpus-per-node=4 --exclusive\n#SBATCH --account=lab\n#SBATCH --mem=0\n" in text
+    size = "#SBATCH --nodes=16 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=28 --mem=0 --exclusive"
+    assert f"{size}\n#SBATCH --account=lab\n#SBATCH --nice\n" in text
     assert "--config dpo_70b --set cluster.gpus_per_node=4 --set slurm.account=lab --set 'run.directory=runs/a b'" in text
     assert text.endswith(' -- "$@"\n')
 

@@ -54,7 +54,7 @@ def test_the_jobs_are_submitted_together_the_actors_last(tmp_path: Path, environ
     job = together.submit(SlurmClient(20.0, environ), Path("x.sub"), ("a=1",), cwd=tmp_path, environ=environ, after="7")
     assert job == "102"
     critic, reward, actor = (line.partition("--parsable ")[2] for line in (tmp_path / "sbatch.log").read_text().splitlines())
-    size = "--ntasks-per-node=8 --gpus-per-node=8 --exclusive --account=lab"
+    size = "--ntasks-per-node=8 --gpus-per-node=8 --mem=0 --exclusive --account=lab"
     begin = "--dependency=afterany:7 --kill-on-invalid-dep=yes"
     assert critic == f"{begin} --job-name=ppo-critic --nodes=2 {size} --exclude=n7 x.sub --holds-for={together.note} -- a=1"
     assert reward == f"{begin} --job-name=ppo-reward --nodes=1 {size} x.sub --holds-for={together.note} -- a=1"

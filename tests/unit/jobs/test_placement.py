@@ -123,7 +123,7 @@ def test_components_that_fit_on_a_node_share_it() -> None:
     ]
     assert all(spec.shares(one) for one in spec.components)
     lines = render("ppo", spec, title="x").splitlines()
-    assert "#SBATCH --nodes=1 --ntasks-per-node=7 --gpus-per-node=7 --exclusive" in lines
+    assert "#SBATCH --nodes=1 --ntasks-per-node=7 --gpus-per-node=7 --cpus-per-task=14 --mem=0 --exclusive" in lines
     assert not any("hetjob" in line for line in lines)
     environment = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/", "SLURM_JOB_NUM_NODES": "1"}
     allocation(environment).check(spec)
@@ -195,7 +195,7 @@ def test_colocated_components_share_their_nodes() -> None:
         (0, 1, 8, None),
     ]
     lines = render("ppo_8b", spec, title="x").splitlines()
-    assert "#SBATCH --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --exclusive" in lines
+    assert "#SBATCH --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=14 --mem=0 --exclusive" in lines
     assert not any("hetjob" in line for line in lines)
 
 

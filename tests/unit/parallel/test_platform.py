@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from aligner.errors import ConfigError
 from aligner.parallel import platform
@@ -37,7 +42,7 @@ def test_kernels_start_in_order_where_exchanges_overlap(exchanges, asynchronous,
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.setattr(platform, "_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
     monkeypatch.setattr(platform.os, "environ", {} if before is None else {name: before})
-    platform.prepare_environment(exchanges=exchanges, asynchronous=asynchronous)
+    platform.prepare_environment(exchanges=exchanges, asynchronous=asynchronous, hands_memory=True)
     assert platform.os.environ.get(name) == after
 
 
@@ -45,7 +50,7 @@ def test_kernels_start_in_order_where_exchanges_overlap(exchanges, asynchronous,
 def test_communicators_have_no_buffers_of_nvlink_sharp_unless_asked_for(driver, before, after, monkeypatch, tmp_path):
     monkeypatch.setattr(platform, "_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
     monkeypatch.setattr(platform.os, "environ", {} if before is None else {"NCCL_NVLS_ENABLE": before})
-    platform.prepare_environment(exchanges=False, asynchronous=True)
+    platform.prepare_environment(exchanges=False, asynchronous=True, hands_memory=True)
     assert platform.os.environ.get("NCCL_NVLS_ENABLE") == after
 
 
@@ -73,19 +78,102 @@ def test_ranks_share_a_gpu_only_where_that_is_asked_for(monkeypatch):
     assert taken[-1] == 1
 
 
-def test_which_components_want_kernels_in_order(monkeypatch):
+@pytest.mark.parametrize(
+    ("before", "hands_memory", "torch_version", "after"),
+    [
+        ({}, False, "2.11.0+cu130", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({}, False, "2.10.0a0+b4e4ee8", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),  # of NVIDIA's image
+        ({}, False, "2.8.0", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ({}, True, "2.11.0", {}),  # a wrapped engine would refuse them, or could not open them
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, False, "2.11.0", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}),
+        ({"PYTORCH_ALLOC_CONF": ""}, False, "2.8.0", {"PYTORCH_ALLOC_CONF": ""}),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, True, "2.11.0", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+    ],
+)
+def test_segments_expand_where_nobody_else_opens_them(before, hands_memory, torch_version, after, monkeypatch, tmp_path):
+    monkeypatch.setattr(platform, "_DRIVER", str(tmp_path))
+    monkeypatch.setattr(platform.torch, "__version__", torch.torch_version.TorchVersion(torch_version))
+    monkeypatch.setattr(platform.os, "environ", dict(before))
+    read = platform.prepare_environment(exchanges=False, asynchronous=False, hands_memory=hands_memory)
+    assert platform.os.environ == {"NCCL_NVLS_ENABLE": "0"} | after == read
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
+def test_torch_reads_what_is_set_after_its_import():
+    code = (
+        "import os; from aligner.parallel import platform; import torch; platform._DRIVER = os.getcwd(); "
+        "platform.prepare_environment(exchanges=False, asynchronous=False, hands_memory=False); "
+        "torch.cuda.init(); print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in platform._ALLOCATOR}
+    said = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert said.stdout.split()[-1] == "True" and "deprecated" not in said.stderr
+
+
+def test_what_components_ask_of_the_environment(monkeypatch):
     from aligner.loop import session
     from aligner.parallel.topology import ParallelConfig
 
-    asked: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(session.platform, "prepare_environment", lambda *, exchanges, asynchronous: asked.append((exchanges, asynchronous)))
-    ahead = SimpleNamespace(asynchronous=SimpleNamespace(max_staleness=2))
-    actor, critic = ParallelConfig(tp=2), ParallelConfig(cp=2)
+    asked: list[tuple[bool, bool, bool]] = []
+    monkeypatch.setattr(session.platform, "prepare_environment", lambda **options: asked.append(tuple(options.values())))
+    installed: list[str] = []
+    monkeypatch.setattr(session, "find_spec", lambda package: package in installed or None)
+
+    def rollout(engine: str, staleness: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(engine=engine, asynchronous=SimpleNamespace(max_staleness=staleness))
+
+    actor, critic, alone = ParallelConfig(tp=2), ParallelConfig(cp=2), ParallelConfig()
     for config, parallel in (
         (SimpleNamespace(parallel=actor), actor),
-        (SimpleNamespace(parallel=actor, rollout=ahead), actor),
-        (SimpleNamespace(parallel=actor, rollout=ahead), critic),  # which samples nothing
-        (SimpleNamespace(parallel=ParallelConfig()), ParallelConfig(pp=2)),
+        (SimpleNamespace(parallel=actor, rollout=rollout("megatron", 2)), actor),
+        (SimpleNamespace(parallel=actor, rollout=rollout("vllm", 2)), critic),  # which samples nothing
+        (SimpleNamespace(parallel=alone), ParallelConfig(pp=2)),
+        *((SimpleNamespace(parallel=alone, rollout=rollout(engine)), alone) for engine in ("vllm", "tensorrt_llm", "somebody's", "auto")),
     ):
         session.prepare_environment(config, parallel)
-    assert asked == [(True, False), (True, True), (True, False), (False, False)]
+    installed.append("vllm")
+    session.prepare_environment(SimpleNamespace(parallel=alone, rollout=rollout("auto")), alone)
+    assert asked == [
+        *((True, False, False), (True, True, False), (True, False, False), (False, False, False)),
+        *((False, False, True), (False, False, True), (False, False, True), (False, False, False)),
+        (False, False, True),
+    ]
+
+
+NODES = {0: "0-3,8-11\n", 1: "4-7,12-15\n"}
+
+
+@pytest.mark.parametrize(
+    ("node", "given", "bound", "reason"),
+    [
+        ("1\n", range(16), {4, 5, 6, 7, 12, 13, 14, 15}, ""),
+        ("0\n", range(2, 6), {2, 3}, ""),  # of what the scheduler gave it
+        ("1\n", range(4), None, r"^it was given processors 0 to 3, and GPU 0000:1b:00\.0 is beside others \(node 1: 4-7,12-15\)$"),
+        ("-1\n", range(16), None, r"does not tell beside which processors GPU 0000:1b:00\.0 is \(node -1\)$"),
+        ("7\n", range(16), None, r"does not tell where GPU 0000:1b:00\.0 is \(.*node7/cpulist"),
+        ("what\n", range(16), None, r"does not tell where GPU 0000:1b:00\.0 is \(invalid literal"),
+        (None, range(16), None, r"does not tell where GPU 0000:1b:00\.0 is \(.*numa_node"),
+    ],
+)
+def test_a_rank_stays_beside_its_gpu(node, given, bound, reason, monkeypatch, tmp_path):
+    made: list[set[int]] = []
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    cuda = SimpleNamespace(is_available=lambda: True, current_device=lambda: 3, get_device_properties=lambda number: gpu)
+    monkeypatch.setattr(platform, "torch", SimpleNamespace(cuda=cuda, __version__="2.11.0"))
+    monkeypatch.setattr(platform.os, "sched_getaffinity", lambda pid: set(given))
+    monkeypatch.setattr(platform.os, "sched_setaffinity", lambda pid, wanted: made.append(wanted))
+    assert platform.bind_to_node(tmp_path) == "" and not made  # one node, or none
+    for number, processors in NODES.items():
+        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+        (tmp_path / f"devices/system/node/node{number}/cpulist").write_text(processors)
+    folder = tmp_path / "bus/pci/devices/0000:1b:00.0"
+    folder.mkdir(parents=True)
+    if node is not None:
+        (folder / "numa_node").write_text(node)
+    said = platform.bind_to_node(tmp_path)
+    assert made == ([] if bound is None else [bound])
+    assert re.search(reason, said) if reason else said == ""
+    del gpu.pci_bus_id
+    assert platform.bind_to_node(tmp_path) == "torch 2.11.0 does not tell where the GPU is"
+    cuda.is_available = lambda: False
+    assert platform.bind_to_node(tmp_path) == ""

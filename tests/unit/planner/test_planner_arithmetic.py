@@ -281,6 +281,44 @@ def test_what_waits_in_host_memory_is_moved() -> None:
     assert decoding.policy_away_seconds(in_turns, engines[1], sizes, cluster) == 0
 
 
+def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
+    """A rank with 1e9 bfloat16 parameters of its own: 12 bytes of state each, 16 with the gradient, of which 28 are read or written.
+
+    8 ranks of a node share 224 GB/s: 1e9 x 28 / 28e9 = 1 s; 8 bytes over the link of 20 GB/s take 0.4 s meanwhile. Twice a step."""
+    state = StateBytes(weights=2 * 10**9, gradients=4 * 10**9, optimizer=12 * 10**9)
+    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
+    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
+    cluster = replace(CLUSTER, host_gb_per_second=25.0, achievable_link=0.8, host_memory_gb_per_second=224.0)
+    on_device, on_host, a_quarter = (
+        component(num_ranks=8, optimizer=OptimizerConfig(cpu_offload=on, cpu_offload_fraction=part))
+        for on, part in ((False, 1.0), (True, 1.0), (True, 0.25))
+    )
+
+    def parts(own: Component) -> dict[str, int]:
+        (train,) = (one for one in memory.phase_memory(own, sizes, cluster, [0]) if one.phase == Phase.train)
+        return dict(train.parts)
+
+    def seconds(own: Component) -> dict[str, float]:
+        return dict(next(time.parts for time in timing.phase_times(own, sizes, cluster) if time.phase == Phase.train))
+
+    assert [parts(own).get("optimizer", 0) for own in (on_device, on_host, a_quarter)] == [12 * 10**9, 0, 9 * 10**9]
+    assert {parts(own)["gradients"] for own in (on_device, on_host)} == {4 * 10**9}
+    hosts = [memory.host_memory(own, sizes, cluster).get("optimizer (updated by the host)", 0) for own in (on_device, on_host, a_quarter)]
+    assert hosts == [0, 8 * 16 * 10**9, 8 * 4 * 10**9]
+    read = {memory.host_memory(own, sizes, cluster)["checkpoint being read or written"] for own in (on_device, on_host)}
+    assert len(read) == 1  # the state is as large wherever it is
+    assert seconds(on_host)["optimizer on the host"] == pytest.approx(2 * 1.0)
+    assert seconds(a_quarter)["optimizer on the host"] == pytest.approx(2 * 0.25)
+    slow_link = replace(cluster, host_gb_per_second=5.0)  # 4 GB/s: the transfers take longer than the arithmetic
+    assert timing.host_update_seconds(on_host, sizes, slow_link) == pytest.approx(2 * 2.0)
+    moved = 2 * 12 * 10**9 / 500e9  # what Adam on the device reads and writes of its state
+    assert seconds(on_device)["optimizer"] - seconds(on_host)["optimizer"] == pytest.approx(2 * moved)
+    assert memory.resting_bytes(on_host, sizes) == 6 * 10**9
+    on_cpu = replace(cluster, device=Device.cpu)
+    (train,) = (one for one in memory.phase_memory(on_host, sizes, on_cpu, [0]) if one.phase == Phase.train)
+    assert train.parts["host copies"] == 16 * 10**9  # the same memory
+
+
 def test_the_host_and_the_slowest_rank() -> None:
     """One layer's kernels take the host 10 ms to start; with the backward pass 2.5 times that, for 8 layers and 2 updates."""
     waiting = training(replace(CLUSTER, host_layer_microseconds=10_000, host_pass_milliseconds=0))

@@ -85,6 +85,40 @@ def test_what_was_typed_stays():
     assert fixed.settings(critic)["critic.parallel.pp"] == "2"  # the critic's was not typed
 
 
+def test_a_typed_micro_batch_stays():
+    fixed, own = space("model.micro_batch_size"), component(num_ranks=16)
+    assert {model.micro_batch_size for model in fixed.models(own)} == {own.model.micro_batch_size}
+    assert {model.recompute for model in fixed.models(own)} == set(Recompute)
+
+
+def test_the_host_updates_where_it_may():
+    """In a search for what fits with nothing else, and where the config has it."""
+
+    def found(own: Space, **optimizer) -> set[bool]:
+        one = component(optimizer=OptimizerConfig(**optimizer))
+        return {relieved(one).optimizer.cpu_offload for relieved in own.reliefs(one)}
+
+    last = replace(space(), host_updates=True)
+    assert found(space()) == {False} and found(last) == {False, True}
+    assert found(space(), cpu_offload=True) == found(last, cpu_offload=True) == {True}
+    assert found(last, precision_aware=True) == found(last, distributed=False) == {False}
+    assert found(replace(space("optimizer.cpu_offload"), host_updates=True)) == {False}
+
+
+def test_all_weights_of_70b_fit_on_two_nodes_with_the_optimizer_on_the_host():
+    typed = [
+        "rollout.asynchronous.max_staleness=0",
+        "parallel.tp=4",
+        "parallel.pp=4",
+        "model.recompute=none",
+        "model.micro_batch_tokens=8192",
+    ]
+    (best,) = _Search("grpo_70b", typed, Request(gpus=16)).rows(16, all_of_them=False)
+    assert best.settings["optimizer.cpu_offload"] == "true" and not best.job.problems and best.gpus == 16
+    (best,) = _Search("grpo_70b", ["cluster=dgx_h200", *typed], Request(gpus=16)).rows(16, all_of_them=False)
+    assert "optimizer.cpu_offload" not in best.settings  # it is not needed
+
+
 def test_micro_batches_that_a_replica_can_fill():
     """One row for each of 64 replicas: no larger micro-batch differs."""
     assert {model.micro_batch_size for model in space().models(component(num_ranks=64))} == {1}
@@ -123,8 +157,8 @@ def test_deadlines_that_are_none(request_: Request, message: str):
 
 def test_options_without_a_search():
     Request().check_unused()
-    with pytest.raises(ConfigError, match="^--gpus 8: goes with --search"):
-        Request(gpus=8).check_unused()
+    with pytest.raises(ConfigError, match="^--steps 8: goes with --search"):
+        Request(steps=8).check_unused()
 
 
 def test_values_as_they_are_typed():
