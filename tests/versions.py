@@ -53,7 +53,7 @@ ENVIRONMENTS = {
     "servers-3.11": Environment("3.11", ("numpy<2",), extras="[servers]"),
     "oldest-3.12": Environment("3.12", (*OLDEST, "megatron-core==0.16.1", "numpy<2", "pyarrow<26")),
     "newest-3.12": Environment("3.12", ("megatron-core==0.19.*", "numpy>=2")),
-    "oldest-3.13": Environment("3.13", (*OLDEST, "megatron-core==0.19.0", "numpy>=2")),
+    "oldest-3.13": Environment("3.13", ("torch==2.7.1", "transformers==4.55.0", "megatron-core==0.19.0", "numpy>=2")),
     "newest-3.13": Environment("3.13", ("megatron-core==0.19.*", "numpy>=2")),
 }
 

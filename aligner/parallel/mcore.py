@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from aligner.errors import AlignerError
 from aligner.parallel import torch_adam
 
 # Megatron-Core warns of its own deprecated calls and of kernels that are not installed, on every rank; a user can do nothing about them.
@@ -94,6 +95,8 @@ if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine in 0
 
 # Checkpoints of 0.19: planned for another package of NVIDIA's unless it is told that a thread of ours writes; common state within.
 _LATER = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+if _LATER and "no_dist" not in inspect.signature(torch.distributed.checkpoint.load).parameters:
+    raise AlignerError(f"megatron-core {version} needs torch 2.7 or newer for its checkpoints, here is {torch.__version__}")
 SAVE_PLAN = {"async_strategy": "mcore"} if _LATER else {}
 NEEDS_COMMON_FILE = not _LATER
 

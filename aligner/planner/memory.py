@@ -145,11 +145,9 @@ def context_bytes(component: Component, cluster: ClusterConfig) -> int:
 def resting_bytes(component: Component, sizes: Sizes) -> int:
     """What the fullest rank of a model holds while another one of its process computes."""
     away = component.optimizer is None or component.optimizer.offload
+    held = [state.weights + copies_in_8_bits(component, state.weights, stage) for stage, state in enumerate(sizes.stages)]
     return max(
-        state.weights
-        + copies_in_8_bits(component, state.weights, stage)
-        + (0 if away else state.gradients + device_optimizer(component, state))
-        for stage, state in enumerate(sizes.stages)
+        own + (0 if away else state.gradients + device_optimizer(component, state)) for own, state in zip(held, sizes.stages, strict=True)
     )
 
 
