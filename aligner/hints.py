@@ -26,8 +26,19 @@ _COMPONENTS = {"critic": "critic", "reward": "reward", "reward_model": "reward",
 
 @functools.cache  # read once, and only when a key is unknown
 def synonyms() -> dict[str, dict[str, list[str]]]:
-    """synonyms.yaml: project -> its name of a setting -> what may be meant."""
-    return yaml.safe_load((Path(__file__).parent / "synonyms.yaml").read_text())
+    """Project -> its name of a setting -> what may be meant: synonyms.yaml, and as `migrate` what `aligner migrate`'s tables add."""
+    here = Path(__file__).parent
+    found: dict[str, dict[str, list[str]]] = yaml.safe_load((here / "synonyms.yaml").read_text())
+    known = {name for table in found.values() for name in table}
+    ours: dict[str, set[str]] = {}  # by each end of a key there; only of one meaning in all tables
+    for path in sorted((here / "jobs" / "migrate" / "tables").glob("*.yaml")):
+        table = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        for row in table if isinstance(table, list) else table["keys"]:
+            meant = row.get("ours", "")
+            for key in (row["key"], *row.get("also", ())):
+                for name in (key.split(".", start)[-1] for start in range(key.count(".") + 1)):
+                    ours.setdefault(name, set()).add(meant if isinstance(meant, str) else " and ".join(meant))
+    return found | {"migrate": {name: list(of) for name, of in ours.items() if len(of) == 1 and "" not in of and name not in known}}
 
 
 def unknown_keys(written: Mapping[str, Any], keys: Sequence[SchemaKey], prefix: str = "") -> Iterator[str]:

@@ -43,10 +43,10 @@ from aligner.online.config import OnlineRun
 from aligner.online.groups import Exhausted, Groups, groups_with_signal, whole_round
 from aligner.online.policy_gradient import PolicyGradientConfig, check_estimator, finite_rows, masked_mean, mini_batches, shaped
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
-from aligner.online.task import OnlineAlgorithm, OnlineTask
+from aligner.online.task import REWARDED, OnlineAlgorithm, OnlineTask
 from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy
-from aligner.reporting.formats import Column, Goal
+from aligner.reporting.formats import Column
 from aligner.reporting.summary import totals
 from aligner.rows import num_rows
 from aligner.types import PolicyBatch, RolloutBatch
@@ -264,12 +264,8 @@ class GRPO(OnlineAlgorithm):
 
 
 COLUMNS = (
-    Column("reward", "rollout/reward", ".3f", Goal.highest),
-    Column("accuracy", "validation/accuracy", "percent", Goal.highest),
+    *REWARDED,
     Column("KL", "policy/ref_kl", ".4f"),
-    Column("length", "rollout/response_length", ".1f"),
-    Column("gap", "rollout/logprob_gap", ".1e"),
-    Column("speed", "rollout/tokens_per_second", "tokens/s"),
 )
 
 

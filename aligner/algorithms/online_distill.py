@@ -39,7 +39,7 @@ from aligner.online.collect import collect, response_metrics, sample_rows, sampl
 from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import updates_of
-from aligner.online.task import OnlineAlgorithm, OnlineTask
+from aligner.online.task import SAMPLED, OnlineAlgorithm, OnlineTask
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.types import DistillationBatch, MaskedBatch, PolicyBatch, RolloutBatch
@@ -197,9 +197,7 @@ COLUMNS = (
     Column("reverse KL", "distillation/reverse_kl", ".4f", Goal.lowest),
     Column("val reverse KL", "validation/reverse_kl", ".4f", Goal.lowest),
     Column("agreement", "distillation/agreement", "percent", Goal.highest),
-    Column("length", "rollout/response_length", ".1f"),
-    Column("gap", "rollout/logprob_gap", ".1e"),
-    Column("speed", "rollout/tokens_per_second", "tokens/s"),
+    *SAMPLED,
 )
 
 

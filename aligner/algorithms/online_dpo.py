@@ -35,7 +35,7 @@ from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import Pairing, Pairs, num_compared, pairs_of, updates_of
-from aligner.online.task import OnlineAlgorithm, OnlineTask
+from aligner.online.task import REWARDED, OnlineAlgorithm, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.types import LossOutput, PreferenceBatch, RolloutBatch, TokenOutputs
@@ -218,11 +218,7 @@ class OnlineDPO(OnlineAlgorithm):
 
 
 COLUMNS = (
-    Column("reward", "rollout/reward", ".3f", Goal.highest),
-    Column("accuracy", "validation/accuracy", "percent", Goal.highest),
-    Column("length", "rollout/response_length", ".1f"),
-    Column("gap", "rollout/logprob_gap", ".1e"),
-    Column("speed", "rollout/tokens_per_second", "tokens/s"),
+    *REWARDED,
     Column("KL", "pairs/ref_kl", ".4f"),
     Column("pref accuracy", "preference/accuracy", "percent", Goal.highest),
     Column("margin", "preference/margin", ".3f", Goal.highest),

@@ -36,7 +36,7 @@ from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.policy_gradient import PolicyGradientConfig, finite_rows, masked_mean, mini_batches, shaped
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
-from aligner.online.task import OnlineAlgorithm, OnlineTask
+from aligner.online.task import REWARDED, OnlineAlgorithm, OnlineTask
 from aligner.parallel.collectives import from_rank_0
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import Critic, Policy
@@ -209,12 +209,8 @@ class PPO(OnlineAlgorithm):
 
 
 COLUMNS = (
-    Column("reward", "rollout/reward", ".3f", Goal.highest),
-    Column("accuracy", "validation/accuracy", "percent", Goal.highest),
+    *REWARDED,
     Column("KL", "policy/kl", ".4f"),
-    Column("length", "rollout/response_length", ".1f"),
-    Column("gap", "rollout/logprob_gap", ".1e"),
-    Column("speed", "rollout/tokens_per_second", "tokens/s"),
     Column("value loss", "critic/loss", ".4f", Goal.lowest),
 )
 

@@ -29,7 +29,7 @@ from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import best_rows, updates_of, with_spread
-from aligner.online.task import OnlineAlgorithm, OnlineTask
+from aligner.online.task import REWARDED, OnlineAlgorithm, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.types import LabeledBatch, RolloutBatch
@@ -151,11 +151,7 @@ class RejectionSampling(OnlineAlgorithm):
 
 
 COLUMNS = (
-    Column("reward", "rollout/reward", ".3f", Goal.highest),
-    Column("accuracy", "validation/accuracy", "percent", Goal.highest),
-    Column("length", "rollout/response_length", ".1f"),
-    Column("gap", "rollout/logprob_gap", ".1e"),
-    Column("speed", "rollout/tokens_per_second", "tokens/s"),
+    *REWARDED,
     Column("kept reward", "kept/reward", ".3f"),
     Column("kept", "kept/fraction", "percent"),
     Column("loss", "sft/loss", ".4f", Goal.lowest),

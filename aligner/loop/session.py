@@ -185,11 +185,6 @@ def _may_wrap(rollout: RolloutConfig) -> bool:
     return rollout.engine != EngineKind.megatron
 
 
-def _stay_beside_gpu(run: RunConfig, rank: int) -> None:
-    if run.numa_binding and (reason := platform.bind_to_node()):
-        print(f"run.numa_binding=true: rank {rank} stays where it is: {reason}", flush=True)
-
-
 @contextmanager
 def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component: str, writes_config: bool = True) -> Iterator[Session]:
     """Join the component's ranks and make its groups; destroy them on success. `component` names its files.
@@ -213,7 +208,8 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
         claim_gpu=lambda world: platform.claim_device(world.local_rank, ranks_per_gpu=run.ranks_per_gpu),
         fingerprint=fingerprint(with_names(config)),
     )
-    _stay_beside_gpu(run, world.rank)
+    if run.numa_binding and (reason := platform.bind_to_node()):
+        print(f"run.numa_binding=true: rank {world.rank} stays where it is: {reason}", flush=True)
     _check_ranks(config, component, world.world_size)  # MPI tells only now
     layout = topology.initialize(parallel, seed=run.seed)
     directory = RunDirectory(Path(run.directory))

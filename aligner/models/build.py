@@ -98,9 +98,9 @@ class Transformer(GPTModel):
         parallel: ParallelConfig,
         *,
         load: bool,
-        tied: bool,
         stage: Stage = WHOLE,
         config: TransformerConfig | None = None,
+        has_vocabulary: bool = True,
     ) -> None:
         config = config or transformer_config(architecture, model, parallel, load=load)
         self.architecture = architecture
@@ -132,7 +132,7 @@ class Transformer(GPTModel):
                 position_embedding_type="learned_absolute" if learned else "rope",
                 rotary_percent=architecture.rotary_fraction,
                 rotary_base=architecture.rope_theta,
-                share_embeddings_and_output_weights=tied,
+                share_embeddings_and_output_weights=has_vocabulary and architecture.tied_embeddings,
                 vp_stage=stage.vp_stage,
             )
         if learned:
@@ -200,18 +200,6 @@ class Transformer(GPTModel):
 class LanguageModel(Transformer):
     """A policy: the output layer is the embedding's transpose or a matrix of its own."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        *,
-        load: bool,
-        stage: Stage = WHOLE,
-        config: TransformerConfig | None = None,
-    ) -> None:
-        super().__init__(architecture, model, parallel, load=load, tied=architecture.tied_embeddings, stage=stage, config=config)
-
     @property
     def output_parameter(self) -> Tensor:
         """The output layer's weight with its padding; for the last stage."""
@@ -243,7 +231,7 @@ class ScalarModel(Transformer):
         stage: Stage = WHOLE,
         config: TransformerConfig | None = None,
     ) -> None:
-        super().__init__(architecture, model, parallel, load=load, tied=False, stage=stage, config=config)
+        super().__init__(architecture, model, parallel, load=load, stage=stage, config=config, has_vocabulary=False)
         self.head = head
         if not stage.post_process:
             return

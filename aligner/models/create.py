@@ -171,8 +171,7 @@ def create_value_model(
 
 def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, *, is_scalar: bool) -> None:
     """Raise ConfigError for a model that cannot be built so, or whose files do not fit; say in the log whose layers it gets, what they
-    fuse, LongRoPE's choice, and which of the files' tensors are not read. Sets the precision of this process's
-    float32 products."""
+    fuse, LongRoPE's choice, and which of the files' tensors are not read. Set the precision of float32 products."""
     platform.set_float32_matmul(config.float32_matmul.value)
     check_divisible(architecture, parallel)
     dtype, source = resolve_dtype(config.dtype), source_directory(config)

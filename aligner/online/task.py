@@ -17,8 +17,20 @@ from aligner.online.collect import Scorers
 from aligner.online.validation import ValidationConfig
 from aligner.parallel.topology import Topology
 from aligner.protocols import Critic, RewardModel, RolloutEngine
+from aligner.reporting.formats import Column, Goal
 from aligner.servers.turns import SharedDevice
 from aligner.types import MaskedBatch, Prompt, Rollout, SampleRow
+
+SAMPLED = (  # columns of every run that samples
+    Column("length", "rollout/response_length", ".1f"),
+    Column("gap", "rollout/logprob_gap", ".1e"),
+    Column("speed", "rollout/tokens_per_second", "tokens/s"),
+)
+REWARDED = (
+    Column("reward", "rollout/reward", ".3f", Goal.highest),
+    Column("accuracy", "validation/accuracy", "percent", Goal.highest),
+    *SAMPLED,
+)
 
 
 class Reference(Protocol):

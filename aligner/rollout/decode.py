@@ -121,14 +121,6 @@ class Decoder:
         self._addresses: tuple[int, ...] = ()
         self._stacks: tuple[Stack | None, ...] = (None,) * len(weights.layers)  # of experts whose products are grouped
 
-    @property
-    def page_bytes(self) -> int:
-        """Device memory of one page of the cache: keys and values of all layers that have some, this rank's share."""
-        weight = self.weights.embedding
-        routes = route_dtype(self.architecture.num_experts).itemsize * self.architecture.experts_per_token * self.records_routes
-        pairs = len(self._cached) * 2 * self.groups * self.head_dim * weight.element_size()
-        return self.page_size * (pairs + len(self.weights.layers) * routes)
-
     def new_cache(self, num_pages: int) -> PagedKV:
         """An empty cache of `num_pages` pages, and the scratch page."""
         weight = self.weights.embedding

@@ -28,11 +28,20 @@ def _targets(meaning: str) -> list[str]:
 
 def test_every_synonym_is_of_a_setting_that_there_is(keys) -> None:
     meanings = [(project, name, meaning) for project, table in synonyms().items() for name, of in table.items() for meaning in of]
-    assert {project for project, _, _ in meanings} == {"NeMo-Aligner", "TRL", "verl", "OpenRLHF", "field"}
+    assert {project for project, _, _ in meanings} == {"NeMo-Aligner", "TRL", "verl", "OpenRLHF", "field", "migrate"}
     for project, name, meaning in meanings:
         for target in _targets(meaning):
             assert any(is_known(target, known) for known in keys.values()), f"{project}: {name}: {target}"
         assert _targets(meaning) or meaning.partition(";")[2], f"{project}: {name} says nothing"
+
+
+def test_names_come_from_the_tables_of_migrate_too(keys) -> None:
+    assert hint("trainer.per_device_train_batch_size", keys["sft"]) == "did you mean model.micro_batch_size?"  # TRL's
+    assert hint("ppo_micro_batch_size_per_gpu", keys["grpo"]) == "did you mean model.micro_batch_size?"  # synonyms.yaml's
+    assert hint("algorithm.val_numbering", keys["sft"]).startswith("see --help")
+    everywhere = [name for table in synonyms().values() for name in table]
+    assert len(everywhere) - len(set(everywhere)) < 20  # names that several projects have; the first counts
+    assert not synonyms()["migrate"].keys() & {name for project, table in synonyms().items() if project != "migrate" for name in table}
 
 
 OPEN = {

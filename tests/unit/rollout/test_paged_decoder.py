@@ -179,4 +179,3 @@ def test_a_cache_is_as_large_as_it_says(make_model):
     decoder = decoder_of(make_model("policy"))
     cache = decoder.new_cache(7)
     assert cache.num_pages == 7 and cache.page_size == PAGE and cache.scratch_page == 7
-    assert decoder.page_bytes * 8 == cache.keys.nbytes + cache.values.nbytes
