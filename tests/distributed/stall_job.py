@@ -31,6 +31,9 @@ class Config:
     def servers(self) -> tuple[()]:
         return ()
 
+    def readers(self) -> dict[str, object]:
+        return {}
+
 
 def main() -> None:
     directory, how = sys.argv[1:]

@@ -20,7 +20,7 @@ LAYOUTS = {
     "full recomputation": (1, ["model.recompute=full"]),
     "dp 2": (2, []),
     "optimizer on the host": (1, ["optimizer.cpu_offload=true"]),
-    "half of the optimizer on the host, dp 2": (2, ["optimizer.cpu_offload=true", "optimizer.cpu_offload_fraction=0.5"]),
+    "half of the optimizer on the host": (1, ["optimizer.cpu_offload=true", "optimizer.cpu_offload_fraction=0.5"]),
     "tp 2 with sequence parallelism": (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
     "pp 2": (2, ["parallel.pp=2"]),
     "cp 2": (2, ["parallel.cp=2"]),

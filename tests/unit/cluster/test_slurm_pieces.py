@@ -407,34 +407,6 @@ def asked(name: str, capsys, *settings: str) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH --nodes=")]
 
 
-@pytest.mark.parametrize("name", ["ppo_70b", "grpo_8b", "grpo_70b_h200"])
-def test_a_job_gets_the_memory_and_processors_that_its_plan_wants(name, capsys) -> None:
-    """All of a whole node, of which a plan takes less; of nodes that others share what the plan wants, and a little more."""
-    from aligner.jobs.plan import load, plan_config
-    from aligner.planner.estimate import Scales
-
-    config = load(name, [])
-    plan = plan_config(name, config, Scales(config.cluster.device), advises=False)
-    hosts = [sum(part.host.values()) / 2**30 for part in plan.components]
-    assert max(hosts) < config.cluster.host_memory_gib
-    assert all(" --cpus-per-task=14 --mem=0 --exclusive" in line for line in asked(name, capsys))
-    for line in asked(name, capsys, "slurm.exclusive=false"):
-        (given,) = re.findall(r"--cpus-per-task=14 --mem=(\d+)G$", line)
-        assert max(hosts) * 1.05 < int(given) < max(hosts) * 1.2
-    (line, *_) = asked(name, capsys, "slurm.exclusive=false", "slurm.memory=480G", "slurm.cpus_per_rank=6")
-    assert line.endswith(" --cpus-per-task=6 --mem=480G")
-    (line, *_) = asked(name, capsys, "slurm.memory=", "cluster.cpus_per_node=0")
-    assert line.endswith(f" --gpus-per-node={config.cluster.gpus_per_node} --exclusive")
-
-
-def test_servers_on_the_actors_node_add_up(capsys) -> None:
-    alone, shared = (
-        int(re.findall(r"--mem=(\d+)G", asked("ppo_8b", capsys, "slurm.exclusive=false", f"slurm.memory={memory}")[0])[0])
-        for memory in ("1G", "auto")
-    )
-    assert alone == 1 and shared > 30
-
-
 def test_a_job_without_gpus_asks_for_nothing_more(capsys) -> None:
     assert {line.partition("#SBATCH ")[2] for line in asked("ppo_smoke_cpu", capsys)} == {"--nodes=1 --ntasks-per-node=1"}
 
