@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.models import rope
+from aligner.models import eight_bits, rope
 from aligner.models.batch_invariant import INVARIANT
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.initialise import initialise
@@ -25,8 +25,10 @@ from aligner.models.lora import attach
 from aligner.models.megatron_config import transformer_config
 from aligner.models.narrow_embedding import narrow
 from aligner.models.overlap import WeightGather
+from aligner.models.placement import Splits, input_shape
 from aligner.models.scalar_head import VALUES, ScalarHead
 from aligner.models.shared_prompts import SegmentedPackedSeqParams
+from aligner.parallel import mcore
 from aligner.parallel.exact import EXACT
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
 from aligner.parallel.mcore import (
@@ -267,11 +269,23 @@ class ScalarModel(Transformer):
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata))
 
 
+def _shared_config(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+    """That of all chunks; with `parallel.tp_comm_overlap`, the buffers that Transformer Engine wants before a layer is made."""
+    config = transformer_config(architecture, model, parallel, load=True)
+    if parallel.tp_comm_overlap:
+        multiple = eight_bits.token_multiple(config) if config.fp8 else 1
+        splits = Splits(cp_size=parallel.cp, sequence_parallel_size=parallel.tp, packed=True, token_multiple=multiple)
+        tokens = input_shape([model.micro_batch_tokens], splits)[1]
+        shape = (tokens // parallel.cp, config.hidden_size)
+        mcore.initialize_user_buffers(shape, tp=parallel.tp, dtype=config.params_dtype, fp8=bool(config.fp8))
+    return config
+
+
 def build_language_model(
     architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, seed: int = 0
 ) -> list[LanguageModel]:
     """This rank's chunks of a policy. Without `load` the weights are random, the same for every layout."""
-    config = transformer_config(architecture, model, parallel, load=True)
+    config = _shared_config(architecture, model, parallel)
     chunks = [LanguageModel(architecture, model, parallel, load=True, stage=stage, config=config) for stage in stages(parallel)]
     if not load:
         initialise(chunks, seed)
@@ -282,7 +296,7 @@ def build_scalar_model(
     architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, head: ScalarHead = VALUES, seed: int = 0
 ) -> list[ScalarModel]:
     """This rank's chunks of a value or reward model, as `build_language_model`."""
-    config = transformer_config(architecture, model, parallel, load=True)
+    config = _shared_config(architecture, model, parallel)
     chunks = [ScalarModel(architecture, model, parallel, load=True, head=head, stage=stage, config=config) for stage in stages(parallel)]
     if not load:
         initialise(chunks, seed)

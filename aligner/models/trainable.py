@@ -27,7 +27,7 @@ from aligner.models.loss_scale import LossScale
 from aligner.models.offload import HostMemory, device_tensors, gradients
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.overlap import WeightGather
-from aligner.models.placement import Splits, input_shape
+from aligner.models.placement import Splits
 from aligner.models.route_replay import take_metrics
 from aligner.models.router import AuxiliaryLosses, routers
 from aligner.models.shared_prompts import families
@@ -92,10 +92,6 @@ class TrainableModel:
         )
         if self.config.fp8:
             note_once(f"products in 8 bits: {self.config.fp8_recipe} scales, {self.config.fp8}", rank=topology.rank)
-        if self.config.tp_comm_overlap:
-            length = input_shape([], self.splits)[1] // topology.cp_size
-            shape, dtype = (length, self.config.hidden_size), self.config.params_dtype
-            mcore.initialize_user_buffers(shape, tp=topology.tp_size, dtype=dtype, fp8=bool(self.config.fp8))
         self.auxiliary = AuxiliaryLosses(self.chunks, aux=training.router_aux_loss_coef, z=training.router_z_loss_coef)
         for router in routers(self.chunks):
             router.routes.replays = training.replay_routes

@@ -148,7 +148,7 @@ def test_a_plan_is_of_the_settings_that_the_run_gets() -> None:
     for load in (plan.load, lambda name, settings: compose(recipes()["sft"].config, name, ["data.train=x", *settings])):
         with pytest.raises(ConfigError, match="^parallel.sequence_parallel=true: needs parallel.tp > 1"):
             load("sft_70b", ["parallel.tp=1"])
-    both = ["parallel.tp=1", "parallel.sequence_parallel=false", "data.train=x"]
+    both = ["parallel.tp=1", "parallel.sequence_parallel=false", "parallel.tp_comm_overlap=false", "data.train=x"]
     assert plan.load("sft_70b", both) == compose(recipes()["sft"].config, "sft_70b", both)
 
 
@@ -182,6 +182,9 @@ def test_a_replica_of_tensorrt_llm_is_on_one_node(task, tmp_path) -> None:
 def test_a_plan_in_8_bits_is_by_the_recipe_of_the_clusters_gpus():
     """28928 / 8 is 3616: 113 times 32, as Blackwell's scales want, and no whole number of Hopper's 128."""
     narrow = ["model.tokenizer=not-read", "parallel.tp=8", "parallel.pp=4", "model.architecture.ffn_hidden_size=28928", "model.fp8=true"]
+    with pytest.raises(ConfigError, match=r"^model.fp8_recipe=auto \(here blockwise\): has no exchange for parallel.tp_comm_overlap"):
+        plan.components(plan.load("sft_70b", narrow))
+    narrow.append("parallel.tp_comm_overlap=false")
     with pytest.raises(
         ConfigError, match=r"^model.fp8_recipe=auto \(here blockwise\): ffn_hidden_size on a rank is 3616, not a multiple of 128"
     ):
