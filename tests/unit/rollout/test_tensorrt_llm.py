@@ -127,9 +127,10 @@ def test_a_version_that_takes_zero_log_probs_for_none_is_asked_for_one(zero_is_n
     engine.start()
     refit(engine, policy)
     first, again = (generate(engine, SamplingConfig(max_response_length=6)) for _ in range(2))
-    assert first == again
+    assert {index: one.tokens for index, one in first.items()} == {index: one.tokens for index, one in again.items()}
     for one, expected in zip(requests(), policy_logprobs(policy, requests(), first), strict=True):
-        assert torch.tensor(first[one.index].logprobs).allclose(expected, atol=1e-4)
+        for results in (first, again):  # in batches of other sizes, perhaps: not to the last bit
+            assert torch.tensor(results[one.index].logprobs).allclose(expected, atol=1e-4)
     # Those that were on their way are asked for again, later ones are asked for at once.
     in_vain = package.asked.count(0) if zero_is_none else 0
     assert package.asked[-6:] == [int(zero_is_none)] * 6 and in_vain <= 6 and len(package.asked) == 12 + in_vain
