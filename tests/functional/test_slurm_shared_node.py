@@ -17,7 +17,7 @@ from training_jobs import ROOT, steps_of
 from aligner.jobs.slurm import LaunchOptions, launch_slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(900)]
-SIZES = ["num_processes=2", "cluster.gpus_per_node=8", "cluster.device=gpu", "slurm.preflight=false"]
+SIZES = ["num_processes=2", "cluster.gpus_per_node=8", "cluster.device=gpu", "slurm.preflight=false", "slurm.memory="]
 PATIENCE_SECONDS = 240.0
 
 
