@@ -213,8 +213,7 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
         print(f"run.numa_binding=true: rank {world.rank} stays where it is: {reason}", flush=True)
     _check_ranks(config, component, world.world_size)  # MPI tells only now
     layout = topology.initialize(parallel, seed=run.seed)
-    directory = RunDirectory(Path(run.directory))
-    yaml = to_yaml(with_names(config))
+    directory, yaml = RunDirectory(Path(run.directory)), to_yaml(with_names(config))
     incarnation = from_rank_0(lambda: _open(directory, component, config, yaml if writes_config else ""))
     _record(directory, component, layout.rank, run)
     progress = Progress()
