@@ -85,6 +85,7 @@ def test_an_account_that_is_not_the_users(accounted: SlurmCluster) -> None:
         assert done.returncode != 0 and "Invalid account or account/partition combination specified" in done.stderr
 
 
+@LONG
 @pytest.mark.parametrize("accounted", [True], indirect=True, ids=["warned"])
 def test_limits_on_the_number_of_jobs(accounted: SlurmCluster, task: Path) -> None:
     """No following job may be submitted: the run says so at its start, stops with a checkpoint, and goes on when it is submitted again."""

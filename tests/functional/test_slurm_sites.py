@@ -207,6 +207,7 @@ def running(cluster: SlurmCluster) -> list[Job]:
     return [cluster.job(int(number), cluster.settings.directory) for _, number in found]
 
 
+@LONG
 @pytest.mark.parametrize("other_cluster", [{"cgroups": True, "num_phantoms": 0}], indirect=True)
 def test_a_site_that_holds_jobs_to_their_memory(other_cluster: SlurmCluster, task: Path) -> None:
     """A server that takes more than the job asked for is killed by the kernel: the run says so, and goes on with a new one."""
