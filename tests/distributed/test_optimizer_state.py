@@ -4,8 +4,8 @@ the weights that a distributed optimizer's ranks exchange while they compute are
 from __future__ import annotations
 
 import json
-import os
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
