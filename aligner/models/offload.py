@@ -77,10 +77,6 @@ class HostMemory:
 
         return cls(kept=own, scratch=lambda: gradients(runners))
 
-    @property
-    def is_out(self) -> bool:
-        return bool(self._away)
-
     def move_out(self) -> None:
         """Copy to host memory and free the device's. Does nothing where that has been done."""
         if self._away:

@@ -52,7 +52,7 @@ def test_moments_and_main_weights_leave(make_model):
     model = policy(make_model, offload=True, distributed=True, dtype="bfloat16").model
     model.sleep()
     model.wake()
-    assert not model.host.is_out
+    assert not model.host._away
     awake = [t.untyped_storage().nbytes() for t in optimizer_tensors(model.optimizer)]
     assert all(awake)
     model.sleep()
@@ -65,7 +65,7 @@ def test_moments_and_main_weights_leave(make_model):
 def test_without_the_option_nothing_moves(make_model):
     model = policy(make_model, offload=False, distributed=True, dtype="float32").model
     model.sleep()
-    assert not model.host.is_out and all(b.grad_data.untyped_storage().nbytes() for b in model.runners[0].buffers)
+    assert not model.host._away and all(b.grad_data.untyped_storage().nbytes() for b in model.runners[0].buffers)
 
 
 @pytest.mark.cpu
