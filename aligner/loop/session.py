@@ -170,8 +170,7 @@ def see_own_gpus(config: Any, local_rank: int) -> None:
 
 def prepare_environment(config: Any, parallel: ParallelConfig) -> dict[str, str]:
     """Set what CUDA, NCCL and torch read of the environment when they are first used; see `platform.prepare_environment`."""
-    rollout = getattr(config, "rollout", None)
-    rollout = rollout if rollout is not None and parallel is config.parallel else None
+    rollout = getattr(config, "rollout", None) if parallel is getattr(config, "parallel", None) else None
     return platform.prepare_environment(
         exchanges=parallel.tp > 1 or parallel.cp > 1,
         asynchronous=rollout is not None and rollout.asynchronous.max_staleness > 0,

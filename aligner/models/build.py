@@ -275,8 +275,7 @@ def _shared_config(architecture: Architecture, model: ModelConfig, parallel: Par
     if parallel.tp_comm_overlap:
         multiple = eight_bits.token_multiple(config) if config.fp8 else 1
         splits = Splits(cp_size=parallel.cp, sequence_parallel_size=parallel.tp, packed=True, token_multiple=multiple)
-        tokens = input_shape([model.micro_batch_tokens], splits)[1]
-        shape = (tokens // parallel.cp, config.hidden_size)
+        shape = (input_shape([model.micro_batch_tokens], splits)[1] // parallel.cp, config.hidden_size)
         mcore.initialize_user_buffers(shape, tp=parallel.tp, dtype=config.params_dtype, fp8=bool(config.fp8))
     return config
 

@@ -12,11 +12,7 @@ from aligner.models.config import Architecture, Fp8Recipe, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 
 MULTIPLES = {Fp8Recipe.blockwise: 128, Fp8Recipe.mxfp8: 32, Fp8Recipe.tensorwise: 16}  # of sizes: numbers of a block; what products ask for
-FORMATS = {
-    Fp8Recipe.blockwise: "e4m3",
-    Fp8Recipe.mxfp8: "e4m3",
-    Fp8Recipe.tensorwise: "hybrid",
-}  # gradients of whole tensors want e5m2's range
+FORMATS = {Fp8Recipe.blockwise: "e4m3", Fp8Recipe.mxfp8: "e4m3", Fp8Recipe.tensorwise: "hybrid"}  # e5m2: the range of gradients
 
 
 def chosen(model: ModelConfig, capability: float) -> Fp8Recipe:
@@ -37,10 +33,7 @@ def check(a: Architecture, model: ModelConfig, parallel: ParallelConfig, recipe:
     setting = f"model.fp8_recipe={model.fp8_recipe.value}" + (f" (here {recipe.value})" if model.fp8_recipe is Fp8Recipe.auto else "")
     if parallel.tp_comm_overlap and recipe is Fp8Recipe.blockwise:
         raise ConfigError(f"{setting}: has no exchange for parallel.tp_comm_overlap=true; allowed: false, or model.fp8_recipe=tensorwise")
-    heads = {
-        "num_attention_heads": a.num_attention_heads,
-        "heads of keys and values too": a.num_attention_heads + 2 * a.num_key_value_heads,
-    }
+    heads = {"num_attention_heads": (own := a.num_attention_heads), "heads of keys and values too": own + 2 * a.num_key_value_heads}
     sizes = {"hidden_size": a.hidden_size} | {f"{name} x head_dim": count * a.head_dim // parallel.tp for name, count in heads.items()}
     if a.num_experts:
         sizes["expert_ffn_hidden_size"] = a.expert_ffn_hidden_size // parallel.etp

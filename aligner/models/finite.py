@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import CheckpointError
-from aligner.models.offload import optimizer_tensors
+from aligner.models.offload import by_device, optimizer_tensors
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects, raise_everywhere
 
@@ -42,7 +42,7 @@ def check_before_save(model: TrainableModel) -> None:
     """Raise CheckpointError on every rank where a weight, a moment or a main weight of the optimizer on any rank is not finite."""
     own = []
     for what, tensors in _saved(model).items():
-        bad = int((~_sound(list(tensors), 0.0)).sum())
+        bad = sum(int((~_sound(own_device, 0.0)).sum()) for own_device in by_device(tensors))
         if bad:
             own.append(f"{bad} of {len(tensors)} tensors of {what}")
     error = f"rank {model.topology.rank}: {', '.join(own)} are not finite; nothing is saved, the checkpoints before stay" if own else ""
@@ -56,8 +56,8 @@ def _saved(model: TrainableModel) -> dict[str, list[Tensor]]:
 
 @torch.no_grad()
 def _sound(tensors: Iterable[Tensor], limit: float) -> Tensor:
-    """Bool [tensors]: whether every element is finite and at most `limit` in magnitude, on the compute device."""
-    ends = [torch.stack(torch.aminmax(t)).float().to(platform.device()) for t in tensors if t.is_floating_point() and t.numel()]
+    """Bool [tensors]: whether every element is finite and at most `limit` in magnitude, on the tensors' device."""
+    ends = [torch.stack(torch.aminmax(t)).float() for t in tensors if t.is_floating_point() and t.numel()]
     if not ends:
         return torch.ones(1, dtype=torch.bool, device=platform.device())
     largest = torch.stack(ends).abs().amax(dim=1)  # NaN where any element is

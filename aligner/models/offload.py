@@ -140,3 +140,11 @@ def optimizer_tensors(optimizer: Any) -> list[Tensor]:
 def device_tensors(optimizer: Any) -> list[Tensor]:
     """As `optimizer_tensors`, without those that are always the host's (`optimizer.cpu_offload`)."""
     return [tensor for tensor in optimizer_tensors(optimizer) if tensor.device == platform.device()]
+
+
+def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The same, those of each device together: what is computed of them need not cross between host and device one by one."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return list(found.values())

@@ -24,7 +24,7 @@ from aligner.models.generators import generator_state, set_generator_state
 from aligner.models.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
 from aligner.models.host_adam import main_weights
 from aligner.models.loss_scale import LossScale
-from aligner.models.offload import HostMemory, device_tensors, gradients
+from aligner.models.offload import HostMemory, by_device, device_tensors, gradients
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.overlap import WeightGather
 from aligner.models.placement import Splits
@@ -235,8 +235,8 @@ class TrainableModel:
         self.wake()
         sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         parameters = [p for p in main_weights(self.optimizer) if p.numel()]
-        sums = [p.view(sizes[p.element_size()]).sum(dtype=torch.int64).to(platform.device()) for p in parameters]
-        return torch.stack(sums).tolist() if sums else []
+        sums = [p.view(sizes[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
+        return [number for own_device in by_device(sums) for number in torch.stack(own_device).tolist()]
 
     def sleep(self) -> None:
         """Between training phases: move what only training needs to host memory, where the optimizer's config asks for it."""
