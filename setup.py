@@ -38,11 +38,12 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["aligner", "aligner.*"]),
     package_data={
-        "aligner": ["py.typed", "synonyms.yaml"],
-        "aligner.jobs.migrate": ["tables/*.yaml"],
+        "aligner": ["py.typed"],
+        "aligner.settings": ["synonyms.yaml"],
+        "aligner.commands.migrate": ["tables/*.yaml"],
         "aligner.reporting": ["templates/*.html"],
-        "aligner.rollout": ["contracts/*.json"],
-        "aligner.rollout.native": ["*.c", "*.h"],  # compiled where they run
+        "aligner.rollout.tensorrt_llm": ["contracts/*.json"],
+        "aligner.rollout.builtin.native": ["*.c", "*.h"],  # compiled where they run
     },
     cmdclass={"build_py": BuildWithFolders},
     install_requires=[

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
-from aligner.config import override
 from aligner.data.mixture import is_mixture
 from aligner.errors import AlignerError, ConfigError
 from aligner.reporting.jsonl import read_metrics
 from aligner.reporting.summary import summary
+from aligner.settings.compose import override
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class Result:
 
     def summary(self) -> str:
         """First, last and best value of each metric and its course, as a table of text."""
-        from aligner.jobs.report import all_columns
+        from aligner.commands.report import all_columns
 
         return summary(self.directory / "metrics.jsonl", all_columns()) if self.metrics else f"{self.directory}: data, and no steps"
 
@@ -55,7 +55,7 @@ class Result:
         return f"Result(steps={len(self.metrics)}, directory={str(self.directory)!r}; summary() has its metrics)"
 
     def _repr_html_(self) -> str:
-        from aligner.jobs.report import all_columns
+        from aligner.commands.report import all_columns
         from aligner.reporting.samples_report import fragment
 
         return fragment(self.directory, all_columns()) if self.metrics else escape(self.summary())
@@ -118,7 +118,7 @@ def train(
 
 def _train(recipe: str, given: Mapping[str, Any], overrides: Sequence[str], settings: Mapping[str, Any]) -> Result:
     from aligner.algorithms.registry import composed
-    from aligner.jobs.local import launch_local
+    from aligner.commands.local import launch_local
 
     named = {_SHORT[name]: value for name, value in given.items() if not _is_section(value, name)}
     sections = {name: value for name, value in given.items() if _is_section(value, name)}

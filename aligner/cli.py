@@ -1,6 +1,6 @@
 """The `aligner` command: train, serve, launch, plan, preflight, gap, data, report, diagnose, trace, convert, migrate, demo.
 
-`plan` and `trace` are in `aligner.plan_commands`. What a command needs beyond click is imported when the command runs, so that
+`plan` and `trace` are in `aligner.commands.plan.options`. What a command needs beyond click is imported when the command runs, so that
 `aligner --help` and completion in a shell answer at once.
 """
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aligner import __version__, plan_commands
-from aligner.command_parts import (
+from aligner import __version__
+from aligner.commands.parts import (
     CONFIG,
     DIRECTORY,
     FILE,
@@ -28,6 +28,7 @@ from aligner.command_parts import (
     overrides_argument,
     run_directory,
 )
+from aligner.commands.plan import options as plan_commands
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises SystemExit after `--help` and `--version`, and (2, with the usage and one line on stderr) if the command line itself is wrong.
     """
     command = _parse(argv)
-    from aligner import terminal
+    from aligner.telemetry import terminal
 
     terminal.guard()
     if isinstance(command, _Program):
@@ -71,7 +72,7 @@ def _parse(argv: Sequence[str] | None) -> Callable[[], int]:
     try:
         command = commands.main(argv, prog_name="aligner", standalone_mode=False)
     except click.UsageError as error:
-        from aligner.terminal import clean
+        from aligner.telemetry.terminal import clean
 
         usage = f"{error.ctx.get_usage()}\n" if error.ctx else ""
         is_option = isinstance(error, click.NoSuchOption) and "KEY=VALUE" in usage
@@ -84,7 +85,7 @@ def _parse(argv: Sequence[str] | None) -> Callable[[], int]:
 
 
 class _Program(partial[None]):
-    """A program with settings: it ends by itself, with SystemExit, and records how (`aligner.config.program.entrypoint`)."""
+    """A program with settings: it ends by itself, with SystemExit, and records how (`aligner.run.program.entrypoint`)."""
 
 
 class _ProgramCommand(Command):
@@ -127,9 +128,9 @@ for _command in plan_commands.COMMANDS:
 @_settings
 def train(config: str, settings: tuple[str, ...]) -> None:
     """Train, or write data, with a recipe on this rank (start one for each: srun, torchrun, mpiexec, aligner launch)."""
-    from aligner import help as program_help
     from aligner.cluster.exit_codes import ExitCode
     from aligner.errors import ConfigError
+    from aligner.settings import help as program_help
 
     try:
         if (text := program_help.of_shipped(config, settings, program=f"aligner train {config}")) is not None:
@@ -152,7 +153,7 @@ def serve(server: str, settings: tuple[str, ...]) -> None:
     from aligner.algorithms.registry import server_program
 
     def run(config: Any) -> None:
-        from aligner.jobs import serving  # after the settings are known to be good: this imports Megatron-Core
+        from aligner.jobs import serves as serving
 
         {"critic": serving.serve_critic, "reward": serving.serve_reward_model}[server](config)
 
@@ -198,7 +199,7 @@ def demo(arguments: tuple[str, ...]) -> int:
 @json_option
 def preflight(config: str, overrides: tuple[str, ...], only: str, engine: bool, timeout: float, json_path: Path | None) -> int:
     """Check an allocation before the job starts; start it on every rank (srun, torchrun, mpiexec). Exit code 2: not ready."""
-    from aligner.jobs.preflight.command import Options, preflight
+    from aligner.commands.preflight.command import Options, preflight
 
     options = Options(only=tuple(filter(None, only.split(","))), with_engine=engine, timeout_seconds=timeout, json_path=json_path)
     return preflight(config, overrides, options)
@@ -218,7 +219,7 @@ def preflight(config: str, overrides: tuple[str, ...], only: str, engine: bool, 
 @json_option
 def gap(config: str, overrides: tuple[str, ...], **options: Any) -> int:
     """Where in the model engine and trainer part, on one batch; exit code 1 if they do by more than rounding."""
-    from aligner.jobs.gap import Options, gap
+    from aligner.commands.gap import Options, gap
 
     return gap(config, overrides, Options(**options))
 
@@ -239,7 +240,7 @@ def data() -> None:
 @json_option
 def validate(target: str, overrides: tuple[str, ...], samples: int, **options: Any) -> int:
     """Every bad line, lengths in tokens, duplicates, and samples as the model will see them; exit code 1 with bad lines."""
-    from aligner.jobs.validate_data import Options, validate
+    from aligner.commands.validate_data import Options, validate
 
     return validate(target, overrides, Options(num_samples=max(0, samples), **options))
 
@@ -253,8 +254,8 @@ def validate(target: str, overrides: tuple[str, ...], samples: int, **options: A
 @click.option("--samples", default=3, show_default=True, metavar="N", help="How many are shown.")
 def inspect_data(target: str, overrides: tuple[str, ...], samples: int, **options: Any) -> int:
     """In which form the records are, how each field is used, and samples as the model will see them; exit code 1 with bad lines."""
-    from aligner.jobs.inspect_data import inspect_data
-    from aligner.jobs.validate_data import Options
+    from aligner.commands.inspect_data import inspect_data
+    from aligner.commands.validate_data import Options
 
     return inspect_data(target, overrides, Options(num_samples=max(0, samples), **options))
 
@@ -264,7 +265,7 @@ def inspect_data(target: str, overrides: tuple[str, ...], samples: int, **option
 @click.option("--output", type=FILE, metavar="FILE", help="The HTML file (default: RUN_DIRECTORY/report.html).")
 def report(directory: Path, output: Path | None) -> int:
     """What a run did: its summary, and curves and samples before and after as one HTML file."""
-    from aligner.jobs.report import report
+    from aligner.commands.report import report
 
     return report(directory, output)
 
@@ -274,7 +275,7 @@ def report(directory: Path, output: Path | None) -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def diagnose(directory: Path, as_json: bool) -> int:
     """What went wrong in a run without an error: evidence, likely cause, remedy; exit code 1 with findings."""
-    from aligner.jobs.report import diagnose
+    from aligner.commands.report import diagnose
 
     return diagnose(directory, as_json=as_json)
 
@@ -296,7 +297,7 @@ def convert(tp: int, pp: int, push_to: str, tokenizer: Path | None, **paths: Pat
     allowed = [{"from_megatron", "to_hf"}, {"from_hf"} if push_to else {"from_hf", "to_megatron"}]
     foreign = False
     if (path := paths["from_megatron"]) is not None:
-        from aligner.models.foreign.model import is_foreign  # torch comes with it
+        from aligner.models.checkpoint.foreign.model import is_foreign  # torch comes with it
 
         foreign = is_foreign(path)
     if tokenizer is not None and not foreign:
@@ -305,7 +306,7 @@ def convert(tp: int, pp: int, push_to: str, tokenizer: Path | None, **paths: Pat
     if given not in allowed:
         others = "; --push-to-hub with --to-hf, or with --from-hf alone" if push_to else ""
         raise AlignerError(f"convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf{others}")
-    from aligner.jobs import convert
+    from aligner.commands import convert
     from aligner.parallel.topology import ParallelConfig
 
     parallel = ParallelConfig(tp=tp, pp=pp)
@@ -335,7 +336,7 @@ def migrate(inputs: tuple[str, ...], **options: Any) -> int:
 
     Exit code 3: the command printed cannot run as it is, or is another experiment; its first two lists say why.
     """
-    from aligner.jobs.migrate import command
+    from aligner.commands.migrate import command
 
     return command.migrate(inputs, command.Options(**options))
 
@@ -352,7 +353,7 @@ def launch() -> None:
 @click.option("--processes", default=0, metavar="N", help="Ranks of the training component (default: the config's).")
 def local(config: str, overrides: tuple[str, ...], processes: int) -> int:
     """As processes on this machine."""
-    from aligner.jobs.local import launch_local
+    from aligner.commands.local import launch_local
 
     return launch_local(config, overrides, num_processes=processes)
 
@@ -367,7 +368,7 @@ def local(config: str, overrides: tuple[str, ...], processes: int) -> int:
 @click.option("--separate", is_flag=True, help="A job for every component, where the site has no heterogeneous jobs (slurm.separate=true).")
 def slurm(config: str, overrides: tuple[str, ...], **options: Any) -> int:
     """As a job of a Slurm cluster: make the batch script from the config and submit it."""
-    from aligner.jobs.slurm import LaunchOptions, launch_slurm
+    from aligner.commands.slurm import LaunchOptions, launch_slurm
 
     return launch_slurm(config, overrides, LaunchOptions(**options))
 

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from aligner.metrics import Metric
+from aligner.telemetry.metrics import Metric
 from aligner.types import Batch, LossOutput, MaskedBatch, Prompt, Rollout, SamplingConfig, Scores, TokenBatch, TokenOutputs, ValueBatch
 
 BatchT = TypeVar("BatchT", bound=Batch)

@@ -68,10 +68,10 @@ def masks(rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, T
 def forward_seconds(length: int, rows: int) -> float:
     """CPU seconds of a log-prob pass of the small model over `rows` rows, from one over FORWARD_ROWS of them."""
     from aligner.algorithms.sft import TrainSFT
-    from aligner.loop.config import RunConfig
-    from aligner.loop.session import open_session
     from aligner.models import create
     from aligner.models.config import ModelConfig
+    from aligner.run.session import open_session
+    from aligner.run.settings import RunConfig
     from aligner.types import LabeledBatch
 
     size = SIZES["small"]

@@ -20,14 +20,14 @@ from asynchronous import Spec
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig, TrainGRPO
 from aligner.data.collate import EpochSampler
-from aligner.loop.config import RunConfig
 from aligner.loop.loop import Clock
 from aligner.losses.correction import Correction, CorrectionConfig
 from aligner.models.config import ModelConfig
-from aligner.models.optimizer import Decay, OptimizerConfig
+from aligner.models.training.optimizer import Decay, OptimizerConfig
 from aligner.online.task import OnlineTask
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import AsynchronousConfig, RolloutConfig
+from aligner.run.settings import RunConfig
 from aligner.types import Prompt, SamplingConfig
 
 NUM_AVERAGED = 4  # steps whose rewards are averaged, at either end
@@ -58,7 +58,7 @@ def make_config(spec: Spec, folder: str) -> TrainGRPO:
 def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
     """GRPO over a policy with the model's weights. Imports Megatron-Core."""
     from aligner.models import create
-    from aligner.models.trainable import Training
+    from aligner.models.training.trainable import Training
     from aligner.online.async_rollout_source import AsyncRolloutSource
     from aligner.rewards.local import FunctionReward
     from aligner.rollout.create import create_engine
@@ -109,7 +109,7 @@ def thread_seconds() -> dict[str, float]:
 
 def run(spec: Spec, folder: str) -> dict[str, float]:
     """Train, and return the figures."""
-    from aligner.loop.session import open_session
+    from aligner.run.session import open_session
 
     config = make_config(spec, folder)
     rewards, waited, staleness, versions = [], [], [], []

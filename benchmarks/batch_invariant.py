@@ -34,8 +34,8 @@ def measure(path: Path, prompts, topology, response: int, *, batch_invariant: bo
     from aligner.losses.sft import sft_loss
     from aligner.models.config import ModelConfig
     from aligner.models.create import create_policy, read_architecture
-    from aligner.models.optimizer import OptimizerConfig
-    from aligner.models.trainable import Training
+    from aligner.models.training.optimizer import OptimizerConfig
+    from aligner.models.training.trainable import Training
     from aligner.parallel.topology import ParallelConfig
     from aligner.rollout.config import Kernels, RolloutConfig
     from aligner.rollout.create import create_engine

@@ -38,12 +38,16 @@ def seconds(action) -> float:
 def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
     """Medians over the pairs: seconds of a step with and without the check, their ratio; and of the check alone."""
     from aligner.algorithms.sft import TrainSFT
-    from aligner.loop.config import RunConfig
-    from aligner.loop.session import open_session
     from aligner.losses.sft import sft_loss
-    from aligner.models import checkpoint, checkpoint_optimizer, checkpoint_sums, create, finite
+    from aligner.models import create
+    from aligner.models.checkpoint import checkpoint
+    from aligner.models.checkpoint import optimizer as checkpoint_optimizer
+    from aligner.models.checkpoint import sums as checkpoint_sums
     from aligner.models.config import ModelConfig
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training import finite
+    from aligner.models.training.optimizer import OptimizerConfig
+    from aligner.run.session import open_session
+    from aligner.run.settings import RunConfig
     from aligner.types import LabeledBatch
 
     tokens = torch.tensor(random_prompts(SIZES[name], count=rows, length=length, seed=1))

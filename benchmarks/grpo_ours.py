@@ -27,13 +27,13 @@ from trl_grpo_reference import Spec, fixed_batch, median_seconds, per_1000_token
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig, TrainGRPO
 from aligner.data.collate import EpochSampler
-from aligner.loop.config import RunConfig
 from aligner.loop.loop import Clock
 from aligner.models.config import Dtype, ModelConfig
-from aligner.models.optimizer import Decay, OptimizerConfig
+from aligner.models.training.optimizer import Decay, OptimizerConfig
 from aligner.online.task import OnlineTask
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import RolloutConfig
+from aligner.run.settings import RunConfig
 from aligner.servers.components import RewardConfig
 from aligner.types import PolicyBatch, Prompt, RolloutBatch, SamplingConfig
 
@@ -104,8 +104,8 @@ def make_config(spec: Spec, folder: str) -> TrainGRPO:
 def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
     """GRPO over a policy with the model's weights. Imports Megatron-Core."""
     from aligner.models import create
-    from aligner.models.policy import ReferencePolicy
-    from aligner.models.trainable import Training
+    from aligner.models.training.policy import ReferencePolicy
+    from aligner.models.training.trainable import Training
     from aligner.rewards.local import FunctionReward
     from aligner.rollout.create import create_engine
 
@@ -142,8 +142,8 @@ def check_numbers(algorithm: GRPO, spec: Spec) -> dict[str, float]:
     """Loss and gradient norm of the fixed batch that TRL's side computes too; no optimizer step."""
     import torch
 
-    from aligner.metrics import values
-    from aligner.models import forward
+    from aligner.models.training import forward
+    from aligner.telemetry.metrics import values
 
     fixed = fixed_batch(spec)
     prompts, completions = (torch.tensor(fixed[name]) for name in ("prompts", "completions"))
@@ -171,8 +171,8 @@ def run(spec: Spec, folder: str) -> dict:
     """Warm up, time the steps, and return the result."""
     import torch
 
-    from aligner.loop.session import open_session
     from aligner.parallel.mcore import version
+    from aligner.run.session import open_session
 
     clock = PhaseClock()
     config = make_config(spec, folder)

@@ -60,10 +60,10 @@ def ours(model: str, tokens: list[list[int]], chunk: int) -> tuple[list[float], 
     import torch
 
     from aligner.algorithms.sft import TrainSFT
-    from aligner.loop.config import RunConfig
-    from aligner.loop.session import open_session
     from aligner.models import create
     from aligner.models.config import ModelConfig
+    from aligner.run.session import open_session
+    from aligner.run.settings import RunConfig
     from aligner.types import LabeledBatch
 
     rows = torch.tensor(tokens)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from aligner.jobs.calibrate import KINDS, read
+from aligner.commands.calibrate import KINDS, read
 from aligner.planner.calibration import STEP, error, median_and_worst
 
 FILE = Path(__file__).with_name("published_steps.yaml")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from aligner.jobs.plan import plan_job
+from aligner.commands.plan.command import plan_job
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ROOT / "examples" / "nlp" / "data" / "story_prompts.jsonl"

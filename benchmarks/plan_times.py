@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from aligner.jobs.calibrate import fit
+from aligner.commands.calibrate import fit
 
 sys.path.insert(0, str(Path(__file__).parent))
 

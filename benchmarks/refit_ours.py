@@ -23,13 +23,13 @@ from rollout_work import peak_memory, reset_peak_memory
 
 from aligner.models import create
 from aligner.models.config import ModelConfig
-from aligner.models.trainable import Training
+from aligner.models.training.trainable import Training
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.collectives import gather_objects
+from aligner.rollout.builtin.megatron import MegatronEngine
 from aligner.rollout.config import RolloutConfig
-from aligner.rollout.foreign import weight_buckets
-from aligner.rollout.manifest import hf_manifest
-from aligner.rollout.megatron import MegatronEngine
+from aligner.rollout.engine.foreign import weight_buckets
+from aligner.rollout.engine.manifest import hf_manifest
 
 MIB = 2**20
 

@@ -22,7 +22,7 @@ def make_side(spec: Spec) -> Side:
 
     from aligner.models import create
     from aligner.models.config import Dtype, ModelConfig
-    from aligner.models.trainable import Training
+    from aligner.models.training.trainable import Training
     from aligner.parallel import launch, platform, topology
     from aligner.parallel.mcore import version
     from aligner.rollout.config import Kernels, RolloutConfig

@@ -21,10 +21,10 @@ from trl_sft_reference import Spec, read_spec
 from aligner.algorithms.sft import SFT, SFTConfig, TrainSFT
 from aligner.data.collate import EpochSampler
 from aligner.data.supervised import SupervisedExample
-from aligner.loop.config import RunConfig
 from aligner.loop.loop import Clock
 from aligner.models.config import ModelConfig
-from aligner.models.optimizer import Decay, OptimizerConfig
+from aligner.models.training.optimizer import Decay, OptimizerConfig
+from aligner.run.settings import RunConfig
 
 
 def make_config(spec: Spec, folder: str) -> TrainSFT:
@@ -71,8 +71,8 @@ def run(spec: Spec, folder: str) -> dict:
     """Warm up, time the steps, and return the result."""
     import torch
 
-    from aligner.loop.session import open_session
     from aligner.parallel.mcore import version
+    from aligner.run.session import open_session
 
     clock = PhaseClock()
     config = make_config(spec, folder)

@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from aligner.jobs.trace import step_of
-from aligner.recording import Recorder, read_spans
+from aligner.commands.trace import step_of
+from aligner.telemetry.recording import Recorder, read_spans
 
 
 def cost_of_a_span(directory: Path, count: int) -> float:

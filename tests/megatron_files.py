@@ -58,7 +58,7 @@ def arguments(name: str, **others: Any) -> argparse.Namespace:
 
 def build(args: argparse.Namespace, *, tp: int = 1, pp: int = 1, first: bool = True, last: bool = True) -> Any:
     """A random GPTModel, as Megatron-LM's model provider makes it of its arguments."""
-    from aligner.models.activations import ACTIVATIONS
+    from aligner.models.architecture.activations import ACTIVATIONS
     from aligner.models.config import Activation
     from aligner.parallel.mcore import GPTModel, TransformerConfig, get_gpt_layer_local_spec
 
@@ -150,8 +150,8 @@ def nemo_config(name: str, **others: Any) -> dict[str, Any]:
 
 def to_zarr(source: Path, target: Path) -> Path:
     """The tensors of a `torch_dist` directory as Megatron-Core's former backend wrote them: in chunks, of which the last are filled up."""
-    from aligner.models.foreign.files import Files
-    from aligner.models.foreign.torch_dist import TorchDist
+    from aligner.models.checkpoint.foreign.files import Files
+    from aligner.models.checkpoint.foreign.torch_dist import TorchDist
 
     tensors = TorchDist(Files(source), "")
     for name, shape in tensors.shapes().items():
@@ -187,10 +187,10 @@ def pack(archive: Path, weights: Path, config: dict[str, Any], files: dict[str, 
 
 def chunks_of(path: Path) -> list[Any]:
     """The model at `path`, filled from there."""
-    from aligner.models.build import build_language_model, build_scalar_model
+    from aligner.models.checkpoint.foreign.model import open_weights
     from aligner.models.config import Dtype, ModelConfig
-    from aligner.models.foreign.model import open_weights
-    from aligner.models.weights import fill
+    from aligner.models.modules.build import build_language_model, build_scalar_model
+    from aligner.models.weights.weights import fill
     from aligner.parallel.topology import ParallelConfig
 
     with open_weights(path) as weights:

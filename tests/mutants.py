@@ -193,14 +193,9 @@ def preload() -> None:
     """Import what the package imports of others."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
-    import aligner.config
-    import aligner.jobs.convert
-    import aligner.jobs.local
-    import aligner.jobs.serving
-    import aligner.loop.trainer_job
-    import aligner.loop.writer_job
-    import aligner.models.create
-    import aligner.online.job  # noqa: F401
+    import aligner.commands.convert
+    import aligner.commands.local
+    import aligner.jobs.samples  # noqa: F401
 
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page that it marks

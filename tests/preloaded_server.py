@@ -32,13 +32,13 @@ _SECONDS_TO_END = 3.0
 
 
 def _serve() -> None:
-    import aligner.jobs.convert  # noqa: F401
-    import aligner.jobs.local  # noqa: F401
-    import aligner.jobs.serving  # noqa: F401
-    import aligner.loop.trainer_job  # noqa: F401
-    import aligner.loop.writer_job  # noqa: F401
+    import aligner.commands.convert  # noqa: F401
+    import aligner.commands.local  # noqa: F401
+    import aligner.jobs.samples  # noqa: F401
+    import aligner.jobs.serves  # noqa: F401
+    import aligner.jobs.trains  # noqa: F401
+    import aligner.jobs.writes  # noqa: F401
     import aligner.models.create  # noqa: F401  torch and Megatron-Core with it
-    import aligner.online.job  # noqa: F401
 
     # What jobs import when they come to it: PyTriton, hydra's composition, tokenizers.
     for name in ("pytriton.triton", "pytriton.decorators", "pytriton.model_config", "hydra._internal.config_loader_impl", "jinja2.sandbox"):

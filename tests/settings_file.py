@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from aligner.algorithms.registry import recipe_of
-from aligner.config.compose import compose_node, shown_values
 from aligner.files import conf_directory, configs
-from aligner.help import SETTINGS_FILE
-from aligner.presets import groups_of
-from aligner.schema import schema_keys
+from aligner.settings.compose import compose_node, shown_values
+from aligner.settings.help import SETTINGS_FILE
+from aligner.settings.presets import groups_of
+from aligner.settings.schema import schema_keys
 
 
 def content() -> str:

@@ -71,10 +71,10 @@ class ModelAlone:
 
 def _logprobs(architecture: Architecture, topology: Any) -> torch.Tensor:
     """Log-probs of fixed tokens by a model whose every weight depends on its name alone."""
-    from aligner.models.build import LanguageModel
     from aligner.models.config import Dtype, ModelConfig
-    from aligner.models.policy import MegatronPolicy
-    from aligner.models.trainable import TrainableModel, Training
+    from aligner.models.modules.build import LanguageModel
+    from aligner.models.training.policy import MegatronPolicy
+    from aligner.models.training.trainable import TrainableModel, Training
     from aligner.parallel.topology import ParallelConfig
     from aligner.types import LabeledBatch
 
@@ -193,8 +193,8 @@ class Runs:
             return directory
         made = self.new(recipe, settings, directory=directory)
         if made.model is not None:
-            from aligner.models.checkpoint import copy_tokenizer
-            from aligner.models.weights import save_hf
+            from aligner.models.checkpoint.checkpoint import copy_tokenizer
+            from aligner.models.weights.weights import save_hf
 
             save_hf(made.model.chunks, directory / "export", writer=True)
             copy_tokenizer(self.folder / "tokenizer", directory / "export")
@@ -202,9 +202,10 @@ class Runs:
 
     @contextlib.contextmanager
     def _in_process(self, outcome: Outcome, until: int, since: Path | None) -> Iterator[None]:
-        from aligner.jobs import serving
-        from aligner.loop import trainer_job, writer_job
-        from aligner.online import job
+        from aligner.jobs import samples as job
+        from aligner.jobs import serves as serving
+        from aligner.jobs import trains as trainer_job
+        from aligner.jobs import writes as writer_job
 
         places = (serving, trainer_job, writer_job, job)
         with contextlib.ExitStack() as stack:
@@ -221,7 +222,7 @@ class Runs:
     @contextlib.contextmanager
     def _session(self, config: Any, run: Any, parallel: Any, **_: Any) -> Iterator[Any]:
         from aligner.cluster.run_directory import RunDirectory
-        from aligner.loop.session import Session
+        from aligner.run.session import Session
 
         directory = RunDirectory(Path(run.directory))
         directory.create()
@@ -231,7 +232,7 @@ class Runs:
 def _train(outcome: Outcome, until: int, since: Path | None, session: Any, config: Any, built: Any, **_: Any) -> int:
     """In place of `train_to_end`: all steps and a validation."""
     from aligner.loop.loop import Clock
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     outcome.algorithm, outcome.model = built.algorithm, built.model
     state = {"step": 0} if since is None else checkpoint.load(built.model, checkpoint.resolve(since))
@@ -255,7 +256,7 @@ def _train(outcome: Outcome, until: int, since: Path | None, session: Any, confi
 
 def _critic(outcome: Outcome, job: Any) -> LocalCritic:
     """In place of `OnlineJob.critic`: the critic that would be served with this config."""
-    from aligner.jobs import serving
+    from aligner.jobs import serves as serving
 
     made, served = serving.CriticService, []
 

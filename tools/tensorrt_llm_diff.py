@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from aligner.rollout.tensorrt_llm_contract import PACKAGE, Contract, Symbol, known_versions, load
+from aligner.rollout.tensorrt_llm.contract import PACKAGE, Contract, Symbol, known_versions, load
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

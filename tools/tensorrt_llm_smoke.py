@@ -26,10 +26,10 @@ from torch import Tensor
 from aligner.errors import AlignerError, EngineError
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import ALL_MEMORY, ForeignEngine, GenRequest, GenResult, ListedWork
-from aligner.rollout.foreign import weight_buckets
-from aligner.rollout.manifest import Manifest, TensorSpec
-from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
-from aligner.rollout.tensorrt_llm_config import CudaGraphs, Sampler, TensorRTLLMConfig
+from aligner.rollout.engine.foreign import weight_buckets
+from aligner.rollout.engine.manifest import Manifest, TensorSpec
+from aligner.rollout.tensorrt_llm.config import CudaGraphs, Sampler, TensorRTLLMConfig
+from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
 from aligner.types import LogprobKind, SamplingConfig
 
 NUM_PROMPTS, PROMPT_TOKENS, NUM_TOKENS = 8, 24, 16

@@ -13,14 +13,14 @@ from torch import Tensor
 from aligner.data.config import STEERLM_ATTRIBUTES, AnnotateDataConfig
 from aligner.data.requests import Unlabelled, load_unlabelled
 from aligner.errors import ConfigError
-from aligner.loop.config import WritingRun, reading
-from aligner.loop.recipe import Recipe, Traits
 from aligner.loop.writing import COLUMNS, Record, digest_of
 from aligner.planner.workload import Head, Phase
+from aligner.run.recipe import Recipe, Traits
+from aligner.run.settings import WritingRun, reading
 from aligner.servers.config import ClientConfig
 
 if TYPE_CHECKING:
-    from aligner.loop.writer_job import WriterJob
+    from aligner.jobs.writes import WriterJob
 
 Score = Callable[[Sequence[Sequence[int]]], Tensor]  # token sequences -> float32 [B, K]; every rank calls it
 

@@ -36,9 +36,6 @@ from aligner.data.critiques import MARKS, Case, Framing, Question, Turns, load_c
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.loop import lengths
-from aligner.loop.config import WritingRun, check_layout
-from aligner.loop.recipe import Recipe, Traits, UsedModel
 from aligner.loop.writing import Record, digest_of
 from aligner.models.config import Architecture
 from aligner.online.collect import SampleRequest, ScoredRollouts, Scorers, collect_all, sample_seeds
@@ -47,13 +44,16 @@ from aligner.protocols import RolloutEngine
 from aligner.reporting.formats import Column
 from aligner.rewards.local import NoReward
 from aligner.rollout.config import RolloutConfig, check_engine, check_untrained
+from aligner.run import lengths
+from aligner.run.recipe import Recipe, Traits, UsedModel
+from aligner.run.settings import WritingRun, check_layout
 from aligner.types import FinishReason, Prompt, SamplingConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from aligner.loop.writer_job import WriterJob
-    from aligner.models.policy import MegatronPolicy
+    from aligner.jobs.writes import WriterJob
+    from aligner.models.training.policy import MegatronPolicy
 
 
 @dataclass(slots=True)

@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from aligner.data.config import DistillationDataConfig
 from aligner.data.distillation import DistilledExample, check_logprobs, distillation_batch, load_distillation
 from aligner.errors import ConfigError
-from aligner.loop.config import TrainerRun, reading
 from aligner.loop.epochs import EpochTraining, check_batch_sizes
-from aligner.loop.recipe import Built, Recipe
 from aligner.losses.aggregation import require
 from aligner.losses.distillation import Divergence, distillation_loss
 from aligner.losses.sft import sft_loss
-from aligner.metrics import merge, values
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe
+from aligner.run.settings import TrainerRun, reading
+from aligner.telemetry.metrics import merge, values
 from aligner.types import DistillationBatch, LabeledBatch, LossOutput, TokenOutputs
 
 if TYPE_CHECKING:
-    from aligner.loop.trainer_job import TrainerJob
+    from aligner.jobs.trains import TrainerJob
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,7 +11,7 @@ without a reference (SimPO, CPO, ORPO) make one pass less per step, and keep no 
 The reference's log-probs of a pair never change, except for last bits that depend on the batch's shape. `reference=live` computes them for
 every batch in the shape that the policy will see, so that at the first step the two are equal to the last bit and D is exactly 0; it costs
 a second copy of the weights in host memory, their way to the device, and a pass without backward half per step. `reference=precomputed`
-reads them from files that were written before the first step (`aligner.loop.stored_reference`): one pass in all, and no copy. They differ
+reads them from files that were written before the first step (`aligner.jobs.stored_reference`): one pass in all, and no copy. They differ
 from live ones by rounding, since sums are taken in other shapes: in float32 by less than 1e-6 of what they are, in bfloat16 by as much as
 any two shapes do. Validation batches are always the same ones, so theirs are kept either way.
 """
@@ -30,19 +30,19 @@ from aligner.data.config import PreferenceDataConfig
 from aligner.data.order import order_of
 from aligner.data.preferences import PreferencePair, load_preferences, require_margins
 from aligner.errors import ConfigError
-from aligner.loop.config import TrainerRun, reading
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
 from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.recipe import Built, Recipe, Traits, named, resolve, text_of
 from aligner.losses.preference import DPOVariant, LogRatios, UserPairLoss, dpo_loss
-from aligner.metrics import Metrics, merge, values
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe, Traits, named, resolve, text_of
+from aligner.run.settings import TrainerRun, reading
+from aligner.telemetry.metrics import Metrics, merge, values
 from aligner.types import PreferenceBatch, TokenOutputs
 
 if TYPE_CHECKING:
-    from aligner.loop.trainer_job import TrainerJob
+    from aligner.jobs.trains import TrainerJob
 
 
 @dataclass(kw_only=True, slots=True)

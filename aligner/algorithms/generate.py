@@ -11,9 +11,6 @@ from aligner.data.config import RequestDataConfig
 from aligner.data.labelled import TURN_START
 from aligner.data.requests import Request, load_requests, response_text
 from aligner.errors import ConfigError
-from aligner.loop import lengths
-from aligner.loop.config import WritingRun, check_layout, reading
-from aligner.loop.recipe import Recipe, Traits
 from aligner.loop.writing import COLUMNS, Record, digest_of
 from aligner.models.config import Architecture
 from aligner.online.collect import Scorers, collect, sample_seeds
@@ -21,12 +18,15 @@ from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
 from aligner.rewards.local import NoReward
 from aligner.rollout.config import RolloutConfig, check_engine, check_untrained
+from aligner.run import lengths
+from aligner.run.recipe import Recipe, Traits
+from aligner.run.settings import WritingRun, check_layout, reading
 from aligner.types import FinishReason
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from aligner.loop.writer_job import WriterJob
+    from aligner.jobs.writes import WriterJob
 
 Read = Callable[[Sequence[int], Sequence[int]], str]  # tokens of a prompt and of the response to it -> the response's text
 

@@ -24,7 +24,6 @@ from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.recipe import Built, Recipe, Traits, named, resolve, text_of
 from aligner.losses.advantages import (
     STD_EPSILON,
     Estimator,
@@ -37,7 +36,6 @@ from aligner.losses.advantages import (
 from aligner.losses.aggregation import Aggregation, require
 from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from aligner.losses.shaping import Moments
-from aligner.metrics import merge, values
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.groups import Exhausted, Groups, groups_with_signal, whole_round
@@ -48,11 +46,13 @@ from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column
 from aligner.reporting.summary import totals
-from aligner.rows import num_rows
+from aligner.run.recipe import Built, Recipe, Traits, named, resolve, text_of
+from aligner.telemetry.metrics import merge, values
 from aligner.types import PolicyBatch, RolloutBatch
+from aligner.types.rows import num_rows
 
 if TYPE_CHECKING:
-    from aligner.online.job import OnlineJob
+    from aligner.jobs.samples import OnlineJob
 
 
 class KLIn(str, Enum):

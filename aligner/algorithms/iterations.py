@@ -31,13 +31,13 @@ from aligner.files import publish
 from aligner.loop.epochs import Stateless
 from aligner.loop.loop import Clock, StepResult
 from aligner.losses.preference import dpo_loss
-from aligner.metrics import merge, values
 from aligner.online.collect import collect, sample_rows, sample_seeds
 from aligner.online.selection import updates_of
 from aligner.online.task import OnlineTask
 from aligner.parallel.collectives import from_rank_0
 from aligner.protocols import Policy
 from aligner.reporting.summary import TOKENS
+from aligner.telemetry.metrics import merge, values
 from aligner.types import FinishReason, Prompt, SampleRow
 
 Item = TypeVar("Item")

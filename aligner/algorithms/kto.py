@@ -24,21 +24,21 @@ from aligner.data.config import UnpairedDataConfig
 from aligner.data.order import order_of
 from aligner.data.unpaired import MismatchedSteps, UnpairedExample, load_unpaired, mismatched, unpaired_batch
 from aligner.errors import ConfigError, DataError
-from aligner.loop.config import TrainerRun, reading
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_reference
 from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import require
 from aligner.losses.unpaired import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
-from aligner.metrics import Mean, merge, values
 from aligner.planner.workload import Phase
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.settings import TrainerRun, reading
+from aligner.telemetry.metrics import Mean, merge, values
 from aligner.types import LabeledBatch, TokenOutputs
 
 if TYPE_CHECKING:
-    from aligner.loop.trainer_job import TrainerJob
+    from aligner.jobs.trains import TrainerJob
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,15 +25,12 @@ from aligner.algorithms.distill import DivergenceConfig, distillation_terms
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
-from aligner.loop.config import JobRun, check_best_metric
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.correction import with_gap
 from aligner.losses.distillation import Divergence
 from aligner.losses.policy import policy_loss
-from aligner.metrics import merge, values
 from aligner.models.config import ModelConfig
 from aligner.online.collect import collect, response_metrics, sample_rows, sample_seeds
 from aligner.online.config import OnlineRun
@@ -42,10 +39,13 @@ from aligner.online.selection import updates_of
 from aligner.online.task import SAMPLED, OnlineAlgorithm, OnlineTask
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.settings import JobRun, check_best_metric
+from aligner.telemetry.metrics import merge, values
 from aligner.types import DistillationBatch, MaskedBatch, PolicyBatch, RolloutBatch
 
 if TYPE_CHECKING:
-    from aligner.online.job import OnlineJob
+    from aligner.jobs.samples import OnlineJob
 
 REPORTS = ("validation/reverse_kl", "validation/response_length")  # of a validation
 
@@ -98,7 +98,7 @@ class Teacher(Protocol):
         """As `Policy.logprobs`."""
 
     def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
-        """As `aligner.models.policy.MegatronPolicy.topk`."""
+        """As `aligner.models.training.policy.MegatronPolicy.topk`."""
 
 
 Examples = TypeVar("Examples", DistillationBatch, PolicyBatch)

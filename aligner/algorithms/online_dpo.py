@@ -25,12 +25,10 @@ from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import masked_mean, require
 from aligner.losses.correction import with_gap
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.preference import dpo_loss
-from aligner.metrics import merge, values
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows, sample_seeds
 from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
@@ -38,10 +36,12 @@ from aligner.online.selection import Pairing, Pairs, num_compared, pairs_of, upd
 from aligner.online.task import REWARDED, OnlineAlgorithm, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe, Traits
+from aligner.telemetry.metrics import merge, values
 from aligner.types import LossOutput, PreferenceBatch, RolloutBatch, TokenOutputs
 
 if TYPE_CHECKING:
-    from aligner.online.job import OnlineJob
+    from aligner.jobs.samples import OnlineJob
 
 
 @dataclass(kw_only=True, slots=True)

@@ -21,17 +21,14 @@ from torch import Tensor
 from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
-from aligner.loop.config import check_layout
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.recipe import Built, Recipe, Server, Traits, UsedModel
 from aligner.losses.advantages import gae, outcome_rewards, whiten
 from aligner.losses.kl import adapt_kl_coef, kl_estimate
 from aligner.losses.shaping import Moments
 from aligner.losses.value import explained_variance
-from aligner.metrics import Metric, merge, values
 from aligner.models.config import Architecture, ModelConfig
-from aligner.models.guard import judge_reply
+from aligner.models.training.guard import judge_reply
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.policy_gradient import PolicyGradientConfig, finite_rows, masked_mean, mini_batches, shaped
@@ -41,11 +38,14 @@ from aligner.parallel.collectives import from_rank_0
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import Critic, Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe, Server, Traits, UsedModel
+from aligner.run.settings import check_layout
 from aligner.servers.components import CriticConfig, in_section
+from aligner.telemetry.metrics import Metric, merge, values
 from aligner.types import PolicyBatch, RolloutBatch, ValueBatch
 
 if TYPE_CHECKING:
-    from aligner.online.job import OnlineJob
+    from aligner.jobs.samples import OnlineJob
 
 
 @dataclass(kw_only=True, slots=True)

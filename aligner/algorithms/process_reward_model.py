@@ -17,19 +17,19 @@ from aligner.algorithms import reward_model
 from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.config import StepDataConfig
 from aligner.data.steps import SteppedExample, load_steps, step_batch
-from aligner.loop.config import TrainerRun, reading
 from aligner.loop.epochs import BatchConfig, EpochTraining
-from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import require
 from aligner.losses.reward import step_loss
-from aligner.metrics import merge, values
-from aligner.models.scalar_head import Pooling, ScalarHead
+from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.planner.workload import Head
 from aligner.protocols import Loss, Trainable
+from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.settings import TrainerRun, reading
+from aligner.telemetry.metrics import merge, values
 from aligner.types import LossOutput, StepBatch, TokenOutputs
 
 if TYPE_CHECKING:
-    from aligner.loop.trainer_job import TrainerJob
+    from aligner.jobs.trains import TrainerJob
 
 
 @dataclass(kw_only=True, slots=True)

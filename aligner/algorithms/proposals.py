@@ -29,15 +29,15 @@ from aligner.data.report import LoadReport
 from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
-from aligner.loop.config import WritingRun
-from aligner.loop.recipe import Recipe, Traits
 from aligner.loop.writing import Record, digest_of
 from aligner.planner.workload import Head, Phase
 from aligner.reporting.formats import Column
+from aligner.run.recipe import Recipe, Traits
+from aligner.run.settings import WritingRun
 from aligner.servers.config import ClientConfig
 
 if TYPE_CHECKING:
-    from aligner.loop.writer_job import WriterJob
+    from aligner.jobs.writes import WriterJob
 
 EDGE = 1e-3  # scores are kept so far from both ends: at an end all other levels would be impossible
 SMALL, MOST_TERMS = 1e-15, 1000  # of the continued fraction

@@ -18,12 +18,13 @@ from typing import Any
 
 from aligner import algorithms
 from aligner.cluster.exit_codes import ExitCode
-from aligner.config import compose, entrypoint, parse, search_path
 from aligner.errors import ConfigError
 from aligner.files import configs
-from aligner.loop.config import JobRun
-from aligner.loop.recipe import Recipe
-from aligner.presets import built_on, find_file
+from aligner.run.program import entrypoint, parse
+from aligner.run.recipe import Recipe
+from aligner.run.settings import JobRun
+from aligner.settings.compose import compose, search_path
+from aligner.settings.presets import built_on, find_file
 
 GROUP = "aligner.recipes"
 
@@ -43,7 +44,7 @@ def recipes() -> Mapping[str, Recipe[Any]]:
         except Exception as error:
             raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
         if not isinstance(recipe, Recipe):
-            raise ConfigError(f"{where} is a {type(recipe).__name__}, expected an aligner.loop.recipe.Recipe")
+            raise ConfigError(f"{where} is a {type(recipe).__name__}, expected an aligner.run.recipe.Recipe")
         if recipe.name in found:
             raise ConfigError(f"{where}: there is a recipe {recipe.name} already")
         found[recipe.name] = recipe
@@ -78,13 +79,13 @@ def _users(overrides: Sequence[str]) -> list[Path]:
 
 
 def composed(name: str, overrides: Sequence[str] = ()) -> Any:
-    """The config `name` of whatever recipe with `overrides`. Raises ConfigError as `aligner.config.compose` and `recipe_of` do."""
+    """The config `name` of whatever recipe with `overrides`. Raises ConfigError as `aligner.settings.compose` and `recipe_of` do."""
     recipe = recipe_of(name, overrides)
     return compose(recipe.config, name, overrides, recipe.folders())
 
 
 def program(name: str) -> Callable[..., None]:
-    """The program of a recipe: reads the command line and runs it. See `aligner.config.entrypoint`."""
+    """The program of a recipe: reads the command line and runs it. See `aligner.run.program.entrypoint`."""
     recipe = recipes()[name]
     return entrypoint(recipe.config, name, recipe.folders(), recipe.columns)(recipe.run)
 

@@ -20,19 +20,19 @@ from aligner.data.config import RegressionDataConfig
 from aligner.data.labelled import MISSING
 from aligner.data.regression import LabelledExample, labelled_batch, load_regression
 from aligner.errors import ConfigError
-from aligner.loop.config import TrainerRun, check_pooling, reading
 from aligner.loop.epochs import BatchConfig, EpochTraining
-from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import require
 from aligner.losses.reward import regression_loss
-from aligner.models.scalar_head import Pooling, ScalarHead
+from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.planner.workload import Head
 from aligner.protocols import Loss, Trainable
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.settings import TrainerRun, check_pooling, reading
 from aligner.types import LabeledBatch
 
 if TYPE_CHECKING:
-    from aligner.loop.trainer_job import TrainerJob
+    from aligner.jobs.trains import TrainerJob
 
 
 @dataclass(kw_only=True, slots=True)

@@ -21,10 +21,8 @@ from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.correction import with_gap
 from aligner.losses.sft import sft_loss
-from aligner.metrics import merge, values
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
@@ -32,10 +30,12 @@ from aligner.online.selection import best_rows, updates_of, with_spread
 from aligner.online.task import REWARDED, OnlineAlgorithm, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe, Traits
+from aligner.telemetry.metrics import merge, values
 from aligner.types import LabeledBatch, RolloutBatch
 
 if TYPE_CHECKING:
-    from aligner.online.job import OnlineJob
+    from aligner.jobs.samples import OnlineJob
 
 
 @dataclass(kw_only=True, slots=True)

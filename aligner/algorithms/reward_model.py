@@ -14,18 +14,18 @@ from aligner.data.collate import preference_batch
 from aligner.data.config import PreferenceDataConfig
 from aligner.data.preferences import PreferencePair, load_preferences, require_margins
 from aligner.errors import ConfigError
-from aligner.loop.config import TrainerRun, check_pooling, reading
 from aligner.loop.epochs import BatchConfig, EpochTraining
-from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
-from aligner.models.scalar_head import Pooling, ScalarHead
+from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.planner.workload import Head
 from aligner.protocols import Loss, Trainable
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.settings import TrainerRun, check_pooling, reading
 from aligner.types import PreferenceBatch
 
 if TYPE_CHECKING:
-    from aligner.loop.trainer_job import TrainerJob
+    from aligner.jobs.trains import TrainerJob
 
 
 @dataclass(kw_only=True, slots=True)

@@ -42,7 +42,6 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RunHalted
 from aligner.loop.learnt import accounted
 from aligner.loop.loop import Clock
-from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.online import validation
 from aligner.online.collect import ScoredRollouts, sample_seeds
 from aligner.online.config import OnlineRun, check_iterated
@@ -50,10 +49,11 @@ from aligner.online.selection import Pairing, Pairs, pairs_by_length, pairs_of
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe, Traits
 from aligner.types import FinishReason, Prompt, SampleRow, SamplingConfig
 
 if TYPE_CHECKING:
-    from aligner.online.job import OnlineJob
+    from aligner.jobs.samples import OnlineJob
 
 NUM_SHOWN = 4  # responses in a table
 EXCERPT_CHARACTERS = 200  # of a judgement that does not parse

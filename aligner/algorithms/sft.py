@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from aligner.data.collate import supervised_batch
 from aligner.data.config import SFTDataConfig
 from aligner.data.supervised import SupervisedExample, load_supervised
-from aligner.loop.config import TrainerRun, reading
 from aligner.loop.epochs import BatchConfig, EpochTraining
-from aligner.loop.recipe import Built, Recipe
 from aligner.losses.sft import sft_loss
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe
+from aligner.run.settings import TrainerRun, reading
 from aligner.types import LabeledBatch
 
 if TYPE_CHECKING:
-    from aligner.loop.trainer_job import TrainerJob
+    from aligner.jobs.trains import TrainerJob
 
 
 @dataclass(kw_only=True, slots=True)

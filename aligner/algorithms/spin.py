@@ -28,21 +28,21 @@ from aligner.data.reading import Mixed
 from aligner.data.supervised import Demonstration, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.loop import lengths
-from aligner.loop.config import JobRun, check_best_metric, reading
 from aligner.loop.learnt import accounted
 from aligner.loop.loop import Clock
-from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.online.config import OnlineRun, check_iterated
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.run import lengths
+from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.settings import JobRun, check_best_metric, reading
 from aligner.types import Prompt, SampleRow
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from aligner.online.job import OnlineJob
+    from aligner.jobs.samples import OnlineJob
 
 REPORTS = ("validation/loss",)  # of a validation
 

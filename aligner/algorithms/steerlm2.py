@@ -23,21 +23,21 @@ from aligner.data.config import ProposalDataConfig
 from aligner.data.order import order_of
 from aligner.data.proposals import OF_PROPOSAL, ProposedGroup, load_proposals
 from aligner.errors import DataError
-from aligner.loop.config import TrainerRun, check_layout, reading
 from aligner.loop.epochs import BatchConfig, Stateless
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.steerlm import importance_weights, response_coefficients, steerlm_loss
-from aligner.metrics import values
 from aligner.models.config import Architecture
 from aligner.planner.workload import Phase
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.settings import TrainerRun, check_layout, reading
+from aligner.telemetry.metrics import values
 from aligner.types import LabeledBatch
 
 if TYPE_CHECKING:
-    from aligner.loop.trainer_job import TrainerJob
+    from aligner.jobs.trains import TrainerJob
 
 
 class Proposal(str, Enum):

@@ -19,17 +19,17 @@ from aligner.data.config import SFTDataConfig
 from aligner.data.distillation import DistilledExample, Manifest, distilled
 from aligner.data.supervised import SupervisedExample, load_supervised
 from aligner.errors import ConfigError
-from aligner.loop.config import WritingRun, reading
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.recipe import Recipe, Traits
 from aligner.loop.writing import FilesAlone
 from aligner.parallel.collectives import from_rank_0
 from aligner.planner.workload import Phase
 from aligner.reporting.formats import Column
+from aligner.run.recipe import Recipe, Traits
+from aligner.run.settings import WritingRun, reading
 from aligner.types import LabeledBatch
 
 if TYPE_CHECKING:
-    from aligner.loop.writer_job import WriterJob
+    from aligner.jobs.writes import WriterJob
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Teacher(Protocol):
     """A frozen language model."""
 
     def topk(self, batch: LabeledBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
-        """As `aligner.models.policy.MegatronPolicy.topk`."""
+        """As `aligner.models.training.policy.MegatronPolicy.topk`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

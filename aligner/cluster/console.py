@@ -21,7 +21,7 @@ from typing import TextIO
 from aligner.cluster.component import Component
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import LaunchError, describe_os_error
-from aligner.terminal import Guarded, clean, plain, unguarded
+from aligner.telemetry.terminal import Guarded, clean, plain, unguarded
 
 _MAX_LINE_BYTES = 64 * 1024
 _COLOURS = ("36", "35", "33", "32", "34", "96", "95", "93")  # ANSI foreground colours, one per component in turn

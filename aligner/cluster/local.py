@@ -46,7 +46,7 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.services import ServiceWatch
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.errors import ConfigError, LaunchError, describe_os_error
-from aligner.user_code import was_calling
+from aligner.settings.user_code import was_calling
 
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -158,7 +158,7 @@ class RunDirectory:
 
     @property
     def trace(self) -> Path:
-        """`<component>.<rank>.jsonl`: what each rank did when (`aligner.recording`); `aligner trace` makes one file of them."""
+        """`<component>.<rank>.jsonl`: what each rank did when (`aligner.telemetry.recording`); `aligner trace` makes one file of them."""
         return self.path / "trace"
 
     @property
@@ -171,7 +171,7 @@ class RunDirectory:
         return self.logs / f"{component}.{rank}.log"
 
     def calls(self, component: str, rank: int) -> Path:
-        """Which user code the process is calling (`aligner.user_code`)."""
+        """Which user code the process is calling (`aligner.settings.user_code`)."""
         return self.health / f"{component}.{rank}.calls"
 
     def service(self, component: str) -> Path:

@@ -38,7 +38,7 @@ class SupervisedExample:
     """One row: `loss_mask` is True on response tokens and their end token; `source` is `file:line`.
 
     `ref_logprobs`: a frozen reference's log-probs of the tokens in `loss_mask`, float32, where they are stored
-    (`aligner.loop.stored_reference`).
+    (`aligner.jobs.stored_reference`).
     """
 
     tokens: tuple[int, ...]

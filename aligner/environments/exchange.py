@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from aligner import recording
 from aligner.data.messages import Message
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig, ObservationForm, OnEnvironmentError
@@ -21,6 +20,7 @@ from aligner.environments.workers import Awaiting, Outcome, Workers
 from aligner.errors import AlignerError, ConfigError, DataError, UserCodeError
 from aligner.protocols import Exchange, Reply
 from aligner.rewards.load import load_reward_function, may_pass, raised
+from aligner.telemetry import recording
 from aligner.types import Prompt
 
 _ASKED, _TURN, _OBSERVED = "QUESTION", "ASSISTANTTURN", "OBSERVATION"  # stand for texts in a conversation that is rendered once

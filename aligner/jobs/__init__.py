@@ -1,1 +1,1 @@
-"""One function per kind of component: builds its parts from a root config and runs it. The entry scripts in examples/ call these."""
+"""What runs do, by the kind of their recipe: train on data, learn from samples, write data, serve a model."""

@@ -17,16 +17,15 @@ from typing import Any
 
 from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.errors import CheckpointError, ConfigError, WrongContents
-from aligner.loop.config import BestMode, CheckpointConfig, DamagedCheckpoint
 from aligner.loop.loop import BY_TIME, NEWEST_BY_TIME
 from aligner.loop.pairs import find_pair
-from aligner.loop.session import Session
-from aligner.models import checkpoint
-from aligner.models import checkpoint_files as files
-from aligner.models.checkpoint_size import shortage
-from aligner.models.trainable import TrainableModel
+from aligner.models.checkpoint import checkpoint, files
+from aligner.models.checkpoint.size import shortage
+from aligner.models.training.trainable import TrainableModel
 from aligner.parallel.collectives import from_rank_0, gather_objects
 from aligner.protocols import Critic
+from aligner.run.session import Session
+from aligner.run.settings import BestMode, CheckpointConfig, DamagedCheckpoint
 from aligner.servers.ledger import Ledger
 from aligner.servers.payloads import SaveRequest
 

@@ -12,8 +12,8 @@ from aligner.data.order import order_of
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Clock, StepResult
-from aligner.metrics import values
 from aligner.protocols import Loss, Trainable
+from aligner.telemetry.metrics import values
 from aligner.types import MaskedBatch, PreferenceBatch
 
 Example = TypeVar("Example")

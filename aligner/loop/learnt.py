@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from aligner.loop.loop import Verdict
-from aligner.models.guard import UPDATES, GuardConfig, LearntNothing, LogprobGapConfig
+from aligner.models.training.guard import UPDATES, GuardConfig, LearntNothing, LogprobGapConfig
 from aligner.parallel.collectives import gather_objects
 from aligner.reporting.summary import LEFT_OUT, SAMPLES, SEEN, TOKENS, TOKENS_SEEN, is_empty, reasons, totals
 

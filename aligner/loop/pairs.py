@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from aligner.errors import CheckpointError
-from aligner.loop.session import Session
-from aligner.models import checkpoint_files as files
-from aligner.models import manifest
+from aligner.models.checkpoint import files
+from aligner.models.weights import manifest
 from aligner.parallel.collectives import from_rank_0
+from aligner.run.session import Session
 
 MENDING = "What it lacks must be in the journal, or the run ends (critic.accept_gap=true goes on without)"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import UserCodeError
-from aligner.metrics import Mean
+from aligner.telemetry.metrics import Mean
 
 
 class Aggregation(str, Enum):

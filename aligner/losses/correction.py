@@ -22,7 +22,7 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.losses.aggregation import masked, masked_mean, maximum, require
-from aligner.metrics import Distribution, EffectiveSampleSize, Max, Mean, Metric, Min
+from aligner.telemetry.metrics import Distribution, EffectiveSampleSize, Max, Mean, Metric, Min
 from aligner.types import DistillationBatch, LabeledBatch, LossOutput, PreferenceBatch, TokenOutputs
 
 # exp(20) = 5e8: far outside every clip range. Without the bound an overflowing ratio meets the zero gradient of the clipped branch as

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aligner.losses.aggregation import masked, masked_mean
-from aligner.metrics import Mean, Metric
+from aligner.telemetry.metrics import Mean, Metric
 from aligner.types import LossOutput
 
 MIN_TAIL = 1e-6  # probability of the tail bucket, at least: float32 log-probs of K tokens sum to 1 within about this much

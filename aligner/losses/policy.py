@@ -18,7 +18,7 @@ from torch import Tensor
 from aligner.losses.aggregation import Aggregation, aggregate, checked_loss, masked, masked_mean, refuse_result, require
 from aligner.losses.correction import Correction, CorrectionConfig, correction_weights, gap_metrics, ratios
 from aligner.losses.kl import KLEstimator, kl_estimate
-from aligner.metrics import Mean, Metric
+from aligner.telemetry.metrics import Mean, Metric
 from aligner.types import LossOutput, PolicyBatch, TokenOutputs
 
 

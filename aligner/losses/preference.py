@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from aligner.losses.aggregation import checked_loss, masked, refuse_result, require
-from aligner.metrics import Mean, Metric
+from aligner.telemetry.metrics import Mean, Metric
 from aligner.types import LossOutput, PreferenceBatch, TokenOutputs
 
 

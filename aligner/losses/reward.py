@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from aligner.losses.aggregation import masked, masked_mean, require
-from aligner.metrics import Mean, Metric
+from aligner.telemetry.metrics import Mean, Metric
 from aligner.types import LabeledBatch, LossOutput, PreferenceBatch, TokenOutputs
 
 MISSING_LABEL = -100.0  # of an attribute that nobody judged

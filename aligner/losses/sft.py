@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aligner.losses.aggregation import masked, require
-from aligner.metrics import Mean
+from aligner.telemetry.metrics import Mean
 from aligner.types import LabeledBatch, LossOutput, TokenOutputs
 
 

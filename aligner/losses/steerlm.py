@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aligner.losses.aggregation import masked, require
-from aligner.metrics import Mean, Metric
+from aligner.telemetry.metrics import Mean, Metric
 from aligner.types import LabeledBatch, LossOutput, TokenOutputs
 
 

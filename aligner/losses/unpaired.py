@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aligner.losses.aggregation import masked, require
-from aligner.metrics import Max, Mean, Metric, merge
+from aligner.telemetry.metrics import Max, Mean, Metric, merge
 from aligner.types import LabeledBatch, LossOutput, TokenOutputs
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from aligner.losses.aggregation import masked, masked_mean, require
-from aligner.metrics import Mean, Metric
+from aligner.telemetry.metrics import Mean, Metric
 from aligner.types import LossOutput, TokenOutputs, ValueBatch
 
 

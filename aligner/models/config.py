@@ -13,15 +13,15 @@ from typing import ClassVar
 
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
-from aligner.models.architecture import NOT_SCALED as NOT_SCALED
-from aligner.models.architecture import OF_EXPERTS as OF_EXPERTS
-from aligner.models.architecture import ROPE_FACTORS as ROPE_FACTORS
-from aligner.models.architecture import Architecture as Architecture
-from aligner.models.architecture import Family as Family
-from aligner.models.kinds import Activation as Activation
-from aligner.models.kinds import Normalization as Normalization
-from aligner.models.kinds import ParallelResidual as ParallelResidual
-from aligner.models.kinds import PositionEmbedding as PositionEmbedding
+from aligner.models.architecture.architecture import NOT_SCALED as NOT_SCALED
+from aligner.models.architecture.architecture import OF_EXPERTS as OF_EXPERTS
+from aligner.models.architecture.architecture import ROPE_FACTORS as ROPE_FACTORS
+from aligner.models.architecture.architecture import Architecture as Architecture
+from aligner.models.architecture.architecture import Family as Family
+from aligner.models.architecture.kinds import Activation as Activation
+from aligner.models.architecture.kinds import Normalization as Normalization
+from aligner.models.architecture.kinds import ParallelResidual as ParallelResidual
+from aligner.models.architecture.kinds import PositionEmbedding as PositionEmbedding
 
 
 class Dtype(str, Enum):
@@ -39,7 +39,7 @@ class Dtype(str, Enum):
 
 
 class Layers(str, Enum):
-    """Whose modules the layers are made of; `auto` is Transformer Engine's where they can be used (`aligner.models.fusions`)."""
+    """Whose modules the layers are made of; `auto` is Transformer Engine's where they can be used (`aligner.models.modules.fusions`)."""
 
     auto = "auto"
     transformer_engine = "transformer_engine"

@@ -11,26 +11,27 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.hub.names import name_of
-from aligner.models import checkpoint, rope
-from aligner.models.build import Transformer, build_language_model, build_scalar_model
-from aligner.models.checkpoint_adapters import weights_digest
+from aligner.models.architecture import rope
+from aligner.models.architecture.kinds import PositionEmbedding
+from aligner.models.checkpoint import checkpoint
+from aligner.models.checkpoint.adapters import weights_digest
+from aligner.models.checkpoint.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
+from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_json
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf, weight_names
-from aligner.models.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
-from aligner.models.fusions import fusions, note_once, say_once
-from aligner.models.guard import Guard, GuardConfig
-from aligner.models.hf_files import CONFIG_FILE, has_weights, read_json
-from aligner.models.kinds import PositionEmbedding
-from aligner.models.lora import initialise_adapters
-from aligner.models.megatron_config import check_divisible, resolve_dtype
-from aligner.models.optimizer import OptimizerConfig
-from aligner.models.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
-from aligner.models.peft import load_peft
-from aligner.models.policy import MegatronPolicy
-from aligner.models.reward import MegatronRewardModel, MegatronValueModel
-from aligner.models.scalar_head import VALUES, ScalarHead, read_head
-from aligner.models.trainable import TrainableModel, Training
-from aligner.models.weights import HFWeights, described
+from aligner.models.modules.build import Transformer, build_language_model, build_scalar_model
+from aligner.models.modules.fusions import fusions, note_once, say_once
+from aligner.models.modules.lora import initialise_adapters
+from aligner.models.modules.megatron_config import check_divisible, resolve_dtype
+from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
+from aligner.models.modules.peft import load_peft
+from aligner.models.modules.scalar_head import VALUES, ScalarHead, read_head
+from aligner.models.training.guard import Guard, GuardConfig
+from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.training.policy import MegatronPolicy
+from aligner.models.training.reward import MegatronRewardModel, MegatronValueModel
+from aligner.models.training.trainable import TrainableModel, Training
+from aligner.models.weights.weights import HFWeights, described
 from aligner.parallel import platform
 from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.exact import check_arithmetic

@@ -34,7 +34,7 @@ from aligner.parallel import platform
 from aligner.parallel.collectives import together
 from aligner.protocols import Critic
 from aligner.rollout.config import AsynchronousConfig
-from aligner.rollout.gate import Gate
+from aligner.rollout.engine.gate import Gate
 from aligner.servers.worker_thread import WorkerThreads
 
 CLOSE_SECONDS = 10.0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import AlignerError, EngineError, RunHalted
-from aligner.models.guard import NonFiniteReward
+from aligner.models.training.guard import NonFiniteReward
 from aligner.online.response_health import episode_metrics, health_metrics, readable
 from aligner.parallel.collectives import gather_objects
 from aligner.protocols import Critic, RewardModel, RolloutEngine

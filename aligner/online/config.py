@@ -13,18 +13,18 @@ from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig
 from aligner.errors import ConfigError
-from aligner.loop import lengths
-from aligner.loop.config import CheckpointConfig, JobRun, check_best_metric, check_layout, check_replicas
 from aligner.loop.loop import LoopConfig
-from aligner.loop.recipe import Recipe, Server, Traits, UsedModel
 from aligner.models.config import Architecture, ModelConfig
-from aligner.models.guard import GuardConfig
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.guard import GuardConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.online.validation import ValidationConfig
 from aligner.planner.workload import Phase, Work
 from aligner.rewards.columns import columns_read
 from aligner.rewards.load import load_reward_function
 from aligner.rollout.config import EngineKind, RolloutConfig, check_engine, check_untrained
+from aligner.run import lengths
+from aligner.run.recipe import Recipe, Server, Traits, UsedModel
+from aligner.run.settings import CheckpointConfig, JobRun, check_best_metric, check_layout, check_replicas
 from aligner.servers.components import ActorConfig, RewardConfig, in_section
 from aligner.servers.config import ClientConfig
 from aligner.types import Prompt
@@ -80,7 +80,7 @@ class OnlineRun(JobRun):
                 )
 
     def start(self, recipe: Recipe) -> int:
-        from aligner.online.job import train  # Megatron-Core comes with it
+        from aligner.jobs.samples import train  # Megatron-Core comes with it
 
         return train(recipe, self)
 

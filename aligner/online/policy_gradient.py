@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.loop.recipe import named, resolve, text_of
 from aligner.losses.advantages import GROUPED, PER_RESPONSE, Estimator
 from aligner.losses.aggregation import Aggregation, masked
 from aligner.losses.correction import CorrectionConfig
 from aligner.losses.kl import KLEstimator
 from aligner.losses.policy import Objective, policy_loss
 from aligner.losses.shaping import Moments, ShapingConfig, Standardize, shape
-from aligner.models.guard import Guard, GuardConfig, NonFinite
+from aligner.models.training.guard import Guard, GuardConfig, NonFinite
 from aligner.online.collect import ScoredRollouts
 from aligner.protocols import Loss
-from aligner.rows import num_rows, select_rows, take_rows
+from aligner.run.recipe import named, resolve, text_of
 from aligner.types import PolicyBatch, RolloutBatch
+from aligner.types.rows import num_rows, select_rows, take_rows
 
 
 @dataclass(kw_only=True, slots=True)

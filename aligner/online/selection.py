@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from aligner.rows import num_rows, take_rows
 from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch
+from aligner.types.rows import num_rows, take_rows
 
 BatchT = TypeVar("BatchT", LabeledBatch, PreferenceBatch, DistillationBatch, PolicyBatch)
 

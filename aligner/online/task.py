@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aligner.data.collate import EpochSampler
 from aligner.data.reading import Mixed
-from aligner.models.guard import GuardConfig
+from aligner.models.training.guard import GuardConfig
 from aligner.online import validation
 from aligner.online.collect import Scorers
 from aligner.online.validation import ValidationConfig

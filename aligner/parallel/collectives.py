@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.metrics import Metric, Metrics, on_host
 from aligner.parallel import platform
-from aligner.rows import upload
+from aligner.telemetry.metrics import Metric, Metrics, on_host
+from aligner.types.rows import upload
 
 T = TypeVar("T")
 

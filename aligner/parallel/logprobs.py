@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.rows import upload
+from aligner.types.rows import upload
 
 ROWS_AT_A_TIME = 64
 COLUMNS_AT_A_TIME = 1024  # of a factor in 16 bits that a CPU converts

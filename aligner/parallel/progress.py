@@ -1,6 +1,6 @@
 """Records what one rank is doing: phase, step, its current collective and the last one it left.
 
-The process's one recorder is made by `aligner.loop.session` and handed to the loop and the server. `aligner.parallel.collective_marks`
+The process's one recorder is made by `aligner.run.session` and handed to the loop and the server. `aligner.parallel.collective_marks`
 marks the collectives, `aligner.parallel.watch` writes the record to the run directory and notices when it stands still.
 """
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from aligner import recording
+from aligner.telemetry import recording
 
 IDLE = "idle"  # the phase of a server that waits for a request
 WAIT_FOR_SERVERS = "wait for servers"

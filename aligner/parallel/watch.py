@@ -4,7 +4,8 @@
     <run>/stacks/<component>.<rank>.<time>.txt      every thread's stack, written at a stall
     <run>/stacks/<component>.report.txt             who held up whom
 
-It also writes the spans of the run's trace that wait (`aligner.recording`): a process that hangs or is killed has left most of them.
+It also writes the spans of the run's trace that wait (`aligner.telemetry.recording`): a process that hangs or is killed has left most of
+them.
 
 The first rank without progress for the configured time asks the others, by a file, to write their stacks too. Then each rank reads all
 health files, reports which ranks hold up the component, and exits with status 1. The ranks may be stuck in a collective, so none is used.
@@ -25,10 +26,10 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from aligner import recording
 from aligner.errors import ConfigError, describe_os_error
 from aligner.parallel.progress import AWAITING, IDLE, Progress, from_json, to_json
 from aligner.parallel.stall import RankState, Verdict, diagnose
+from aligner.telemetry import recording
 
 MIN_ANSWER_SECONDS = 3.0  # how long the others are given to write their stacks, at least
 SPY_SECONDS = 20.0

@@ -61,7 +61,7 @@ def build_chunks(component: Component) -> list[Any]:
 
     Always uses the layers without Transformer Engine, which a planning machine may lack: the parameters are the same.
     """
-    from aligner.models.build import build_language_model, build_scalar_model
+    from aligner.models.modules.build import build_language_model, build_scalar_model
 
     build = build_language_model if component.head == Head.language else build_scalar_model
     model = replace(component.model, layers=Layers.torch, fp8=False)

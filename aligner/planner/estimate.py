@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 from aligner.errors import ConfigError
+from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Dtype
-from aligner.models.divisible import check_divisible, check_together
 from aligner.planner import dry_run, layer_tensors
 from aligner.planner.buffers import Parameter, Replication, StateBytes, frozen_bytes, state_bytes
 from aligner.planner.config import ClusterConfig, Device

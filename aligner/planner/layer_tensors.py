@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 
+from aligner.models.architecture.divisible import torch_layers_reason
 from aligner.models.config import Activation, Dtype, Layers, Normalization, Recompute
-from aligner.models.divisible import torch_layers_reason
 from aligner.planner.dry_run import BlockBytes
 from aligner.planner.workload import Component, Head, padded_vocabulary
 
@@ -27,7 +27,7 @@ _FLOAT32 = 4
 
 
 def uses_transformer_engine(component: Component) -> bool:
-    """Whether a run on GPUs that has Transformer Engine makes the layers of its modules: what `aligner.models.fusions` chooses."""
+    """Whether a run on GPUs that has Transformer Engine makes the layers of its modules: what `aligner.models.modules.fusions` chooses."""
     model, architecture = component.model, component.architecture
     if model.layers is not Layers.auto:
         return model.layers is Layers.transformer_engine
@@ -101,7 +101,8 @@ def _attention(component: Component, tokens: int) -> dict[str, int]:
     a, item = component.architecture, component.dtype_bytes
     here = tokens // component.parallel.cp
     heads, groups = _heads(component)
-    # With shared prompts every run of responses has its own copy of its prompt's keys and values (`aligner.models.attention.all_runs`).
+    # With shared prompts every run of responses has its own copy of its prompt's keys and values
+    # (`aligner.models.modules.attention.all_runs`).
     attended = here * component.work.length // max(1, component.work.response_length) if component.model.share_prompts else here
     found = _between(component, tokens, "first norm")
     if a.qk_norm:

@@ -16,7 +16,7 @@ from aligner.planner.workload import Component
 
 HIDDEN_PASSES, INNER_PASSES = 16, 5  # how often a layer's small kernels read or write a hidden state, or a feed-forward layer's inside
 ROUTED_PASSES = 6  # and a token on its way to an expert and back
-CHUNK = 64  # tokens: `aligner.models.delta_rule`
+CHUNK = 64  # tokens: `aligner.models.modules.delta_rule`
 
 
 def kernels(component: Component, cluster: ClusterConfig) -> Kernels:

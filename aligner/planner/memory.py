@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from aligner.models.weights import MAX_FILE_BYTES
+from aligner.models.weights.weights import MAX_FILE_BYTES
 from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
 from aligner.planner.layer_tensors import copies_in_8_bits
 from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, device_optimizer, host_optimizer, padded_vocabulary
+from aligner.rollout.builtin.graphs import round_rows
 from aligner.rollout.config import PAGE_SIZE, EngineKind, Kernels
-from aligner.rollout.graphs import round_rows
 from aligner.types import route_dtype
 
 _OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transformer Engine exchanges around a layer's four matrix products

@@ -64,8 +64,9 @@ class ReplicaQueue:
     """One replica of an engine with continuous batching: `seats` sequences at a time, whose keys and values share `capacity` tokens.
 
     Requests are seated in the order in which they came. If the cache runs out, the sequence that was seated last loses its seat, and its
-    tokens are computed again when it gets another (as in `aligner.rollout.scheduler`). Between two events the batch stays as it is and its
-    cache grows evenly, so these decode steps are taken at once. With `static` all seats are taken anew when all of a batch have ended.
+    tokens are computed again when it gets another (as in `aligner.rollout.builtin.scheduler`). Between two events the batch stays as it is
+    and its cache grows evenly, so these decode steps are taken at once. With `static` all seats are taken anew when all of a batch have
+    ended.
     """
 
     def __init__(

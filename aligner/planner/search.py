@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from aligner.errors import ConfigError
+from aligner.models.architecture.divisible import uneven_stages
 from aligner.models.config import Recompute
-from aligner.models.divisible import uneven_stages
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run
 from aligner.planner.buffers import Parameter, StateBytes, approximate_state_bytes, frozen_bytes

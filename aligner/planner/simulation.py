@@ -21,7 +21,7 @@ from aligner.planner.memory import Sizes
 from aligner.planner.sampling import ReplicaQueue, shares, turns_of
 from aligner.planner.timing import turn_seconds
 from aligner.planner.workload import Component, Engine, Phase
-from aligner.spans import Span
+from aligner.telemetry.spans import Span
 
 SETTLING = 3  # steps, besides those that rollouts may be ahead, until the steps of an asynchronous run take equally long
 SHOWN_REQUESTS = 400  # of a step, as spans

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from aligner.errors import ConfigError
 from aligner.models.config import ModelConfig, Recompute
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig
 from aligner.planner.estimate import check

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from aligner.models.config import Architecture, ModelConfig
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.buffers import StateBytes
 from aligner.planner.sampling import ResponseLengths
 from aligner.rollout.config import EngineKind, RolloutConfig
-from aligner.rollout.tensorrt_llm_config import CudaGraphs
-from aligner.rollout.tensorrt_llm_contract import graphs_lost
+from aligner.rollout.tensorrt_llm.config import CudaGraphs
+from aligner.rollout.tensorrt_llm.contract import graphs_lost
 
 _HOST_ELEMENT = 16  # bytes of a parameter that the host updates
 GIB = 2**30

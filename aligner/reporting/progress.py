@@ -27,7 +27,7 @@ from rich.text import Text
 from aligner.reporting import formats
 from aligner.reporting.config import LoggingConfig, Progress
 from aligner.reporting.rollout_table import SampleRow, plain_table, rich_table
-from aligner.terminal import Guarded, clean, guard, plain
+from aligner.telemetry.terminal import Guarded, clean, guard, plain
 
 _HISTORY_STEPS = 512
 _TREND_WIDTH = 28

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from aligner.models.guard import OVERFLOWS, SKIPPED, UPDATES
+from aligner.models.training.guard import OVERFLOWS, SKIPPED, UPDATES
 from aligner.reporting.formats import Column, seconds, sparkline
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 

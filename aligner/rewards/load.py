@@ -18,7 +18,7 @@ from typing import Any
 from aligner.errors import AlignerError, ConfigError, UserCodeError
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.rewards.forms import Factory, RewardFunction
-from aligner.user_code import calling
+from aligner.settings.user_code import calling
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -23,14 +23,14 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
-from aligner import recording
 from aligner.errors import AlignerError, ConfigError, UserCodeError
 from aligner.rewards.columns import called, is_trl
 from aligner.rewards.config import OnError, RewardFunctionConfig
 from aligner.rewards.forms import RewardFunction, Sample
 from aligner.rewards.load import build_reward_function, may_pass, raised
+from aligner.settings.user_code import calling
+from aligner.telemetry import recording
 from aligner.types import Rollout, Scores
-from aligner.user_code import calling
 
 EXCERPT_CHARACTERS = 120
 

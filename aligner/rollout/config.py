@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture
-from aligner.rollout.tensorrt_llm_config import TensorRTLLMConfig
+from aligner.rollout.tensorrt_llm.config import TensorRTLLMConfig
 from aligner.types import SamplingConfig
 
 

@@ -17,26 +17,26 @@ from torch import Tensor
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import EngineError
-from aligner.models.build import LanguageModel
 from aligner.models.config import Architecture
 from aligner.models.families import architecture_to_hf
-from aligner.models.offload import HostMemory
-from aligner.models.policy import MegatronPolicy
+from aligner.models.modules.build import LanguageModel
+from aligner.models.training.offload import HostMemory
+from aligner.models.training.policy import MegatronPolicy
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects, together
 from aligner.parallel.transfer import block_group
 from aligner.protocols import FollowUp, Replica
-from aligner.rollout.choice import choose
+from aligner.rollout.builtin.megatron import MegatronEngine
+from aligner.rollout.builtin.refit import MIB
 from aligner.rollout.config import ENGINES, EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine
 from aligner.rollout.engine import ForeignEngine
-from aligner.rollout.episodes import Conversing
-from aligner.rollout.foreign import StreamedEngine, WeightStream
-from aligner.rollout.gate import Gate
-from aligner.rollout.lifecycle import PhasedEngine
-from aligner.rollout.manifest import hf_manifest
-from aligner.rollout.megatron import MegatronEngine
-from aligner.rollout.refit import MIB
-from aligner.rollout.work import WorkSharing
+from aligner.rollout.engine.choice import choose
+from aligner.rollout.engine.episodes import Conversing
+from aligner.rollout.engine.foreign import StreamedEngine, WeightStream
+from aligner.rollout.engine.gate import Gate
+from aligner.rollout.engine.lifecycle import PhasedEngine
+from aligner.rollout.engine.manifest import hf_manifest
+from aligner.rollout.engine.work import WorkSharing
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -140,14 +140,14 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
 def _foreign(config: RolloutConfig, chunk: LanguageModel, directory: Path, sizes: Architecture, *, tp: int, eos_id: int) -> ForeignEngine:
     dtype, length = chunk.config.params_dtype, chunk.max_sequence_length
     if config.engine == EngineKind.tensorrt_llm:
-        from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
+        from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
 
         return TensorRTLLMEngine(config, path=directory, dtype=dtype, eos_id=eos_id, max_sequence_length=length, tp=tp)
     if config.engine != EngineKind.vllm:
         (entry,) = entry_points(group=ENGINES, name=config.engine)
         settings = {"dtype": dtype, "eos_id": eos_id, "max_sequence_length": length, "tp": tp}
         return entry.load()(config, path=directory, architecture=sizes, **settings)
-    from aligner.rollout.vllm import VLLMEngine, VLLMModel
+    from aligner.rollout.vllm.engine import VLLMEngine, VLLMModel
 
     model = VLLMModel(directory=directory, architecture=sizes, dtype=dtype, max_sequence_length=length, eos_id=eos_id)
     return VLLMEngine(model, config, tp=tp)

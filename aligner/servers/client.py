@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from aligner.errors import RequestRejected, ServerError
-from aligner.rows import num_rows, select_rows
 from aligner.servers import wire
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
@@ -28,6 +27,7 @@ from aligner.servers.registry import Registration, current_attempt
 from aligner.servers.reward import padded_tokens
 from aligner.servers.worker_thread import WorkerThreads, combine
 from aligner.types import Rollout, Scores, TokenBatch, ValueBatch
+from aligner.types.rows import num_rows, select_rows
 
 CLOSE_SECONDS = 5.0
 WATCH_SECONDS = 1.0

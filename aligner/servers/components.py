@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 
 from aligner.errors import ConfigError
 from aligner.models.config import ModelConfig
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.rewards.config import NamedRewardConfig, RewardFunctionConfig, check_parts
 from aligner.servers.config import ServerConfig

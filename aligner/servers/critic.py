@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aligner.metrics import Metric, merge, values
 from aligner.protocols import Loss, Trainable
-from aligner.rows import num_rows, select_rows
 from aligner.servers.intake import Operation
 from aligner.servers.ledger import Ledger
 from aligner.servers.payloads import CriticStatus, SaveRequest, StatusRequest, TrainReply, TrainRequest, ValuesRequest
 from aligner.servers.wire import CRITIC_INFER, CRITIC_SAVE, CRITIC_STATUS, CRITIC_TRAIN
+from aligner.telemetry.metrics import Metric, merge, values
 from aligner.types import TokenBatch
+from aligner.types.rows import num_rows, select_rows
 
 
 class ValueModel(Trainable, Protocol):

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from aligner import recording
 from aligner.servers.config import RequestLimits
 from aligner.servers.kserve import AnswerError
 from aligner.servers.wire import Endpoint, Payload, Result
+from aligner.telemetry import recording
 
 Answer = dict[str, np.ndarray]
 

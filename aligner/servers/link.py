@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from aligner import recording
 from aligner.errors import RequestRejected, ServerTimeout, ServerUnreachable
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
 from aligner.servers.kserve import HEADER_LENGTH, decode_error, decode_response, encode_request
 from aligner.servers.registry import POLL_SECONDS, Liveness, Registration, gone_path, registration_path, wait_for_service
 from aligner.servers.wire import Endpoint
+from aligner.telemetry import recording
 
 BUSY, REFUSED = 429, 409
 LOST = (408, 500, 502, 503)  # the server ends, or what it stands before has; whether the operation ran is unknown

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from aligner.servers.intake import Operation
 from aligner.servers.wire import REWARD_MODEL, RewardRequest, RewardTexts
+from aligner.settings.user_code import calling
 from aligner.types import TokenBatch
-from aligner.user_code import calling
 
 TextReward = Callable[[list[str], list[str], list[str | None]], Sequence[float]]  # prompts, responses, answers -> one reward each
 

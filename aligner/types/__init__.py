@@ -1,8 +1,9 @@
 """The typed records that flow between the stages of a run.
 
 One alignment rule holds everywhere: every `[B, S]` tensor describes *token t itself*, and position 0 is 0 (or False). `logprobs[b, t]` is
-log pi(tokens[b, t] | tokens[b, :t]); `values[b, t]` is the value of the state in which token t was chosen. Only `models/forward.py` shifts.
-`loss_mask` is True on response tokens, on the end-of-sequence token that the policy produced, and False on prompt and padding.
+log pi(tokens[b, t] | tokens[b, :t]); `values[b, t]` is the value of the state in which token t was chosen. Only
+`models/training/forward.py` shifts. `loss_mask` is True on response tokens, on the end-of-sequence token that the policy produced, and
+False on prompt and padding.
 """
 
 from __future__ import annotations

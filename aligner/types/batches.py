@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from aligner.metrics import Metrics
+from aligner.telemetry.metrics import Metrics
 
 
 def check_tensors(owner: object, tensors: dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]]) -> None:

@@ -177,8 +177,8 @@ def run_case(case: Case, directory: Path, files: TaskFiles, judge: Judge, option
 def rollouts_of(directory: Path, recipe: str) -> int:
     """How many responses a run sampled for training."""
     from aligner.algorithms.registry import recipes
-    from aligner.config import from_yaml
     from aligner.reporting.jsonl import read_metrics
+    from aligner.settings.compose import from_yaml
 
     config = from_yaml(recipes()[recipe].config, (directory / "config.yaml").read_text())
     rounds = sum(step.values.get("rollout/rounds", 1.0) for step in read_metrics(directory / "metrics.jsonl") if step.step)

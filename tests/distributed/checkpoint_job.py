@@ -58,8 +58,8 @@ def train_step(model, kind: str, step: int) -> dict[str, float]:
 
 
 def make_training():
-    from aligner.models.optimizer import OptimizerConfig
-    from aligner.models.trainable import Training
+    from aligner.models.training.optimizer import OptimizerConfig
+    from aligner.models.training.trainable import Training
 
     # eps is large, so that gradients which are zero but for rounding move nothing.
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=1, eps=1e-3)
@@ -67,14 +67,15 @@ def make_training():
 
 
 def save(folder: Path, model, step: int, *, in_background: bool = False) -> Path:
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     request = checkpoint.SaveRequest(step=step, state={"position": 4 * step})
     return checkpoint.start_save(folder, model.model, request, in_background=in_background).publish(60)
 
 
 def run(spec: Spec, topology, output: Path) -> dict:
-    from aligner.models import checkpoint, create
+    from aligner.models import create
+    from aligner.models.checkpoint import checkpoint
     from aligner.models.config import ModelConfig
     from aligner.parallel.topology import ParallelConfig
 
@@ -95,7 +96,7 @@ def run(spec: Spec, topology, output: Path) -> dict:
 def fail_to_save(model, folder: Path, step: int) -> str:
     """The disk of the last rank is full: what every rank says."""
     from aligner.errors import CheckpointError
-    from aligner.models import async_save
+    from aligner.models.checkpoint import async_save
 
     real = async_save._write_bucket
 
@@ -116,7 +117,7 @@ def fail_to_save(model, folder: Path, step: int) -> str:
 def fail_to_load(model, directory: Path) -> str:
     """Each rank hashes a part of the files; all of them say what one found."""
     from aligner.errors import CheckpointError
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     if dist.get_rank() == 0:
         path = directory.parent / "spoilt" / directory.name

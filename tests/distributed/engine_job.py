@@ -19,8 +19,8 @@ from aligner.parallel import launch
 
 
 def check_collectives() -> None:
-    from aligner.metrics import Distribution, Max, Mean, Min, Sum, values
     from aligner.parallel import collectives
+    from aligner.telemetry.metrics import Distribution, Max, Mean, Min, Sum, values
 
     rank, world, cpu = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
     rows = torch.arange(10).reshape(5, 2)
@@ -57,7 +57,7 @@ def check_two_replicas_share() -> None:
     from aligner.parallel.collectives import all_ranks, gather_objects
     from aligner.protocols import Replica
     from aligner.rollout.engine import GenRequest
-    from aligner.rollout.work import WorkSharing
+    from aligner.rollout.engine.work import WorkSharing
 
     sharing = WorkSharing(Replica(index=dist.get_rank(), count=2), None)
     requests = [GenRequest(index=index, tokens=(index // 2, 7), seed=index) for index in range(32)]
@@ -105,7 +105,7 @@ def check_ranks_of_a_replica_follow() -> None:
     from aligner.parallel.collectives import gather_objects
     from aligner.protocols import Replica
     from aligner.rollout.engine import GenRequest
-    from aligner.rollout.work import Queue, SharedWork, divide
+    from aligner.rollout.engine.work import Queue, SharedWork, divide
 
     class Gone(HashStore):
         def add(self, key: str, amount: int) -> int:
@@ -141,8 +141,8 @@ def raised(kind: type[Exception], action: Callable[[], object]) -> str:
 def load(directory: Path, topology, parallel, *, divisor: int, **fields):
     from aligner.models.config import ModelConfig
     from aligner.models.create import create_policy, read_architecture
-    from aligner.models.optimizer import OptimizerConfig
-    from aligner.models.trainable import Training
+    from aligner.models.training.optimizer import OptimizerConfig
+    from aligner.models.training.trainable import Training
 
     config = ModelConfig(path=str(directory), make_vocab_divisible_by=divisor, **fields)
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
@@ -334,10 +334,10 @@ def data_parallel(directory: Path, topology, parallel, inputs: dict, output: Pat
     """Fewer rows than replicas; errors that only one rank can see reach both."""
     from aligner.errors import AlignerError, CheckpointError, ConfigError
     from aligner.losses.sft import sft_loss
-    from aligner.models import checkpoint
-    from aligner.models.guard import Guard, GuardConfig, NonFinite
-    from aligner.rows import select_rows
+    from aligner.models.checkpoint import checkpoint
+    from aligner.models.training.guard import Guard, GuardConfig, NonFinite
     from aligner.types import LossOutput
+    from aligner.types.rows import select_rows
 
     policy = load(directory, topology, parallel, divisor=8)
     one = select_rows(inputs["batch"], 0, 1)

@@ -24,7 +24,7 @@ ROUTER = {"router_aux_loss_coef": 0.3, "router_z_loss_coef": 0.05, "router_bias_
 
 @contextmanager
 def padding_is_taken_for_tokens():
-    from aligner.models import forward
+    from aligner.models.training import forward
 
     real = forward._padding
     with mock.patch.object(forward, "_padding", lambda part, model: torch.zeros_like(real(part, model))):
@@ -33,8 +33,8 @@ def padding_is_taken_for_tokens():
 
 def step(parallel: dict, settings: dict, topology) -> dict:
     """What one training step reports, its gradients, and the biases behind it."""
-    from aligner.models.optimizer import OptimizerConfig
-    from aligner.models.weights import export_hf
+    from aligner.models.training.optimizer import OptimizerConfig
+    from aligner.models.weights.weights import export_hf
 
     spec = Spec(parallel=parallel, model=ROUTER | settings, experts=True, biases=True, num_layers=4)
     optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, distributed=False, clip_grad=0.0, eps=1e-4)

@@ -18,7 +18,7 @@ VOCAB = 61
 
 
 def exported(chunks) -> dict[str, torch.Tensor]:
-    from aligner.models.weights import export_hf
+    from aligner.models.weights.weights import export_hf
 
     return {name: tensor.clone() for name, tensor in export_hf(chunks)}
 
@@ -38,7 +38,7 @@ def responses(policy, tokens: torch.Tensor, tp: int) -> dict[int, tuple]:
 
 def check_checkpoint(folder: Path, policy) -> None:
     """What is saved comes back into a model whose weights were something else."""
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     before = exported(policy.chunks)
     request = checkpoint.SaveRequest(step=1, state={})
@@ -55,7 +55,7 @@ def run(name: str, folder: Path, settings: dict, parallel, topology) -> dict:
     from aligner.losses.sft import sft_loss
     from aligner.models.config import Dtype, ModelConfig, Recompute
     from aligner.models.create import create_policy, read_architecture, training
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training.optimizer import OptimizerConfig
     from aligner.types import LabeledBatch
 
     own = settings | {"recompute": Recompute(settings.get("recompute", "none"))}

@@ -18,7 +18,7 @@ def main() -> None:
 
     from aligner.models.config import Dtype, ModelConfig
     from aligner.models.families import architecture_from_hf
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training.optimizer import OptimizerConfig
     from aligner.parallel.topology import ParallelConfig
     from aligner.planner import dry_run
     from aligner.planner.config import Device

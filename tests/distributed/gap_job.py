@@ -43,10 +43,10 @@ def main() -> None:
     folder = Path(sys.argv[1])
     launch.initialize("gloo", timeout_seconds=60, fingerprint="gap", collective_timeout_seconds=60)
     from aligner.algorithms.grpo import TrainGRPO
-    from aligner.config import compose
-    from aligner.jobs import gap
+    from aligner.commands import gap
     from aligner.parallel.mcore import parallel_state
     from aligner.parallel.topology import initialize
+    from aligner.settings.compose import compose
 
     create = gap.create_engine
 

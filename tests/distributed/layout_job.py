@@ -107,7 +107,7 @@ def make_architecture(kind: str, experts: bool, num_layers: int, biases: bool = 
 def make_model(kind: str, spec: Spec, topology, optimizer):
     from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Recompute
     from aligner.models.create import create_policy, create_reward_model, create_value_model, training
-    from aligner.models.scalar_head import Pooling, ScalarHead
+    from aligner.models.modules.scalar_head import Pooling, ScalarHead
     from aligner.parallel.topology import ParallelConfig
 
     parallel = ParallelConfig(**spec.parallel)
@@ -134,7 +134,7 @@ def write_adapter(spec: Spec) -> None:
     from safetensors.torch import save_file
 
     from aligner.models.config import LoraConfig, LoraTarget
-    from aligner.models.peft import CONFIG_FILE, WEIGHTS_FILE, peft_config, projections
+    from aligner.models.modules.peft import CONFIG_FILE, WEIGHTS_FILE, peft_config, projections
 
     architecture = make_architecture("dpo", spec.experts, spec.num_layers)
     lora = LoraConfig(**(spec.lora | {"targets": [LoraTarget(target) for target in spec.lora["targets"]]}))
@@ -239,8 +239,8 @@ def preferences() -> list:
 
 def gradients(chunks) -> dict[str, torch.Tensor]:
     """Full gradients by Hugging Face's, or PEFT's, name: the gradient buffers put in the weights' place and exported."""
-    from aligner.models.peft import export_adapters
-    from aligner.models.weights import export_hf
+    from aligner.models.modules.peft import export_adapters
+    from aligner.models.weights.weights import export_hf
 
     parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
     weights = [p.data for p in parameters]
@@ -260,8 +260,8 @@ def teacher_and_student(model, batch) -> torch.Tensor:
 
 
 def train(kind: str, spec: Spec, topology) -> dict:
-    from aligner.models.optimizer import OptimizerConfig
-    from aligner.models.weights import export_hf
+    from aligner.models.training.optimizer import OptimizerConfig
+    from aligner.models.weights.weights import export_hf
 
     optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, distributed=spec.distributed_optimizer, clip_grad=0.5, eps=1e-4)
     model = make_model(kind, spec, topology, optimizer)

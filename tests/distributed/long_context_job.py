@@ -63,7 +63,7 @@ def peak(into: dict[str, int], name: str) -> Iterator[None]:
 def configs(spec: Spec):
     """(model, architecture, layout, optimizer) of the run."""
     from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training.optimizer import OptimizerConfig
     from aligner.parallel.topology import ParallelConfig
 
     settings = spec.model | ({"recompute": Recompute(spec.model["recompute"])} if "recompute" in spec.model else {})

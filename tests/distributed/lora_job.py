@@ -40,7 +40,7 @@ def spec_of(name: str, adapters: Path, **lora) -> Spec:
 
 def start(kind: str, spec: Spec, topology):
     """A model of which every update counts: of a gradient that is only rounding Adam would make another step in every layout."""
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training.optimizer import OptimizerConfig
 
     optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, clip_grad=0.5, eps=1e-4)
     return make_model(kind, spec, topology, optimizer)
@@ -56,7 +56,7 @@ def step(kind: str, model) -> dict[str, float]:
 
 def end(kind: str, model) -> dict:
     """The second step, and what it leaves."""
-    from aligner.models.weights import export_hf
+    from aligner.models.weights.weights import export_hf
 
     metrics = step(kind, model)
     merged = {name: tensor.clone() for name, tensor in export_hf(model.model.chunks)}
@@ -65,7 +65,7 @@ def end(kind: str, model) -> dict:
 
 def train(kind: str, spec: Spec, topology, saved: Path | None = None) -> dict:
     """Two steps; a checkpoint of the first one goes to `saved`."""
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     model = start(kind, spec, topology)
     found = {"outputs": outputs_of(kind, model), "metrics": step(kind, model), "gradients": gradients(model.model.chunks)}
@@ -76,7 +76,7 @@ def train(kind: str, spec: Spec, topology, saved: Path | None = None) -> dict:
 
 def go_on(kind: str, spec: Spec, topology, saved: Path) -> dict:
     """The second step from another layout's checkpoint."""
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     model = start(kind, spec, topology)
     assert checkpoint.load(model.model, checkpoint.resolve(saved)) == {"at": 1}
@@ -85,7 +85,7 @@ def go_on(kind: str, spec: Spec, topology, saved: Path) -> dict:
 
 def new(spec: Spec, topology) -> dict[str, torch.Tensor]:
     """The adapters that training starts from where none are given, whole."""
-    from aligner.models.peft import export_adapters
+    from aligner.models.modules.peft import export_adapters
 
     return {name: tensor.clone() for name, tensor in export_adapters(start("dpo", spec, topology).model.chunks)}
 
@@ -93,7 +93,7 @@ def new(spec: Spec, topology) -> dict[str, torch.Tensor]:
 @contextmanager
 def noting_drops(found: list):
     """Note of each adapter's inputs whether the tensor-parallel ranks drop the same numbers, and whether they are to."""
-    from aligner.models.lora import Adapter
+    from aligner.models.modules.lora import Adapter
 
     real = Adapter._dropped
 
@@ -116,7 +116,7 @@ def noting_drops(found: list):
 def drop(spec: Spec, topology, saved: Path | None) -> tuple[list[tuple[bool, bool, float]], bool | None]:
     """(of every adapter's input in one step: whether the ranks have the same one, whether they drop the same of it, which part; whether
     a run that is resumed behind that step from `saved` drops what one does that was not interrupted)."""
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     found: list = []
     model = start("dpo", spec, topology)

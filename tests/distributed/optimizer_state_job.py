@@ -70,8 +70,8 @@ def force_buckets(size: int) -> None:
 def make_model(spec: Spec, topology):
     from aligner.models import create
     from aligner.models.config import Architecture, Dtype, Family, LoraConfig, LoraTarget, ModelConfig, Recompute
-    from aligner.models.optimizer import OptimizerConfig
-    from aligner.models.trainable import Training
+    from aligner.models.training.optimizer import OptimizerConfig
+    from aligner.models.training.trainable import Training
     from aligner.parallel.topology import ParallelConfig
 
     sizes = {"family": Family(spec.architecture.get("family", "llama"))}
@@ -149,7 +149,7 @@ def local_part(shard, whole: torch.Tensor) -> torch.Tensor:
 
 def differing(model, directory: Path) -> dict[str, int]:
     """How many elements of the optimizer's state in memory are not those in the checkpoint, by kind and parameter, over all ranks."""
-    from aligner.models.checkpoint import sharded_state
+    from aligner.models.checkpoint.checkpoint import sharded_state
     from aligner.parallel.mcore import dist_checkpointing
 
     with warnings.catch_warnings():
@@ -181,7 +181,7 @@ def differing(model, directory: Path) -> dict[str, int]:
 
 
 def run(spec: Spec, topology, output: Path) -> dict:
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     model = make_model(spec, topology)
     if spec.source:

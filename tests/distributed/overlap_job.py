@@ -71,8 +71,8 @@ def values(batch: dict, model, *, is_policy: bool) -> Tensor:
 
 def trace(model, spec: Spec, output: Path) -> list:
     """Metrics of eight steps, and what is read of the weights between them."""
-    from aligner.models import checkpoint
-    from aligner.models.policy import ReferencePolicy
+    from aligner.models.checkpoint import checkpoint
+    from aligner.models.training.policy import ReferencePolicy
 
     is_policy = spec.kind == "policy"
     # One row: a replica has none, and issues no collective of its own.

@@ -18,7 +18,7 @@ LENGTH, RESPONSE, VOCABULARY = 128, 127, 250
 
 def component(spec: dict):
     from aligner.models.config import Architecture, Dtype, Family, LoraConfig, ModelConfig, Recompute
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training.optimizer import OptimizerConfig
     from aligner.parallel.topology import ParallelConfig
     from aligner.planner.workload import Component, Head, Phase, Work
 

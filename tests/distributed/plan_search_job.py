@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from aligner import cli
-from aligner.jobs.plan_search import Request, _Search
+from aligner.commands.plan.search import Request, _Search
 
 SMALL = [f"model.architecture.{size}" for size in ("num_layers=4", "hidden_size=512", "vocab_size=8000", "max_position_embeddings=512")]
 TYPED = [

@@ -9,8 +9,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from aligner.jobs.preflight import clock, command, ranks
-from aligner.jobs.preflight.command import Options, preflight
+from aligner.commands.preflight import clock, command, ranks
+from aligner.commands.preflight.command import Options, preflight
 
 MODE, FOLDER, RANK = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
 ITEMS = {

@@ -21,8 +21,8 @@ BUCKET_BYTES = 3000  # many buckets, and matrices that are cut over several
 def make_policy(directory: Path, topology, parallel):
     from aligner.models.config import ModelConfig
     from aligner.models.create import create_policy, read_architecture
-    from aligner.models.optimizer import OptimizerConfig
-    from aligner.models.trainable import Training
+    from aligner.models.training.optimizer import OptimizerConfig
+    from aligner.models.training.trainable import Training
 
     config = ModelConfig(path=str(directory), make_vocab_divisible_by=8)
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
@@ -31,7 +31,7 @@ def make_policy(directory: Path, topology, parallel):
 
 
 def make_engine(policy, tp: int, *, offload: bool = False):
-    from aligner.rollout import megatron
+    from aligner.rollout.builtin import megatron
     from aligner.rollout.config import RolloutConfig, RoutingReplay, VerifyRefit
     from aligner.rollout.create import create_engine
     from aligner.types import SamplingConfig
@@ -111,7 +111,7 @@ def error_of(action) -> str:
 
 def check_faults(policy, inputs: dict) -> None:
     """What is wrong on rank 1 alone is raised on both ranks, neither generates, and the next refit mends it. Two ranks, rollout.tp=2."""
-    from aligner.rollout import refit
+    from aligner.rollout.builtin import refit
 
     engine, rank = make_engine(policy, 2), dist.get_rank()
     engine.refit(1)
@@ -145,10 +145,10 @@ def check_stream(policy) -> None:
 
     from aligner.parallel.collectives import gather_objects
     from aligner.protocols import Replica
-    from aligner.rollout.foreign import StreamedEngine, WeightStream
-    from aligner.rollout.lifecycle import PhasedEngine
-    from aligner.rollout.manifest import hf_manifest
-    from aligner.rollout.work import WorkSharing
+    from aligner.rollout.engine.foreign import StreamedEngine, WeightStream
+    from aligner.rollout.engine.lifecycle import PhasedEngine
+    from aligner.rollout.engine.manifest import hf_manifest
+    from aligner.rollout.engine.work import WorkSharing
     from aligner.types import Prompt, SamplingConfig
 
     rank, foreign, prompts = dist.get_rank(), FakeForeign(), [Prompt(id=i, tokens=(3,), source="") for i in range(6)]

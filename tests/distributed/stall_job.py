@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from aligner.loop.config import RunConfig
 from aligner.loop.loop import Clock
-from aligner.loop.session import Session, open_session
 from aligner.parallel.topology import ParallelConfig
+from aligner.run.session import Session, open_session
+from aligner.run.settings import RunConfig
 
 STALL_SECONDS = 3.0  # a loaded machine may take a second for one collective
 

@@ -25,13 +25,13 @@ def main(directory: Path, scratch: Path) -> None:
     from aligner.errors import EngineError
     from aligner.models.config import ModelConfig
     from aligner.models.create import create_policy, read_architecture
-    from aligner.models.trainable import Training
+    from aligner.models.training.trainable import Training
     from aligner.parallel import topology
     from aligner.parallel.collectives import gather_objects
     from aligner.parallel.topology import ParallelConfig
-    from aligner.rollout import tensorrt_llm
     from aligner.rollout.config import EngineKind, RolloutConfig
     from aligner.rollout.create import create_engine
+    from aligner.rollout.tensorrt_llm import engine as tensorrt_llm
     from aligner.types import Prompt, SamplingConfig
 
     launch.initialize("gloo", timeout_seconds=60, fingerprint="tensorrt_llm", collective_timeout_seconds=60)

@@ -97,7 +97,7 @@ def assert_same(got: Path, expected: Path, *, atol: float) -> None:
 
 def assert_continues(output: Path, result: dict, source: Path, step: int, uninterrupted: tuple[Path, list[dict[str, float]]]) -> None:
     """Loading changed nothing, and the next step is that of the uninterrupted run."""
-    from aligner.models.checkpoint import step_directory
+    from aligner.models.checkpoint.checkpoint import step_directory
 
     folder, metrics = uninterrupted
     assert result["state"] == {"position": 4 * step} and result["version"] == step

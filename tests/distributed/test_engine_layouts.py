@@ -33,9 +33,9 @@ def inputs() -> dict:
 @pytest.fixture(scope="module")
 def directory(topology, tmp_path_factory) -> Path:
     """A random model with order-one logits, as a Hugging Face directory."""
-    from aligner.models.build import LanguageModel
     from aligner.models.config import Architecture, Family, ModelConfig
-    from aligner.models.weights import save_hf
+    from aligner.models.modules.build import LanguageModel
+    from aligner.models.weights.weights import save_hf
     from aligner.parallel.topology import ParallelConfig
 
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
@@ -56,8 +56,8 @@ def make_policy(directory, topology):
     """`make_policy(batch_invariant=...)`: in this one process."""
     from aligner.models.config import ModelConfig
     from aligner.models.create import create_policy, read_architecture
-    from aligner.models.optimizer import OptimizerConfig
-    from aligner.models.trainable import Training
+    from aligner.models.training.optimizer import OptimizerConfig
+    from aligner.models.training.trainable import Training
     from aligner.parallel.topology import ParallelConfig
 
     def make(**fields):

@@ -78,7 +78,7 @@ def test_one_error_of_all_that_torchrun_started(clean_environment, only_rank, tm
     job = tmp_path / "job.py"
     refuse = "raise ConfigError('optimizer.lr=-1.0: no')"
     job.write_text(
-        "import os, time\nfrom dataclasses import dataclass\nfrom aligner.config.program import entrypoint\n"
+        "import os, time\nfrom dataclasses import dataclass\nfrom aligner.run.program import entrypoint\n"
         "from aligner.errors import ConfigError\n@dataclass\nclass Settings:\n    a: int = 1\n"
         f"def main(config):\n    if {only_rank!r} in ('', os.environ['RANK']):\n        {refuse}\n    time.sleep(60)\n"
         f"from pathlib import Path\nentrypoint(Settings, 'job', [Path({str(tmp_path)!r})])(main)()\n"

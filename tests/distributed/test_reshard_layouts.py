@@ -58,9 +58,9 @@ def architectures() -> dict:
 @pytest.fixture(scope="module")
 def folder(topology, tmp_path_factory) -> Path:
     """Random models with order-one logits, as Hugging Face directories."""
-    from aligner.models.build import build_language_model
     from aligner.models.config import ModelConfig
-    from aligner.models.weights import save_hf
+    from aligner.models.modules.build import build_language_model
+    from aligner.models.weights.weights import save_hf
     from aligner.parallel.topology import ParallelConfig
 
     path = tmp_path_factory.mktemp("models")

@@ -13,8 +13,8 @@ from aligner.models.config import Architecture, Family
 from aligner.models.families import architecture_to_hf
 from aligner.rollout.config import RolloutConfig, VLLMConfig
 from aligner.rollout.engine import GenRequest, ListedWork
-from aligner.rollout.manifest import hf_manifest
-from aligner.rollout.vllm import VLLMEngine, VLLMModel
+from aligner.rollout.engine.manifest import hf_manifest
+from aligner.rollout.vllm.engine import VLLMEngine, VLLMModel
 from aligner.types import SamplingConfig
 
 # Heads of 32 dimensions, as vLLM's kernels want; a tied output layer, whose rows are split too.

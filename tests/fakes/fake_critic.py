@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from aligner.errors import RequestRejected, ServerTimeout, ServerUnreachable
-from aligner.metrics import Mean, Metric
 from aligner.protocols import Loss
 from aligner.servers import wire
 from aligner.servers.config import RequestLimits
@@ -23,6 +22,7 @@ from aligner.servers.ledger import Ledger, Refused
 from aligner.servers.link import RequestRefused, Server
 from aligner.servers.payloads import SaveRequest
 from aligner.servers.registry import Registration, ServiceState, make_registration
+from aligner.telemetry.metrics import Mean, Metric
 from aligner.types import TokenBatch, ValueBatch
 
 PRIME = 1_000_003

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from aligner.rollout.attention import DecodeBatch, PagedKV, PrefillChunk
+from aligner.rollout.builtin.attention import DecodeBatch, PagedKV, PrefillChunk
 
 _PRIME = 1_000_003
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenResult, Memory, WeightForm, Work
-from aligner.rollout.manifest import Manifest
+from aligner.rollout.engine.manifest import Manifest
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 

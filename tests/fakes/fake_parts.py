@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.metrics import Metric, Sum
 from aligner.protocols import Loss, Replica
+from aligner.telemetry.metrics import Metric, Sum
 from aligner.types import FinishReason, MaskedBatch, PolicyBatch, Prompt, Rollout, Scores, TokenBatch, ValueBatch
 
 EOS = 0

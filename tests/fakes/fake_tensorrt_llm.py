@@ -25,11 +25,11 @@ import fake_tensorrt_llm_executor as parts
 from fake_tensorrt_llm_binding import Fields
 from fake_tensorrt_llm_model import Misuse
 
-from aligner.rollout.tensorrt_llm_contract import Contract, load
+from aligner.rollout.tensorrt_llm.contract import Contract, load
 
 OTHER_PROCESS = """import sys
 sys.path.insert(0, {folder!r})
-from aligner.rollout.tensorrt_llm_contract import load
+from aligner.rollout.tensorrt_llm.contract import load
 from fake_tensorrt_llm import modules
 sys.modules.update(modules(load({version!r})))
 """
@@ -39,7 +39,7 @@ class InThread:
     """The engine's process as a thread of this one, so that a test sees into the stand-in: has what is used of Popen."""
 
     def __init__(self, home: Path, environment: Mapping[str, str]) -> None:
-        from aligner.rollout import tensorrt_llm_worker
+        from aligner.rollout.tensorrt_llm import worker as tensorrt_llm_worker
 
         self.given = dict(environment)
         self._status: list[int] = []
@@ -268,9 +268,9 @@ def installed(version: str, folder: Path, *, in_thread: bool = True) -> Iterator
     try:
         with ExitStack() as stack:
             if in_thread:
-                stack.enter_context(patch("aligner.rollout.tensorrt_llm.start_process", InThread))
+                stack.enter_context(patch("aligner.rollout.tensorrt_llm.engine.start_process", InThread))
                 # For good: an engine that a test leaves behind is collected later, and its threads would then end this process.
-                importlib.import_module("aligner.rollout.tensorrt_llm_worker").abandoned = lambda: None
+                importlib.import_module("aligner.rollout.tensorrt_llm.worker").abandoned = lambda: None
             yield made["tensorrt_llm"].world
     finally:
         made["tensorrt_llm"].world.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from aligner.rollout.tensorrt_llm_contract import Contract, Symbol
+from aligner.rollout.tensorrt_llm.contract import Contract, Symbol
 
 
 def bound(symbol: Symbol, what: str, contract: Contract, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

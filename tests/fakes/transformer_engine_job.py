@@ -28,7 +28,7 @@ OPTIONS = ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion", "gradi
 
 def main(folder: str, wanted: list[tuple[str, list[str]]]) -> None:
     package = install(Path(folder))
-    from aligner.jobs.plan import components, load
+    from aligner.commands.plan.command import components, load
     from aligner.parallel import mcore
     from aligner.planner.dry_run import fake_world
 
@@ -52,8 +52,8 @@ def eight_bits(folder: str, wanted: list[tuple[list[int], str, dict[str, Any], d
     package = install(Path(folder))
     from aligner.errors import ConfigError
     from aligner.models.config import Architecture, Fp8Recipe, ModelConfig
-    from aligner.models.eight_bits import token_multiple
-    from aligner.models.megatron_config import transformer_config
+    from aligner.models.modules.eight_bits import token_multiple
+    from aligner.models.modules.megatron_config import transformer_config
     from aligner.parallel import mcore
     from aligner.parallel.topology import ParallelConfig
 
@@ -110,8 +110,8 @@ def buffers_asked_for() -> Iterator[None]:
 
 def compared(component: Any) -> dict[str, Any]:
     """Of one pipeline stage: where the parameters differ, what Megatron-Core was asked for, and how many modules are whose."""
-    from aligner.models.build import build_language_model, build_scalar_model
     from aligner.models.config import Layers
+    from aligner.models.modules.build import build_language_model, build_scalar_model
     from aligner.planner.workload import Head
 
     build = build_language_model if component.head == Head.language else build_scalar_model
@@ -152,7 +152,7 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[list[Any]]:
 
 def in_checkpoint(chunk: Any) -> dict[str, Any]:
     """Every weight's place in a distributed checkpoint, by the key there and the offset in the whole tensor; not adapters'."""
-    from aligner.models.checkpoint_adapters import whole_state
+    from aligner.models.checkpoint.adapters import whole_state
     from aligner.parallel.mcore import ShardedTensorFactory, sharded_leaves
 
     found = {}

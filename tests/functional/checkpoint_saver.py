@@ -28,8 +28,8 @@ def say(text: str) -> None:
 def make_policy(topology):
     from aligner.models.config import Architecture, ModelConfig
     from aligner.models.create import create_policy
-    from aligner.models.optimizer import OptimizerConfig
-    from aligner.models.trainable import Training
+    from aligner.models.training.optimizer import OptimizerConfig
+    from aligner.models.training.trainable import Training
     from aligner.parallel.topology import ParallelConfig
 
     sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "ffn_hidden_size": 16}
@@ -68,11 +68,11 @@ def must_be(model, step: int) -> None:
 def save_for_ever(directory: Path, mode: str) -> None:
     from aligner.cluster.run_directory import RunDirectory
     from aligner.loop.checkpointing import POLICY, RunCheckpointer
-    from aligner.loop.config import CheckpointConfig
-    from aligner.loop.session import Session
     from aligner.losses.sft import sft_loss
     from aligner.parallel import launch
     from aligner.parallel.topology import ParallelConfig, initialize
+    from aligner.run.session import Session
+    from aligner.run.settings import CheckpointConfig
     from aligner.types import LabeledBatch
 
     launch.initialize("gloo", timeout_seconds=60, fingerprint="saver", environ={"ALIGNER_LAUNCH": "single"})

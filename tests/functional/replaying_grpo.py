@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aligner.algorithms.registry import program
-from aligner.rollout.lifecycle import PhasedEngine
+from aligner.rollout.engine.lifecycle import PhasedEngine
 from aligner.types import FinishReason, Prompt, Rollout, SamplingConfig
 
 EOS = 2

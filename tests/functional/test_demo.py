@@ -14,8 +14,8 @@ import pytest
 from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.reward_model import TrainRewardModel
 from aligner.algorithms.sft import TrainSFT
-from aligner.config import compose
 from aligner.errors import ConfigError
+from aligner.settings.compose import compose
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo"

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from resumed_runs import kill_after, kill_when, optimizer_and_weights, same_tensors, weights
 from training_jobs import Job, launcher, run_job, script, series, steps_of, tiny_settings, without_times, write_task
 
-from aligner.models.checkpoint_files import WRITING
+from aligner.models.checkpoint.files import WRITING
 
 pytestmark = pytest.mark.timeout(600)
 TEACH, LEARN = script("write_teacher_logprobs.py"), script("distill.py")

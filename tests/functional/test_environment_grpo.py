@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from training_jobs import grpo_settings, metrics_of, run_job, script, series, write_task
 
-from aligner.recording import read_spans
+from aligner.telemetry.recording import read_spans
 
 pytestmark = pytest.mark.timeout(300)
 

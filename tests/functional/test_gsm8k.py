@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from training_jobs import ROOT, run_job, script
 
 from aligner.algorithms.grpo import TrainGRPO
-from aligner.config import compose
 from aligner.errors import DataError
 from aligner.reporting.jsonl import read_metrics
+from aligner.settings.compose import compose
 
 pytestmark = pytest.mark.timeout(600)
 

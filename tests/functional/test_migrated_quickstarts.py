@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from training_jobs import run_job, series
 
-from aligner.jobs.migrate.command import Options, migrate
+from aligner.commands.migrate.command import Options, migrate
 
 pytestmark = [pytest.mark.shared, pytest.mark.timeout(600)]
 LONG = pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="four more runs: ALIGNER_LONG_TESTS=1 runs them")

@@ -30,9 +30,9 @@ from training_jobs import (
 )
 
 from aligner import cli
-from aligner.jobs.trace import step_of
-from aligner.recording import read_spans
-from aligner.spans import Span
+from aligner.commands.trace import step_of
+from aligner.telemetry.recording import read_spans
+from aligner.telemetry.spans import Span
 
 pytestmark = pytest.mark.timeout(600)
 NUM_STEPS = 40

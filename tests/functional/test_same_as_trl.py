@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from training_jobs import ROOT, run_job, script, series
 
-from aligner.jobs.migrate.command import Options, migrate
+from aligner.commands.migrate.command import Options, migrate
 
 TRL = Path(os.environ.get("TRL_PYTHON", ROOT / ".venv-trl" / "bin" / "python"))
 pytestmark = [

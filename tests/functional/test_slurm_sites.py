@@ -94,7 +94,7 @@ def test_what_a_search_writes_is_taken(slurm: SlurmCluster, tmp_path: Path) -> N
     """The config and script of a job of 256 GPUs, by `aligner plan --search --write`: servers on the nodes of the actor."""
     settings = {name: "256" for name in ("num_processes", "critic.num_processes", "reward.num_processes")} | {"placement": "colocated"}
     code = (
-        "import sys; from pathlib import Path; from types import SimpleNamespace as N; from aligner.jobs.plan_search import write\n"
+        "import sys; from pathlib import Path; from types import SimpleNamespace as N; from aligner.commands.plan.search import write\n"
         "job = N(components=[N(component=N(optimizer=None))])\n"
         f"write(Path(sys.argv[1]), 'ppo_70b', [], N(gpus=256, seconds=1.0, settings={settings!r}, job=job), steps=0)"
     )

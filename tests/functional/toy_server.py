@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from aligner.metrics import Mean, Metric, Sum
 from aligner.protocols import Loss
 from aligner.servers.config import RequestLimits, ServerConfig, Transport
 from aligner.servers.critic import CriticService
 from aligner.servers.ledger import Ledger
 from aligner.servers.reward import FunctionRewardService
 from aligner.servers.server import serve
+from aligner.telemetry.metrics import Mean, Metric, Sum
 from aligner.types import LossOutput, TokenBatch, TokenOutputs, ValueBatch
 
 RUN = "toy"

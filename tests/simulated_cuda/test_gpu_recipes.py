@@ -13,7 +13,7 @@ from simulated_cuda import gpu_cases
 
 pytestmark = pytest.mark.gpu
 # Objects that ranks show each other, and buffers of experts.
-AT_THE_START = ("aligner/parallel/collectives.py", "aligner/models/trainable.py")
+AT_THE_START = ("aligner/parallel/collectives.py", "aligner/models/training/trainable.py")
 # Megatron-Core 0.19's answer, kept, to whether a parameter has a gradient norm of its own.
 ONCE = "megatron/core/optimizer/optimizer.py:315 <"
 SUPERVISED = [name for name, case in gpu_cases.CASES.items() if case.of in ("sft", "reward_model", "dpo", "kto")]

@@ -29,7 +29,7 @@ def load_policy(topology) -> Callable[..., Any]:
     """`load_policy(path, optimizer=None, config=ModelConfig fields, training=Training fields)`: `create_policy`, from a directory."""
     from aligner.models.config import Dtype, ModelConfig
     from aligner.models.create import create_policy, read_architecture
-    from aligner.models.trainable import Training
+    from aligner.models.training.trainable import Training
     from aligner.parallel.topology import ParallelConfig
 
     def load(path: Path, *, optimizer: Any = None, config: dict[str, Any] | None = None, training: dict[str, Any] | None = None) -> Any:
@@ -46,12 +46,12 @@ def make_model(topology) -> Callable[..., Any]:
 
     kind: "policy", "value" or "reward" (with its `head`); others are fields of `Architecture`, `ModelConfig` and `Training`.
     """
-    from aligner.models.build import LanguageModel, ScalarModel
     from aligner.models.config import Architecture, Dtype, Family, ModelConfig
-    from aligner.models.policy import MegatronPolicy
-    from aligner.models.reward import MegatronRewardModel, MegatronValueModel
-    from aligner.models.scalar_head import VALUES, ScalarHead
-    from aligner.models.trainable import TrainableModel, Training
+    from aligner.models.modules.build import LanguageModel, ScalarModel
+    from aligner.models.modules.scalar_head import VALUES, ScalarHead
+    from aligner.models.training.policy import MegatronPolicy
+    from aligner.models.training.reward import MegatronRewardModel, MegatronValueModel
+    from aligner.models.training.trainable import TrainableModel, Training
     from aligner.parallel.topology import ParallelConfig
 
     def make(kind: str, *, optimizer: Any = None, seed: int = 0, architecture=None, config=None, training=None, head=None) -> Any:

@@ -15,16 +15,16 @@ from markdown_it import MarkdownIt
 
 from aligner import cli
 from aligner.algorithms.registry import composed, parse, recipes
+from aligner.commands.plan.command import plan_job
 from aligner.errors import ConfigError
 from aligner.files import configs, recipe_folders
-from aligner.jobs.plan import plan_job
 from aligner.losses.advantages import Estimator
 from aligner.losses.policy import Objective
 from aligner.losses.preference import DPOVariant
 from aligner.planner.report import JobPlan, gib, seconds
-from aligner.presets import groups_in
 from aligner.rollout.config import EngineKind
-from aligner.schema import SchemaKey, is_known, named_as, schema_keys
+from aligner.settings.presets import groups_in
+from aligner.settings.schema import SchemaKey, is_known, named_as, schema_keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -48,10 +48,10 @@ OTHERS = {
     "docs/python.md": r"model\.generate",
     "aligner/data/templates.py": r"loop\..+",
     "aligner/data/tokenizer.py": r"model\.vocab_size",
-    "aligner/jobs/migrate/": r"(algorithm|data|model)\.\w+(\.\w+)?",
-    "aligner/models/checkpoint_optimizer.py": r"optimizer\.state",  # of Megatron-Core's files
+    "aligner/commands/migrate/": r"(algorithm|data|model)\.\w+(\.\w+)?",
+    "aligner/models/checkpoint/optimizer.py": r"optimizer\.state",  # of Megatron-Core's files
     "aligner/models/families/": r"model\.(decoder|embed_tokens|norm)\..+|model\.decoder",
-    "aligner/models/foreign/": r"model\.module",
+    "aligner/models/checkpoint/foreign/": r"model\.module",
     "aligner/parallel/cpu_platform.py": r"optimizer\.\w+",
 }
 OPEN = {"algorithm.advantage_estimator": Estimator, "algorithm.objective": Objective, "algorithm.loss": DPOVariant}

@@ -33,8 +33,8 @@ from aligner.algorithms.sft import TrainSFT
 from aligner.algorithms.spin import TrainSPIN
 from aligner.algorithms.steerlm2 import TrainSteerLM2
 from aligner.algorithms.teacher_logprobs import WriteTeacherLogprobs
-from aligner.config import from_yaml
 from aligner.files import conf_directory
+from aligner.settings.compose import from_yaml
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "examples" / "nlp").glob("*.py"), key=lambda path: path.name)
 SCHEMAS = {
@@ -180,7 +180,7 @@ def test_a_conversion_has_one_source_and_one_target(arguments: list[str], capsys
 
 def test_source_and_target_stand_in_any_order(tmp_path: Path, monkeypatch) -> None:
     seen = []
-    monkeypatch.setattr("aligner.jobs.convert.hf_to_megatron", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr("aligner.commands.convert.hf_to_megatron", lambda *arguments: seen.append(arguments))
     assert cli.main(["convert", "--to-megatron", str(tmp_path / "to"), "--tp", "2", "--from-hf", str(tmp_path)]) == 0
     assert seen[0][:2] == (tmp_path, tmp_path / "to") and (seen[0][2].tp, seen[0][2].pp) == (2, 1)
 
@@ -189,7 +189,7 @@ def test_ctrl_c_reaches_the_command_and_its_caller(monkeypatch) -> None:
     def interrupted(*arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("aligner.jobs.report.report", interrupted)
+    monkeypatch.setattr("aligner.commands.report.report", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cli.main(["report", "runs/x"])
 
@@ -232,7 +232,7 @@ def test_a_refused_slurm_launch(capsys) -> None:
 
 def test_settings_stand_before_and_behind_options(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr("aligner.jobs.validate_data.validate", lambda *arguments: seen.append(arguments) or 0)
+    monkeypatch.setattr("aligner.commands.validate_data.validate", lambda *arguments: seen.append(arguments) or 0)
     settings = ["data.add_bos=false", 'data.files=["a b.jsonl", c]', "++x.y=1,2", "~data.validation", "data.separator=' -- '"]
     command = ["data", "validate", "pairs.jsonl", *settings[:2], "--kind", "preference", *settings[2:4], "--samples=1", settings[4]]
     assert cli.main(command) == 0
@@ -247,8 +247,8 @@ def test_settings_stand_before_and_behind_options(monkeypatch, capsys):
 
 
 def test_defaults_are_those_of_the_commands(monkeypatch) -> None:
-    from aligner.jobs import gap, slurm, validate_data
-    from aligner.jobs.preflight import command
+    from aligner.commands import gap, slurm, validate_data
+    from aligner.commands.preflight import command
 
     seen = []
     for module, name in ((gap, "gap"), (slurm, "launch_slurm"), (validate_data, "validate"), (command, "preflight")):
@@ -327,7 +327,7 @@ except SystemExit:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
     assert {name for name in loaded if name.startswith("aligner.")} == {
-        *("aligner.cli", "aligner.files", "aligner.command_parts", "aligner.plan_commands"),
+        *("aligner.cli", "aligner.files", "aligner.commands.parts", "aligner.commands.plan.options"),
     }
     assert not loaded & {"torch", "hydra", "omegaconf", "rich", "jinja2", "numpy", "argparse"}
 

@@ -13,10 +13,11 @@ import pytest
 
 from aligner.algorithms.registry import composed
 from aligner.cluster import outcomes
-from aligner.config import compose, entrypoint, fingerprint, from_yaml, schema_of, to_yaml
 from aligner.errors import CheckpointError, ConfigError, DataError, RunHalted, ServerTimeout
-from aligner.hints import hint
-from aligner.schema import schema_keys
+from aligner.run.program import entrypoint
+from aligner.settings.compose import compose, fingerprint, from_yaml, schema_of, to_yaml
+from aligner.settings.hints import hint
+from aligner.settings.schema import schema_keys
 
 
 class Reduction(str, Enum):
@@ -457,13 +458,13 @@ def test_bug_keeps_its_traceback(tmp_path, conf):
         textwrap.dedent(f"""
         from dataclasses import dataclass
         from pathlib import Path
-        import aligner.config
+        import aligner.settings
 
         @dataclass(kw_only=True, slots=True)
         class Root:
             steps: int = 1
 
-        @aligner.config.entrypoint(Root, "only", [Path({str(conf)!r})])
+        @aligner.run.program.entrypoint(Root, "only", [Path({str(conf)!r})])
         def main(config):
             print(1 / (config.steps - 1))
 

@@ -89,7 +89,7 @@ def test_links_lead_to_files_and_headings(source: str):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_files_that_are_named_exist(source: str):
-    """`docs/running.md`, `aligner/cli.py`, and modules as `models/heads.py`: below the repository, the package or the page itself."""
+    """`docs/running.md`, `aligner/cli.py`, and modules as `modules/heads.py`: below the repository, the package or the page itself."""
     folders = (ROOT, ROOT / "aligner", (ROOT / source).parent)
     for span in code_spans(source):
         if span not in WRITTEN and NAMED.fullmatch(span) and any((folder / span.split("/")[0]).is_dir() for folder in folders):

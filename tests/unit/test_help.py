@@ -8,13 +8,13 @@ import re
 import pytest
 import settings_file
 
-from aligner import help as program_help
 from aligner.algorithms.registry import recipes
-from aligner.config import compose, entrypoint
-from aligner.config.compose import compose_node, shown_values
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
-from aligner.schema import schema_keys
+from aligner.run.program import entrypoint
+from aligner.settings import help as program_help
+from aligner.settings.compose import compose, compose_node, shown_values
+from aligner.settings.schema import schema_keys
 
 
 @functools.cache

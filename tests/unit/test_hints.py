@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from aligner.algorithms.registry import program, recipes
-from aligner.config import compose, from_yaml
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
-from aligner.hints import hint, synonyms
 from aligner.losses.advantages import Estimator
 from aligner.losses.policy import Objective
 from aligner.losses.preference import DPOVariant
 from aligner.rollout.config import EngineKind
-from aligner.schema import SchemaKey, is_known, schema_keys
+from aligner.settings.compose import compose, from_yaml
+from aligner.settings.hints import hint, synonyms
+from aligner.settings.schema import SchemaKey, is_known, schema_keys
 
 
 @pytest.fixture(scope="module")

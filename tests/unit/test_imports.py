@@ -48,7 +48,7 @@ def test_a_cuda_build_of_torch_without_a_gpu_is_no_news(monkeypatch: pytest.Monk
 
 
 def test_config_module_loads_nothing_heavy():
-    program = f"import json, sys, aligner.config; print(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    program = f"import json, sys, aligner.settings; print(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []

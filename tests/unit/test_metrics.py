@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from aligner.metrics import NUM_BINS, Distribution, EffectiveSampleSize, Max, Mean, Min, Sum, merge, values, without_values
+from aligner.telemetry.metrics import NUM_BINS, Distribution, EffectiveSampleSize, Max, Mean, Min, Sum, merge, values, without_values
 
 
 def test_a_mean_is_never_a_mean_of_means():

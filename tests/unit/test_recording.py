@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from aligner import recording
 from aligner.parallel.progress import IDLE, Progress
-from aligner.recording import MOST_WAITING, Recorder, read_spans
+from aligner.telemetry import recording
+from aligner.telemetry.recording import MOST_WAITING, Recorder, read_spans
 
 
 @pytest.fixture

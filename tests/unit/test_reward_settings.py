@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from aligner.algorithms.grpo import TrainGRPO
-from aligner.config import compose, from_yaml, override, to_yaml
 from aligner.errors import ConfigError
-from aligner.hints import hint
 from aligner.models.config import ModelConfig
 from aligner.rewards.config import NamedRewardConfig, OnError
-from aligner.schema import schema_keys
 from aligner.servers.components import RewardConfig
+from aligner.settings.compose import compose, from_yaml, override, to_yaml
+from aligner.settings.hints import hint
+from aligner.settings.schema import schema_keys
 
 
 @dataclass(kw_only=True, slots=True)

@@ -33,17 +33,16 @@ from aligner.algorithms.sft import TrainSFT
 from aligner.algorithms.spin import TrainSPIN
 from aligner.algorithms.steerlm2 import TrainSteerLM2
 from aligner.algorithms.teacher_logprobs import WriteTeacherLogprobs
-from aligner.config import compose, from_yaml, to_yaml
-from aligner.config.compose import _check_numbers
+from aligner.commands.local import launch_local
 from aligner.errors import ConfigError
 from aligner.files import conf_directory, configs
-from aligner.jobs.local import launch_local
-from aligner.loop.config import RunConfig
 from aligner.models.config import ModelConfig
-from aligner.presets import check_preset
 from aligner.rewards.config import RewardFunctionConfig
-from aligner.schema import named_as, schema_keys
+from aligner.run.settings import RunConfig
 from aligner.servers.components import CriticConfig, RewardConfig
+from aligner.settings.compose import _check_numbers, compose, from_yaml, to_yaml
+from aligner.settings.presets import check_preset
+from aligner.settings.schema import named_as, schema_keys
 
 CONF = conf_directory()
 SCHEMAS = {

@@ -33,11 +33,11 @@ from settings_runs import Outcome, Runs
 
 from aligner.algorithms.registry import recipes
 from aligner.errors import AlignerError
-from aligner.loop.config import JobRun
 from aligner.models.config import ModelConfig
 from aligner.models.create import training
-from aligner.models.trainable import Training
-from aligner.schema import _named_sections, _without_none
+from aligner.models.training.trainable import Training
+from aligner.run.settings import JobRun
+from aligner.settings.schema import _named_sections, _without_none
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = sorted((ROOT / "tests" / "settings").glob("*.yaml"))
@@ -232,7 +232,7 @@ def test_the_policy_has_the_temperature_of_its_samples(case: str, runs: Runs) ->
 
 def read(runs: Runs, case: str, settings: Mapping[str, Any]) -> str:
     """The examples of a run's training data, as it reads them, and what is said of them."""
-    from aligner.loop.parts import load_model_files
+    from aligner.jobs.parts import load_model_files
 
     runs.needed(case)
     config = runs.config(case, settings)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from aligner.spans import Span, chrome_trace, rows
+from aligner.telemetry.spans import Span, chrome_trace, rows
 
 
 def _events(spans):

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 from terminals import COLOUR, DRAWN, HOSTILE_NAMES, LIVE, on_a_terminal
 
-from aligner import terminal
 from aligner.cluster.console import Echo
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.steps import Place
 from aligner.data.report import LoadReport
 from aligner.reporting.config import LoggingConfig, Progress
 from aligner.reporting.progress import open_view
-from aligner.terminal import Guarded, clean, plain
+from aligner.telemetry import terminal
+from aligner.telemetry.terminal import Guarded, clean, plain
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples" / "nlp" / "data" / "digits" / "tokenizer"
@@ -194,7 +194,7 @@ def test_commands_on_a_terminal(arguments: tuple[str, ...], tmp_path: Path) -> N
     "command",
     [
         ("-m", "aligner.cluster.slurm", "--config", "x", "--script", "y", "--no\x1b[2J\u202esuch=1"),  # into Slurm's .out
-        ("-m", "aligner.jobs.slurm", "1", "sft", "no\x1b[\x1b[2J2J\u202esuch=1"),
+        ("-m", "aligner.commands.slurm", "1", "sft", "no\x1b[\x1b[2J2J\u202esuch=1"),
         ("examples/nlp/train_sft.py", "no\x1b[2J\u202esuch=1"),
     ],
 )

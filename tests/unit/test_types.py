@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.rows import num_rows, select_rows, to_device, trim_columns
 from aligner.types import (
     DistillationBatch,
     FinishReason,
@@ -20,6 +19,7 @@ from aligner.types import (
     TokenBatch,
     ValueBatch,
 )
+from aligner.types.rows import num_rows, select_rows, to_device, trim_columns
 
 B, S = 4, 5
 

@@ -19,11 +19,11 @@ from rollout_ours import copy_bandwidth
 from torch import Tensor
 from trl_grpo_reference import Spec
 
-from aligner.models.attention import all_runs, shared_attention, takes_all_runs
-from aligner.models.shared_prompts import key_spans
+from aligner.models.modules.attention import all_runs, shared_attention, takes_all_runs
+from aligner.models.modules.shared_prompts import key_spans
 from aligner.parallel import mcore
-from aligner.rollout import experts, paged_kernels
-from aligner.rollout.attention import DecodeBatch, GatheredAttention, PagedKV, plan_decode
+from aligner.rollout.builtin import experts, paged_kernels
+from aligner.rollout.builtin.attention import DecodeBatch, GatheredAttention, PagedKV, plan_decode
 from aligner.types import PolicyBatch
 
 RECORDED = ("TF32", "PIP_CONSTRAINT", "NCCL_", "NVTE_", "PYTORCH_", "CUDA_", "TORCH_")

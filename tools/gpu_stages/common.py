@@ -18,15 +18,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from aligner.jobs.plan import load
+from aligner.commands.plan.command import load
 from aligner.loop.loop import Clock
-from aligner.loop.session import open_session
-from aligner.models import build, create
+from aligner.models import create
 from aligner.models.config import Layers
-from aligner.models.trainable import Training
+from aligner.models.modules import build
+from aligner.models.training.trainable import Training
 from aligner.parallel import platform, topology
 from aligner.parallel.mcore import parallel_state
 from aligner.rollout.engine import GenRequest, ListedWork
+from aligner.run.session import open_session
 from aligner.types import PolicyBatch, SamplingConfig
 
 ROOT = Path(__file__).resolve().parents[2]

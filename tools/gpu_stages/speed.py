@@ -32,8 +32,8 @@ from aligner.models.config import Layers
 from aligner.parallel.topology import Topology
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.create import create_engine
-from aligner.rollout.foreign import weight_buckets
-from aligner.rollout.manifest import hf_manifest
+from aligner.rollout.engine.foreign import weight_buckets
+from aligner.rollout.engine.manifest import hf_manifest
 
 
 def speed(check: Check) -> Figures:

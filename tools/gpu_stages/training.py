@@ -37,8 +37,8 @@ from sft_ours import make_algorithm as make_sft
 from trl_sft_reference import Spec as SFTSpec
 
 from aligner.loop.loop import Clock
-from aligner.models import checkpoint
-from aligner.models.checkpoint import SaveRequest
+from aligner.models.checkpoint import checkpoint
+from aligner.models.checkpoint.checkpoint import SaveRequest
 from aligner.models.config import Dtype, Recompute
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import RolloutConfig, VerifyRefit

@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from aligner import terminal
 from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.cluster.lease import RunHeld
@@ -30,6 +29,7 @@ from aligner.cluster.slurm.separate import hold
 from aligner.cluster.slurm.spec import ContainerConfig, JobSpec, read_spec
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
+from aligner.telemetry import terminal
 
 SPEC_LINE = "ALIGNER_SPEC="
 _SPEC_SECONDS = 600.0  # a cold container image, and Python's imports on a busy shared file system
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace, requests: StopRequests) -> int:
 
 def _compose(here: Allocation, where: Runtime, config: str, overrides: Sequence[str]) -> Path:
     """Write the job's spec in a step with the software; its path. Raises LaunchError with the step's output."""
-    program = ["-m", "aligner.jobs.slurm", here.job, config, *overrides]
+    program = ["-m", "aligner.commands.slurm", here.job, config, *overrides]
     options, command = wrapped(where, program, ContainerConfig(), has_gpus=False)
     step = ["srun", *here.step_options(0), EXPORT, "--job-name=compose", "--nodes=1", "--ntasks=1"]
     environment = {

@@ -22,7 +22,7 @@ from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
 from aligner.cluster.slurm.steps import Place, Step
 from aligner.errors import LaunchError
-from aligner.user_code import was_calling
+from aligner.settings.user_code import was_calling
 
 POLL_SECONDS = 0.25
 PROGRESS_SECONDS = 60.0  # between two lines about the training in the job's own output

@@ -11,7 +11,7 @@ from typing import Any
 
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.spec import JobSpec
-from aligner.models import checkpoint_files
+from aligner.models.checkpoint import files as checkpoint_files
 
 SUBMITTED, STARTED, ENDED = "job_started", "attempt_started", "job_ended"
 

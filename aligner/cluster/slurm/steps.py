@@ -20,7 +20,7 @@ from aligner.cluster.slurm.client import JobRecord, SlurmClient
 from aligner.cluster.slurm.commands import Runtime, srun_command
 from aligner.cluster.slurm.spec import ComponentSpec, ContainerConfig, SlurmConfig
 from aligner.errors import LaunchError
-from aligner.terminal import plain
+from aligner.telemetry.terminal import plain
 
 _POLL_SECONDS = 0.1
 _FORCE_SECONDS = 15.0  # from srun's own forced end to the kernel's

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from aligner.errors import ConfigError
-from aligner.models.architecture import MOST_LAYERS
+from aligner.models.architecture.architecture import MOST_LAYERS
 from aligner.models.families.rope_scaling import LONGROPE, ROPE_KINDS, Scaling
 
 T = TypeVar("T")

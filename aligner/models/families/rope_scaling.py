@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from aligner.errors import ConfigError
+from aligner.models.architecture.rope import longrope_attention_factor, yarn_attention_factor
 from aligner.models.config import ROPE_FACTORS, Architecture
-from aligner.models.rope import longrope_attention_factor, yarn_attention_factor
 
 
 class File(Protocol):

@@ -88,9 +88,9 @@ class Ahead:
 
     def __init__(self, make_task, *, max_staleness: int = 1, partial: bool = True, timeout_seconds: float = 20.0, **options) -> None:
         from aligner.online.async_rollout_source import AsyncRolloutSource
-        from aligner.rollout.gate import Gate
-        from aligner.rollout.lifecycle import PhasedEngine
-        from aligner.rollout.work import WorkSharing
+        from aligner.rollout.engine.gate import Gate
+        from aligner.rollout.engine.lifecycle import PhasedEngine
+        from aligner.rollout.engine.work import WorkSharing
 
         self.steps = StepEngine()
         self.steps.gate = gate = Gate(timeout_seconds=timeout_seconds)

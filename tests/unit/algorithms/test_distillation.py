@@ -15,7 +15,7 @@ from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError
 from aligner.loop.loop import Clock
 from aligner.losses.distillation import Divergence
-from aligner.metrics import values
+from aligner.telemetry.metrics import values
 from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, TokenOutputs
 
 LENGTHS = [9, 5, 7, 4]
@@ -56,7 +56,7 @@ def test_the_loss_by_hand() -> None:
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_real_model_gives_torchs_loss(make_model, packing: bool) -> None:
     """Its log-probs of the teacher's tokens are those of the full vocabulary, and a step on the loss lowers it."""
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training.optimizer import OptimizerConfig
 
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0)
     how = {"packing": True, "micro_batch_tokens": 16} if packing else {"micro_batch_size": 2}

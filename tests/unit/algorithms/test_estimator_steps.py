@@ -14,12 +14,12 @@ from aligner.loop.loop import Clock
 from aligner.losses.advantages import Estimator
 from aligner.losses.kl import KLEstimator
 from aligner.losses.shaping import ShapingConfig, Standardize
-from aligner.metrics import Mean
-from aligner.models.guard import GuardConfig, NonFinite, NonFiniteReward
+from aligner.models.training.guard import GuardConfig, NonFinite, NonFiniteReward
 from aligner.online import collect as rollouts
 from aligner.online.collect import sample_seeds
 from aligner.online.groups import Exhausted
 from aligner.protocols import Replica
+from aligner.telemetry.metrics import Mean
 
 RUN_SEED = 3  # of `make_task`
 GROUPS = [1.0, 0.0, 3.0, 3.0]  # two groups of two

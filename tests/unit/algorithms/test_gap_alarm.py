@@ -11,7 +11,7 @@ import pytest
 from aligner.errors import ConfigError, RunHalted
 from aligner.loop.learnt import GapAlarm
 from aligner.loop.loop import Clock, LoopConfig, StepResult, run
-from aligner.models.guard import GapStatistic, LogprobGapConfig
+from aligner.models.training.guard import GapStatistic, LogprobGapConfig
 
 GAP = "rollout/logprob_gap"
 

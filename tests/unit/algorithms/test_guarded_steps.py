@@ -11,9 +11,9 @@ from aligner.algorithms.grpo import GRPO, GRPOConfig
 from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.data.collate import rollout_batch
 from aligner.errors import RollBack, RunHalted
+from aligner.jobs.parts import SkippedStepsFile
 from aligner.loop.loop import Clock, LoopConfig, StepResult, run
-from aligner.loop.parts import SkippedStepsFile
-from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, GuardConfig, NonFinite, NonFiniteReward
+from aligner.models.training.guard import SKIPPED, SKIPPED_IN_A_ROW, GuardConfig, NonFinite, NonFiniteReward
 from aligner.online.collect import ScoredRollouts, Scorers, collect, response_metrics
 
 pytestmark = pytest.mark.usefixtures("topology")

@@ -10,7 +10,7 @@ from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.learnt import LearntNothingAlarm, of_mask, of_rows
 from aligner.loop.loop import Clock
-from aligner.models.guard import GuardConfig, LearntNothing
+from aligner.models.training.guard import GuardConfig, LearntNothing
 from aligner.online.collect import ScoredRollouts
 from aligner.reporting.summary import is_empty, reasons, totals
 

@@ -11,12 +11,12 @@ import torch
 from aligner.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig, online_dpo_loss
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
+from aligner.jobs.samples import unused
 from aligner.loop.loop import Clock
 from aligner.losses.preference import DPOVariant, dpo_loss
-from aligner.metrics import values
 from aligner.online.collect import ScoredRollouts
-from aligner.online.job import unused
 from aligner.online.selection import Pairing
+from aligner.telemetry.metrics import values
 from aligner.types import PreferenceBatch, TokenOutputs
 
 

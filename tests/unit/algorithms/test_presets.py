@@ -17,7 +17,7 @@ from aligner.algorithms.ppo import PPOConfig
 from aligner.algorithms.rejection_sampling import RejectionSamplingConfig
 from aligner.algorithms.self_rewarding import SelfRewardingConfig
 from aligner.algorithms.spin import SPINConfig
-from aligner.config import from_yaml
+from aligner.settings.compose import from_yaml
 
 CONF = Path(__file__).parents[3] / "conf"
 OTHERS = {

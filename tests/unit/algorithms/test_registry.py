@@ -10,8 +10,8 @@ import pytest
 
 from aligner.algorithms import registry, sft
 from aligner.errors import ConfigError
-from aligner.loop.config import TrainerRun, WritingRun
-from aligner.loop.recipe import Traits
+from aligner.run.recipe import Traits
+from aligner.run.settings import TrainerRun, WritingRun
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_recipes_of_other_packages(others, monkeypatch) -> None:
     ("value", "said"),
     [
         ("nothing.like.it:RECIPE", "entry point aligner.recipes: x = nothing.like.it:RECIPE: ModuleNotFoundError"),
-        ("aligner.algorithms.sft:SFT", "is a ABCMeta, expected an aligner.loop.recipe.Recipe"),
+        ("aligner.algorithms.sft:SFT", "is a ABCMeta, expected an aligner.run.recipe.Recipe"),
         ("aligner.algorithms.sft:RECIPE", "there is a recipe sft already"),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_recipe_that_lacks_a_method_is_refused_where_it_is_defined() -> None:
         def traits(self) -> Traits:
             return self.batch_traits(rows=1)
 
-    with pytest.raises(TypeError, match=r"recipe unread: Unread has no method read \(see aligner.loop.config.JobRun\)"):
+    with pytest.raises(TypeError, match=r"recipe unread: Unread has no method read \(see aligner.run.settings.JobRun\)"):
         replace(sft.RECIPE, name="unread", config=Unread)
     with pytest.raises(TypeError, match="Unread.*abstract method '?read"):
         Unread()

@@ -10,8 +10,8 @@ from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.loop import Clock
 from aligner.losses.sft import sft_loss
-from aligner.metrics import values
 from aligner.online.collect import ScoredRollouts
+from aligner.telemetry.metrics import values
 from aligner.types import TokenOutputs
 
 

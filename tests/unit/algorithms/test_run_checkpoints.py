@@ -12,13 +12,13 @@ import torch
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import CheckpointError, ConfigError, ServerUnreachable
 from aligner.loop.checkpointing import CRITIC, POLICY, CriticCheckpointer, RunCheckpointer, load_critic
-from aligner.loop.config import BestMode, CheckpointConfig
 from aligner.loop.loop import BY_TIME
 from aligner.loop.pairs import newest_pair
-from aligner.loop.session import Session
-from aligner.models import checkpoint
-from aligner.models.checkpoint_files import complete_steps
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.checkpoint import checkpoint
+from aligner.models.checkpoint.files import complete_steps
+from aligner.models.training.optimizer import OptimizerConfig
+from aligner.run.session import Session
+from aligner.run.settings import BestMode, CheckpointConfig
 from aligner.servers.ledger import Ledger, Refused
 from aligner.servers.payloads import SaveRequest, TrainIdentity, TrainReply
 
@@ -333,7 +333,7 @@ def test_a_critic_that_dies_does_not_cost_the_policys_part(session, model, value
 
 
 def test_an_error_of_the_writer_comes_with_a_poll(session, model, monkeypatch) -> None:
-    from aligner.models import async_save
+    from aligner.models.checkpoint import async_save
 
     def broken(part, number: int) -> None:
         raise OSError(28, "No space left on device")

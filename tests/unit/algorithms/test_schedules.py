@@ -54,7 +54,7 @@ class Noted:
 @pytest.fixture
 def noted(monkeypatch) -> dict[int, Noted]:
     """By a model's id."""
-    from aligner.models.trainable import TrainableModel
+    from aligner.models.training.trainable import TrainableModel
 
     seen: dict[int, Noted] = defaultdict(Noted)
     real = TrainableModel.train_step

@@ -16,8 +16,8 @@ from aligner.data.steps import SteppedExample, step_batch
 from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError
 from aligner.loop.loop import Clock
-from aligner.models.optimizer import OptimizerConfig
-from aligner.models.scalar_head import Pooling, ScalarHead
+from aligner.models.modules.scalar_head import Pooling, ScalarHead
+from aligner.models.training.optimizer import OptimizerConfig
 
 NAMES = ("good", "long")
 PACKED = {"micro_batch_tokens": 40, "packing": True}

@@ -8,10 +8,10 @@ import torch
 from aligner.algorithms.sft import SFT, SFTConfig
 from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.supervised import SupervisedExample
+from aligner.jobs.trains import batch_statistics
 from aligner.loop.loop import Clock
-from aligner.loop.trainer_job import batch_statistics
-from aligner.models.optimizer import OptimizerConfig
-from aligner.models.placement import Splits
+from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.training.placement import Splits
 from aligner.parallel.micro_batches import MicroBatching
 
 PACKED = {"micro_batch_tokens": 48, "packing": True}

@@ -12,13 +12,12 @@ import torch
 from aligner.cluster.run_directory import CRITIC, POLICY, RunDirectory
 from aligner.errors import CheckpointError, RunHalted
 from aligner.loop.checkpointing import RunCheckpointer, keep, load_critic
-from aligner.loop.config import CheckpointConfig, DamagedCheckpoint
 from aligner.loop.loop import Clock, LoopConfig, StepResult, run
-from aligner.loop.session import Session
 from aligner.losses.sft import sft_loss
-from aligner.models import checkpoint
-from aligner.models import checkpoint_files as files
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.checkpoint import checkpoint, files
+from aligner.models.training.optimizer import OptimizerConfig
+from aligner.run.session import Session
+from aligner.run.settings import CheckpointConfig, DamagedCheckpoint
 from aligner.servers.ledger import Ledger
 from aligner.types import LabeledBatch
 
@@ -205,7 +204,7 @@ def test_actor_and_critic_fall_back_alike(session, policy, critic, part, first):
 @pytest.mark.parametrize("damaged", list(DamagedCheckpoint))
 def test_tensors_that_were_written_wrongly_are_set_aside_for_the_next_start(damaged, session, policy, monkeypatch):
     """Every file has its SHA-256; only in memory it shows that the tensors of step 2 are others."""
-    from aligner.models import checkpoint_sums
+    from aligner.models.checkpoint import sums as checkpoint_sums
 
     Steps(policy, bad=0).step(1, Clock())
     run = keeper(session, policy.model)

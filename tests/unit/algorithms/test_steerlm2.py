@@ -56,7 +56,7 @@ def test_a_proposal_that_is_the_start(fakes) -> None:
 
 
 def test_steps_bring_a_model_to_what_is_aimed_at(make_model) -> None:
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training.optimizer import OptimizerConfig
 
     policy = make_model("policy", optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-3, warmup_steps=0, weight_decay=0.0))
     algorithm = steerlm(policy, [group()], batch_size=1)

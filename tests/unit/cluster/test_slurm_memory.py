@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from aligner.jobs.slurm import LaunchOptions, launch_slurm
+from aligner.commands.slurm import LaunchOptions, launch_slurm
 
 NAMES = ("ppo_70b", "grpo_8b", "grpo_70b_h200")
 SETTINGS = {
@@ -57,7 +57,7 @@ def asked(name: str, *settings: str) -> list[str]:
 
 
 def _main() -> None:
-    from aligner.jobs.plan import load, plan_config
+    from aligner.commands.plan.command import load, plan_config
     from aligner.planner.estimate import Scales
 
     jobs: dict[str, dict] = {

@@ -33,9 +33,9 @@ from aligner.cluster.slurm.spec import (
     from_json,
     to_json,
 )
-from aligner.config import compose
+from aligner.commands.slurm import LaunchOptions, job_spec, launch_slurm
 from aligner.errors import ConfigError, LaunchError
-from aligner.jobs.slurm import LaunchOptions, job_spec, launch_slurm
+from aligner.settings.compose import compose
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sub"))

@@ -14,8 +14,8 @@ from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.separate import Together, hold
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig
+from aligner.commands.slurm import LaunchOptions, launch_slurm
 from aligner.errors import ConfigError, LaunchError
-from aligner.jobs.slurm import LaunchOptions, launch_slurm
 
 FAKES = Path(__file__).parents[2] / "fakes" / "slurm_commands"
 GIVEN = ["data.train=x", "model.path=y", "critic.model.path=y", "reward.model.path=y", "slurm.gpu_request=none", "slurm.account=lab"]

@@ -18,7 +18,7 @@ from aligner.data.encoding import PromptStyle, encode_conversation, encode_promp
 from aligner.data.messages import Message
 from aligner.data.tokenizer import check_vocabulary, load_tokenizer
 from aligner.errors import ConfigError, DataError
-from aligner.loop.parts import load_model_files
+from aligner.jobs.parts import load_model_files
 from aligner.models.config import ModelConfig
 
 

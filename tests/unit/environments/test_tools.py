@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from aligner.algorithms.grpo import TrainGRPO
-from aligner.config import compose
 from aligner.environments.calculator import Calculator, calculate, last_number
 from aligner.environments.config import EnvironmentConfig
 from aligner.environments.environment import Observation, Turn
@@ -15,6 +14,7 @@ from aligner.environments.exchange import build_environment
 from aligner.environments.retry_maths import RetryMaths
 from aligner.environments.tools import Toolbox, ToolError
 from aligner.errors import ConfigError
+from aligner.settings.compose import compose
 from aligner.types import Prompt
 
 ROOT = Path(__file__).parents[3]

@@ -11,12 +11,12 @@ from huggingface_hub import constants
 
 from aligner.algorithms.registry import composed, recipes
 from aligner.cluster.run_directory import RunDirectory
-from aligner.config import fetch_named, fetch_one, fingerprint, to_yaml, with_names
-from aligner.config.from_hub import _settings, meeting_seconds
+from aligner.commands.plan.command import load
 from aligner.data.sources import read_records
 from aligner.errors import ConfigError
-from aligner.jobs.plan import load
-from aligner.loop.session import check_changes
+from aligner.run.from_hub import _settings, fetch_named, fetch_one, meeting_seconds, with_names
+from aligner.run.session import check_changes
+from aligner.settings.compose import fingerprint, to_yaml
 
 MODEL = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
 README = b"""---
@@ -133,9 +133,9 @@ def test_an_argument_of_a_command(hub, tmp_path):
 
 
 def test_adapters_name_the_commit_of_their_base(hub, tmp_path, monkeypatch):
-    from aligner.models.checkpoint_adapters import base_of, weights_digest
+    from aligner.models.checkpoint.adapters import base_of, weights_digest
     from aligner.models.config import Architecture, LoraConfig
-    from aligner.models.peft import peft_config
+    from aligner.models.modules.peft import peft_config
 
     commit = hub.add("org/name", MODEL)
     marker = {"base": f"org/name@{commit}", "base_digest": weights_digest(fetch_one("model.path", "org/name"))}

@@ -10,10 +10,10 @@ import yaml
 from huggingface_hub import constants
 
 from aligner.algorithms.registry import composed
-from aligner.config import to_yaml
+from aligner.commands.model_card import model_card, origin_of
 from aligner.errors import AlignerError, ConfigError
 from aligner.hub.push import prepare, push
-from aligner.jobs.model_card import model_card, origin_of
+from aligner.settings.compose import to_yaml
 
 COMMIT = "0123456789" * 4
 FILES = {"config.json": b'{"architectures": ["LlamaForCausalLM"]}', "model.safetensors": b"w" * 900, "chat_template.jinja": b"{{ x }}"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aligner.jobs import slurm
-from aligner.jobs.slurm import LaunchOptions, launch_slurm
+from aligner.commands import slurm
+from aligner.commands.slurm import LaunchOptions, launch_slurm
 
 SETTINGS = ("model.path=org/name", "data.train=prompts.jsonl", "cluster.device=cpu", "cluster.gpus_per_node=1")
 

@@ -7,7 +7,7 @@ import torch
 from torch import tensor
 
 from aligner.losses.distillation import Divergence, distillation_loss, token_divergence
-from aligner.metrics import values
+from aligner.telemetry.metrics import values
 
 # On two tokens: the teacher's (4/5, 1/5), the student's (1/2, 1/2), as log-probs of a larger vocabulary: scaled down by constants.
 TEACHER, STUDENT = tensor([0.8, 0.2], dtype=torch.float64), tensor([0.5, 0.5], dtype=torch.float64)

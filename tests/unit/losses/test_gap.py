@@ -9,7 +9,7 @@ import torch
 
 from aligner.losses.correction import Correction, CorrectionConfig, Level, correction_weights, gap_metrics, weight_metrics, with_gap
 from aligner.losses.sft import sft_loss
-from aligner.metrics import merge, values
+from aligner.telemetry.metrics import merge, values
 from aligner.types import LabeledBatch, LossOutput, TokenOutputs
 
 MASK = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 1, 1, 0]], dtype=torch.bool)

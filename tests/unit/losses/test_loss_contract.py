@@ -18,9 +18,9 @@ from aligner.losses.sft import sft_loss
 from aligner.losses.steerlm import steerlm_loss
 from aligner.losses.unpaired import kto_loss
 from aligner.losses.value import value_loss
-from aligner.metrics import merge, values
-from aligner.rows import select_rows
+from aligner.telemetry.metrics import merge, values
 from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, StepBatch, TokenOutputs, ValueBatch
+from aligner.types.rows import select_rows
 
 B, S, K = 6, 7, 3
 PPO = partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.3, aggregation_constant=5, dual_clip=3.0, entropy_coef=0.1, kl_coef=0.2)

@@ -8,7 +8,7 @@ import torch
 from torch import tensor
 
 from aligner.losses.preference import DPOVariant, LogRatios, dpo_loss, log_odds, pair_losses
-from aligner.metrics import values
+from aligner.telemetry.metrics import values
 from aligner.types import PreferenceBatch, TokenOutputs
 
 # beta 0.5: two pairs with c = 2, r = -1 (beta D = 1.5) and c = -1, r = 1 (beta D = -1); g = 2 and 1.

@@ -8,7 +8,7 @@ import torch
 from torch import tensor
 
 from aligner.losses.preference import DPOVariant, dpo_loss
-from aligner.metrics import values
+from aligner.telemetry.metrics import values
 from aligner.types import PreferenceBatch, TokenOutputs
 
 # Three pairs, rows chosen, rejected, chosen, ...; l - ref summed over the response (number of tokens):

@@ -15,8 +15,8 @@ from aligner.losses.aggregation import Aggregation
 from aligner.losses.correction import Correction, CorrectionConfig, Level
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.policy import Objective, policy_loss
-from aligner.rows import select_rows
 from aligner.types import PolicyBatch, TokenOutputs
+from aligner.types.rows import select_rows
 
 trl = pytest.importorskip("trl", reason="parity with TRL needs trl 1.16, which the `dev` extra installs on Python 3.11 and later")
 

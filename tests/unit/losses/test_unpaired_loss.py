@@ -8,9 +8,9 @@ import torch
 from torch import tensor
 
 from aligner.losses.unpaired import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
-from aligner.metrics import merge, values
-from aligner.rows import select_rows
+from aligner.telemetry.metrics import merge, values
 from aligner.types import LabeledBatch, TokenOutputs
+from aligner.types.rows import select_rows
 
 # Log-ratios: 2 over two tokens (good), -1 over one (bad), 3 over three (bad), 0 over one (good); the last row is filler.
 MASK = tensor([[0, 1, 1, 0], [0, 0, 1, 0], [0, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]).bool()

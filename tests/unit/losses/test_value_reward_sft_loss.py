@@ -5,9 +5,9 @@ from torch import tensor
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.sft import sft_loss
 from aligner.losses.value import explained_variance, value_loss
-from aligner.metrics import merge, values
-from aligner.rows import select_rows
+from aligner.telemetry.metrics import merge, values
 from aligner.types import LabeledBatch, PreferenceBatch, TokenOutputs, ValueBatch
+from aligner.types.rows import select_rows
 
 # v_old 1 everywhere, clip 0.2:   v    1.1   1.5   0.4   1.5
 #                                 G    2     1     1     2

@@ -7,7 +7,7 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Dtype, Family, ModelConfig
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 
 
@@ -34,7 +34,7 @@ def sizes(**changes) -> Architecture:
     ],
 )
 def test_impossible_layouts_are_named(architecture, tp, message):
-    from aligner.models.megatron_config import check_divisible
+    from aligner.models.modules.megatron_config import check_divisible
 
     with pytest.raises(ConfigError) as caught:
         check_divisible(architecture, ParallelConfig(tp=tp))
@@ -42,7 +42,7 @@ def test_impossible_layouts_are_named(architecture, tp, message):
 
 
 def test_possible_layouts_pass():
-    from aligner.models.megatron_config import check_divisible
+    from aligner.models.modules.megatron_config import check_divisible
 
     for tp in (1, 2, 4):  # fewer key-value heads than ranks are allowed
         check_divisible(sizes(num_attention_heads=4, num_key_value_heads=2), ParallelConfig(tp=tp))
@@ -53,7 +53,7 @@ def test_possible_layouts_pass():
     [(61, 8, 1, 64), (64, 8, 1, 64), (65, 8, 1, 72), (61, 8, 4, 64), (65, 8, 4, 72), (61, 1, 1, 61), (61, 1, 2, 62), (61, 128, 2, 128)],
 )
 def test_padded_vocabulary(vocab, divisor, tp, padded):
-    from aligner.models.build import padded_vocab_size
+    from aligner.models.modules.build import padded_vocab_size
 
     assert padded_vocab_size(vocab, divisor=divisor, tp=tp) == padded
 
@@ -92,7 +92,7 @@ def test_config_errors_name_field_and_value(kind, values, message):
 
 
 def test_vocabulary_weight_has_no_padding():
-    from aligner.models.build import LanguageModel
+    from aligner.models.modules.build import LanguageModel
 
     for tied in (True, False):
         module = LanguageModel(sizes(tied_embeddings=tied), ModelConfig(), ParallelConfig(), load=False)
@@ -104,8 +104,8 @@ def test_vocabulary_weight_has_no_padding():
 
 
 def test_scalar_models_have_the_same_float32_head_and_no_output_layer():
-    from aligner.models.build import ScalarModel
-    from aligner.models.scalar_head import Pooling, ScalarHead
+    from aligner.models.modules.build import ScalarModel
+    from aligner.models.modules.scalar_head import Pooling, ScalarHead
 
     config = ModelConfig(dtype=Dtype.bfloat16)
     head = ScalarHead(outputs=("a", "b", "c"), pooling=Pooling.tokens)
@@ -117,7 +117,7 @@ def test_scalar_models_have_the_same_float32_head_and_no_output_layer():
 
 
 def test_random_weights_follow_the_initializer_range():
-    from aligner.models.build import LanguageModel
+    from aligner.models.modules.build import LanguageModel
     from aligner.parallel.mcore import tensor_parallel
 
     def weight(std: float) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_random_weights_follow_the_initializer_range():
 
 
 def test_dtype_of_the_platform():
-    from aligner.models.megatron_config import resolve_dtype
+    from aligner.models.modules.megatron_config import resolve_dtype
 
     assert resolve_dtype(Dtype.auto) == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
     assert resolve_dtype(Dtype.float32) == torch.float32 and resolve_dtype(Dtype.bfloat16) == torch.bfloat16

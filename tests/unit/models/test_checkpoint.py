@@ -14,7 +14,7 @@ from aligner.errors import CheckpointError
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Dtype
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch
 
 ROWS, WIDTH, VOCAB = 4, 12, 61
@@ -49,8 +49,8 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def save(model, directory: Path, step: int = 2, **state) -> Path:
-    from aligner.models.checkpoint import SaveRequest
-    from aligner.models.checkpoint import save as save_checkpoint
+    from aligner.models.checkpoint.checkpoint import SaveRequest
+    from aligner.models.checkpoint.checkpoint import save as save_checkpoint
 
     return save_checkpoint(directory, model.model, SaveRequest(step=step, state=state))
 
@@ -60,7 +60,7 @@ def save(model, directory: Path, step: int = 2, **state) -> Path:
     [("policy", True, Dtype.float32), ("policy", False, Dtype.float32), ("policy", True, Dtype.bfloat16), ("reward", True, Dtype.float32)],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(kind, distributed, dtype, make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     options = {"optimizer": adam(distributed=distributed), "config": {"dtype": dtype}, "training": {"micro_batch_size": 2}}
     first = make_model(kind, seed=1, **options)
@@ -78,7 +78,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, distributed, dtype, make_m
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_rates_and_betas_are_those_of_the_run_that_goes_on(distributed, make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     first = make_model("policy", optimizer=adam(distributed=distributed))
     train(first, "policy", range(2))
@@ -91,7 +91,7 @@ def test_rates_and_betas_are_those_of_the_run_that_goes_on(distributed, make_mod
 
 
 def test_layout_of_a_checkpoint(make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
@@ -116,7 +116,7 @@ def test_layout_of_a_checkpoint(make_model, tmp_path):
 
 
 def test_a_frozen_model_saves_no_optimizer(make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     reward = make_model("reward")
     path = save(reward, tmp_path)
@@ -143,7 +143,7 @@ def test_create_reads_a_checkpoint(make_model, load_policy, tmp_path):
 
 
 def test_a_value_model_starts_from_a_reward_or_a_language_model(make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     batch = TokenBatch(tokens=make_batch("policy").tokens, lengths=make_batch("policy").lengths)
     reward, policy = make_model("reward", seed=1), make_model("policy", seed=2)
@@ -163,7 +163,7 @@ def test_a_value_model_starts_from_a_reward_or_a_language_model(make_model, tmp_
 def test_spread_experts_of_an_optimizer_that_is_not_distributed():
     from types import SimpleNamespace
 
-    from aligner.models import checkpoint_optimizer
+    from aligner.models.checkpoint import optimizer as checkpoint_optimizer
 
     one, two = (SimpleNamespace(param_groups=[], chained_optimizers=[object()] * number) for number in (1, 2))
     for optimizer, loaded in ((one, {0: {}, 1: {}}), (two, {"optimizer": {}, 0: {}, 1: {}})):
@@ -173,7 +173,7 @@ def test_spread_experts_of_an_optimizer_that_is_not_distributed():
 
 def test_a_resumed_run_follows_its_own_configs_schedule(make_model, tmp_path):
     """More steps and a lower rate were asked for than at first: the position is the checkpoint's, the schedule the new config's."""
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     options = {"warmup_steps": 0, "min_lr": 0.0, "clip_grad": 1e-6}
     short = make_model("policy", optimizer=adam(lr=1.0, **options), training={"total_steps": 4})
@@ -186,7 +186,7 @@ def test_a_resumed_run_follows_its_own_configs_schedule(make_model, tmp_path):
 
 
 def test_a_checkpoint_from_before_the_first_step(make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     for distributed in (True, False):
         first = make_model("policy", optimizer=adam(distributed=distributed), seed=1)
@@ -201,7 +201,7 @@ def test_a_checkpoint_from_before_the_first_step(make_model, tmp_path):
 
 
 def test_no_checkpoint_at_all(make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     model = make_model("policy").model
     with pytest.raises(CheckpointError, match="absent: no checkpoint here .*no such directory"):
@@ -214,7 +214,7 @@ def test_no_checkpoint_at_all(make_model, tmp_path):
 
 
 def test_a_scalar_models_checkpoint_is_no_policy(make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     path = save(make_model("reward"), tmp_path)
     with pytest.raises(CheckpointError, match="a scalar model's checkpoint cannot be loaded into a language model"):
@@ -225,7 +225,7 @@ def test_a_scalar_models_checkpoint_is_no_policy(make_model, tmp_path):
     "change", [{"hidden_size": 16}, {"num_layers": 3}, {"num_layers": 1}, {"ffn_hidden_size": 32}, {"vocab_size": 60}, {"vocab_size": 90}]
 )
 def test_a_checkpoint_of_other_sizes_is_refused(change, make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     path = save(make_model("policy"), tmp_path)
     name = next(iter(change))
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(change, make_model, tmp_path):
 
 
 def test_another_format_is_refused(make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     path = save(make_model("policy"), tmp_path)
     marker = json.loads((path / "aligner.json").read_text())
@@ -245,7 +245,8 @@ def test_another_format_is_refused(make_model, tmp_path):
 
 def test_loading_holds_the_optimizers_state_once(make_model, tmp_path, monkeypatch):
     """Of what was read nothing is left when the optimizer has it: a node's ranks would else need the double in host memory."""
-    from aligner.models import checkpoint, checkpoint_optimizer
+    from aligner.models.checkpoint import checkpoint
+    from aligner.models.checkpoint import optimizer as checkpoint_optimizer
 
     model = make_model("policy", optimizer=adam())
     train(model, "policy", range(2))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from aligner.errors import CheckpointError, ConfigError
-from aligner.loop.config import BestMode, CheckpointConfig
-from aligner.models import checkpoint_files as files
+from aligner.models.checkpoint import files
+from aligner.run.settings import BestMode, CheckpointConfig
 
 
 def make(folder: Path, step: int, text: str = "") -> Path:

@@ -12,7 +12,7 @@ import torch
 
 from aligner.errors import CheckpointError
 from aligner.models.config import Dtype
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch
 
 
@@ -21,7 +21,7 @@ def _world(topology) -> None: ...
 
 
 def test_boxes_hold_a_range_of_a_tensor_in_its_order():
-    from aligner.models.checkpoint_optimizer import boxes
+    from aligner.models.checkpoint.optimizer import boxes
 
     for dims in (1, 2, 3, 4):
         for shape in itertools.product((1, 2, 3), repeat=dims):
@@ -40,7 +40,7 @@ def shard(key: str, data: torch.Tensor, *offsets: tuple[int, int, int], replica:
 
 
 def sums_of(*shards, vocabulary: int = 100):
-    from aligner.models import checkpoint_sums
+    from aligner.models.checkpoint import sums as checkpoint_sums
 
     return checkpoint_sums.saved(checkpoint_sums.find([list(shards)], vocabulary=vocabulary))
 
@@ -67,7 +67,7 @@ def test_a_sum_adds_up_over_any_split_and_sees_every_change():
 
 
 def test_large_tensors_are_summed_in_parts(monkeypatch):
-    from aligner.models import checkpoint_sums
+    from aligner.models.checkpoint import sums as checkpoint_sums
 
     whole = torch.randn(1, 1, 7, 5)
     wanted = sums_of(shard("w", whole))
@@ -83,7 +83,7 @@ def test_rows_of_a_padded_vocabulary_do_not_count():
 
 
 def test_every_copy_is_compared():
-    from aligner.models import checkpoint_sums
+    from aligner.models.checkpoint import sums as checkpoint_sums
 
     values = torch.randn(4)
     wanted = sums_of(shard("w", values))
@@ -108,7 +108,7 @@ def trained(make_model, **model):
 
 
 def begin(model, folder: Path, **options):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     request = checkpoint.SaveRequest(step=1, state={})
     return checkpoint.start_save(folder, model, request, in_background=False, **options)
@@ -117,7 +117,7 @@ def begin(model, folder: Path, **options):
 @pytest.fixture
 def spoil(monkeypatch):
     """`spoil(part)`: what is written of tensors in a folder is the negative of what was in memory; every digest is of what was written."""
-    from aligner.models import async_save
+    from aligner.models.checkpoint import async_save
 
     real = async_save._write_bucket
 
@@ -135,7 +135,7 @@ def spoil(monkeypatch):
 
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
 def test_what_was_written_wrongly_is_found_when_it_is_loaded(part, spoil, make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     model = trained(make_model)
     spoil(part)
@@ -166,7 +166,9 @@ def test_weights_written_wrongly_do_not_start_a_run(spoil, make_model, load_poli
 @pytest.mark.parametrize("dtype", list(Dtype)[1:])
 def test_a_checkpoint_of_an_earlier_version_whose_optimizer_state_is_anothers(dtype, make_model, tmp_path, monkeypatch):
     """As Megatron-Core 0.16.1 writes it behind a padded bucket: shifted, the end filled with zeros; and no sums."""
-    from aligner.models import checkpoint, checkpoint_optimizer, checkpoint_sums
+    from aligner.models.checkpoint import checkpoint
+    from aligner.models.checkpoint import optimizer as checkpoint_optimizer
+    from aligner.models.checkpoint import sums as checkpoint_sums
 
     model = trained(make_model, config={"dtype": dtype})
     real = checkpoint_optimizer._Held.values
@@ -190,7 +192,8 @@ def test_a_checkpoint_of_an_earlier_version_whose_optimizer_state_is_anothers(dt
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_without_sums(make_model, tmp_path, monkeypatch):
-    from aligner.models import checkpoint, checkpoint_sums
+    from aligner.models.checkpoint import checkpoint
+    from aligner.models.checkpoint import sums as checkpoint_sums
 
     model = trained(make_model)
     with monkeypatch.context() as patch:
@@ -200,7 +203,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_sums(make_model, tmp
 
 
 def test_sums_are_part_of_what_is_verified(make_model, tmp_path):
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     model = trained(make_model)
     path = begin(model, tmp_path).publish()

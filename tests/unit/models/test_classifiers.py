@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.config import Dtype, ModelConfig
-from aligner.models.scalar_head import Pooling, ScalarHead, read_head
+from aligner.models.modules.scalar_head import Pooling, ScalarHead, read_head
 from aligner.types import StepBatch, TokenBatch
 
 TOLERANCE = 1e-4
@@ -26,7 +26,7 @@ def _world(topology) -> None: ...
 def reward_model(hf_directory, topology):
     """`reward_model(name or path, head)`: one from a directory."""
     from aligner.models.create import create_reward_model, read_architecture
-    from aligner.models.trainable import Training
+    from aligner.models.training.trainable import Training
     from aligner.parallel.topology import ParallelConfig
 
     def make(source, head=None):
@@ -53,7 +53,7 @@ def batch() -> TokenBatch:
 
 
 def export(reward, directory) -> None:
-    from aligner.models.weights import save_hf
+    from aligner.models.weights.weights import save_hf
 
     save_hf(reward.model.chunks, directory, writer=True)
     config = json.loads((directory / "config.json").read_text())
@@ -62,7 +62,7 @@ def export(reward, directory) -> None:
 
 def saved(model, folder):
     """The directory of a checkpoint."""
-    from aligner.models import checkpoint
+    from aligner.models.checkpoint import checkpoint
 
     return checkpoint.save(folder, model.model, checkpoint.SaveRequest(step=1, state={}))
 
@@ -129,7 +129,7 @@ def test_a_model_that_transformers_made_is_read(hf_directory, reward_model, tmp_
 
 def test_checkpoints_keep_the_head_and_refuse_another(make_model, tmp_path, topology):
     from aligner.models.create import create_reward_model, read_architecture
-    from aligner.models.trainable import Training
+    from aligner.models.training.trainable import Training
     from aligner.parallel.topology import ParallelConfig
 
     head = ScalarHead(outputs=NAMES, pooling=Pooling.mean)
@@ -147,7 +147,7 @@ def test_checkpoints_keep_the_head_and_refuse_another(make_model, tmp_path, topo
 def test_a_critic_starts_from_the_weighted_sum_of_attributes(make_model, tmp_path, topology):
     """Its value of the state behind a row's last token is the row's reward."""
     from aligner.models.create import create_value_model, read_architecture
-    from aligner.models.trainable import Training
+    from aligner.models.training.trainable import Training
     from aligner.parallel.topology import ParallelConfig
 
     weights = (0.5, -2.0, 1.0)
@@ -165,7 +165,7 @@ def test_a_critic_starts_from_the_weighted_sum_of_attributes(make_model, tmp_pat
 
 
 def test_where_one_token_ends_and_pads_sequences_have_no_padding_token(tmp_path, reward_model, monkeypatch):
-    from aligner.loop import parts
+    from aligner.jobs import parts
 
     class Same:
         bos_id, eos_id, pad_id = 1, 2, 2

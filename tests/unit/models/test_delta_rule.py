@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
-from aligner.models import delta_rule
+from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Architecture, ModelConfig
-from aligner.models.delta_rule import Tokens, chunked, convolved, step
-from aligner.models.divisible import check_divisible, check_together
+from aligner.models.modules import delta_rule
+from aligner.models.modules.delta_rule import Tokens, chunked, convolved, step
 from aligner.parallel.topology import ParallelConfig
 
 HEADS, KEY, VALUE = 2, 6, 5

@@ -10,9 +10,10 @@ import torch
 
 from aligner.errors import CheckpointError, ConfigError
 from aligner.losses.sft import sft_loss
-from aligner.models import checkpoint, checkpoint_size, disk_space
+from aligner.models.checkpoint import checkpoint, disk_space
+from aligner.models.checkpoint import size as checkpoint_size
 from aligner.models.config import Dtype
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch
 
 

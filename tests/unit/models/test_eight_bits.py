@@ -6,7 +6,7 @@ import pytest
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Fp8Recipe, ModelConfig
-from aligner.models.eight_bits import check, chosen
+from aligner.models.modules.eight_bits import check, chosen
 from aligner.parallel.topology import ParallelConfig
 
 QWEN_7B = {

@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
-from aligner.config import from_yaml
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
+from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Activation, Architecture, Layers, ModelConfig, PositionEmbedding, Recompute
-from aligner.models.divisible import check_divisible, check_together
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.parallel.topology import ParallelConfig
+from aligner.settings.compose import from_yaml
 
 # What the model hubs give as the number of parameters. GPT-3: 12 H^2 + 13 H per layer (four H x H attention matrices, two H x 4H, biases,
 # two norms), vocabulary and positions times H, the final norm's 2 H. Nemotron-4's paper says 9.4B in embeddings and 331.6B elsewhere.
@@ -45,7 +45,7 @@ def shipped(name: str) -> ModelConfig:
 
 def count(architecture: Architecture) -> int:
     """Parameters of the model that is really built, on the meta device."""
-    from aligner.models.build import build_language_model
+    from aligner.models.modules.build import build_language_model
 
     with torch.device("meta"):
         chunks = build_language_model(architecture, ModelConfig(make_vocab_divisible_by=1), ParallelConfig(), load=True)
@@ -219,7 +219,7 @@ def test_architectures_that_make_no_sense(fields, message):
 
 @pytest.mark.parametrize("fields", [{"attention_out_bias": True}, {"mlp_bias": True}])
 def test_what_transformer_engine_does_not_compute_here(fields, monkeypatch):
-    from aligner.models.fusions import choose_layers
+    from aligner.models.modules.fusions import choose_layers
     from aligner.parallel import mcore
 
     monkeypatch.setattr(mcore, "transformer_engine_problem", lambda: "")
@@ -230,7 +230,7 @@ def test_what_transformer_engine_does_not_compute_here(fields, monkeypatch):
 
 
 def test_a_factor_on_part_of_each_head_wants_torchs_layers(monkeypatch):
-    from aligner.models.fusions import choose_layers
+    from aligner.models.modules.fusions import choose_layers
     from aligner.parallel import mcore
 
     monkeypatch.setattr(mcore, "transformer_engine_problem", lambda: "")
@@ -252,7 +252,7 @@ def test_odd_heads_are_allowed_where_nothing_is_rotated():
 
 
 def settings(parallel: dict | None = None, model: dict | None = None, **architecture):
-    from aligner.models.megatron_config import transformer_config
+    from aligner.models.modules.megatron_config import transformer_config
 
     sizes = Architecture(**({"vocab_size": 61} | architecture))
     return transformer_config(sizes, ModelConfig(**(model or {})), ParallelConfig(**(parallel or {})), load=True)
@@ -303,7 +303,7 @@ def test_activations_by_hand():
 
 def test_zero_centered_norm_by_hand():
     """x = [-1, 1] has mean 0 and variance 1: with weights [0.5, -1] and biases [0.25, 2] it becomes [-1.5 + 0.25, 0 + 2]."""
-    from aligner.models.layers import ZeroCenteredLayerNorm
+    from aligner.models.modules.layers import ZeroCenteredLayerNorm
 
     norm = ZeroCenteredLayerNorm(2, eps=0.0)
     x = torch.tensor([[-1.0, 1.0]])

@@ -133,8 +133,8 @@ def gradient_of_output(make_model, monkeypatch, *, tied: bool, overlap: bool) ->
     """[V, H] of a step of micro-batches of one row: what the optimizer gets; the sums in float64 of what each micro-batch gives the output
     layer and the embedding; and the first of these rounded to bfloat16 in each micro-batch."""
     from aligner.losses.sft import sft_loss
-    from aligner.models import heads
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.modules import heads
+    from aligner.models.training.optimizer import OptimizerConfig
     from aligner.types import LabeledBatch
 
     tokens = torch.randint(3, 61, (6, 9), generator=torch.Generator().manual_seed(3))
@@ -198,9 +198,9 @@ def test_a_tied_embeddings_own_gradient_is_added_once(make_model, monkeypatch):
 @pytest.mark.parametrize("shape", [{}, {"logits_softcap": 5.0}, {"logits_scale": 0.5}])
 @pytest.mark.parametrize("float32_logits", [True, False])
 def test_engine_and_trainer_have_the_same_logits(make_model, float32_logits, shape):
-    from aligner.models.heads import _projection
+    from aligner.models.modules.heads import _projection
+    from aligner.rollout.builtin.megatron import MegatronEngine
     from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.megatron import MegatronEngine
 
     policy = make_model("policy", architecture=shape, config={"dtype": Dtype.bfloat16, "float32_logits": float32_logits})
     engine = MegatronEngine([policy.module], RolloutConfig(), eos_id=2)

@@ -19,7 +19,7 @@ TOKENS = torch.arange(3, 27)[None]
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the model at `path` by its Hugging Face name."""
-    from aligner.models.weights import export_hf
+    from aligner.models.weights.weights import export_hf
 
     return {name: tensor.detach().clone() for name, tensor in export_hf(chunks_of(path))}
 
@@ -52,7 +52,7 @@ def test_logits_are_megatrons(name: str, megatron_lm, tmp_path: Path):
     """Of the Hugging Face model that comes of it; the vocabulary keeps its padding where the arguments do not say how long it is."""
     from transformers import AutoModelForCausalLM
 
-    from aligner.models.weights import save_hf
+    from aligner.models.weights.weights import save_hf
 
     path, model = megatron_lm(name)
     chunks = chunks_of(path)
@@ -67,7 +67,7 @@ def test_logits_are_megatrons(name: str, megatron_lm, tmp_path: Path):
 
 
 def test_rope_scaling_is_llama_3s(megatron_lm):
-    from aligner.models.foreign.model import describe
+    from aligner.models.checkpoint.foreign.model import describe
 
     found = describe(megatron_lm("llama_scaled")[0]).architecture
     assert (found.rope_llama3_factor, found.rope_original_length, found.rope_low_freq_factor) == (4.0, 8192, 1.0)
@@ -105,15 +105,15 @@ def test_every_form_has_the_same_bits(name: str, form: str, megatron_lm, tmp_pat
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    from aligner.models.foreign.files import Files
-    from aligner.models.foreign.torch_dist import TorchDist
+    from aligner.models.checkpoint.foreign.files import Files
+    from aligner.models.checkpoint.foreign.torch_dist import TorchDist
 
     return TorchDist(Files(path), "").shapes()
 
 
 @with_common_file
 def test_bfloat16_in_both_forms(megatron_lm, tmp_path: Path):
-    from aligner.models.foreign.model import describe, open_weights
+    from aligner.models.checkpoint.foreign.model import describe, open_weights
 
     args = megatron_files.arguments("llama")
     whole = megatron_files.save(tmp_path / "torch", megatron_files.build(args).bfloat16(), args)
@@ -201,7 +201,7 @@ NEMOTRON = megatron_files.nemo_config("gpt2", rotary_percentage=0.5, share_embed
     ],
 )
 def test_nemos_settings(config: dict[str, Any], expected: dict[str, Any]):
-    from aligner.models.foreign.settings import from_nemo
+    from aligner.models.checkpoint.foreign.settings import from_nemo
 
     found = from_nemo(config, rows=ROWS)
     assert {name: getattr(found, name) for name in expected} == expected
@@ -226,7 +226,7 @@ def test_nemos_settings(config: dict[str, Any], expected: dict[str, Any]):
     ],
 )
 def test_nemos_settings_that_are_not_computed(config: dict[str, Any], says: str):
-    from aligner.models.foreign.settings import from_nemo
+    from aligner.models.checkpoint.foreign.settings import from_nemo
 
     with pytest.raises(ConfigError, match=says):
         from_nemo(NEMO | config, rows=ROWS)

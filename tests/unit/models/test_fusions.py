@@ -20,7 +20,7 @@ def _world(topology) -> None: ...
 @pytest.fixture
 def with_te(monkeypatch):
     """As on a GPU where Transformer Engine imports, Apex does not, and torch can compile kernels."""
-    from aligner.models import fusions
+    from aligner.models.modules import fusions
     from aligner.parallel import mcore
 
     def make(kernels: frozenset[str] = EVERYTHING, *, triton: bool = True) -> None:
@@ -34,7 +34,7 @@ def with_te(monkeypatch):
 
 
 def found(architecture: dict[str, Any] | None = None, dtype: torch.dtype = torch.bfloat16, **model: Any):
-    from aligner.models.fusions import fusions
+    from aligner.models.modules.fusions import fusions
 
     return fusions(Architecture(vocab_size=61, **(architecture or {})), ModelConfig(**model), dtype)
 
@@ -45,7 +45,7 @@ def off(fused) -> dict[str, str]:
 
 @pytest.mark.cpu
 def test_without_a_gpu_nothing_is_fused(capsys):
-    from aligner.models.fusions import Kernel, say_once, table
+    from aligner.models.modules.fusions import Kernel, say_once, table
 
     fused = found()
     assert not fused.transformer_engine and fused.reason == "there is no GPU"
@@ -103,7 +103,7 @@ def test_what_the_model_is_decides_too(with_te):
 
 def test_megatrons_config_asks_for_nothing_that_it_would_refuse(with_te):
     """`gradient_accumulation_fusion` makes Megatron-Core's output layer raise where Apex is absent, whoever's the other layers are."""
-    from aligner.models.megatron_config import transformer_config
+    from aligner.models.modules.megatron_config import transformer_config
     from aligner.parallel.mcore import ColumnParallelLinear
     from aligner.parallel.topology import ParallelConfig
 
@@ -124,7 +124,7 @@ def test_torchs_layers_add_weight_gradients_with_apex(with_te, monkeypatch):
 
 
 def test_the_table_is_said_once_on_rank_0_of_a_gpu_component(with_te, monkeypatch, capsys):
-    from aligner.models import fusions
+    from aligner.models.modules import fusions
 
     with_te()
     monkeypatch.setattr(fusions, "_said", set())

@@ -67,7 +67,7 @@ def random_tokens(vocab: int, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers_both_ways(name, hf_directory, load_policy, tmp_path):
-    from aligner.models.weights import save_hf
+    from aligner.models.weights.weights import save_hf
 
     source = hf_directory(name)
     tokens, tolerance = random_tokens(61, 100), TOLERANCES.get(name, TOLERANCE)
@@ -103,7 +103,7 @@ def test_llama3_rope_scaling_changes_these_logits(hf_directory, load_policy, tmp
 def test_longrope_is_chosen_by_the_context_of_the_run(hf_directory, load_policy, tmp_path, capsys, monkeypatch):
     """What transformers makes of 60 tokens depends on the tokens behind them: 100 are beyond the original length. Here it depends on the
     longest sequence that the run allows."""
-    from aligner.models import fusions
+    from aligner.models.modules import fusions
 
     monkeypatch.setattr(fusions, "_said", set())
     shutil.copytree(hf_directory("phi3_longrope"), tmp_path, dirs_exist_ok=True)
@@ -125,7 +125,7 @@ def test_longrope_is_chosen_by_the_context_of_the_run(hf_directory, load_policy,
 
 @pytest.mark.shared
 def test_stories260k_equals_transformers(shared_data, load_policy, tmp_path):
-    from aligner.models.weights import save_hf
+    from aligner.models.weights.weights import save_hf
 
     source = shared_data / "stories260k"
     tokens = random_tokens(512, 64)
@@ -157,7 +157,7 @@ def test_stories260k_continues_as_documented(shared_data, load_policy):
 
 
 def test_several_files_with_an_index(hf_directory, load_policy, tmp_path, monkeypatch):
-    from aligner.models import weights
+    from aligner.models.weights import weights
 
     policy = load_policy(hf_directory("qwen2"))
     monkeypatch.setattr(weights, "MAX_FILE_BYTES", 10_000)
@@ -177,7 +177,7 @@ def test_several_files_with_an_index(hf_directory, load_policy, tmp_path, monkey
 
 def test_a_second_export_replaces_the_first(hf_directory, load_policy, tmp_path, monkeypatch):
     """Fewer, other files than before: nothing of the old export may be read again."""
-    from aligner.models import weights
+    from aligner.models.weights import weights
 
     with monkeypatch.context() as patch:
         patch.setattr(weights, "MAX_FILE_BYTES", 10_000)
@@ -264,7 +264,7 @@ def test_a_damaged_config_is_refused_by_name(text, message, hf_directory, load_p
 
 
 def test_an_export_to_a_full_disk_names_rank_and_file(hf_directory, load_policy, tmp_path, monkeypatch):
-    from aligner.models import weights
+    from aligner.models.weights import weights
 
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
@@ -282,10 +282,10 @@ def test_a_directory_without_safetensors(hf_directory, load_policy, tmp_path):
 
 
 def test_score_head_of_the_wrong_width(hf_directory, topology, tmp_path):
-    from aligner.models.build import ScalarModel
     from aligner.models.config import ModelConfig
-    from aligner.models.scalar_head import ScalarHead
-    from aligner.models.weights import load_hf, save_hf
+    from aligner.models.modules.build import ScalarModel
+    from aligner.models.modules.scalar_head import ScalarHead
+    from aligner.models.weights.weights import load_hf, save_hf
     from aligner.parallel.topology import ParallelConfig
 
     architecture = architecture_from_hf(json.loads((hf_directory("llama_multi_head") / "config.json").read_text()))

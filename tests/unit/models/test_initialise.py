@@ -11,8 +11,8 @@ def _world(topology) -> None: ...
 
 
 def build(seed: int = 5, **sizes):
-    from aligner.models.build import build_language_model
     from aligner.models.config import Architecture, ModelConfig
+    from aligner.models.modules.build import build_language_model
     from aligner.parallel.topology import ParallelConfig
 
     fields = {"vocab_size": 61, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "initializer_range": 0.1} | sizes
@@ -51,7 +51,7 @@ def test_a_deeper_model_starts_with_the_same_layers_up_to_their_scale():
 
 
 def test_names_of_norms_that_transformer_engine_fuses():
-    from aligner.models.initialise import global_name
+    from aligner.models.modules.initialise import global_name
 
     chunk = build()
     assert global_name(chunk, "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight") == "decoder.layers.1.input_layernorm.weight"
@@ -62,8 +62,8 @@ def test_names_of_norms_that_transformer_engine_fuses():
 @pytest.mark.cpu
 def test_transformer_engine_is_refused_where_it_is_not():
     from aligner.errors import ConfigError
-    from aligner.models.build import build_language_model
     from aligner.models.config import Architecture, Fp8Recipe, Layers, ModelConfig
+    from aligner.models.modules.build import build_language_model
     from aligner.parallel.topology import ParallelConfig
 
     for model, message in (
@@ -84,7 +84,7 @@ def test_transformer_engine_is_refused_where_it_is_not():
 def test_overlap_of_exchanges_names_what_it_needs(monkeypatch):
     from aligner.errors import ConfigError
     from aligner.models.config import Architecture, Dtype, Layers, ModelConfig
-    from aligner.models.megatron_config import transformer_config
+    from aligner.models.modules.megatron_config import transformer_config
     from aligner.parallel import mcore
     from aligner.parallel.topology import ParallelConfig
 

@@ -32,7 +32,7 @@ def directory(topology, tmp_path):
 def test_the_text_part_of_a_model_with_images(directory, load_policy, tmp_path, capsys):
     from transformers import Llama4ForConditionalGeneration
 
-    from aligner.models.weights import save_hf
+    from aligner.models.weights.weights import save_hf
 
     tokens = torch.randint(0, 61, (3, 40), generator=torch.Generator().manual_seed(3))
     positions = torch.arange(40).expand_as(tokens)

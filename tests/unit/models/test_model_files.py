@@ -16,10 +16,10 @@ from hf_models import HF_MODELS
 from safetensors.torch import load_file, save_file
 
 from aligner.errors import ConfigError, ModelFilesError
+from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.families import architecture_from_hf, sizes, weight_names
-from aligner.models.hf_files import stored_tensors
-from aligner.models.weights import HFWeights, described, save_hf
+from aligner.models.weights.weights import HFWeights, described, save_hf
 
 Change = Callable[[dict[str, torch.Tensor]], object]
 
@@ -259,7 +259,7 @@ def test_layers_that_predict_further_tokens_are_named_once(changed, load_policy,
 
 
 def test_heads_that_are_not_what_the_class_says(make_model, tmp_path):
-    from aligner.models.scalar_head import Pooling, ScalarHead
+    from aligner.models.modules.scalar_head import Pooling, ScalarHead
 
     for pooling, change, named in (
         (Pooling.last, lambda t: t.pop("score.weight"), "score_head.weight"),  # would be random

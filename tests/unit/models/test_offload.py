@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aligner.losses.sft import sft_loss
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch
 
 
@@ -47,7 +47,7 @@ def test_sleep_frees_and_training_goes_on_bit_for_bit(make_model, distributed, d
 
 
 def test_moments_and_main_weights_leave(make_model):
-    from aligner.models.offload import optimizer_tensors
+    from aligner.models.training.offload import optimizer_tensors
 
     model = policy(make_model, offload=True, distributed=True, dtype="bfloat16").model
     model.sleep()
@@ -71,7 +71,7 @@ def test_without_the_option_nothing_moves(make_model):
 @pytest.mark.cpu
 def test_host_memory_that_the_device_reads_is_as_large_as_the_tensors(monkeypatch):
     """Its pages are locked where they are, once, and let go with the object: torch's own would be of the next power of two."""
-    from aligner.models.offload import HostMemory
+    from aligner.models.training.offload import HostMemory
 
     calls: list[tuple[str, int, int]] = []
 
@@ -100,7 +100,7 @@ def test_host_memory_that_the_device_reads_is_as_large_as_the_tensors(monkeypatc
 
 
 def test_copies_side_by_side_are_apart():
-    from aligner.models.offload import LockedMemory
+    from aligner.models.training.offload import LockedMemory
 
     tensors = [torch.arange(3.0).bfloat16(), torch.arange(5.0), torch.zeros(0, 4), torch.arange(7).view(1, 7), torch.tensor(True)]
     memory = LockedMemory()
@@ -114,7 +114,7 @@ def test_copies_side_by_side_are_apart():
 
 @pytest.mark.cpu
 def test_memory_that_cannot_be_locked_is_said(monkeypatch):
-    from aligner.models.offload import HostMemory
+    from aligner.models.training.offload import HostMemory
 
     def refuse(code: int) -> None:
         raise RuntimeError(f"CUDA error {code}")

@@ -14,10 +14,10 @@ import pytest
 import torch
 from hf_models import SIZES
 
-from aligner.models import rope
+from aligner.models.architecture import rope
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf
-from aligner.rollout.decode_layers import Rotary
+from aligner.rollout.builtin.decode_layers import Rotary
 
 WINDOW, FULL = "sliding_attention", "full_attention"
 YARN = {"rope_type": "yarn", "factor": 1.7, "original_max_position_embeddings": 37}
@@ -118,7 +118,7 @@ def test_tables_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_trainer_rotates_as_the_engine(name: str, topology: Any) -> None:
     """The frequencies in the built model; the factor on cosines and sines may be one on scores there (`rope.factor_of_scores`)."""
-    from aligner.models.build import LanguageModel
+    from aligner.models.modules.build import LanguageModel
     from aligner.parallel.topology import ParallelConfig
 
     architecture = architecture_from_hf(hf_file(name), where="x")

@@ -33,7 +33,7 @@ def by_sequences(outputs, batch: LabeledBatch) -> LossOutput:
 
 def model(make_model, aux: float, z: float):
     from aligner.models.config import Family
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training.optimizer import OptimizerConfig
 
     sizes = EXPERTS | {"family": Family.mixtral}
     coefs = {"router_aux_loss_coef": aux, "router_z_loss_coef": z}
@@ -95,7 +95,7 @@ def test_auxiliary_losses_have_their_weight(make_model, loss, aux, z):
 def test_biases_move_towards_an_even_load(make_model, rate):
     """By the rate, up where an expert has fewer real tokens than the mean and down where it has more; they have no gradient."""
     from aligner.models.config import Family
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training.optimizer import OptimizerConfig
 
     sizes = EXPERTS | {"family": Family.glm4_moe, "router_sigmoid": True, "router_bias": True, "tied_embeddings": False}
     optimizer = OptimizerConfig(lr=1e-9, min_lr=0.0, distributed=False)

@@ -9,7 +9,7 @@ from aligner.errors import ConfigError
 from aligner.losses.preference import dpo_loss
 from aligner.losses.sft import sft_loss
 from aligner.models.config import ModelConfig, Recompute
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch, ValueBatch
 
 VOCAB = 61
@@ -31,7 +31,7 @@ GROUPS = rows((0, 9, 5), (1, 6, 4), (0, 9, 8), (0, 9, 5), (1, 6, 1), (2, 1, 7), 
 
 
 def test_segments_are_prompts_and_what_goes_on_from_them(topology):
-    from aligner.models.shared_prompts import Segment, segments_of
+    from aligner.models.modules.shared_prompts import Segment, segments_of
 
     batch = rows((0, 4, 2), (0, 4, 3), (1, 4, 1), (2, 1, 2), (2, 1, 2))
     assert segments_of(batch, share=True) == [
@@ -47,7 +47,7 @@ def test_segments_are_prompts_and_what_goes_on_from_them(topology):
 
 
 def test_families_keep_rows_of_a_prompt_together_up_to_the_capacity(topology):
-    from aligner.models.shared_prompts import families
+    from aligner.models.modules.shared_prompts import families
     from aligner.parallel.micro_batches import Family
 
     found = families(GROUPS, unit=1, capacity=28)
@@ -64,7 +64,7 @@ def test_families_keep_rows_of_a_prompt_together_up_to_the_capacity(topology):
 
 def test_prompts_that_only_begin_alike_are_not_shared(topology):
     """The same first token and length, and others behind; and the same tokens of which a loss looks at some."""
-    from aligner.models.shared_prompts import families, segments_of
+    from aligner.models.modules.shared_prompts import families, segments_of
 
     tokens = torch.tensor([[5, 6, 7, 9], [5, 6, 8, 9], [5, 6, 8, 9]])
     mask = torch.tensor([[False, False, False, True], [False, False, False, True], [False, False, True, True]])
@@ -74,7 +74,7 @@ def test_prompts_that_only_begin_alike_are_not_shared(topology):
 
 
 def test_slots_go_on_behind_the_prompt(topology):
-    from aligner.models.placement import Splits, place
+    from aligner.models.training.placement import Splits, place
 
     batch = rows((0, 3, 1), (0, 3, 2), width=6)
     placed = place(batch, Splits(packed=True, share_prompts=True, sequence_parallel_size=4))
@@ -142,7 +142,7 @@ def test_pairs_share_their_prompt(make_model):
 
 def test_the_value_model_learns_the_same_with_less_work(make_model):
     from aligner.losses.value import value_loss
-    from aligner.models.placement import input_shape
+    from aligner.models.training.placement import input_shape
 
     apart, shared = models(make_model, "value", tokens=4096)
     mask = GROUPS.loss_mask
@@ -158,8 +158,8 @@ def test_the_value_model_learns_the_same_with_less_work(make_model):
 
 
 def test_refusals(topology):
-    from aligner.models.build import LanguageModel
     from aligner.models.config import Architecture
+    from aligner.models.modules.build import LanguageModel
     from aligner.parallel.topology import ParallelConfig
 
     with pytest.raises(ConfigError, match=r"model.share_prompts=true: needs model.packing=true"):
@@ -174,7 +174,7 @@ def test_refusals(topology):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_attention_and_its_gradients_are_the_plain_ones(dtype, tolerance):
     """Segments of 4, of 5 and 3 that go on from it, and of 3 alone, against a softmax over what a slot may see; relative to the largest."""
-    from aligner.models.attention import shared_attention
+    from aligner.models.modules.attention import shared_attention
 
     segments = ((0, 4, -1), (4, 9, 0), (9, 12, 0), (12, 15, -1))
     visible = torch.zeros(15, 15, dtype=torch.bool)

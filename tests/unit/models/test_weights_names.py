@@ -81,7 +81,7 @@ def test_a_parameter_that_the_family_does_not_have():
 
 
 def test_shards_of_a_single_process(hf_directory, load_policy):
-    from aligner.models.shards import all_places, named_shards
+    from aligner.models.weights.shards import all_places, named_shards
 
     policy = load_policy(hf_directory("mixtral"))
     shards = {part.place.name: part for part in named_shards(policy.chunks)}

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
-from aligner.models import windowed_attention
-from aligner.models.attention import _attend_to_past
 from aligner.models.config import Architecture
-from aligner.models.windowed_attention import Form, attend, with_sinks
+from aligner.models.modules import windowed_attention
+from aligner.models.modules.attention import _attend_to_past
+from aligner.models.modules.windowed_attention import Form, attend, with_sinks
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.metrics import Max, Mean, Sum
 from aligner.parallel import collectives
 from aligner.parallel.collectives import shard_bounds
+from aligner.telemetry.metrics import Max, Mean, Sum
 
 
 def test_shard_bounds_by_hand():

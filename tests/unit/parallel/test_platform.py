@@ -111,8 +111,8 @@ def test_torch_reads_what_is_set_after_its_import():
 
 
 def test_what_components_ask_of_the_environment(monkeypatch):
-    from aligner.loop import session
     from aligner.parallel.topology import ParallelConfig
+    from aligner.run import session
 
     asked: list[tuple[bool, bool, bool]] = []
     monkeypatch.setattr(session.platform, "prepare_environment", lambda **options: asked.append(tuple(options.values())))

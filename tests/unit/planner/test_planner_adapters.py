@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from aligner.models.config import Architecture, Dtype, LoraConfig, LoraTarget, ModelConfig
 from aligner.models.families import architecture_from_hf
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import memory, timing
 from aligner.planner.buffers import Parameter, Replication, StateBytes, approximate_state_bytes, state_bytes

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from aligner.algorithms.sft import TrainSFT
-from aligner.config import compose
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
 from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import decoding, kernels, layers, memory, report, schedule, timing
@@ -22,6 +21,7 @@ from aligner.planner.estimate import check
 from aligner.planner.sampling import ResponseLengths
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
 from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit, VLLMConfig
+from aligner.settings.compose import compose
 from aligner.types import SamplingConfig
 
 CLUSTER = ClusterConfig(

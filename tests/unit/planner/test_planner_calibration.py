@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from aligner.commands import calibrate as command
 from aligner.errors import ConfigError
-from aligner.jobs import calibrate as command
 from aligner.models.config import Architecture, Dtype, ModelConfig
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import calibration
 from aligner.planner.buffers import StateBytes

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from aligner.models.config import Architecture, Dtype, ModelConfig
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from aligner.errors import ConfigError
+from aligner.models.architecture.divisible import check_divisible, uneven_stages
 from aligner.models.config import Activation, Architecture, Dtype, Layers, ModelConfig, Normalization, Recompute
-from aligner.models.divisible import check_divisible, uneven_stages
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run, layer_tensors, memory, report, search
 from aligner.planner.buffers import StateBytes
@@ -21,7 +21,7 @@ from aligner.planner.schedule import stage_layers
 from aligner.planner.simulation import Simulated
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
 from aligner.rollout.config import EngineKind, RolloutConfig
-from aligner.rollout.tensorrt_llm_config import TensorRTLLMConfig
+from aligner.rollout.tensorrt_llm.config import TensorRTLLMConfig
 
 GPU = ClusterConfig(device=Device.gpu, gpus_per_node=8, gpu_memory_gib=80, reserved_gib=1)
 GPT = Architecture(  # of Korthikanti et al.: 175 thousand million parameters

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from aligner.commands.plan.command import measured_lengths, with_lengths
 from aligner.errors import ConfigError
-from aligner.jobs.plan import measured_lengths, with_lengths
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import PlanConfig

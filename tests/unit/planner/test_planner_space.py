@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+from aligner.commands.plan.search import Request, _read, _Search
 from aligner.errors import ConfigError
-from aligner.jobs.plan_search import Request, _read, _Search
 from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.job_search import step_seconds

@@ -15,12 +15,12 @@ from aligner import cli
 from aligner.algorithms.grpo import TrainGRPO
 from aligner.algorithms.ppo import TrainPPO
 from aligner.cluster.run_directory import RunDirectory
-from aligner.config import compose
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.diagnosis import REPEAT_EVERY, Diagnosis, Watch, diagnose
 from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.reporter import Reporter
+from aligner.settings.compose import compose
 
 Course = Callable[[int], Mapping[str, float]]  # the metrics of a step
 RULE = {rule.name: rule for rule in RULES}

@@ -14,8 +14,8 @@ import torch
 from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.rewards.local import FunctionReward, RewardError, function_reward
+from aligner.settings.user_code import was_calling
 from aligner.types import FinishReason, Prompt, Rollout
-from aligner.user_code import was_calling
 
 END = 0
 

@@ -122,7 +122,7 @@ def test_in_bfloat16(make_policy):
 
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full, Recompute.selective])
 def test_the_first_update_has_a_ratio_of_one_and_the_ordinary_gradient(make_policy, recompute):
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training.optimizer import OptimizerConfig
 
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
     layout = {"optimizer": optimizer, "recompute": recompute} | (PACKED if recompute == Recompute.none else {"micro_batch_size": 2})

@@ -8,10 +8,10 @@ import weakref
 import pytest
 import torch
 
-from aligner.rollout.attention import DecodeBatch, PagedKV
+from aligner.rollout.builtin.attention import DecodeBatch, PagedKV
+from aligner.rollout.builtin.graphs import DecodeGraphs, round_pages, round_rows
 from aligner.rollout.config import Kernels, RolloutConfig
 from aligner.rollout.engine import ALL_MEMORY, GenRequest, GenResult, ListedWork
-from aligner.rollout.graphs import DecodeGraphs, round_pages, round_rows
 from aligner.types import SamplingConfig
 
 PAGE, PAGES = 4, 12
@@ -162,7 +162,7 @@ def test_what_is_released_is_recorded_again_in_another_pool():
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_engine_records_once_per_size_while_its_cache_stays(topology, make_model, offload):
     """Three generations of the same requests, one of fewer, one that needs a larger cache. With `rollout.offload` memory is given back."""
-    from aligner.rollout.megatron import MegatronEngine
+    from aligner.rollout.builtin.megatron import MegatronEngine
 
     policy = make_model("policy")
     sampling = SamplingConfig(max_response_length=12)

@@ -10,7 +10,7 @@ import torch
 from aligner.errors import EngineError
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Dtype
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import FinishReason, LabeledBatch, Prompt, Rollout, SamplingConfig
 
 VOCAB, EOS = 61, 2

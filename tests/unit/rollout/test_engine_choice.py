@@ -10,9 +10,9 @@ from hf_models import write
 
 from aligner.errors import EngineError
 from aligner.models.config import ModelConfig
-from aligner.rollout import choice
-from aligner.rollout.choice import choose
 from aligner.rollout.config import AsynchronousConfig, EngineKind, RolloutConfig, VerifyRefit
+from aligner.rollout.engine import choice
+from aligner.rollout.engine.choice import choose
 from aligner.types import SamplingConfig
 
 
@@ -115,7 +115,7 @@ def test_ranks_that_find_different_engines_are_told(topology, make_model, monkey
 
 
 def test_the_preflight_names_it(tmp_path, installed):
-    from aligner.jobs.preflight.ranks import _chosen_engine
+    from aligner.commands.preflight.ranks import _chosen_engine
 
     model = ModelConfig()
     run = SimpleNamespace(rollout=config_of(), parallel=SimpleNamespace(tp=1), models=lambda: [SimpleNamespace(config=model)])

@@ -17,10 +17,10 @@ from aligner.environments.config import OnEnvironmentError
 from aligner.environments.environment import Observation, Turn
 from aligner.environments.exchange import Converting, EnvironmentFollowUp, EpisodeError
 from aligner.protocols import Replica
+from aligner.rollout.builtin.generation import Generation
+from aligner.rollout.builtin.sampling import Sampler
 from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Refitted, WeightForm, Work
-from aligner.rollout.episodes import Conversing, turn_seed
-from aligner.rollout.generation import Generation
-from aligner.rollout.sampling import Sampler
+from aligner.rollout.engine.episodes import Conversing, turn_seed
 from aligner.types import FinishReason, LogprobKind, Prompt, Rollout, SamplingConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
@@ -57,8 +57,8 @@ class FakeEngine:
 
 def engine_of(run, environment, *, in_step: bool = False, sampling: SamplingConfig | None = None, **settings):
     """`run(work, sampling, version)` with an environment; a token's text is its number, an observation's tokens are its text's numbers."""
-    from aligner.rollout.lifecycle import PhasedEngine
-    from aligner.rollout.work import WorkSharing
+    from aligner.rollout.engine.lifecycle import PhasedEngine
+    from aligner.rollout.engine.work import WorkSharing
 
     converting = Converting(
         decode=lambda tokens: " ".join(map(str, tokens)),
@@ -347,8 +347,8 @@ def test_two_replicas_share_the_first_turns() -> None:
     """They take new episodes from one queue; the next turns of an episode stay where it began."""
     from torch.distributed import HashStore
 
-    from aligner.rollout.lifecycle import PhasedEngine
-    from aligner.rollout.work import WorkSharing
+    from aligner.rollout.engine.lifecycle import PhasedEngine
+    from aligner.rollout.engine.work import WorkSharing
 
     sampling, store, engines = SamplingConfig(max_response_length=30, stop_token_ids=[3]), HashStore(), []
     for index in range(2):

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aligner.models.activations import activation_of
-from aligner.models.architecture import Architecture
-from aligner.rollout.experts import FeedForward, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
-from aligner.rollout.manifest import TensorSpec
-from aligner.rollout.refit import allocated
-from aligner.rollout.weights import Affine
+from aligner.models.architecture.activations import activation_of
+from aligner.models.architecture.architecture import Architecture
+from aligner.rollout.builtin.experts import FeedForward, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
+from aligner.rollout.builtin.refit import allocated
+from aligner.rollout.builtin.weights import Affine
+from aligner.rollout.engine.manifest import TensorSpec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 from host_syncs import HostSyncs  # noqa: E402

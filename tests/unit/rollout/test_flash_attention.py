@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aligner.rollout import paged_kernels
-from aligner.rollout.attention import (
+from aligner.rollout.builtin import paged_kernels
+from aligner.rollout.builtin.attention import (
     DecodeBatch,
     GatheredAttention,
     PagedKV,
@@ -21,7 +21,16 @@ from aligner.rollout.attention import (
     plan_decode,
     plan_prefill,
 )
-from aligner.rollout.paged_kernels import FLASH_2, FLASH_3, TORCH, TorchFlashAttention, attends_right, flash_attention, load, load_torch
+from aligner.rollout.builtin.paged_kernels import (
+    FLASH_2,
+    FLASH_3,
+    TORCH,
+    TorchFlashAttention,
+    attends_right,
+    flash_attention,
+    load,
+    load_torch,
+)
 
 
 def attend(q, k_cache, v_cache, lengths, table, causal):

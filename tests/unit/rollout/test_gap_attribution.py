@@ -49,9 +49,9 @@ def prompts() -> list[Prompt]:
 def made(hf_directory, load_policy) -> Callable:
     """`made(family, kernels, **model)`: policy, engine and config; one of each."""
     from aligner.algorithms.grpo import TrainGRPO
-    from aligner.config import compose
     from aligner.rollout.config import Kernels, RolloutConfig
     from aligner.rollout.create import create_engine
+    from aligner.settings.compose import compose
 
     known: dict[tuple, Any] = {}
     config = compose(TrainGRPO, "grpo", ["data.train=unread"])
@@ -71,12 +71,12 @@ def made(hf_directory, load_policy) -> Callable:
 
 def report(policy, engine, config, **tolerance):
     """As `aligner gap` makes it."""
+    from aligner.commands.gap import most_different, trace_paths
+    from aligner.commands.gap_report import GapReport, Tolerance
     from aligner.data.collate import rollout_batch
-    from aligner.jobs.gap import most_different, trace_paths
-    from aligner.jobs.gap_report import GapReport, Tolerance
     from aligner.losses.correction import gap_metrics
-    from aligner.metrics import values
     from aligner.models.config import Dtype
+    from aligner.telemetry.metrics import values
 
     engine.wake()
     rollouts = sorted((one for part in engine.generate(prompts(), [5, 6, 7]) for one in part), key=lambda one: one.seed)
@@ -98,7 +98,7 @@ def report(policy, engine, config, **tolerance):
 @pytest.fixture
 def with_change(made, monkeypatch) -> Callable:
     """`with_change(family, change, kernels)`: the report of an engine whose decoder is made of `change(weights)` and other frequencies."""
-    from aligner.rollout.decode import Decoder
+    from aligner.rollout.builtin.decode import Decoder
 
     def make(family: str, change: Callable = lambda weights: weights, kernels: str = "torch", theta: float = 0.0):
         policy, engine, config = made(family, kernels)
@@ -233,7 +233,7 @@ def test_other_ways_of_computing(made, model) -> None:
 
 
 def test_text_and_json(with_change) -> None:
-    from aligner.jobs.gap_report import to_json, to_text
+    from aligner.commands.gap_report import to_json, to_text
 
     found = with_change("llama", changed(1, "input_norm", scaled(1.001)))
     text, plain = to_text(found), json.loads(to_json(found))
@@ -245,7 +245,7 @@ def test_text_and_json(with_change) -> None:
 
 def test_engines_whose_layers_cannot_be_seen(made) -> None:
     """A wrapped engine gives log-probs and nothing else."""
-    from aligner.jobs.gap import trace_paths
+    from aligner.commands.gap import trace_paths
 
     policy, engine, config = made("llama")
 

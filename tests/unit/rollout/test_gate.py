@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from aligner.errors import EngineError
-from aligner.rollout.gate import Gate, Stopped
+from aligner.rollout.engine.gate import Gate, Stopped
 
 
 class Worker:

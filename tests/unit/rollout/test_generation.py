@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError, EngineError
+from aligner.rollout.builtin.generation import Generation
+from aligner.rollout.builtin.sampling import Sampler
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
-from aligner.rollout.generation import Generation
-from aligner.rollout.sampling import Sampler
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
@@ -230,7 +230,7 @@ def model_requests() -> list[GenRequest]:
 
 def test_a_models_samples_depend_on_prompt_and_seed_alone(topology, make_model):
     """For any batch, order, cache, chunk and engine the same tokens; log-probs within rounding."""
-    from aligner.rollout.megatron import MegatronEngine
+    from aligner.rollout.builtin.megatron import MegatronEngine
 
     sizes = {"seq_length": 640}
     policy = make_model("policy", architecture={"max_position_embeddings": 640}, config=sizes)
@@ -265,8 +265,8 @@ def test_a_models_samples_depend_on_prompt_and_seed_alone(topology, make_model):
 
 def test_caches_of_different_sizes_at_one_address(topology, make_model, monkeypatch):
     """What the allocator does now and then: nothing of the earlier cache may be taken for the later one's."""
-    from aligner.rollout.attention import PagedKV
-    from aligner.rollout.megatron import MegatronEngine
+    from aligner.rollout.builtin.attention import PagedKV
+    from aligner.rollout.builtin.megatron import MegatronEngine
 
     policy = make_model("policy")
     sampling = SamplingConfig(max_response_length=12)

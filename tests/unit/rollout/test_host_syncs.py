@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aligner.rollout.attention import (
+from aligner.rollout.builtin.attention import (
     DecodeBatch,
     GatheredAttention,
     PagedKV,
@@ -68,9 +68,9 @@ DELTA |= {"linear_value_head_dim": 6, "linear_conv_size": 4}
 
 @pytest.mark.parametrize("name", ["dense", "experts", "delta nets"])
 def test_a_decode_step_of_a_model_waits_for_nothing(topology, make_model, name):
+    from aligner.rollout.builtin.decode import Decoder, Shards
+    from aligner.rollout.builtin.weights import by_role, named_parameters
     from aligner.rollout.config import Kernels
-    from aligner.rollout.decode import Decoder, Shards
-    from aligner.rollout.weights import by_role, named_parameters
 
     experts = {"num_experts": 5, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
     chunk = make_model("policy", architecture={"experts": experts, "delta nets": DELTA}.get(name, {})).chunks[0]

@@ -15,7 +15,7 @@ from fake_foreign import FakeForeign  # noqa: E402
 from aligner.errors import ConfigError, EngineError  # noqa: E402
 from aligner.protocols import Replica  # noqa: E402
 from aligner.rollout.engine import Memory  # noqa: E402
-from aligner.rollout.manifest import Manifest, TensorSpec  # noqa: E402
+from aligner.rollout.engine.manifest import Manifest, TensorSpec  # noqa: E402
 from aligner.types import FinishReason, LogprobKind, Prompt, SamplingConfig  # noqa: E402
 
 WEIGHTS, CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
@@ -48,10 +48,10 @@ class Policy:
 
 
 def engine_of(foreign: FakeForeign, policy: Policy, *, offload: bool = False, verified: bool = False, **ids):
-    from aligner.models.offload import HostMemory
-    from aligner.rollout.foreign import StreamedEngine, WeightStream
-    from aligner.rollout.lifecycle import PhasedEngine
-    from aligner.rollout.work import WorkSharing
+    from aligner.models.training.offload import HostMemory
+    from aligner.rollout.engine.foreign import StreamedEngine, WeightStream
+    from aligner.rollout.engine.lifecycle import PhasedEngine
+    from aligner.rollout.engine.work import WorkSharing
 
     stream = WeightStream(export=policy.export, manifest=manifest(), bucket_bytes=112, verified=verified)
     memory = HostMemory(kept=lambda: (tensor for _, tensor in policy.weights)) if offload else None

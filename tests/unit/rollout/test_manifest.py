@@ -10,8 +10,8 @@ import torch
 from aligner.errors import EngineError
 from aligner.models.config import Architecture, Family
 from aligner.parallel import platform
-from aligner.rollout.foreign import fusion_group, weight_buckets
-from aligner.rollout.manifest import Manifest, TensorSpec, global_manifest, hf_manifest
+from aligner.rollout.engine.foreign import fusion_group, weight_buckets
+from aligner.rollout.engine.manifest import Manifest, TensorSpec, global_manifest, hf_manifest
 
 FAMILIES = ["llama", "llama_tied_llama3_rope", "qwen2", "qwen2_tied", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2"]
 FAMILIES += ["llama_biases_llama3_rope", "mistral", "phi3", "gpt_neox", "opt", "gemma2", "gemma3_text", "olmo2", "glm4", "cohere"]

@@ -31,7 +31,7 @@ def _world(topology) -> None: ...
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
     """The kernels as they are, and for vectors of 16 numbers."""
-    from aligner.rollout.native.library import FLAGS, Library, compiled, load
+    from aligner.rollout.builtin.native.library import FLAGS, Library, compiled, load
 
     cache = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
     found = {"own": load(), "16 lanes": Library(str(compiled(cache, (*FLAGS, "-O1", "-DLANES=16", "-Wno-psabi"))))}
@@ -42,7 +42,7 @@ def libraries(tmp_path_factory):
 @torch.no_grad()
 def steps(decoder, batch: int, *, seed: int) -> torch.Tensor:
     """Logits of three decode steps after prompts of different lengths."""
-    from aligner.rollout.attention import DecodeBatch, PrefillChunk
+    from aligner.rollout.builtin.attention import DecodeBatch, PrefillChunk
 
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 50, (batch,), generator=generator)
@@ -60,8 +60,8 @@ def steps(decoder, batch: int, *, seed: int) -> torch.Tensor:
 
 
 def decoder_of(policy, **options):
-    from aligner.rollout.decode import Decoder, Shards
-    from aligner.rollout.weights import by_role, named_parameters
+    from aligner.rollout.builtin.decode import Decoder, Shards
+    from aligner.rollout.builtin.weights import by_role, named_parameters
 
     chunk = policy.chunks[0]
     return Decoder(
@@ -76,7 +76,7 @@ def decoder_of(policy, **options):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_decode_steps_equal_torchs(name, make_model, libraries, monkeypatch):
-    from aligner.rollout.native import library as native
+    from aligner.rollout.builtin.native import library as native
 
     policy = make_model("policy", architecture=SIZES[name])
     expected = {batch: steps(decoder_of(policy, kernels=Kernels.torch), batch, seed=batch) for batch in (1, 5, 19, 70)}
@@ -145,7 +145,7 @@ def test_nan_shows(libraries):
 
 
 def test_compiled_once(tmp_path, monkeypatch):
-    from aligner.rollout.native import library
+    from aligner.rollout.builtin.native import library
 
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     calls = []
@@ -162,7 +162,7 @@ def test_compiled_once(tmp_path, monkeypatch):
 
 
 def test_without_a_compiler_it_is_said_once_and_torch_computes(make_model, monkeypatch, caplog, tmp_path):
-    from aligner.rollout.native import library as native
+    from aligner.rollout.builtin.native import library as native
 
     compiled = native.compiled
 

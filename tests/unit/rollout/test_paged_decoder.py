@@ -47,8 +47,8 @@ def _world(topology) -> None: ...
 
 
 def decoder_of(policy, **options):
-    from aligner.rollout.decode import Decoder, Shards
-    from aligner.rollout.weights import by_role, named_parameters
+    from aligner.rollout.builtin.decode import Decoder, Shards
+    from aligner.rollout.builtin.weights import by_role, named_parameters
 
     chunk = policy.chunks[0]
     rotates = chunk.architecture.position_embedding == PositionEmbedding.rope
@@ -86,7 +86,7 @@ def tables(num_pages: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]
 
 
 def decode_batch(tokens: Sequence[int], positions: Sequence[int], pages: list[list[int]]):
-    from aligner.rollout.attention import DecodeBatch
+    from aligner.rollout.builtin.attention import DecodeBatch
 
     on = {"device": platform.device()}
     return DecodeBatch(
@@ -99,7 +99,7 @@ def run(decoder, rows: list[list[int]], cuts: list[list[tuple[int, int, int]]]) 
 
     cuts: for each pass (sequence, first token, end).
     """
-    from aligner.rollout.attention import PrefillChunk
+    from aligner.rollout.builtin.attention import PrefillChunk
 
     cache = decoder.new_cache(20)
     cache.keys.fill_(1e6), cache.values.fill_(-1e6)  # what was left behind there must not matter
@@ -146,7 +146,7 @@ def test_logits_equal_the_modules(name, make_model):
 
 def test_sequences_of_one_pass_share_a_prefix(make_model):
     """The second one's table names the first one's pages: what one chunk writes, another of the same pass reads."""
-    from aligner.rollout.attention import PrefillChunk
+    from aligner.rollout.builtin.attention import PrefillChunk
 
     policy = make_model("policy")
     decoder = decoder_of(policy)
@@ -163,7 +163,7 @@ def test_sequences_of_one_pass_share_a_prefix(make_model):
 
 
 def test_copied_pages_continue_a_sequence(make_model):
-    from aligner.rollout.attention import PrefillChunk
+    from aligner.rollout.builtin.attention import PrefillChunk
 
     policy = make_model("policy")
     decoder = decoder_of(policy)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from aligner.rollout.builtin.scheduler import Counters, PagePool, Response, Scheduler
 from aligner.rollout.engine import GenRequest
-from aligner.rollout.scheduler import Counters, PagePool, Response, Scheduler
 
 
 def test_pages_are_free_when_nobody_uses_them():

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from aligner.losses.sft import sft_loss
-from aligner.models.optimizer import OptimizerConfig
-from aligner.rollout.attention import DecodeBatch, PagedKV, PrefillChunk
+from aligner.models.training.optimizer import OptimizerConfig
+from aligner.rollout.builtin.attention import DecodeBatch, PagedKV, PrefillChunk
+from aligner.rollout.builtin.generation import Generation
+from aligner.rollout.builtin.sampling import Sampler
 from aligner.rollout.config import AsynchronousConfig, EngineKind, RolloutConfig
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
-from aligner.rollout.generation import Generation
-from aligner.rollout.sampling import Sampler
 from aligner.types import LabeledBatch, Prompt, Rollout, SamplingConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
@@ -219,7 +219,7 @@ def test_log_probs_of_both_stretches_are_those_of_their_versions(make_model, bat
 
 def test_kept_keys_and_values_are_those_of_the_old_weights(make_model):
     """Against a decoder that is driven by hand: the first tokens go into its cache with the old weights, the others with the new ones."""
-    from aligner.rollout.attention import DecodeBatch, PrefillChunk
+    from aligner.rollout.builtin.attention import DecodeBatch, PrefillChunk
 
     model = Model(make_model)
     interrupted = Interrupted(model, at=6, recompute=False)
@@ -249,8 +249,8 @@ def test_kept_keys_and_values_are_those_of_the_old_weights(make_model):
 
 
 def test_a_snapshot_stays_as_it_is_while_the_policy_trains(make_model):
+    from aligner.rollout.builtin.refit import SnapshotWeights
     from aligner.rollout.create import create_engine
-    from aligner.rollout.refit import SnapshotWeights
 
     model = Model(make_model)
     model.take(0)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from aligner import recording
 from aligner.protocols import Replica
-from aligner.recording import read_spans
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
-from aligner.rollout.lifecycle import RecordedWork
+from aligner.rollout.engine.lifecycle import RecordedWork
+from aligner.telemetry import recording
+from aligner.telemetry.recording import read_spans
 from aligner.types import FinishReason, LogprobKind
 
 

@@ -11,7 +11,7 @@ import torch
 from aligner.errors import ConfigError, EngineError
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Architecture, Family
-from aligner.models.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.reshard import replicated
 from aligner.rollout.config import RolloutConfig, VerifyRefit, check_splits
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
@@ -45,7 +45,7 @@ def train(policy) -> None:
 @pytest.fixture
 def own_weights(monkeypatch) -> None:
     """Engines keep weights of their own although this one process could read the parameters in place."""
-    from aligner.rollout import refit
+    from aligner.rollout.builtin import refit
 
     monkeypatch.setattr(refit, "usable_in_place", lambda chunk, *, tp: False)
 
@@ -77,7 +77,7 @@ def test_own_weights_are_a_copy_until_the_refit(make_model, own_weights):
 
 
 def test_own_and_shared_weights_give_the_same_samples(make_model, own_weights, monkeypatch):
-    from aligner.rollout import refit
+    from aligner.rollout.builtin import refit
 
     architecture = {"num_experts": 3, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "family": Family.mixtral}
     architecture |= {"qkv_bias": False, "tied_embeddings": False}
@@ -92,8 +92,8 @@ def test_own_and_shared_weights_give_the_same_samples(make_model, own_weights, m
 
 def test_experts_in_one_tensor_are_filled_and_given_back_like_others(make_model, own_weights, monkeypatch):
     """As on a GPU, where kernels multiply by all experts of a layer at once."""
-    from aligner.rollout import refit
-    from aligner.rollout.experts import stack_of
+    from aligner.rollout.builtin import refit
+    from aligner.rollout.builtin.experts import stack_of
 
     architecture = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "family": Family.mixtral}
     policy = make_model("policy", architecture=architecture | {"qkv_bias": False, "tied_embeddings": False})
@@ -118,7 +118,7 @@ def test_experts_in_one_tensor_are_filled_and_given_back_like_others(make_model,
 @pytest.mark.parametrize("gated", [True, False])
 def test_experts_that_are_trained_in_place_can_be_multiplied_at_once(make_model, gated):
     """Megatron-Core's buffers of weights hold a model's last parameters first."""
-    from aligner.rollout.experts import stack_of
+    from aligner.rollout.builtin.experts import stack_of
 
     architecture = {"num_experts": 5, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "family": Family.mixtral, "gated_mlp": gated}
     policy = make_model("policy", architecture=architecture | {"qkv_bias": False, "tied_embeddings": False}, optimizer=OPTIMIZER)
@@ -200,7 +200,7 @@ def chunk_of(*, tp=1, pp=1, ep=1, expert_tp=1, num_experts=0, groups=4, adapters
     ],
 )
 def test_when_the_training_parameters_can_be_read_in_place(layout, tp, usable):
-    from aligner.rollout.weights import usable_in_place
+    from aligner.rollout.builtin.weights import usable_in_place
 
     assert usable_in_place(chunk_of(**layout), tp=tp) == usable
 
@@ -264,7 +264,7 @@ def spoil(sources: dict) -> None:
     ],
 )
 def test_damaged_training_weights_are_named_and_nothing_is_sampled_from_them(damage, message, make_model, own_weights, monkeypatch):
-    from aligner.rollout import refit
+    from aligner.rollout.builtin import refit
 
     engine = engine_of(make_model("policy"))
     before, named = samples(engine), refit.named_parameters
@@ -284,8 +284,8 @@ def damaged(sources: dict, damage) -> dict:
 
 
 def test_a_plan_that_is_not_of_the_whole_model_is_refused(make_model):
-    from aligner.rollout.refit import check_moves
-    from aligner.rollout.weights import moves
+    from aligner.rollout.builtin.refit import check_moves
+    from aligner.rollout.builtin.weights import moves
 
     policy = make_model("policy")
     found = moves(policy.chunks, tp=1)
@@ -337,7 +337,7 @@ def test_weights_in_place_are_checked_where_that_is_asked_for(make_model):
 
 
 def test_checksums_do_not_depend_on_the_split():
-    from aligner.rollout import verify
+    from aligner.rollout.engine import verify
 
     for dtype in (torch.float32, torch.bfloat16):
         tensor = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -350,7 +350,7 @@ def test_checksums_do_not_depend_on_the_split():
 
 
 def test_what_is_not_finite_is_named_and_counted():
-    from aligner.rollout.verify import not_finite
+    from aligner.rollout.engine.verify import not_finite
 
     good, huge = torch.randn(5), torch.tensor([3e38, 3e38])
     bad = torch.tensor([[1.0, float("nan")], [float("inf"), -float("inf")]])
@@ -359,7 +359,7 @@ def test_what_is_not_finite_is_named_and_counted():
 
 
 def test_negated_weights_come_back_to_the_bit(make_model):
-    from aligner.rollout.verify import negated
+    from aligner.rollout.engine.verify import negated
 
     policy = make_model("policy")
     engine = engine_of(policy)

@@ -12,8 +12,8 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.parallel.logprobs import log_normalizer, row_sums
+from aligner.rollout.builtin.sampling import GOES_ON, LENGTH, STOP, Draw, Sampler, halved_nucleus, uniforms
 from aligner.rollout.engine import EngineSampling
-from aligner.rollout.sampling import GOES_ON, LENGTH, STOP, Draw, Sampler, halved_nucleus, uniforms
 from aligner.types import SamplingConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
@@ -361,7 +361,7 @@ def test_every_draw_of_a_long_response_has_its_own_uniform():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_the_compiled_kernel_draws_the_same(temperature):
-    from aligner.rollout.native.library import load
+    from aligner.rollout.builtin.native.library import load
 
     library = load()
     if library is None:
@@ -402,7 +402,7 @@ def test_ids_that_stand_for_no_token_are_never_drawn(height, sampling, kernel):
     """However likely they are; log-probs stay those over the whole vocabulary, and the logits what they were."""
     fused = None
     if kernel:
-        from aligner.rollout.native.library import load
+        from aligner.rollout.builtin.native.library import load
 
         if (library := load()) is None:
             pytest.skip("the kernels do not compile here")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from aligner.rollout.sampling import invert, truncated, uniforms
+from aligner.rollout.builtin.sampling import invert, truncated, uniforms
 
 MASK = (1 << 64) - 1
 

@@ -19,8 +19,8 @@ from fake_tensorrt_llm_model import Misuse  # noqa: E402
 from aligner.errors import ConfigError, EngineError  # noqa: E402
 from aligner.rollout.config import RolloutConfig  # noqa: E402
 from aligner.rollout.engine import ALL_MEMORY, GenRequest, GenResult, ListedWork, Memory  # noqa: E402
-from aligner.rollout.foreign import weight_buckets  # noqa: E402
-from aligner.rollout.tensorrt_llm_config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
+from aligner.rollout.engine.foreign import weight_buckets  # noqa: E402
+from aligner.rollout.tensorrt_llm.config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
 from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
 
 pytestmark = pytest.mark.cpu  # where the package's stand-in is, in this process: no handle of a GPU's memory opens where it was made
@@ -44,7 +44,7 @@ def policy(topology, hf_directory, load_policy):
 
 def build(path: Path, *, sampling: SamplingConfig | None = None, offload: bool = False, max_batch_size: int = 4, **settings: Any):
     """An engine that has not started. The stand-in computes in float32."""
-    from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
+    from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
 
     config = RolloutConfig(
         sampling=sampling or SamplingConfig(max_response_length=12),
@@ -57,7 +57,7 @@ def build(path: Path, *, sampling: SamplingConfig | None = None, offload: bool =
 
 def refit(engine, policy, version: int = 1) -> int:
     """Everything the policy exports, in small buckets; how many there were."""
-    from aligner.rollout.manifest import hf_manifest
+    from aligner.rollout.engine.manifest import hf_manifest
 
     manifest = hf_manifest(policy.chunks[0].architecture, torch.float32)
     engine.begin_refit(manifest)
@@ -138,7 +138,7 @@ def test_a_version_that_takes_zero_log_probs_for_none_is_asked_for_one(zero_is_n
 
 
 def test_a_version_that_gives_no_log_probs_at_all_is_an_error(package, policy, hf_directory, monkeypatch):
-    from aligner.rollout import tensorrt_llm_worker
+    from aligner.rollout.tensorrt_llm import worker as tensorrt_llm_worker
 
     monkeypatch.setattr(tensorrt_llm_worker, "_logprob", lambda entry, token: {}[token])
     engine = build(hf_directory("llama"))
@@ -205,7 +205,7 @@ def test_memory_sleeps_and_wakes_by_tags_and_in_order(package, policy, hf_direct
 
 @pytest.mark.parametrize("package", VERSIONS, indirect=True)
 def test_a_refit_that_fails_forbids_generating_until_one_succeeds(package, policy, hf_directory):
-    from aligner.rollout.manifest import hf_manifest
+    from aligner.rollout.engine.manifest import hf_manifest
 
     engine = build(hf_directory("llama"))
     engine.start()
@@ -364,7 +364,7 @@ def test_a_run_that_asks_for_it_gets_it_behind_the_same_lifecycle(package, polic
 
 def test_training_gives_back_what_it_keeps_before_the_engine_wakes(package, policy, monkeypatch):
     """Torch keeps freed memory for its next tensors; the package takes memory from the device, where it is missing."""
-    from aligner.models.offload import HostMemory
+    from aligner.models.training.offload import HostMemory
     from aligner.parallel import platform
     from aligner.rollout.config import EngineKind
     from aligner.rollout.create import create_engine
@@ -403,7 +403,7 @@ def test_episodes_of_several_turns(package, policy, hf_directory):
     """Further turns of an episode are requests like others; they are asked for while other requests run."""
     from fake_environment import repeats
 
-    from aligner.rollout.episodes import Conversing, Episodes, EpisodeWork
+    from aligner.rollout.engine.episodes import Conversing, Episodes, EpisodeWork
     from aligner.types import Prompt
 
     sampling = SamplingConfig(max_response_length=24, stop_token_ids=list(range(20, 40)))

@@ -19,12 +19,12 @@ import tensorrt_llm_diff  # noqa: E402
 from fake_tensorrt_llm import installed  # noqa: E402
 
 from aligner.errors import ConfigError, EngineError  # noqa: E402
-from aligner.rollout import tensorrt_llm_contract as contracts  # noqa: E402
 from aligner.rollout.engine import EngineSampling, GenRequest  # noqa: E402
-from aligner.rollout.tensorrt_llm_config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
-from aligner.rollout.tensorrt_llm_contract import Contract, gate, known_versions, load  # noqa: E402
-from aligner.rollout.tensorrt_llm_requests import sampling_arguments, to_result  # noqa: E402
-from aligner.rollout.tensorrt_llm_worker import answer as answer_of  # noqa: E402
+from aligner.rollout.tensorrt_llm import contract as contracts  # noqa: E402
+from aligner.rollout.tensorrt_llm.config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
+from aligner.rollout.tensorrt_llm.contract import Contract, gate, known_versions, load  # noqa: E402
+from aligner.rollout.tensorrt_llm.requests import sampling_arguments, to_result  # noqa: E402
+from aligner.rollout.tensorrt_llm.worker import answer as answer_of  # noqa: E402
 from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
 
 REQUEST = GenRequest(index=3, tokens=(5, 6), seed=2**63 + 11)
@@ -249,8 +249,8 @@ def test_smoke_passes_over_the_stand_in_and_notices_weights_that_stay(tmp_path, 
     from transformers import AutoModelForCausalLM
 
     from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
-    from aligner.rollout.tensorrt_llm_config import TensorRTLLMConfig
+    from aligner.rollout.tensorrt_llm.config import TensorRTLLMConfig
+    from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
 
     with installed("1.2.1", tmp_path):
         config = RolloutConfig(max_batch_size=8, offload=True, tensorrt_llm=TensorRTLLMConfig())

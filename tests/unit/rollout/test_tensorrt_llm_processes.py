@@ -24,12 +24,12 @@ from fake_tensorrt_llm import installed  # noqa: E402
 from fake_tensorrt_llm_binding import OnGpu, handle_of  # noqa: E402
 
 from aligner.errors import EngineError  # noqa: E402
-from aligner.rollout import tensorrt_llm_link  # noqa: E402
 from aligner.rollout.config import RolloutConfig  # noqa: E402
 from aligner.rollout.engine import GenRequest, ListedWork  # noqa: E402
-from aligner.rollout.manifest import Manifest  # noqa: E402
-from aligner.rollout.tensorrt_llm_config import TensorRTLLMConfig  # noqa: E402
-from aligner.rollout.tensorrt_llm_link import Door, knock  # noqa: E402
+from aligner.rollout.engine.manifest import Manifest  # noqa: E402
+from aligner.rollout.tensorrt_llm import link as tensorrt_llm_link
+from aligner.rollout.tensorrt_llm.config import TensorRTLLMConfig  # noqa: E402
+from aligner.rollout.tensorrt_llm.link import Door, knock  # noqa: E402
 from aligner.types import LogprobKind, SamplingConfig  # noqa: E402
 
 CONTEXT = 64
@@ -44,7 +44,7 @@ def package(tmp_path) -> Iterator[Any]:
 
 def build(path: Path, *, max_batch_size: int = 4, **settings: Any):
     """An engine that has not started."""
-    from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
+    from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
 
     config = RolloutConfig(max_batch_size=max_batch_size, tensorrt_llm=TensorRTLLMConfig(**settings))
     return TensorRTLLMEngine(config, path=path, dtype=torch.float32, eos_id=2, max_sequence_length=CONTEXT)
@@ -74,7 +74,7 @@ def test_a_buffer_on_a_gpu_travels_as_a_handle_that_another_process_opens(monkey
         tensorrt_llm_link.opened(handle, device=5)
     (tmp_path / "handle").write_bytes(pickle.dumps(handle))
     code = (
-        "import pickle, sys\nfrom aligner.rollout.tensorrt_llm_link import opened\n"
+        "import pickle, sys\nfrom aligner.rollout.tensorrt_llm.link import opened\n"
         "found = opened(pickle.load(open(sys.argv[1], 'rb')), device=5)\nassert found == {'shape': (2, 3), 'device': 5}, found"
     )
     environment = tensorrt_llm_link.engine_environment(os.environ, [])
@@ -192,7 +192,7 @@ def test_another_user_gets_in_nowhere(is_open, tmp_path):
 
 
 def test_a_process_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatch):
-    from aligner.rollout import tensorrt_llm
+    from aligner.rollout.tensorrt_llm import engine as tensorrt_llm
 
     def dies(home: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], start_new_session=True)
@@ -204,7 +204,7 @@ def test_a_process_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatch):
 
 
 def test_the_gpus_of_a_replica(monkeypatch):
-    from aligner.rollout import tensorrt_llm
+    from aligner.rollout.tensorrt_llm import engine as tensorrt_llm
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
@@ -235,8 +235,8 @@ class Far:
 
 
 def test_both_sides_may_send_more_than_a_socket_holds(tmp_path):
-    from aligner.rollout.tensorrt_llm_requests import Requests, Take
-    from aligner.rollout.tensorrt_llm_worker import Desk
+    from aligner.rollout.tensorrt_llm.requests import Requests, Take
+    from aligner.rollout.tensorrt_llm.worker import Desk
 
     with installed("1.2.1", tmp_path):
         door = Door(tmp_path / "requests")
@@ -270,7 +270,7 @@ def test_a_model_that_cannot_be_built_is_an_error_at_the_start(package, hf_direc
 
 @pytest.mark.cpu
 def test_a_worker_must_be_on_its_ranks_gpu(package, hf_directory, monkeypatch):
-    from aligner.rollout import tensorrt_llm_worker
+    from aligner.rollout.tensorrt_llm import worker as tensorrt_llm_worker
 
     monkeypatch.setattr(tensorrt_llm_worker, "gpu_name", lambda: "GPU-of-another-rank")
     with pytest.raises(EngineError, match="worker 0 computes on the GPU GPU-of-another-rank, its training rank on cpu"):
@@ -317,8 +317,8 @@ def test_what_the_model_is_built_with(package, hf_directory, monkeypatch):
 
 def test_ranks_that_follow_take_part_when_the_first_takes(monkeypatch):
     """Taking may be collective over the replica, and only the first rank knows when it has room."""
-    from aligner.rollout import tensorrt_llm_requests
-    from aligner.rollout.tensorrt_llm_requests import Take
+    from aligner.rollout.tensorrt_llm import requests as tensorrt_llm_requests
+    from aligner.rollout.tensorrt_llm.requests import Take
 
     class Counted:
         is_open = False

@@ -20,11 +20,11 @@ import torch
 
 from aligner.errors import ConfigError, EngineError
 from aligner.models.config import Architecture, Family
-from aligner.rollout import vllm as wrapper
 from aligner.rollout.config import RolloutConfig, VLLMConfig
 from aligner.rollout.engine import ALL_MEMORY, EngineSampling, GenRequest, ListedWork
-from aligner.rollout.manifest import Manifest, TensorSpec, hf_manifest
-from aligner.rollout.vllm import VLLMEngine, VLLMModel
+from aligner.rollout.engine.manifest import Manifest, TensorSpec, hf_manifest
+from aligner.rollout.vllm import engine as wrapper
+from aligner.rollout.vllm.engine import VLLMEngine, VLLMModel
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 SIZES = Architecture(num_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, ffn_hidden_size=12, vocab_size=11)
@@ -267,9 +267,9 @@ def fake_vllm(monkeypatch) -> dict[str, ModuleType]:
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")  # put back at the end of the test
     monkeypatch.setattr(WeightTransferEngineFactory, "registry", {})
-    sys.modules.pop("aligner.rollout.vllm_weights", None)  # made of the fake's classes here, of vLLM's elsewhere
+    sys.modules.pop("aligner.rollout.vllm.weights", None)  # made of the fake's classes here, of vLLM's elsewhere
     yield modules
-    sys.modules.pop("aligner.rollout.vllm_weights", None)
+    sys.modules.pop("aligner.rollout.vllm.weights", None)
 
 
 def make_engine(*, max_batch_size: int = 2, tp: int = 1, architecture: Architecture = SIZES, **sampling) -> VLLMEngine:
@@ -461,7 +461,7 @@ def test_cohere_2_has_the_windows_of_transformers(fake_vllm):
 
 def test_only_what_shares_a_weight_with_another_is_packed_again(fake_vllm):
     """Models without an output layer of their own (Gemma 2, Cohere) share none; whatever it is called, a tied one does."""
-    backend = import_module("aligner.rollout.vllm_weights").InProcessWeights
+    backend = import_module("aligner.rollout.vllm.weights").InProcessWeights
     packed = []
 
     def layer(name: str) -> torch.nn.Module:
@@ -569,7 +569,7 @@ def policy_of(make_model: Callable, name: str):
     from transformers import AutoConfig
 
     from aligner.models.families import architecture_from_hf
-    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.training.optimizer import OptimizerConfig
 
     own = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1} | (
         {"head_dim": 32} if "head_dim" in HF_MODELS[name] else {}

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from aligner.errors import EngineError
 from aligner.protocols import Replica
 from aligner.rollout.engine import GenRequest, Work
-from aligner.rollout.work import MOST_PARTS, Queue, SharedWork, WorkSharing, divide
+from aligner.rollout.engine.work import MOST_PARTS, Queue, SharedWork, WorkSharing, divide
 
 
 def requests(*groups: tuple[int, int]) -> list[GenRequest]:

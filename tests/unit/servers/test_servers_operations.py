@@ -16,10 +16,8 @@ import pytest
 import torch
 
 from aligner.algorithms.ppo import TrainPPO
-from aligner.config import compose
 from aligner.errors import ConfigError, ServerError
-from aligner.jobs import serving
-from aligner.metrics import Mean, Metric, Sum
+from aligner.jobs import serves as serving
 from aligner.servers import config as server_config
 from aligner.servers import watchdog, wire
 from aligner.servers.access import listen
@@ -33,6 +31,8 @@ from aligner.servers.payloads import TrainIdentity, digest_of
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.reward import FunctionRewardService, RewardService
 from aligner.servers.server import Command, Report, _take_part
+from aligner.settings.compose import compose
+from aligner.telemetry.metrics import Mean, Metric, Sum
 from aligner.types import TokenBatch, ValueBatch
 
 LIMITS = RequestLimits(vocab_size=100, max_sequence_length=8)

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from aligner.algorithms import sft
-from aligner.loop.recipe import Built
-from aligner.metrics import Mean
+from aligner.run.recipe import Built
+from aligner.telemetry.metrics import Mean
 from aligner.types import LabeledBatch, LossOutput, TokenOutputs
 
 
@@ -23,7 +23,7 @@ class DFT(sft.SFT):
 
 
 def build(job) -> Built:
-    """`job` is an aligner.loop.trainer_job.TrainerJob."""
+    """`job` is an aligner.jobs.trains.TrainerJob."""
     train, validation = job.load(sft.load_supervised)
     policy = job.policy()
     return Built(algorithm=DFT(job.config.algorithm, policy, train=train, validation=validation, **job.common), model=policy.model)

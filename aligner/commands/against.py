@@ -1,0 +1,225 @@
+"""`aligner plan --against RUN`: the planned seconds of each phase beside those that a run measured.
+
+Phases of the training component are the `time/*` metrics of the run; those of its servers, and refits, are read from its trace. Each is the
+median over steps, without the first step, which loads kernels and fills caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import NormalDist, median
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from aligner.cluster.run_directory import RunDirectory
+from aligner.commands.trace import step_of
+from aligner.errors import DataError
+from aligner.parallel.platform import PEAK_MEMORY
+from aligner.planner.report import JobPlan
+from aligner.planner.workload import GIB, Phase
+from aligner.reporting.formats import seconds
+from aligner.reporting.jsonl import StepMetrics, read_metrics
+from aligner.servers import wire
+from aligner.telemetry.recording import read_spans
+from aligner.telemetry.spans import Span
+
+RESPONSE_LENGTH = "rollout/response_length"
+REFIT = "refit"
+WIDEST = 5.0  # standard deviation of the logarithm of lengths
+STEP, REST, HOST = "step", "everything else", "host work"
+_TIME = "time/"
+# What a run's phases include that the plan has apart: sampling ends when the last response is scored.
+_IN_A_RUN = {
+    "waiting for scores": Phase.generate.value,
+    "waiting for rollouts": Phase.generate.value,
+    "waiting for the critic's training": "critic_wait",
+}
+_BESIDE_STEPS = ("validation", "checkpoints")  # in the plan a mean over all steps; in a run not in `time/step`
+_OPERATIONS = {Phase.values: wire.CRITIC_INFER.name, Phase.train: wire.CRITIC_TRAIN.name, Phase.scores: wire.REWARD_MODEL.name}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One phase: seconds a step; None where only the other side knows it."""
+
+    component: str
+    phase: str
+    planned: float | None
+    measured: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Planned over measured."""
+        return self.planned / self.measured if self.planned is not None and self.measured else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Where plan and run part. Memory is in bytes, of the training component's fullest rank; None: the run has not recorded it."""
+
+    rows: tuple[Row, ...]
+    num_steps: int  # that were measured
+    planned_peak: int
+    measured_peak: int | None
+    has_trace: bool
+
+
+def lengths(directory: Path) -> list[str]:
+    """The settings `plan.*` that say how long a run's sequences were. Raises DataError without a run.
+
+    Responses by the metrics (medians of the steps: the mean, the spread by the longest); prompts by the requests in the trace, their mean;
+    sequences of data by their tokens.
+    """
+    steps = _steps(directory)
+
+    def typical(name: str) -> float | None:
+        return _median([step.values.get(name) for step in steps])
+
+    if (response := typical(RESPONSE_LENGTH)) is not None:
+        longest, count = typical("rollout/response_length_max"), typical("learnt/samples_seen")
+        spread = _spread(response, longest, count, typical("rollout/truncated_fraction"))
+        spans, _ = read_spans(RunDirectory(directory).trace)
+        prompts = [prompt for span in spans if isinstance(prompt := span.arguments.get("prompt"), int)]
+        found = [f"plan.response_length={response:g}", *spread]
+        return found + ([f"plan.prompt_length={sum(prompts) / len(prompts):g}"] if prompts else [])
+    last = steps[-1].values
+    seconds = sum(last.get(_TIME + phase.value, 0.0) for phase in (Phase.ref_logprobs, Phase.logprobs, Phase.train))
+    tokens, rows = last.get("data/tokens_per_second", 0.0) * seconds, last.get("learnt/samples_seen", 0.0)
+    spread = _spread(typical("data/length"), typical("data/length_max"), rows)
+    return [f"plan.example_length={tokens / rows:g}", *spread] if tokens and rows else []
+
+
+def _spread(mean: float | None, longest: float | None, count: float | None, cut: float | None = 0.0) -> list[str]:
+    """`plan.response_spread` of log-normal lengths, of which the longest of `count`, or the part `cut` of all, reach `longest`, and whose
+    mean is `mean` where they are cut there."""
+    if not mean or not longest or not count or count < 2:
+        return []
+    normal, share = NormalDist(), max(cut or 0.0, 0.5 / count)
+    low, high = 0.0, WIDEST if mean < longest and share < 1 else 0.0
+    for _ in range(40):  # the cut mean falls with the spread
+        spread = (low + high) / 2
+        z = normal.inv_cdf(1 - share) if high else 0.0
+        cut_mean = longest * (share + normal.pdf(z) * normal.cdf(z - spread) / normal.pdf(z - spread))
+        low, high = (spread, high) if cut_mean > mean else (low, spread)
+    return [f"plan.response_spread={high:.3g}"]
+
+
+def compare(job: JobPlan, directory: Path) -> Comparison:
+    """The plan beside the run in this directory. Raises DataError if the run has not done two steps, or its metrics are damaged."""
+    steps = _steps(directory)
+    spans, _ = read_spans(RunDirectory(directory).trace)
+    main, *servers = job.components
+    measured: dict[str, float | None] = dict(_phases(steps))
+    whole = measured.pop(STEP)
+    recorded = _Recorded(spans)
+    if (refit := recorded.seconds(recorded.trained, REFIT)) is not None:
+        measured[REFIT] = refit
+    planned = _planned(job)
+    step = sum(planned.values())
+    host = planned.pop(HOST, None)
+    rows = _rows(main.component.name, planned, measured)
+    rest = (whole or 0.0) - sum(value or 0.0 for value in measured.values())
+    rows.append(Row(component=main.component.name, phase=REST, planned=host, measured=max(rest, 0.0)))
+    for server in servers:
+        own = {time.phase.value: time.total for time in server.times}
+        seen = {time.phase.value: recorded.seconds(server.component.process, _OPERATIONS[time.phase]) for time in server.times}
+        rows += _rows(server.component.name, own, seen)
+    rows.append(Row(component="job", phase=STEP, planned=step, measured=whole))
+    return Comparison(
+        rows=tuple(rows),
+        num_steps=len(steps),
+        planned_peak=main.peak.total,
+        measured_peak=recorded.peak,
+        has_trace=bool(spans),
+    )
+
+
+def _planned(job: JobPlan) -> dict[str, float]:
+    """Planned seconds of the training component's phases, called as in a run, whose steps have neither validation nor checkpoint."""
+    planned: dict[str, float] = {}
+    for name, value in job.run.phases.items():
+        if name not in _BESIDE_STEPS:
+            known_as = _IN_A_RUN.get(name, name)
+            planned[known_as] = planned.get(known_as, 0.0) + value
+    return planned
+
+
+def measured_phases(directory: Path) -> dict[str, float]:
+    """Seconds of a step by phase, and of the whole `step`. Raises DataError if the run has not done two steps."""
+    return _phases(_steps(directory))
+
+
+def _phases(steps: Sequence[StepMetrics]) -> dict[str, float]:
+    names = sorted({name for step in steps for name in step.values if name.startswith(_TIME)})
+    return {name.removeprefix(_TIME): median(step.values.get(name, 0.0) for step in steps) for name in names}
+
+
+def show(found: Comparison, out: Console) -> None:
+    """Print the comparison."""
+    title = f"plan against run: seconds of a step, medians of {found.num_steps} steps"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="dim")
+    for name in ("component", "phase", "planned", "measured", "planned / measured"):
+        table.add_column(name, justify="left" if name in ("component", "phase") else "right")
+    for row in found.rows:
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
+        style = "" if row.ratio is None or 0.8 <= row.ratio <= 1.25 else "yellow" if 0.5 <= row.ratio <= 2 else "red"
+        cells = ["-" if value is None else seconds(value) for value in (row.planned, row.measured)]
+        table.add_row(row.component, row.phase, *cells, f"[{style}]{ratio}[/]" if style else ratio)
+    out.print()
+    out.print(table)
+    if found.measured_peak is None:
+        out.print("peak memory: not recorded by the run (run.trace_mib=0)")
+    else:
+        ratio = found.planned_peak / found.measured_peak
+        out.print(
+            f"peak memory of a rank: planned {found.planned_peak / GIB:.2f} GiB, measured {found.measured_peak / GIB:.2f} GiB ({ratio:.2f})"
+        )
+    if not found.has_trace:
+        out.print("servers and refits: the run has no trace (run.trace_mib=0)")
+
+
+def _rows(component: str, planned: Mapping[str, float], measured: Mapping[str, float | None]) -> list[Row]:
+    """Planned phases in their order, then those that only the run knows."""
+    names = [*planned, *(name for name in measured if name not in planned)]
+    return [Row(component=component, phase=name, planned=planned.get(name), measured=measured.get(name)) for name in names]
+
+
+def _steps(directory: Path) -> list[StepMetrics]:
+    """The steps whose times count: all but the first. Raises DataError if there are none."""
+    run = RunDirectory(directory)
+    if not run.metrics.is_file():
+        raise DataError(f"--against {directory}: has no {run.metrics.name}; expected the directory of a run that has begun to train")
+    steps = [step for step in read_metrics(run.metrics) if _TIME + STEP in step.values]
+    if len(steps) < 2:
+        raise DataError(f"--against {directory}: has {len(steps)} timed steps; expected at least 2, since the first one is left out")
+    return steps[1:]
+
+
+class _Recorded:
+    """What the trace of a run says of its steps."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.trained = next((span.component for span in spans if step_of(span)), "")
+        begins = sorted({step_of(span): span.start for span in spans if step_of(span)}.values())
+        self._steps = list(pairwise([*begins[1:], float("inf")]))  # all but the first, up to the next one's begin
+        self._seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for span in spans:
+            if span.lane == "rank 0":
+                self._seconds.setdefault((span.component, span.name), []).append((span.start, span.seconds))
+        peaks = [peak for span in spans if isinstance(peak := span.arguments.get(PEAK_MEMORY), int)]
+        self.peak = max(peaks, default=None)
+
+    def seconds(self, component: str, name: str) -> float | None:
+        """That the component's first rank spends on this in a step, the median; None if it never does."""
+        own = self._seconds.get((component, name), [])
+        return _median([sum(seconds for start, seconds in own if begin <= start < end) for begin, end in self._steps]) if own else None
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

@@ -1,0 +1,339 @@
+"""From what was given to our settings and one row for each key. The tables decide; nothing here knows a framework."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any
+
+from aligner.algorithms.registry import composed, recipe_of
+from aligner.commands.migrate import transforms
+from aligner.commands.migrate.context import Context, Meaning
+from aligner.commands.migrate.reading import Source
+from aligner.commands.migrate.special import SPECIAL
+from aligner.commands.migrate.tables import Entry, as_text
+from aligner.commands.programs import programs
+from aligner.errors import ConfigError
+from aligner.settings.compose import override
+from aligner.settings.hints import hint
+from aligner.settings.schema import is_known, schema_keys
+
+PLACEHOLDER = "TRAIN.jsonl"
+REFERENCE = re.compile(r"\$(?:\{([\w.:]+)\}|([A-Za-z_]\w*))")  # a variable of a shell, or another key, that nothing fills in
+FUNCTIONS = {one.__name__: one for one in [*transforms.GENERAL, *SPECIAL]}
+
+
+class Severity(str, Enum):
+    """What it means that a key was not carried over."""
+
+    result = "result"  # the result changes: it is another experiment
+    said = "said"  # the same experiment as far as it goes, but it must be said
+    cosmetic = "cosmetic"  # speed, memory, logs
+
+
+class Kind(str, Enum):
+    """What became of a key."""
+
+    mapped = "mapped"
+    same = "same by default"
+    another = "has another meaning here"
+    none = "has no counterpart"
+    unknown = "unknown"
+
+
+@dataclass(kw_only=True, slots=True)
+class Row:
+    """One key that was given, or a default of the framework."""
+
+    key: str
+    value: Any
+    kind: Kind
+    settings: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    severity: Severity | None = None  # None: it is here as it was there
+
+
+@dataclass(kw_only=True, slots=True)
+class Migration:
+    """What came out."""
+
+    framework: str
+    source: str
+    trains: str
+    recipe: str
+    settings: dict[str, Any]  # overrides of the recipe's own values
+    rows: list[Row]  # of every key that was given, in its order
+    defaults: list[Row]  # of keys that were not, where the framework's default is not ours
+    open_questions: list[str]  # what nobody but the user knows
+    stops: list[str]  # those of them without whose answer it cannot run, or is another experiment
+    is_refused: bool = False  # the settings contradict each other here
+
+    @property
+    def is_other(self) -> bool:
+        """Whether the command cannot run as it is, or is another experiment."""
+        return bool(self.stops) or any(row.severity is Severity.result for row in (*self.rows, *self.defaults))
+
+    def stopped(self, question: str) -> Migration:
+        self.open_questions.insert(0, question)
+        self.stops.insert(0, question)
+        return self
+
+    def overrides(self) -> list[str]:
+        return [override(key, replaced(value, "${{oc.env:{}}}")) for key, value in self.settings.items()]
+
+
+def replaced(value: Any, form: str) -> Any:
+    """References in it as `form` has their names."""
+    if isinstance(value, list):
+        return [replaced(one, form) for one in value]
+    if isinstance(value, dict):
+        return {name: replaced(one, form) for name, one in value.items()}
+    return REFERENCE.sub(lambda found: form.format(found[1] or found[2]), value) if isinstance(value, str) else value
+
+
+def is_open(value: Any) -> bool:
+    """Whether a reference in it was not filled in."""
+    if isinstance(value, dict | list):
+        return any(map(is_open, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and REFERENCE.search(value) is not None
+
+
+def migrate(source: Source, *, ranks: int = 0, examples: int = 0) -> Migration:
+    """Every key of `source` in a row, and the settings of ours that follow.
+
+    Raises ConfigError if there is no recipe for what it trains.
+    """
+    recipe = source.table.recipe_for(source.trains, source.given)
+    if not recipe:
+        if source.trains in source.table.parts:
+            raise ConfigError(f"{source.table.name} {source.trains}: a part of a run; give the file or the command of its actor with it")
+        known = ", ".join(source.table.recipes)
+        raise ConfigError(f"{source.table.name} {source.trains}: there is no recipe for it here; there are some for {known}")
+    entries = source.table.entries_for(recipe)
+    base = _base(recipe)
+    context = _context(source, entries, recipe, ranks=ranks, examples=examples)
+    types = {key.key: key.type for key in schema_keys(recipe_of(recipe).config)}
+    maker = _Rows(context=context, base=base, recipe=recipe, mirrors=source.table.mirrors, types=types)
+    rows = maker.launcher(source, ranks)
+    by_name = {name: entry for entry in entries for name in (entry.key, *entry.also)}
+    seen: set[str] = set()
+    for key, value in source.given.items():
+        entry = by_name.get(key) or next((one for name, one in by_name.items() if "*" in name and fnmatchcase(key, name)), None)
+        rows.append(maker.unknown(key, value, source) if entry is None else maker.given(key, value, entry))
+        seen |= {entry.key} if entry is not None and value is not None else set()
+    own = {setting for row in rows for setting in row.settings}
+    defaults = []
+    for entry in entries:
+        if entry.key not in seen and (entry.default_for(recipe) is not None) and (row := maker.default(entry, own)) is not None:
+            defaults.append(row)
+    return _checked(source, recipe, rows, defaults, maker)
+
+
+@functools.cache  # half of the time of a migration
+def _base(recipe: str) -> Any:
+    """The recipe's own values."""
+    return composed(recipe, [f"data.train={PLACEHOLDER}"])
+
+
+def _context(source: Source, entries: Sequence[Entry], recipe: str, *, ranks: int, examples: int) -> Context:
+    values = {entry.key: entry.default_for(recipe) for entry in entries}
+    names = {name: entry.key for entry in entries for name in (entry.key, *entry.also)}
+    for key, value in source.given.items():
+        if value is not None and value != "???" and not is_open(value):
+            values[names.get(key, key)] = value
+    given = {names.get(key, key) for key, value in source.given.items() if value is not None}
+    models = [values[entry.key] for entry in entries if "model.path" in entry.ours and entry.key in given]
+    context = Context(values=values, given=given, recipe=recipe, examples=examples, ranks=ranks or source.ranks)
+    context.model = str(models[0]) if models else ""
+    context.examples = transforms.at_most(context, examples)
+    if not context.ranks and source.table.ranks and all(context.number(key) for key in source.table.ranks):
+        context.ranks = int(context.product(source.table.ranks))
+    return context
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rows:
+    """Makes them."""
+
+    context: Context
+    base: Any
+    recipe: str
+    mirrors: Mapping[str, str]
+    types: Mapping[str, str]  # of our settings
+
+    def launcher(self, source: Source, ranks: int) -> list[Row]:
+        rows = []
+        for key, value in source.launcher.items():
+            counts = bool(source.ranks) and key.lstrip("-").replace("-", "_") in transforms.RANK_OPTIONS
+            note = "of the launcher: the number of ranks" if counts else "of its launcher or environment: `aligner launch` starts the ranks"
+            settings = {"num_processes": self.context.ranks} if counts else {}
+            kind, severity = (Kind.mapped, None) if counts else (Kind.none, Severity.cosmetic)
+            rows.append(Row(key=key, value=value, kind=kind, settings=settings, note=note, severity=severity))
+        if ranks and not any(row.settings for row in rows):
+            rows.append(Row(key="--ranks", value=ranks, kind=Kind.mapped, settings={"num_processes": ranks}, note="as you said"))
+        return rows
+
+    def unknown(self, key: str, value: Any, source: Source) -> Row:
+        for part, prefix in source.table.parts.items():
+            if key.startswith(prefix) and source.table.knows(key.removeprefix(prefix)):
+                note = f"of the {part} there; the run has one, as its actor says"
+                return Row(key=key, value=value, kind=Kind.none, note=note, severity=Severity.cosmetic)
+        elsewhere = [recipe for entry in source.table.keys if key in (entry.key, *entry.also) for recipe in entry.recipes]
+        if elsewhere:
+            return Row(key=key, value=value, kind=Kind.same, note=f"without effect there either: of {', '.join(dict.fromkeys(elsewhere))}")
+        if key.startswith("--config"):
+            if str(source.given.get("--config-name")).removesuffix(".yaml") in source.table.own_configs:
+                note = f"{source.table.name}'s own: its values are the defaults of the keys that are not given"
+                return Row(key=key, value=value, kind=Kind.same, note=note)
+            self.context.ask(
+                f"{key}={value}: there is no such file here, so its keys are missing; start where it lies, or give the file itself"
+            )
+            return Row(key=key, value=value, kind=Kind.another, note="names a file of more keys", severity=Severity.said)
+        said = hint(key, list(schema_keys(recipe_of(self.recipe).config)))
+        near = said if said.startswith(("did you mean", "there is no such setting")) else "no name is like it here"
+        note = f"not a key of {source.table.name} that is known here ({near})"
+        return Row(key=key, value=value, kind=Kind.unknown, note=note, severity=Severity.said)
+
+    def given(self, key: str, value: Any, entry: Entry) -> Row:
+        default = entry.default_for(self.recipe)
+        if value == "???" or (value is None and default is None):
+            note = "not filled in" if value == "???" else "not set"
+            return Row(key=key, value=value, kind=Kind.same, note=note)
+        if value is True and entry.transform in transforms.OF_TEXT:
+            self.context.ask(f"{key} has no value")
+            return Row(key=key, value="", kind=Kind.another, note="no value is given", severity=Severity.said)
+        if is_open(value) and not self._is_text(entry):
+            self.context.ask(f"{key}={value} is not filled in" + ("" if default is None else f": taken as {_shown(default)}"))
+            settings = {} if default is None else self._meaning(entry, default).settings
+            return Row(key=key, value=value, kind=Kind.another, settings=settings, note="not filled in", severity=Severity.said)
+        meaning = self._meaning(entry, default if value is None else value)
+        kind = Kind.another if meaning.differs else Kind.none if meaning.absent else Kind.mapped
+        severity = self._severity(entry, meaning)
+        if kind is Kind.mapped and not meaning.part and all(self.is_ours(setting, one) for setting, one in meaning.settings.items()):
+            kind = Kind.same
+        return Row(key=key, value=value, kind=kind, settings=meaning.settings, note=meaning.note, severity=severity)
+
+    def _is_text(self, entry: Entry) -> bool:
+        """Whether a variable may stay in it: a path or a name."""
+        text = bool(entry.ours) and all(self.types.get(setting) == "str" for setting in entry.ours)
+        ignored = entry.meaning == "none" or bool(entry.into) or list(entry.settings or ()) == ["*"]
+        return text or ignored or entry.transform in transforms.OF_TEXT
+
+    def default(self, entry: Entry, own: set[str]) -> Row | None:
+        """None where it says nothing that is not ours too, or that was not given."""
+        value = entry.default_for(self.recipe)
+        meaning = self._meaning(entry, value)
+        changed = {name: one for name, one in meaning.settings.items() if name not in own and not self.is_ours(name, one)}
+        kind = Kind.another if meaning.differs else Kind.none if meaning.absent else Kind.mapped
+        if not changed and (kind is Kind.mapped or not meaning.note or entry.meaning == "none"):
+            return None
+        return Row(key=entry.key, value=value, kind=kind, settings=changed, note=meaning.note, severity=self._severity(entry, meaning))
+
+    def _severity(self, entry: Entry, meaning: Meaning) -> Severity | None:
+        """Of what is not carried over, which its question asks for; None where it is.
+
+        A value without a counterpart changes the result unless its key is one of none.
+        """
+        if not (meaning.differs or meaning.absent):
+            return None
+        if entry.question:
+            self.context.ask(entry.question)
+        of_kind = Severity.said if meaning.differs else Severity.cosmetic if entry.meaning == "none" else Severity.result
+        return Severity(meaning.severity or entry.severity or of_kind)
+
+    def is_ours(self, setting: str, value: Any) -> bool:
+        return as_text(_plain(self.base, setting)) == as_text(value) or _plain(self.base, setting) == value
+
+    def _condition(self, key: str) -> Any:
+        """A key's value; `NAME_given`: whether it was given, and is no number that is not above 0."""
+        name = key.removesuffix("_given")
+        value = self.context.value(name)
+        return value if name == key else name in self.context.given and (value > 0 if isinstance(value, int | float) else bool(value))
+
+    def _meaning(self, entry: Entry, value: Any) -> Meaning:
+        for conditions, wanted in ((entry.only, True), (entry.unless, False)):
+            for key, allowed in conditions.items():
+                other = self._condition(key)
+                if (as_text(other) in [as_text(one) for one in allowed]) is not wanted:
+                    return Meaning(note=f"without effect there with {key}={_shown(other)}")
+        if any(as_text(value) == as_text(one) for one in entry.idle):
+            return Meaning(note="nothing to carry over")
+        if entry.meaning == "none":
+            return Meaning(absent=True, note=entry.note)
+        meaning = transforms.apply(entry, value, self.context, FUNCTIONS)
+        for ours, other in self.mirrors.items():
+            if _plain(self.base, other.rstrip(".")) is not None:
+                twins = {name.replace(ours, other, 1): one for name, one in meaning.settings.items() if name.startswith(ours)}
+                meaning.settings |= {name: one for name, one in twins.items() if name not in meaning.settings}
+        return meaning
+
+
+def _checked(source: Source, recipe: str, rows: list[Row], defaults: list[Row], maker: _Rows) -> Migration:
+    settings: dict[str, Any] = {}
+    for row in [*defaults, *rows]:  # what was given counts
+        settings |= row.settings
+    chosen = {key: value for key, value in sorted(settings.items(), key=_order) if not maker.is_ours(key, value)}
+    questions, remarks = (list(dict.fromkeys(asked)) for asked in (maker.context.questions, maker.context.remarks))
+    if "num_processes" not in settings and not any("--ranks" in question for question in questions):
+        remarks.append("num_processes: how many GPUs train was not said; say --ranks N (it is 1 otherwise)")
+    if "data.train" not in chosen:
+        chosen = {"data.train": PLACEHOLDER} | chosen
+        questions.insert(0, f"data.train={PLACEHOLDER}: no data was named")
+    for key in ("loop.validate_every", "loop.validate_first"):
+        if chosen.get(key) and "data.validation" not in chosen:
+            remarks.append(f"{key}={chosen.pop(key)} is left out: no data to validate on were named (data.validation)")
+    if "model.path" not in chosen:
+        questions.insert(0, "model.path: no model was named")
+    found = Migration(
+        framework=source.table.name,
+        source=source.table.source,
+        trains=source.trains,
+        recipe=recipe,
+        settings=chosen,
+        rows=rows,
+        defaults=defaults,
+        open_questions=[*questions, *remarks],
+        stops=questions,
+    )
+    keys = list(schema_keys(recipe_of(recipe).config))
+    wrong = [key for key in chosen if not is_known(key, keys)]
+    if wrong:
+        raise ConfigError(f"{source.table.name} {source.trains}: the recipe {recipe} has no {', '.join(wrong)}")
+    try:
+        config = composed(recipe, [override(key, replaced(value, "{}")) for key, value in chosen.items()])
+    except ConfigError as error:
+        found.is_refused = True
+        return found.stopped(f"the recipe {recipe} refuses it as it is: {error}")
+    try:
+        programs(recipe, config, [])
+        config.check_complete()
+    except ConfigError as error:
+        if not (str(error).startswith("reward.") and any(one.startswith(("reward.", "environment.")) for one in questions)):
+            found.stopped(f"it cannot run as it is: {error}")
+    return found
+
+
+def _order(item: tuple[str, Any]) -> tuple[int, str]:
+    sections = ["model", "data", "reward", "critic", "algorithm", "rollout", "optimizer", "loop", "parallel", "num_processes"]
+    section = item[0].partition(".")[0]
+    return (sections.index(section) if section in sections else len(sections)), ""
+
+
+def _plain(config: Any, key: str) -> Any:
+    """The value of a dotted key; None where there is none yet."""
+    place = config
+    for part in key.split("."):
+        place = place.get(part) if isinstance(place, Mapping) else getattr(place, part, None)
+    return place.value if isinstance(place, Enum) else [_value(one) for one in place] if isinstance(place, list) else place
+
+
+def _value(one: Any) -> Any:
+    return one.value if isinstance(one, Enum) else one
+
+
+def _shown(value: Any) -> str:
+    return as_text(value)

@@ -1,0 +1,243 @@
+"""What a value of another framework is here: the general rules of the tables, and those functions that need more than one key."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aligner.commands.migrate.context import Context, Meaning
+from aligner.commands.migrate.tables import Entry, as_text
+
+RANK_OPTIONS = (
+    "nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "n", "np", "N",
+    "config_file",
+)  # fmt: skip
+# transforms that leave a shell's variable as it is
+OF_TEXT = ("model", "data", "data_prefix", "reward_model", "reward_and_critic", "remote_reward", "verl_reward")
+Transform = Callable[[Entry, Any, Context], Meaning]
+
+
+def apply(entry: Entry, value: Any, context: Context, functions: Mapping[str, Transform]) -> Meaning:
+    """The entry's rule; `functions` are the transforms by name."""
+    if entry.into:
+        return Meaning(part=True, note=f"part of {', '.join(entry.into)}" + (f": {entry.note}" if entry.note else ""))
+    if entry.transform:
+        found = functions[entry.transform](entry, value, context)
+        if not found.note:
+            found.note = entry.note
+    elif entry.settings is not None:
+        found = _of_settings(entry, value)
+    else:
+        found = _plain(entry, value, context)
+    found.differs = found.differs or (entry.meaning == "another" and not found.absent)
+    return found
+
+
+def _of_settings(entry: Entry, value: Any) -> Meaning:
+    settings = entry.settings or {}
+    found = settings.get(as_text(value), settings.get("*"))
+    if found is None:
+        known = ", ".join(name for name in settings if name != "*")
+        return Meaning(
+            absent=True, note=f"there is no such value here (those with one: {known})" + (f"; {entry.note}" if entry.note else "")
+        )
+    return Meaning(settings=dict(found), note=entry.note)
+
+
+def _plain(entry: Entry, value: Any, context: Context) -> Meaning:
+    settings = {name: _whole(value * context.product(keys)) for name, keys in entry.products.items() if isinstance(value, int | float)}
+    if entry.values is not None:
+        if (text := as_text(value)) not in entry.values:
+            known = ", ".join(entry.values)
+            return Meaning(absent=True, note=f"there is no such value here (those with one: {known})")
+        value = entry.values[text]
+    if (entry.factors or entry.plus) and isinstance(value, int | float) and not isinstance(value, bool):
+        value = _whole(value * context.product(entry.factors) + entry.plus)
+    return Meaning(settings=dict.fromkeys(entry.ours, value) | settings, note=entry.note)
+
+
+def _whole(value: float) -> float:
+    return int(value) if float(value).is_integer() else float(f"{value:.12g}")
+
+
+def spread(entry: Entry, value: Any, context: Context) -> Meaning:
+    """A list, one setting for each of its values."""
+    values = value if isinstance(value, list) else _numbers(value)
+    if len(values) != len(entry.ours):
+        return Meaning(absent=True, note=f"expected {len(entry.ours)} values")
+    return Meaning(settings=dict(zip(entry.ours, values, strict=True)))
+
+
+def _numbers(value: Any) -> list[float]:
+    return [float(part) for part in re.split(r"[,\s]+", str(value).strip("()[] ")) if re.fullmatch(r"[-+.\deE]+", part)]
+
+
+_NOT_HERE = {  # parts of models' names, where their files are not here
+    r"(?i)[-_/.](vl|vlm|omni|vision|multimodal|audio|ocr)\b|llava|internvl|minicpm-[ov]|paligemma|smolvlm|idefics": "reads images or sound",
+    r"(?i)[-_](awq|gptq|gguf|bnb|[48]bit|int[48]|w4a16|fp8|mxfp4|nvfp4)\b": "has quantized weights",
+}
+_MIXTURE = r"(?i)mixtral|[-_]moe|-a\d+(\.\d+)?b\b|deepseek-(v[23]|r1$)|glm-4\.[5-9]|moonlight|kimi-k2"
+
+
+def model(entry: Entry, value: Any, context: Context) -> Meaning:
+    """A directory, an archive, or a model of the Hub; what its name says of it is asked for if no model of the kind loads."""
+    for pattern, what in _NOT_HERE.items():
+        if re.search(pattern, str(value)) and not Path(str(value)).is_dir():
+            context.ask(f"{entry.ours[0]}={value}: by its name it {what}; models of text in 16 bits load here (docs/models.md)")
+    return Meaning(settings=dict.fromkeys(entry.ours, str(value)))
+
+
+_LIMITS = {"train": ("max_samples", "data.train_max_samples"), "validation": ("max_samples", "data.val_max_samples")}
+
+
+def at_most(context: Context, examples: int) -> int:
+    """Of so many examples those that are read: another key may bound them, or those of each data set."""
+    limit = _limit(context, "train")
+    names = context.value("dataset") if isinstance(context.value("stage"), str) else ""  # a bound of each is LLaMA-Factory's
+    return min(examples, limit * (str(names).count(",") + 1)) if limit else examples
+
+
+def _limit(context: Context, name: str) -> int:
+    """0: none."""
+    return int(next((context.number(key) for key in _LIMITS[name] if context.number(key) > 0), 0))
+
+
+def data(entry: Entry, value: Any, context: Context) -> Meaning:
+    """A file or directory, a data set of the Hub, or a mixture of several; NeMo writes the weight of each before it."""
+    given = [str(one) for one in value] if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
+    weights = [float(part) for part in given if re.fullmatch(r"[\d.]+", part)] or _probabilities(context)
+    parts = [part for part in given if part and not re.fullmatch(r"[\d.]+", part)]
+    if not parts:
+        return Meaning(absent=True, note="no data is named in it")
+    is_train = "train" in "".join(entry.ours)
+    splits = ("dataset_train_split", "train_split") if is_train else ("dataset_test_split", "eval_split")
+    split = next((context.value(key) for key in splits if context.value(key)), None)
+    paths = [_data_path(part, split, context.value("dataset_config")) for part in parts]
+    if entry.question and (names := [part for part in parts if not re.search(r"[/.]", part)]):
+        context.ask(f"{entry.ours[0]}: {', '.join(names)}: {entry.question}")
+    found: list[Any] = list(paths)
+    wrong = ""
+    if len(paths) > 1 and is_train and weights:
+        wrong = f"{len(weights)} shares of {len(paths)} data sets" if len(weights) != len(paths) else ""
+        found = paths if wrong else [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]
+    if limit := _limit(context, "train" if is_train else "validation"):
+        found = [({"path": one} if isinstance(one, str) else one) | {"max_records": limit} for one in found]
+        if len(paths) > 1 and context.value("stage") is None:
+            wrong = f"{limit} of all of them together there, of each here"
+    settings = dict.fromkeys(entry.ours, found[0] if len(found) == 1 and isinstance(found[0], str) else found)
+    return Meaning(settings=settings, differs=bool(wrong), severity="result" if wrong else "", note=wrong or entry.note)
+
+
+def _probabilities(context: Context) -> list[float]:
+    """The shares that another key has; none where the data sets are one after another."""
+    key = "dataset_probs" if context.value("mix_strategy") in (None, "concat") else "interleave_probs"
+    value = context.value(key)
+    return value if isinstance(value, list) else _numbers(value)
+
+
+_FILES = {"jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "txt", "gz", "bz2", "xz", "zst"}
+
+
+def _data_path(name: str, split: Any, config: Any) -> str:
+    first, _, _ = name.partition("@")
+    is_file = first.startswith((".", "/", "~", "$")) or Path(first).suffix[1:] in _FILES or Path(first).exists() or first.count("/") > 1
+    has_split, has_config = isinstance(split, str) and (split != "train" or config), isinstance(config, str)
+    parts = f"{f':{config}' if has_config else ''}{f':{split}' if has_split or has_config else ''}"
+    return first if is_file else f"{'' if '/' in first else 'datasets:'}{first}{parts}"
+
+
+def epochs(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Epochs, as steps where the examples are known: entry.factors are the keys whose product is the examples of a step."""
+    per_step = context.product(entry.factors)
+    if not isinstance(value, int | float) or per_step < 1:
+        return Meaning(absent=True, severity="said", note="no number of examples a step follows")
+    if not context.examples:
+        return Meaning(settings={"loop.epochs": value, "loop.max_steps": 0}, note=f"{per_step:g} examples a step")
+    steps_per_epoch = max(1, context.examples // int(per_step))
+    return Meaning(
+        settings={"loop.max_steps": math.ceil(value * steps_per_epoch)}, note=f"{context.examples} examples, {per_step:g} a step"
+    )
+
+
+def steps(entry: Entry, value: Any, context: Context) -> Meaning:
+    """A number of steps; not above 0: epochs count."""
+    if not isinstance(value, int | float) or value <= 0:
+        return Meaning(note="the epochs count")
+    return Meaning(settings=dict.fromkeys(entry.ours, math.ceil(value / (context.product(entry.factors) or 1))))
+
+
+def every(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Steps between two events; not above 0: never. A share of an epoch or of the run is not known in steps."""
+    if value == "inf" or not isinstance(value, int | float) or value <= 0:
+        return Meaning(settings=dict.fromkeys(entry.ours, 0), note="" if isinstance(value, int | float) else entry.note)
+    if value < 1 or (isinstance(value, float) and value == 1.0):
+        return Meaning(differs=True, note="a share of an epoch or of the run there; here in steps: set it")
+    return Meaning(settings=dict.fromkeys(entry.ours, int(value)))
+
+
+def warmup_share(entry: Entry, value: Any, context: Context, *, whole: Callable[[float], int] = math.ceil, updates: int = 1) -> Meaning:
+    """A share of the run's steps to a number of optimizer steps; entry.factors: as for `epochs`.
+
+    `whole` rounds as it is done there, and a step there has `updates` of them.
+    """
+    if not isinstance(value, int | float) or value == 0:
+        return Meaning(settings=dict.fromkeys(entry.ours, 0))
+    total = next((context.number(key) for key in ("max_steps", "trainer.total_training_steps") if context.number(key) > 0), 0)
+    if not total and context.examples and entry.factors:
+        lasting = next(
+            (context.number(key) for key in ("num_train_epochs", "max_epochs", "trainer.total_epochs") if context.number(key)), 1
+        )
+        total = math.ceil(lasting * max(1, context.examples // int(context.product(entry.factors))))
+    if not total:
+        return as_fraction(entry, value)
+    steps = whole(round(total * value, 9))
+    note = f"{value:g} of {total:g} steps there" + (f": {steps}, of {updates} updates each" if updates > 1 else "")
+    return Meaning(settings=dict.fromkeys(entry.ours, steps * updates), note=note)
+
+
+def as_fraction(entry: Entry, value: float) -> Meaning:
+    """A share of the run, where its length is not known."""
+    ours = (name.replace("warmup_steps", "warmup_fraction") for name in entry.ours)
+    return Meaning(settings=dict.fromkeys(ours, value), note="rounded up to whole updates")
+
+
+def packed(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Rows one after the other, as many tokens as the keys of entry.factors make."""
+    if value is not True:
+        return Meaning(note="nothing to carry over")
+    tokens = int(context.product(entry.factors)) or 4096
+    note = entry.note or "memory and speed, never numbers"
+    return Meaning(settings={"model.packing": True, "model.micro_batch_tokens": max(tokens, 1024)}, note=note)
+
+
+_LORA = {
+    "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "proj", "gate_proj": "gate", "up_proj": "up", "down_proj": "fc2",
+    "query_key_value": "qkv", "qkv_proj": "qkv", "gate_up_proj": "fc1", "attention_qkv": "qkv", "attention_dense": "proj",
+    "mlp_fc1": "fc1", "mlp_fc2": "fc2", "c_attn": "qkv", "dense": "proj",
+}  # fmt: skip
+_ALL = ["qkv", "proj", "fc1", "fc2"]
+_LORA_GROUPS = {"all": _ALL, "all-linear": _ALL, "attention": ["qkv", "proj"], "mlp": ["fc1", "fc2"]}
+
+
+def lora_targets(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Names of linear layers."""
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    names = [part for part in re.split(r"[,\s\[\]'\"]+", text) if part]
+    unknown = [name for name in names if name not in _LORA and name not in _LORA_GROUPS]
+    has_all = any(_LORA_GROUPS.get(name) is _ALL for name in names) and re.search(_MIXTURE, context.model) is not None
+    found = list(dict.fromkeys(one for name in names for one in _LORA_GROUPS.get(name, [_LORA.get(name, "")]) if one))
+    for whole, parts in {"qkv": ["q", "k", "v"], "fc1": ["gate", "up"]}.items():
+        if all(part in found for part in parts):
+            found = [whole if one == parts[0] else one for one in found if one not in parts[1:]]
+    note = f"no such layers here: {', '.join(unknown)}" if unknown else entry.note
+    if has_all:
+        found.append("experts")
+        note = "of a mixture: with transformers 5 there its experts get no adapters: leave `experts` out then"
+    settings = dict.fromkeys(entry.ours, found) if found else {}
+    return Meaning(settings=settings, differs=bool(unknown) or has_all, severity="result" if unknown else "", note=note)
+
+
+GENERAL = [spread, model, data, epochs, steps, every, warmup_share, packed, lora_targets]

@@ -1,0 +1,351 @@
+"""`aligner plan --search`: what everything that is free in a job should be, for a number of GPUs or for a deadline.
+
+The search works on estimates (`aligner.planner.job_search`); what it shows has been planned in full with the settings that it prints.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aligner.algorithms.registry import composed, recipe_of
+from aligner.cluster.config import Placement
+from aligner.commands.plan.command import DOES_NOT_FIT, components, load, plan_config, with_lengths
+from aligner.commands.plan.outputs import Outputs
+from aligner.commands.slurm import LaunchOptions, launch_slurm
+from aligner.errors import ConfigError
+from aligner.losses.correction import Correction
+from aligner.planner import report, search_report
+from aligner.planner.estimate import Scales
+from aligner.planner.job_search import Arrangement, Candidate, JobSearch
+from aligner.planner.search import Estimator
+from aligner.planner.search_report import Found, Row
+from aligner.planner.space import Space, written
+from aligner.planner.workload import Component
+from aligner.run.settings import JobRun
+from aligner.settings.as_file import as_file
+from aligner.settings.compose import override, search_path
+
+MOST_GPUS = 4096  # that a deadline is tried with
+TRIES = 6  # full plans of an arrangement, until one fits
+CLOSE = 1.05  # arrangements whose estimate is so much above the best full plan may still turn out to be better
+COMPARED = 3  # full plans of an arrangement that fit, of which the fastest is shown, on the largest number of GPUs
+STALENESS = "rollout.asynchronous.max_staleness"
+HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The options of a search."""
+
+    gpus: int = 0  # at most; 0: as many as the config's job takes
+    steps: int = 0  # that hours are counted for; 0: not given
+    deadline: str = ""  # such as 24h: the fewest GPUs that make the steps
+    top: int = 5  # arrangements that are shown for the largest number of GPUs
+    write: Path | None = None  # directory for the best one as a config and a Slurm script
+    json_path: Path | None = None
+
+    def check_unused(self) -> None:
+        """Raise ConfigError for options that say nothing without a search."""
+        for name in ("steps", "write"):
+            if value := getattr(self, name):
+                raise ConfigError(f"--{name} {value}: goes with --search")
+
+    def hours(self) -> float:
+        """Of the deadline; 0: none. Raises ConfigError for a text that is no duration, or without steps."""
+        if not self.deadline:
+            return 0.0
+        if not re.fullmatch(r"(\d+(\.\d+)?[dhm])+", self.deadline):
+            raise ConfigError(f"--deadline {self.deadline}: allowed: a duration in days, hours or minutes, such as 2d, 24h or 90m")
+        if not self.steps:
+            raise ConfigError(f"--deadline {self.deadline}: needs --steps N, the training steps that it is for")
+        found = sum(float(number) * HOURS[unit] for number, _, unit in re.findall(r"(\d+(\.\d+)?)([dhm])", self.deadline))
+        if not found:
+            raise ConfigError(f"--deadline {self.deadline}: must be above 0")
+        return found
+
+
+def search(name: str, overrides: Sequence[str], request: Request, outputs: Outputs | None = None) -> int:
+    """Search, print the tables, write the best one; returns the exit code: 1 where nothing fits, or makes the deadline.
+
+    Raises ConfigError for GPUs that fill no nodes, a deadline without steps, or settings that a run would refuse in every layout.
+    """
+    deadline = request.hours()
+    if request.write is not None:
+        check_writable(request.write, name, overrides)
+    begun = time.monotonic()
+    found = _Search(name, overrides, request).found(deadline)
+    search_report.show(found, report.console(), top=request.top, took=time.monotonic() - begun)
+    if outputs is not None and found.best is not None:
+        outputs.write(found.best.job)
+    if request.write is not None and found.best is not None:
+        write(request.write, name, overrides, found.best, steps=request.steps)
+    if request.json_path is not None:
+        request.json_path.write_text(search_report.to_json(found))
+    return 0 if found.best is not None else DOES_NOT_FIT
+
+
+class _Search:
+    """The fastest jobs for numbers of GPUs, each planned in full."""
+
+    def __init__(self, name: str, overrides: Sequence[str], request: Request) -> None:
+        self.name, self.request, self.config = name, request, load(name, overrides)
+        cluster = self.config.cluster
+        self.scales = Scales(cluster.device)
+        self.space = Space(cluster=cluster, main=self.config.traits().role, typed=_typed(overrides, self.config))
+        estimator, arrangements = Estimator(cluster, self.scales), list(_arrangements(self.config, self.space))
+        # Updates by the host are slow: they come in where nothing fits without.
+        spaces = (self.space, replace(self.space, host_updates=True))
+        self.searches = [[JobSearch(one, space, estimator) for one in arrangements] for space in spaces]
+
+    def found(self, deadline: float) -> Found:
+        """Raises ConfigError as `search` does."""
+        most, steps = self._most(deadline), self.request.steps or 1000
+        rows: list[Row] = []
+        alternatives: list[Row] = []
+        for gpus in self.space.sizes(most):
+            is_last = gpus == most
+            own = self.rows(gpus, all_of_them=is_last)
+            makes_it = bool(deadline and own) and own[0].seconds * steps <= deadline * 3600
+            if makes_it and not is_last:
+                own = self.rows(gpus, all_of_them=True)
+            rows += own[:1]
+            alternatives = own if is_last or makes_it else alternatives
+            if makes_it:
+                break
+        best = min(rows, key=lambda row: (row.seconds, row.gpus), default=None)
+        late = best is not None and bool(deadline) and best.seconds * steps > deadline * 3600
+        return Found(
+            name=self.name,
+            cluster=self.config.cluster,
+            most=most,
+            steps=steps,
+            deadline=deadline,
+            rows=tuple(_front(rows)),
+            alternatives=tuple(alternatives),
+            opt_in=tuple(self._in_8_bits(best)) if best is not None else (),
+            best=None if late else best,
+        )
+
+    def _most(self, deadline: float) -> int:
+        node = self.space.cluster.gpus_per_node
+        if not self.request.gpus:
+            return MOST_GPUS // node * node if deadline else self._of_config()
+        gpus = self.request.gpus
+        if gpus < 1 or (gpus % node if gpus > node else node % gpus):
+            parts = [size for size in range(1, node) if node % size == 0]
+            allowed = ", ".join(map(str, [*parts, node, 2 * node, 3 * node]))
+            raise ConfigError(f"--gpus {gpus}: must fill nodes of cluster.gpus_per_node={node}; allowed: {allowed}, ...")
+        return gpus
+
+    def _of_config(self) -> int:
+        """GPUs of the config's own job, as it is."""
+        found = [one.num_ranks for one in components(self.config, checked=False) if not one.within]
+        most = max(found) if getattr(self.config, "placement", Placement.separate) is Placement.colocated else sum(found)
+        node = self.space.cluster.gpus_per_node
+        return most if most <= node else most // node * node
+
+    def rows(self, gpus: int, *, all_of_them: bool) -> list[Row]:
+        """The fastest job of each arrangement that has a chance to be the fastest (or of every one), fastest first."""
+        return next((found for searches in self.searches if (found := self._rows(searches, gpus, all_of_them=all_of_them))), [])
+
+    def _rows(self, searches: Sequence[JobSearch], gpus: int, *, all_of_them: bool) -> list[Row]:
+        estimated = [candidates for one in searches if (candidates := one.candidates(gpus))]
+        found: list[Row] = []
+        for candidates in sorted(estimated, key=lambda candidates: candidates[0].seconds):
+            if not all_of_them and found and candidates[0].seconds > CLOSE * min(row.seconds for row in found):
+                break
+            verified = self._verified(candidates, COMPARED if all_of_them else 1)
+            found += [min(verified, key=lambda row: (row.seconds, row.gpus))] if verified else []
+        return sorted(found, key=lambda row: (row.seconds, row.gpus))
+
+    def _verified(self, candidates: Sequence[Candidate], enough: int) -> list[Row]:
+        """The first that fit in full. What did not fit in one job is not tried in another."""
+        failed, tries, found = set[int](), 0, list[Row]()
+        for candidate in candidates:
+            if any(id(option) in failed for option in candidate.options):
+                continue
+            settings = candidate.settings(self.space)
+            job = self.evaluate(settings)
+            if job is not None and not job.problems:
+                found.append(Row(settings=settings, words=candidate.arrangement.words, job=job))
+                if len(found) == enough:
+                    break
+                continue
+            if (tries := tries + 1) == TRIES:
+                break
+            unfit = {plan.component.process for plan in job.components if not plan.fits} if job is not None else set[str]()
+            failed |= {id(option) for option in candidate.options if not unfit or option.component.name in unfit}
+        return found
+
+    def evaluate(self, settings: Mapping[str, str]) -> report.JobPlan | None:
+        """The full plan of the job with these settings; None where a run would refuse them."""
+        try:
+            config = with_settings(self.config, settings)
+            return plan_config(self.name, config, self.scales, advises=False)
+        except ConfigError:
+            return None
+
+    def _in_8_bits(self, best: Row) -> Iterator[Row]:
+        """The best one with FP8 on a cluster that has it: it changes numbers, so it is shown and never chosen."""
+        keys = [self.space.key(plan.component, "model.fp8") for plan in best.job.components]
+        if not self.space.cluster.fp8_tflops or self.config.model.fp8 or not all(map(self.space.is_free, keys)):
+            return
+        settings = {**best.settings, **dict.fromkeys(keys, "true")}
+        job = self.evaluate(settings)
+        if job is not None and not job.problems:
+            yield Row(
+                settings=settings, words=", ".join(filter(None, (best.words, "the best one in FP8, if you type model.fp8=true"))), job=job
+            )
+
+
+def _front(rows: Sequence[Row]) -> Iterator[Row]:
+    """Those that are faster than all on fewer GPUs."""
+    least = float("inf")
+    for row in sorted(rows, key=lambda row: (row.gpus, row.seconds)):
+        if row.seconds < least:
+            least = row.seconds
+            yield row
+
+
+def _typed(overrides: Sequence[str], config: JobRun) -> frozenset[str]:
+    """The settings that were given; a preset of a section, such as model=llama3_8b, leaves it free."""
+    given = {key.lstrip("+~"): value for key, _, value in (text.partition("=") for text in overrides)}
+    sections = {field.name for field in fields(config) if is_dataclass(getattr(config, field.name))}
+    return frozenset(key for key, value in given.items() if key not in sections or value.startswith("{"))
+
+
+def _arrangements(config: JobRun, space: Space) -> Iterator[Arrangement]:
+    """Every way to share GPUs, and to sample, that the recipe has and that was not chosen already."""
+    served = [server for server in config.servers() if server.work is not None]
+    guests = [server.guest for server in config.servers() if server.guest is not None]
+    placements = _free(space, "placement", getattr(config, "placement", Placement.separate), list(Placement) if served else [])
+    critic = getattr(config, "critic", None)
+    combined = [] if critic is None or len(served) + len(guests) < 2 else [False, True]
+    combinations = _free(space, "critic.with_reward", critic is not None and critic.with_reward, combined)
+    staleness = config.rollout.asynchronous.max_staleness if config.traits().has_engine else 0
+    ahead = _free(space, STALENESS, staleness, [0, staleness or 1] if config.traits().has_engine else [])
+    for placement in placements:
+        for together in combinations:
+            for steps in ahead:
+                settings = {"placement": placement} if served else {}
+                settings |= {"critic.with_reward": together} if combined else {}
+                settings |= _sampling_ahead(config, space, steps) if config.traits().has_engine else {}
+                chosen = {name: written(value) for name, value in settings.items() if _value(config, name) != value}
+                try:
+                    changed = with_settings(config, {**chosen, **_fitting(config, placement, steps)})
+                    found = with_lengths(components(changed, checked=False), config.plan)
+                except ConfigError:  # the recipe cannot
+                    continue
+                yield _arrangement(found, chosen, placement, together, steps)
+
+
+def _free(space: Space, key: str, now: T, options: Sequence[T]) -> list[T]:
+    return list(options) if options and space.is_free(key) else [now]
+
+
+def _fitting(config: JobRun, placement: Placement, staleness: int) -> dict[str, str]:
+    """What an arrangement cannot be composed without and the search gives later: room for the servers, weights that stay."""
+    most = max([config.num_processes, *(server.num_ranks for server in config.servers())])
+    found = {"num_processes": str(most)} if placement is Placement.colocated else {}
+    return found | ({"rollout.offload": "false"} if staleness else {})
+
+
+def _sampling_ahead(config: JobRun, space: Space, staleness: int) -> dict[str, object]:
+    """Rollouts of older policies want a correction of what they are worth, where the recipe has one."""
+    correction, key = getattr(getattr(config, "algorithm", None), "correction", None), "algorithm.correction.kind"
+    if staleness and correction is not None and correction.kind is Correction.none and space.is_free(key):
+        return {STALENESS: staleness, key: Correction.tis}
+    return {STALENESS: staleness}
+
+
+def _arrangement(
+    found: Sequence[Component], settings: Mapping[str, str], placement: Placement, together: bool, staleness: int
+) -> Arrangement:
+    words = [placement.value] if len(found) > 1 else []
+    words += ["critic and reward in one"] if together else []
+    words += [f"sampling up to {staleness} steps ahead" if staleness > 1 else "sampling a step ahead"] if staleness else []
+    return Arrangement(
+        words=", ".join(words),
+        settings=settings,
+        components=tuple(one for one in found if not one.within),
+        guests={one.within: one for one in found if one.within},
+        colocated=placement is Placement.colocated,
+        asynchronous=bool(staleness),
+    )
+
+
+def _value(config: object, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def with_settings(config: JobRun, settings: Mapping[str, str]) -> JobRun:
+    """The config with settings as they are typed: plain values only. Every section is made, and checks itself, anew. Raises ConfigError."""
+    return _replaced(copy.deepcopy(config), settings)
+
+
+def _replaced(section: T, settings: Mapping[str, str]) -> T:
+    changed: dict[str, Any] = {}
+    below: dict[str, dict[str, str]] = {}
+    for key, text in settings.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            below.setdefault(name, {})[rest] = text
+        else:
+            changed[name] = _read(getattr(section, name), text)
+    changed |= {name: _replaced(getattr(section, name), own) for name, own in below.items()}
+    assert is_dataclass(section) and not isinstance(section, type)
+    kept = {field.name for field in fields(section) if field.init}
+    return replace(section, **{name: value for name, value in changed.items() if name in kept})
+
+
+def _read(now: Any, text: str) -> Any:
+    if isinstance(now, bool):
+        return text == "true"
+    return type(now)(text) if isinstance(now, (Enum, int, float)) else text
+
+
+def check_writable(folder: Path, name: str, overrides: Sequence[str]) -> None:
+    """Raise ConfigError, before a search, for what `write` could not write."""
+    if composed(name, ["data.train=given-later", *overrides]).slurm.separate:
+        raise ConfigError(
+            f"--write {folder}: with slurm.separate=true a run is several jobs, which no single script submits; leave one out"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--write {folder}: is no directory")
+
+
+def write(folder: Path, name: str, overrides: Sequence[str], best: Row, *, steps: int) -> str:
+    """Write `<name>_<gpus>_gpus.yaml` and the script of `aligner launch slurm` for it, `.sub`, to `folder`; returns the config's name.
+
+    The config builds on `name`, with `overrides` and the settings that were found. `steps` become its loop.max_steps where it has one.
+    """
+    places, typed = search_path(overrides)
+    chosen = f"{name}_{best.gpus}_gpus"
+    keys = {text.partition("=")[0] for text in typed}
+    more = dict(best.settings)
+    if "run.directory" not in keys:
+        more["run.directory"] = f"runs/{chosen}"
+    if steps and "loop.max_steps" not in keys and best.job.components[0].component.optimizer is not None:
+        more["loop.max_steps"] = str(steps)
+    folders = [*recipe_of(name, overrides).folders(), *(place for place in places if isinstance(place, Path))]
+    comment = f"{name} on {best.gpus} GPUs, as found by `aligner plan {name} --search`: {report.seconds(best.seconds)} a step."
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{chosen}.yaml"
+    path.write_text(as_file(name, typed, more, folders, comment=comment))
+    print(f"written to {path}; look at it with: aligner plan {chosen} --config-dir {folder}", flush=True)
+    others = [f"file://{place.resolve()}" if isinstance(place, Path) else place for place in places]
+    launch_slurm(
+        chosen, [override("hydra.searchpath", [*others, f"file://{folder.resolve()}"])], LaunchOptions(output=folder / f"{chosen}.sub")
+    )
+    return chosen

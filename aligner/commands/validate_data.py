@@ -1,0 +1,193 @@
+"""`aligner data validate`: reads data as a job would, and reports errors and the model's view of the data."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TextIO
+
+from aligner.algorithms.registry import composed, recipes
+from aligner.commands.preflight.samples import fitted, load_sample
+from aligner.data.config import BadLines
+from aligner.data.inspection import BRACKETS, COLOURS, Lengths, View, duplicates, histogram, lengths_of, render, view_of
+from aligner.data.mixture import read_alone
+from aligner.data.report import LoadReport, NoUsableRecord
+from aligner.data.tokenizer import Tokenizer, load_tokenizer
+from aligner.errors import ConfigError
+from aligner.models.checkpoint.files import LATEST, resolve
+from aligner.run.from_hub import fetch_named
+from aligner.run.settings import JobRun
+
+# Kinds of data, and a recipe that reads them.
+KINDS = {
+    "sft": "sft",
+    "preference": "reward_model",
+    "prompts": "grpo",
+    "regression": "regression_reward_model",
+    "steps": "process_reward_model",
+    "kto": "kto",
+    "demonstrations": "spin",
+    "distillation": "distill",
+    "steerlm": "steerlm",
+    "requests": "generate",
+    "unlabelled": "annotate",
+    "responses": "proposals",
+    "proposals": "steerlm2",
+}
+BAD = 1  # exit code; a mistake in the command is 2, as everywhere
+FEW = 3  # lines that are listed of each kind of problem, unless all are
+BAR = 40  # width of the longest bar of a histogram
+# What differs between problems of one kind: values, numbers, what is in brackets.
+_VALUES = re.compile(r" (is|are both|has the fields|share) (?!missing|not |the last ).*?(?=, expected|, allowed|$)")
+_NUMBERS = re.compile(r"\b\d+\b")
+_BRACKETS = re.compile(r" \(.*\)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options besides the config."""
+
+    kind: str = ""  # of the files named instead of a config
+    tokenizer: str = ""  # with `kind`
+    num_samples: int = 3
+    lists_all: bool = False  # every problem, not the first few of each kind
+    json_path: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Results of one data set."""
+
+    report: LoadReport
+    lengths: Lengths | None = None  # None where nothing can be used
+    num_tokens: int = 0
+    num_learnt: int = 0
+    repeated: list[tuple[str, str]] = field(default_factory=list)
+    histogram: list[tuple[int, int, int]] = field(default_factory=list)  # least and most tokens, rows; of records that are too long too
+
+
+def validate(target: str, overrides: Sequence[str], options: Options) -> int:
+    """Check the data of `conf/<target>.yaml`, or a file of `options.kind`; prints, returns the exit code: 1 if lines are bad.
+
+    Raises ConfigError for settings that do not fit, DataError for a missing file.
+    """
+    config = config_of(target, overrides, options)
+    fetch_named(config, weights=False)
+    tokenizer = _tokenizer(config)
+    config = _with_lengths(config, tokenizer, options)
+    findings = []
+    for location, data in read_alone(config.data):
+        finding, views = inspect(replace(config, data=data), location, tokenizer)
+        findings.append(finding)
+        show(finding, sys.stdout, lists_all=options.lists_all)
+        show_samples(views[: options.num_samples], tokenizer, sys.stdout)
+    if options.json_path is not None:
+        options.json_path.write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
+    return BAD if any(finding.report.num_bad for finding in findings) else 0
+
+
+def inspect(config: JobRun, location: str, tokenizer: Tokenizer, first: int | None = None) -> tuple[Finding, list[View]]:
+    """Every record of `location` (or the first so many), read as the job would; reports bad ones regardless of data.bad_lines."""
+    lenient = replace(config, data=replace(config.data, bad_lines=BadLines.skip))
+    try:
+        examples, report = load_sample(lenient, location, tokenizer, first=first)
+    except NoUsableRecord as error:
+        return Finding(report=error.report, histogram=histogram([one.length for one in error.report.too_long])), []
+    views = [view_of(example) for example in examples]
+    rows = [row for view in views for row in view.rows]
+    finding = Finding(
+        report=report,
+        lengths=lengths_of(views),
+        num_tokens=sum(len(row.tokens) for row in rows),
+        num_learnt=sum(sum(row.loss_mask) for row in rows),
+        repeated=duplicates(views),
+        histogram=histogram([*(len(row.tokens) for row in rows), *(one.length for one in report.too_long)]),
+    )
+    return finding, views
+
+
+def show(finding: Finding, out: TextIO, *, lists_all: bool = False) -> None:
+    """The first few problems of each kind, or all; then figures."""
+    report = finding.report
+    few = None if lists_all else FEW
+    kinds: dict[str, list[str]] = {}
+    for problem in report.problems:
+        kinds.setdefault(kind_of(problem), []).append(problem)
+    listed = [("bad", kind, problems) for kind, problems in kinds.items()]
+    listed.append(("too long", "", [f"{one.source}: {one.length} tokens, more than {one.limit}" for one in report.too_long]))
+    listed.append(("warning", "the same tokens", [f"{source}: the same tokens as {first}" for source, first in finding.repeated]))
+    for level, kind, problems in listed:
+        for problem in problems[:few]:
+            print(f"{level}: {problem}", file=out)
+        if few is not None and len(problems) > few:
+            print(f"{level}: ... and {len(problems) - few} more{f': {kind}' if kind else ''} (--all lists them)", file=out)
+    print(f"{report.location}: {report.num_kept} of {report.num_records} records can be used, {report.num_bad} bad", file=out)
+    for kind, problems in kinds.items():
+        print(f"  bad: {len(problems)} records: {kind}", file=out)
+    for text in [*report.long_texts(), *report.notes()]:
+        print(f"  {text}", file=out)
+    _show_lengths(finding, out)
+    counts = f"too long and left out: {report.num_too_long}; truncated: {report.num_truncated}; duplicates: {len(finding.repeated)}"
+    print(f"  {counts}", file=out)
+
+
+def kind_of(problem: str) -> str:
+    """The kind of a bad line's problem: the message without place, values and numbers."""
+    message = re.sub(r"^.*?:\d+: ", "", problem)
+    return _NUMBERS.sub("N", _VALUES.sub(r" \1 ...", _BRACKETS.sub("", message)))
+
+
+def _show_lengths(finding: Finding, out: TextIO) -> None:
+    lengths = finding.lengths
+    if lengths is not None:
+        print(f"  tokens of a row: min {lengths.least}, median {lengths.middle:g}, p95 {lengths.p95}, max {lengths.most}", file=out)
+        print(f"  tokens in all: {finding.num_tokens:,}, of which {finding.num_learnt:,} in the loss mask", file=out)
+    tallest = max((count for *_, count in finding.histogram), default=0)
+    for least, most, count in finding.histogram:
+        print(f"  {f'{least}-{most}':>15} tokens {count:>9} rows {'#' * -(-BAR * count // tallest)}".rstrip(), file=out)
+
+
+def show_samples(views: Sequence[View], tokenizer: Tokenizer, out: TextIO) -> None:
+    """The rows of some examples, as the model will see them."""
+    marks = COLOURS if out.isatty() else BRACKETS
+    for view in views:
+        for row in view.rows:
+            note = f" ({row.note})" if row.note else ""
+            print(f"\n--- {view.source}{note}: {len(row.tokens)} tokens, {sum(row.loss_mask)} in the loss mask", file=out)
+            print(render(row, tokenizer, marks), file=out)
+
+
+def config_of(target: str, overrides: Sequence[str], options: Options) -> JobRun:
+    """The config that is named, or that of a recipe which reads `options.kind`. Raises ConfigError."""
+    if not options.kind:
+        if options.tokenizer:
+            raise ConfigError("--tokenizer: is for --kind; with a config give model.tokenizer=DIR")
+        return composed(target, overrides)
+    recipe = KINDS.get(options.kind)
+    if recipe not in recipes():
+        raise ConfigError(f"--kind {options.kind}: allowed: {', '.join(kind for kind, name in KINDS.items() if name in recipes())}")
+    if not options.tokenizer:
+        raise ConfigError("--kind: needs --tokenizer DIR, the directory with the tokenizer of the model")
+    given = [f"data.train={json.dumps(target)}", f"model.tokenizer={json.dumps(options.tokenizer)}"]
+    return composed(recipe, [*given, *overrides])
+
+
+def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: Options) -> JobRun:
+    """The config with the job's lengths; for a file alone, with those of the model beside the tokenizer (without one, any length)."""
+    if options.kind and not config.model.path:
+        if not (Path(config.model.tokenizer) / "config.json").exists():
+            return config
+        data = fitted(replace(config, model=replace(config.model, path=config.model.tokenizer))).data
+        return replace(config, data=data)
+    return fitted(config)
+
+
+def _tokenizer(config: JobRun) -> Tokenizer:
+    """The tokenizer of the data's model, also beside a checkpoint."""
+    path = Path(config.model.tokenizer_path)
+    tokenizer = load_tokenizer(resolve(path) if not config.model.tokenizer and (path / LATEST).exists() else path)
+    return tokenizer.chatting(config.data)

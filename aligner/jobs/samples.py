@@ -1,0 +1,387 @@
+"""The job of a recipe that learns from its own samples: what its `build` is given, and what is done around it.
+
+`CheckpointedReference` is a reference that follows the trained policy every so many steps, and that a resumed run finds again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from aligner.cluster.config import Placement
+from aligner.cluster.run_directory import POLICY, REFERENCE
+from aligner.data.order import order_of
+from aligner.data.prompts import load_prompts
+from aligner.data.stored import row_counts
+from aligner.data.tokenizer import Tokenizer
+from aligner.environments.exchange import environment_follow_up
+from aligner.environments.reward import EnvironmentReward
+from aligner.errors import ConfigError, describe_os_error
+from aligner.jobs.parts import length_of, load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
+from aligner.jobs.sources import frozen_model, pinned, pinned_base
+from aligner.losses.correction import Correction
+from aligner.models import create
+from aligner.models.checkpoint import checkpoint, files
+from aligner.models.config import ModelConfig
+from aligner.models.training.guard import Guard
+from aligner.models.training.policy import MegatronPolicy, ReferencePolicy
+from aligner.online.async_rollout_source import AsyncRolloutSource
+from aligner.online.config import OnlineRun
+from aligner.online.policy_gradient import PolicyGradientConfig
+from aligner.online.task import OnlineTask
+from aligner.parallel import platform
+from aligner.parallel.collectives import from_rank_0
+from aligner.parallel.progress import WAIT_FOR_SERVERS
+from aligner.protocols import Critic, RewardModel
+from aligner.reporting.rollout_table import write_rows
+from aligner.rewards.compose import composed_reward, formula
+from aligner.rewards.local import NoReward, function_reward
+from aligner.rollout.config import check_ahead, check_cache
+from aligner.rollout.create import create_engine
+from aligner.rollout.engine import Capabilities
+from aligner.rollout.engine.choice import check_installed
+from aligner.run.recipe import Built, Recipe
+from aligner.run.session import Session, announced, open_session
+from aligner.servers.access import Access
+from aligner.servers.client import CriticClient, RewardClient, weighted_sum
+from aligner.servers.registry import Publication
+from aligner.servers.turns import SharedDevice, Turn
+from aligner.types import LogprobKind, MaskedBatch, Prompt, Rollout, SampleRow
+
+
+class CheckpointedReference:
+    """`aligner.algorithms.online_dpo.MovingReference`: every reference but the first is a checkpoint of weights alone.
+
+    They are in <run>/checkpoints/reference. No checkpoint of the policy has to be of the same step; those that none of the policy's
+    checkpoints continues with are removed.
+    """
+
+    def __init__(self, session: Session, policy: MegatronPolicy, frozen: ReferencePolicy, *, verify: bool) -> None:
+        self._session = session
+        self._policy = policy
+        self._frozen = frozen
+        self._verify = verify
+        self._folder = session.directory.checkpoints / REFERENCE
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        """As `Policy.logprobs`, under the frozen weights."""
+        return self._frozen.logprobs(batch)
+
+    def renew(self, step: int) -> None:
+        """Freeze the current policy, which has finished `step`. Every rank calls it. Raises CheckpointError if it cannot be written."""
+        request = checkpoint.SaveRequest(step=step, state={}, config_yaml=self._session.config_yaml, weights_only=True)
+        checkpoint.save(self._folder, self._policy.model, request)
+        self._frozen.renew()
+        from_rank_0(lambda: remove_unused(self._folder, self._session.directory.checkpoints / POLICY))
+
+    def restore(self, step: int) -> None:
+        """Freeze what `renew(step)` wrote. Every rank calls it. Raises CheckpointError if it is not there or damaged."""
+        path = files.step_directory(self._folder, step)
+        self._frozen.restore(partial(checkpoint.load_same, path=path, verify=self._verify))
+
+
+def unused(references: Sequence[int], policies: Sequence[int]) -> list[int]:
+    """The references (by step, ascending) that no checkpoint of the policy needs: not the last before it, and older than the newest one.
+
+    A checkpoint of the step at which the reference was renewed was saved before that: it needs the one before.
+    """
+    if not policies:
+        return []
+    needed = {max((one for one in references if one < step), default=0) for step in policies}
+    return [one for one in references if one not in needed and one < max(policies)]
+
+
+def remove_unused(references: Path, policies: Path) -> None:
+    """Remove unused references and leftovers of a killed run from disk. On one rank."""
+    files.clean([references])
+    for step in unused(list(files.complete_steps(references)), list(files.complete_steps(policies))):
+        files.remove_step([references], step)
+
+
+C = TypeVar("C", bound=OnlineRun)
+Load = Callable[[Tokenizer], tuple[Sequence[Prompt], Sequence[Prompt]]]
+
+
+@dataclass(kw_only=True)
+class OnlineJob(Generic[C]):
+    """The parts from which a recipe builds its algorithm, on one rank. `config` has every length, and with the task the number of steps."""
+
+    session: Session
+    config: C
+    publication: Publication | None  # of rank 0
+    policy: MegatronPolicy = field(init=False, repr=False)  # once there is a task
+    tokenizer_files: Path | None = None
+    parts: list[Callable[[], None]] = field(default_factory=list)  # how what was opened is closed, in this order
+    length: str = ""  # of the whole run, in words, once there is a task
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's."""
+        return load_model_files(self.config.model, self.config.data, self.session)[0]
+
+    @property
+    def context(self) -> int:
+        """Tokens that the policy can read."""
+        return create.context_length(self.config.model, load_model_files(self.config.model)[1])
+
+    def load(self, load: Callable[..., Any], tokenizer: Tokenizer) -> tuple[Sequence[Any], Sequence[Any]]:
+        """(training examples, validation examples); says what was left out. Raises DataError listing all bad lines."""
+        return load_sets(self.session, load, self.config.data, tokenizer)
+
+    def load_prompts(self, tokenizer: Tokenizer) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+        """The prompts of data.train and data.validation."""
+        return load_prompt_sets(self.session, self.config, tokenizer)
+
+    def frozen_model(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
+        """Another model whose weights can take the place of the policy's; see `aligner.jobs.sources`."""
+        return frozen_model(self.session, self.config.model, role, path, **texts)
+
+    def frozen(self, model: ModelConfig) -> ReferencePolicy:
+        """Another model's weights, which wait in host memory and take the place of the policy's for a pass."""
+        frozen = ReferencePolicy(self.policy, whole=True)
+        frozen.restore(lambda chunks: create.load_source(chunks, model))
+        return frozen
+
+    def task(self, *, with_reference: bool, num_prompts: int, load: Load | None = None) -> OnlineTask:
+        """Prompts, engine, rewards and validation; `num_prompts` a step. The policy is in `policy` then."""
+        task, self.policy, self.tokenizer_files = build_task(
+            self.session, self.config, with_reference=with_reference, num_prompts=num_prompts, load=load
+        )
+        self.config = replace(self.config, loop=self.config.loop.over(task.order))
+        self.length = length_of(self.config, task.order, f"responses of at most {task.max_response_length:,} tokens")
+        self.parts += [task.engine.shutdown, task.reward.close]
+        return task
+
+    def critic(self, task: OnlineTask) -> CriticClient:
+        """The critic behind its server, once that is ready."""
+        session, config = self.session, self.config
+        critic = CriticClient(
+            session.directory.services,
+            config=config.server_client,
+            access=_access(session, config),
+            run=session.directory.run_id(),
+            journal=session.directory.journal / "critic" if session.is_first else None,
+        )
+        if session.is_first:
+            session.say("waiting for the critic server")
+        with task.given_away():
+            if session.is_first:
+                with session.progress.phase(WAIT_FOR_SERVERS):
+                    critic.wait_until_ready()
+        self.parts.insert(1, critic.close)
+        return critic
+
+    def ready(self) -> None:
+        """Tell the others that this component is about to train."""
+        if self.publication is not None:
+            self.publication.ready()
+
+    def moving_reference(self, task: OnlineTask) -> CheckpointedReference:
+        """A reference that follows the policy; a resumed run restores it."""
+        return CheckpointedReference(self.session, self.policy, task.reference, verify=self.config.checkpoint.verify)
+
+    def rollout_source(
+        self, task: OnlineTask, *, group_size: int = 1, greedy: bool = False, critic: Critic | None = None, takes_more: bool = False
+    ) -> AsyncRolloutSource | None:
+        """The rounds of an asynchronous run; None for an on-policy run: its algorithm samples when it needs rollouts.
+
+        `greedy`: a response of that kind per prompt is needed too. `critic` gives the values. `takes_more`: a step may take several rounds.
+        """
+        config, settings = self.config, self.config.rollout.asynchronous
+        if not settings.max_staleness:
+            return None
+        if isinstance(config.algorithm, PolicyGradientConfig) and config.algorithm.correction.kind is Correction.none:
+            self.session.say(
+                f"warning: algorithm.correction.kind=none with rollout.asynchronous.max_staleness={settings.max_staleness}: what older "
+                "weights sampled is learnt from as if the policy had sampled it; tis, icepop or mis correct for it "
+                "(docs/asynchronous.md)"
+            )
+        last = None if takes_more else config.loop.max_steps
+        return AsyncRolloutSource(task, group_size, settings, task.engine.gate, greedy=greedy, critic=critic, last=last)
+
+
+def train(recipe: Recipe, config: OnlineRun) -> int:
+    """Run a recipe that learns from its own samples; the exit code. Every rank calls it."""
+    with open_session(config, config.run, config.parallel, component="actor") as session, announced(session, "actor") as publication:
+        job = OnlineJob(session=session, config=with_lengths(config), publication=publication)
+        built: Built = recipe.build(job)
+        code = train_to_end(session, job.config, built, tokenizer=job.tokenizer_files, shown=recipe.columns, length=job.length)
+        for close in job.parts:
+            close()
+    return code
+
+
+def build_task(
+    session: Session, config: OnlineRun, *, with_reference: bool, num_prompts: int, load: Load | None = None
+) -> tuple[OnlineTask, MegatronPolicy, Path]:
+    """Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights.
+
+    `load`: where training and validation prompts come from, if not from records of prompts.
+    """
+    sampling = config.rollout.sampling
+    if reshaping := sampling.reshaping():
+        session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
+    config.check_complete()
+    check_installed(config.rollout)
+    model = (pinned if with_reference else pinned_base)(session, "model", config.model)
+    tokenizer, architecture = load_model_files(model, config.data, session)
+    config.check(architecture, session.topology.world_size)
+    if platform.backend() == "nccl":
+        check_ahead(config.rollout, tp=config.rollout.tp or config.parallel.tp)
+    prompts, validation = (load or partial(load_prompt_sets, session, config))(tokenizer)
+    order = order_of(prompts, num_prompts, config.run.seed)
+    config = replace(config, loop=config.loop.over(order))
+    order.check(config.loop.max_steps)
+    longest = max((int(row_counts(one)[..., 0].max()) for one in (prompts, validation) if len(one)), default=0)
+    check_cache(config.rollout, longest_prompt=longest, context=create.context_length(config.model, architecture))
+    follow_up = None
+    if config.environment.path:
+        follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *validation])
+    reward = _reward(session, config, tokenizer)
+    updates = max(config.loop.max_steps - getattr(config.algorithm, "critic_warmup_steps", 0), 1) * config.algorithm.updates_per_step
+    shared = _shared_device(session, config)
+    how = {"total_steps": updates, "temperature": sampling.temperature, "replay_routes": config.rollout.replays_routes}
+    training = create.training(model, config.optimizer, guard=Guard(config.guard), **how)
+    policy = create.create_policy(model, architecture, config.parallel, session.topology, training)
+    if shared is not None:
+        shared.holds(policy.model)
+    engine = create_engine(policy, config.rollout, tokenizer=tokenizer, follow_up=follow_up)
+    task = OnlineTask(
+        engine=engine,
+        reference=ReferencePolicy(policy) if with_reference else None,
+        reward=reward,
+        topology=session.topology,
+        train=prompts,
+        order=order,
+        validation=validation,
+        validation_sampling=replace(sampling, temperature=0.0),
+        validation_scorer=function_reward(config.validation.scorer, tokenizer.decode, "validation.scorer")
+        if config.validation.scorer.path
+        else None,
+        decode=tokenizer.decode,
+        pad_id=tokenizer.pad_id,
+        seed=config.run.seed,
+        max_response_length=sampling.max_response_length,
+        compares_logprobs=compares_logprobs(config, engine.capabilities, session.say),
+        reward_name=_reward_name(config),
+        guard=config.guard,
+        validation_config=config.validation,
+        heartbeat=session.progress.heartbeat,
+        shared=shared,
+        keep_samples=validation_samples(session),
+    )
+    return task, policy, run_tokenizer(session, config, model)
+
+
+def load_prompt_sets(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """The prompts of data.train and data.validation; says what was left out. Raises DataError listing all bad lines."""
+    train, validation = load_sets(session, partial(load_prompts, columns=config.columns()), config.data, tokenizer)
+    return train, validation[: config.data.num_validation_prompts]
+
+
+def compares_logprobs(config: OnlineRun, capabilities: Capabilities, say: Callable[[str], None]) -> bool:
+    """Whether the engine's log-probs are of the same distribution as the policy's; prints once if not.
+
+    Raises ConfigError if a correction by them is asked for.
+    """
+    temperature = config.rollout.sampling.temperature
+    if capabilities.logprobs is LogprobKind.sampled or temperature == 1:
+        return True
+    kind = config.algorithm.correction.kind if isinstance(config.algorithm, PolicyGradientConfig) else Correction.none
+    if kind is not Correction.none:
+        raise ConfigError(
+            f"algorithm.correction.kind={kind.value}: rollout.engine={capabilities.name} gives log-probs at temperature 1, which are not "
+            f"those of rollout.sampling.temperature={temperature}; allowed: none, or temperature 1"
+        )
+    if config.guard.logprob_gap.is_on:
+        raise ConfigError(
+            f"guard.logprob_gap: rollout.engine={capabilities.name} gives log-probs at temperature 1, not those of "
+            f"rollout.sampling.temperature={temperature}; allowed: warn=0 and stop=0, or temperature 1"
+        )
+    say(f"warning: {capabilities.name} gives log-probs at temperature 1, not {temperature}: rollout/logprob_gap is not reported")
+    return False
+
+
+def _shared_device(session: Session, config: OnlineRun) -> SharedDevice | None:
+    """The GPUs that the servers compute on too, which are this component's from now on; None where they have their own."""
+    if config.placement is Placement.separate:
+        return None
+    timeout = config.server_client.train_timeout_seconds
+    shared = SharedDevice(Turn(session.directory.turn, "actor"), session.progress, timeout_seconds=timeout)
+    shared.take()
+    return shared
+
+
+def _reward(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
+    if config.environment.path:
+        return EnvironmentReward(_scorer(session, config, tokenizer) if config.has_scorer else None)
+    return _scorer(session, config, tokenizer) if config.has_scorer else NoReward()
+
+
+def _scorer(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
+    functions = config.reward.functions
+    if not config.reward.serve:
+        return composed_reward(functions, tokenizer.decode) if functions else function_reward(config.reward.function, tokenizer.decode)
+    texts = _texts(tokenizer) if config.reward.function.path else None
+    weights = config.reward.attribute_weights
+    reduce = weighted_sum(weights) if weights else None
+    client = RewardClient(
+        session.directory.services,
+        config=config.server_client,
+        access=_access(session, config),
+        name=config.reward_service,
+        texts=texts,
+        reduce=reduce,
+    )
+    scorer = composed_reward(functions, tokenizer.decode, client) if functions else client
+    if session.is_first:
+        session.say("waiting for the reward server")
+        with session.progress.phase(WAIT_FOR_SERVERS):
+            client.wait_until_ready()
+    return scorer
+
+
+def _reward_name(config: OnlineRun) -> str:
+    """Where rewards come from, for messages."""
+    if config.environment.path and not config.has_scorer:
+        return f"environment {config.environment.path}"
+    if config.reward.functions:
+        return f"reward {formula(config.reward.functions)}"
+    if config.reward.function.path:
+        return f"reward function {config.reward.function.path}"
+    return f"reward model {config.reward.model.path}"
+
+
+def _access(session: Session, config: OnlineRun) -> Access:
+    return Access.for_client(session.directory.secret, config.server_client, own_tls=config.run.server_tls)
+
+
+def _texts(tokenizer: Tokenizer) -> Callable[[Rollout], tuple[str, str, str | None]]:
+    """What a served reward function is sent of a rollout."""
+
+    def texts(rollout: Rollout) -> tuple[str, str, str | None]:
+        prompt = rollout.prompt.text or tokenizer.decode(rollout.prompt.tokens)
+        return prompt, tokenizer.decode(rollout.response), rollout.prompt.answer
+
+    return texts
+
+
+def validation_samples(session: Session) -> Callable[[Sequence[SampleRow]], None]:
+    """Writes the rows of a validation to the run's `validation/step_%06d.jsonl`, on rank 0. A full disk costs the file, not the run."""
+    directory = session.directory.validation
+
+    def keep(rows: Sequence[SampleRow]) -> None:
+        if not session.is_first:
+            return
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            write_rows(directory, session.progress.step, rows)
+        except OSError as error:
+            session.say(f"warning: samples of a validation could not be written, the run goes on: {describe_os_error(error, directory)}")
+
+    return keep

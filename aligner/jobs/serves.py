@@ -1,0 +1,216 @@
+"""The server components of a PPO run: critic and reward."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from aligner.algorithms.ppo import TrainPPO
+from aligner.cluster import lease as leases
+from aligner.cluster.config import Placement
+from aligner.errors import ConfigError
+from aligner.jobs.parts import load_model_files, tokenizer_directory, with_lengths, with_steps
+from aligner.jobs.sources import pinned, pinned_base
+from aligner.loop.checkpointing import CriticCheckpointer, load_critic
+from aligner.losses.value import value_loss
+from aligner.models import create
+from aligner.models.config import Architecture, ModelConfig
+from aligner.models.modules.scalar_head import ScalarHead
+from aligner.models.training.guard import ReportingGuard
+from aligner.models.training.trainable import TrainableModel
+from aligner.online.config import OnlineRun
+from aligner.parallel.collectives import from_rank_0, raise_everywhere
+from aligner.parallel.topology import ParallelConfig
+from aligner.rewards.forms import OnSamples
+from aligner.rewards.load import build_reward_function
+from aligner.run.session import Session, announced, open_session
+from aligner.servers.components import in_section
+from aligner.servers.config import RequestLimits, ServerConfig
+from aligner.servers.critic import CriticService
+from aligner.servers.health import Purpose
+from aligner.servers.intake import Operation
+from aligner.servers.registry import Publication
+from aligner.servers.reward import FunctionRewardService, RewardService
+from aligner.servers.server import serve
+from aligner.servers.turns import Residence, Turn
+
+
+def serve_critic(config: TrainPPO) -> None:
+    """The critic of a PPO run: trains on the actor's requests until told to stop. Every rank calls it."""
+    critic = config.critic
+    with ExitStack() as stack:
+        with in_section("critic"):
+            critic.server.chosen_transport()  # raises before anything is loaded
+            session = stack.enter_context(open_session(config, config.run, critic.parallel, component="critic", writes_config=False))
+        publication = stack.enter_context(announced(session, "critic", heartbeat_seconds=critic.server.heartbeat_seconds))
+        model_config = pinned_base(session, "critic.model", critic.model.or_else(config.model))
+        with in_section("critic"):
+            _, architecture = load_model_files(model_config)
+        config = with_lengths(config)  # raises where the longest rollout does not fit
+        steps = from_rank_0(lambda: with_steps(config).loop.max_steps) if config.loop.epochs else config.loop.max_steps
+        config.check_critic(model_config, architecture, session.topology.world_size)
+        turn = _begin_turn(session, config, "critic", publication)
+        updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
+        training = create.training(model_config, critic.optimizer, total_steps=steps * updates, guard=ReportingGuard(config.guard))
+        weights = config.reward.attribute_weights
+        with in_section("critic"):
+            model = create.create_value_model(
+                model_config, architecture, critic.parallel, session.topology, training, output_weights=weights
+            )
+        damaged = config.run.damaged_checkpoint
+        ledger = load_critic(session, model.model, config.checkpoint, accept_gap=critic.accept_gap, damaged=damaged)
+        step = ledger.checkpoint_step
+        session.say(f"critic: resumed after step {step}" if step else f"critic: starts from {model_config.path or 'random weights'}")
+        if publication is not None:
+            publication.describe_checkpoint(f"step {step}" if step else model_config.path)
+        keeper = CriticCheckpointer(session, model.model, ledger, tokenizer=tokenizer_directory(model_config), config=config.checkpoint)
+        service = CriticService(
+            model,
+            partial(value_loss, clip=critic.clip or None),
+            ledger,
+            mini_batch_size=critic.mini_batch_size,
+            num_epochs=critic.num_epochs,
+            save=keeper.save,
+        )
+        operations, models, limits = service.operations(), [model.model], _limits(model_config, architecture)
+        if critic.with_reward:
+            scores = _reward(session, config, critic.parallel)
+            operations, models, limits = (*operations, *scores.operations), [*models, *scores.models], _smaller(limits, scores.limits)
+        residence = _made(session, turn, models)
+        own_tls = config.run.server_tls
+        _serve(session, "critic", operations, residence, config=critic.server, limits=limits, publication=publication, own_tls=own_tls)
+
+
+def serve_reward_model(config: OnlineRun) -> None:
+    """The reward component of a run: a frozen reward model, or a reward function. Every rank calls it."""
+    if config.reward_service != "reward":
+        raise ConfigError(f"critic.with_reward=true: the {config.reward_service} serves the reward; start no component for it")
+    reward = config.reward
+    with ExitStack() as stack:
+        with in_section("reward"):
+            reward.server.chosen_transport()  # raises before anything is loaded
+            session = stack.enter_context(open_session(config, config.run, reward.parallel, component="reward", writes_config=False))
+        publication = stack.enter_context(announced(session, "reward", heartbeat_seconds=reward.server.heartbeat_seconds))
+        needs_device = not reward.function.path
+        turn = _begin_turn(session, config, "reward", publication) if needs_device else None
+        scores = _reward(session, config, reward.parallel)
+        residence = _made(session, turn, scores.models)
+        own_tls = config.run.server_tls
+        limits = scores.limits
+        _serve(
+            session, "reward", scores.operations, residence, config=reward.server, limits=limits, publication=publication, own_tls=own_tls
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reward:
+    """What scores responses: its operations, and the model, if it is one."""
+
+    operations: tuple[Operation, ...]
+    models: tuple[TrainableModel, ...]
+    limits: RequestLimits
+
+
+def _reward(session: Session, config: OnlineRun, parallel: ParallelConfig) -> _Reward:
+    """The reward model on this component's ranks, or the reward function."""
+    reward = config.reward
+    reward.check_named()
+    is_function = bool(reward.function.path)
+    model_config = reward.model.or_else(config.model) if is_function else pinned(session, "reward.model", reward.model)
+    with in_section("reward"):
+        tokenizer, architecture = load_model_files(model_config)
+    with_lengths(config)  # raises where the longest rollout does not fit
+    models: tuple[TrainableModel, ...] = ()
+    if is_function:
+        function = build_reward_function(reward.function)
+        if isinstance(function, OnSamples):
+            raise ConfigError(f"reward.serve=true: {reward.function.path} wants whole samples, and a server is sent texts only")
+        service = FunctionRewardService(function, name=reward.function.path, decode=tokenizer.decode)
+    else:
+        config.check_reward(model_config, architecture, session.topology.world_size)
+        with in_section("reward"):
+            model = create.create_reward_model(model_config, architecture, parallel, session.topology, create.training(model_config, None))
+        _check_weights(reward.attribute_weights, model.head)
+        service = RewardService(model, encode=tokenizer.encode)
+        models = (model.model,)
+    session.say(f"reward: serves {reward.function.path or model_config.path}")
+    return _Reward(operations=service.operations(), models=models, limits=_limits(model_config, architecture))
+
+
+def _begin_turn(session: Session, config: OnlineRun, name: str, publication: Publication | None) -> Turn | None:
+    """Rank 0's turn on GPUs that the components share, taken: before a model is made on them. None where they do not."""
+    if config.placement is Placement.separate:
+        return None
+    turn = Turn(session.directory.turn, name)
+
+    def take() -> None:
+        assert publication is not None  # on rank 0
+        publication.waits(True)
+        turn.take(config.server_client.train_timeout_seconds)
+        publication.waits(False)
+
+    from_rank_0(take)
+    return turn
+
+
+def _made(session: Session, turn: Turn | None, models: Sequence[TrainableModel]) -> Residence:
+    """The models, away until something is asked of them where they take turns."""
+    residence = Residence(models, turn if session.is_first else None)
+    if turn is not None:
+        residence.move(False)
+        raise_everywhere(None)  # all ranks' are
+        residence.release()
+    return residence
+
+
+def _check_weights(weights: Sequence[float], head: ScalarHead) -> None:
+    """Raise ConfigError if the model's scores cannot be combined into one reward."""
+    if len(weights) != head.num_outputs and (weights or head.num_outputs > 1):
+        raise ConfigError(
+            f"reward.attribute_weights={list(weights)}: reward.model.path has {head.num_outputs} outputs ({', '.join(head.outputs)}), "
+            "allowed: one weight for each" + (", or none" if head.num_outputs == 1 else "")
+        )
+
+
+def _limits(model: ModelConfig, architecture: Architecture) -> RequestLimits:
+    return RequestLimits(vocab_size=architecture.vocab_size, max_sequence_length=create.context_length(model, architecture))
+
+
+def _smaller(one: RequestLimits, other: RequestLimits) -> RequestLimits:
+    """What both models can read."""
+    return RequestLimits(
+        vocab_size=min(one.vocab_size, other.vocab_size), max_sequence_length=min(one.max_sequence_length, other.max_sequence_length)
+    )
+
+
+def _serve(
+    session: Session,
+    name: str,
+    operations: Sequence[Operation],
+    residence: Residence,
+    *,
+    config: ServerConfig,
+    limits: RequestLimits,
+    publication: Publication | None,
+    own_tls: bool,
+) -> None:
+    """Serve in the run's directory, with its secret. A launcher ends what it has started; a server of its own looks itself when to end."""
+    run = session.directory
+    alone = not os.environ.get(leases.VARIABLE)
+    with in_section(name):
+        serve(
+            name,
+            operations,
+            config=config,
+            limits=limits,
+            services_dir=run.services,
+            secret=run.secret,
+            progress=session.progress,
+            publication=publication,
+            residence=residence,
+            own_tls=own_tls,
+            purpose=Purpose(run.service("actor"), run.done, config.idle_timeout_seconds) if alone else None,
+        )

@@ -1,0 +1,238 @@
+"""The optimizer's part of a checkpoint, in a layout-independent form.
+
+Megatron-Core's distributed optimizer keeps float32 weights and moments in flat buffers that are cut over the data-parallel ranks. So a
+rank holds a range of each parameter's flattened elements (`param_range_map["param"]`, by which every step copies the float32 weights to
+the model's). Each rank writes and reads its ranges under the parameter's name. A range of a tensor of n dimensions is at most
+2n - 1 boxes, and each box is a shard of the whole model's tensor: nothing is gathered, and no offset in a buffer is used. (Upstream's
+`fully_reshardable` form gathers everything on every rank and, up to 0.19, cuts at the wrong places behind a bucket that ends in padding:
+Megatron-LM pull request 5077. Names, shapes and types in the files are the same.)
+
+The only parameter-group state that the run's config does not give is the number of steps taken: the model's version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.errors import CheckpointError
+from aligner.models.training.host_adam import HostAdam
+from aligner.parallel.mcore import ChainedOptimizer, DistributedOptimizer, ShardedTensor, sharded_leaves
+
+_STATES = ("param", "exp_avg", "exp_avg_sq")  # Adam's, for each parameter; the first are the float32 weights
+_CONFIGURED = ("max_lr", "min_lr", "betas", "eps")
+# Of optimizers that are not distributed, which have every parameter whole.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def sharded_state(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
+    """The optimizer's state with its place in the whole model's; with `is_loading` tensors on the CPU to read it into."""
+    if not _is_distributed(optimizer):
+        return optimizer.sharded_state_dict(sharded_weights, is_loading=is_loading, metadata=_METADATA)
+    shards = {}
+    for held in _held(optimizer, sharded_weights):
+        for state, values in held.blank() if is_loading else held.values():
+            for number, piece in enumerate(_pieces(held.weight, f"optimizer.state.{state}.{held.weight.key}", values, held.start)):
+                shards[f"{held.name}.{state}.{number}"] = piece
+    return shards
+
+
+def restore(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: dict[Any, Any], *, step: int) -> list[str]:
+    """Put a loaded state, of `step` steps, into the optimizer. Learning rates, betas and epsilon stay those of this run's config.
+
+    Returns the names of this rank's parameters whose float32 weights differ from the model's: the state belongs to other weights, and
+    none of it is loaded. Empties `loaded` on the way, so that host memory holds the state once. Raises CheckpointError if
+    non-distributed optimizers were saved with another distribution of the experts.
+    """
+    configured = [{name: group[name] for name in _CONFIGURED} for group in optimizer.param_groups]
+    if _is_distributed(optimizer):
+        if strangers := _fill(optimizer, sharded_weights, loaded, step):
+            return strangers
+    else:
+        parts = optimizer.chained_optimizers
+        if len(parts) == 1 and 0 in loaded or len(parts) > 1 and set(loaded) != set(range(len(parts))):
+            raise CheckpointError(
+                "its experts were spread over ranks otherwise (parallel.ep); resharding them needs optimizer.distributed=true"
+            )
+        for saved in _saved_groups(loaded):
+            # Megatron-Core 0.19 finds a saved group by its rates too, and these are the run's: the same for every group.
+            saved |= {name: configured[0][name] for name in ("max_lr", "min_lr") if name in saved}
+        optimizer.load_state_dict(loaded)
+    for group, settings in zip(optimizer.param_groups, configured, strict=True):
+        group.update(settings)
+    return []
+
+
+def _saved_groups(loaded: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The parameter groups of one optimizer's state, of its float32 part, or of several optimizers."""
+    for name, part in loaded.items():
+        if name == "param_groups":
+            yield from part
+        elif name in ("optimizer", *range(len(loaded))):
+            yield from _saved_groups(part)
+
+
+def _is_distributed(optimizer: ChainedOptimizer) -> bool:
+    return all(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """One distributed optimizer's part of one parameter on this rank: elements start.. of the flattened parameter."""
+
+    name: str  # unique on this rank
+    part: DistributedOptimizer
+    parameter: Tensor
+    weight: Any  # the parameter's shard of the whole model, or what makes its shards
+    start: int
+    size: int
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """(which state, its float32 elements)."""
+        tensors = self.part._get_main_param_and_optimizer_states(self.parameter)
+        for state in _STATES:
+            tensor = tensors[state].detach()
+            # Moments and weights in fewer bits were converted for this already, and would fill the device.
+            yield state, tensor if tensor.dtype == torch.float32 else tensor.to("cpu", torch.float32)
+
+    def blank(self) -> Iterator[tuple[str, Tensor]]:
+        """As `values`, with tensors to fill."""
+        for state in _STATES:
+            yield state, torch.empty(self.size, dtype=torch.float32)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the float32 elements of each state."""
+        if not isinstance(self.part.optimizer, HostAdam):
+            self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
+            return
+        own = self.part._get_main_param_and_optimizer_states(self.parameter)  # Megatron-Core would put others in the place of these
+        for state in _STATES:
+            own[state].copy_(tensors[state])
+
+    def is_of_the_weights(self, main: Tensor) -> bool:
+        """Whether float32 weights equal the model's weights up to one rounding."""
+        weights = self.parameter.detach().flatten()[self.start : self.start + self.size]
+        main = main.to(weights.device)
+        if weights.dtype == torch.float32:
+            return torch.equal(main, weights)
+        kind = torch.finfo(weights.dtype)
+        return bool(((main - weights.float()).abs() <= kind.eps * weights.float().abs() + kind.tiny).all())
+
+
+def _held(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any]) -> Iterator[_Held]:
+    """Every parameter part that this rank holds; a rank may hold padding only."""
+    weights = {shard.data: shard for shard in sharded_leaves(sharded_weights)}
+    for place, part in enumerate(optimizer.chained_optimizers):
+        for number, (parameter, span) in enumerate(_ranges(part)):
+            name = f"{place}.{number}"
+            yield _Held(name=name, part=part, parameter=parameter, weight=weights[parameter], start=span.start, size=span.size)
+
+
+def _ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Any]]:
+    if part.is_stub_optimizer:
+        return
+    for by_dtype in part.gbuf_ranges:
+        for buckets in by_dtype.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"]
+
+
+@torch.no_grad()
+def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: dict[str, Tensor], step: int) -> list[str]:
+    found, strangers = [], []
+    for held in _held(optimizer, sharded_weights):
+        tensors = {}
+        for state in _STATES:
+            names = [f"{held.name}.{state}.{number}" for number in range(_count(loaded, f"{held.name}.{state}"))]
+            tensors[state] = torch.cat([loaded.pop(name).flatten() for name in names])
+        found.append((held, tensors))
+        if not held.is_of_the_weights(tensors["param"]):
+            strangers.append(held.weight.key)
+    if strangers:
+        return strangers
+    for part in optimizer.chained_optimizers:
+        if any(True for _ in _ranges(part)):  # it allocates the state; there is none where a rank holds padding only
+            if isinstance(part.optimizer, HostAdam):
+                part.optimizer.begin(step)
+                continue
+            groups = part.state_dict()["optimizer"]["param_groups"]
+            part.load_state_dict({"optimizer": {"param_groups": [{**group, "step": step} for group in groups]}})
+    for held, tensors in found:
+        held.fill(tensors)
+    return []
+
+
+def _count(loaded: Mapping[str, Tensor], prefix: str) -> int:
+    number = 0
+    while f"{prefix}.{number}" in loaded:
+        number += 1
+    return number
+
+
+def _pieces(weight: Any, key: str, values: Tensor, start: int) -> list[ShardedTensor]:
+    """The shards that hold `values`, elements start.. of the flattened parameter whose shard, or factory of shards, is `weight`."""
+    layout = torch.empty(weight.data.shape, device="meta")  # tells where the parts that a factory makes of a parameter begin
+    replica = (*weight.replica_id[:2], 0)  # no two ranks of a data-parallel group hold the same elements
+    if hasattr(weight, "build_fn"):
+        parts = list(sharded_leaves(replace(weight, key=key, data=layout, replica_id=replica).build()))
+    else:
+        parts = [replace(weight, key=key, data=layout, dtype=layout.dtype, replica_id=replica)]
+    found: list[ShardedTensor] = []
+    for part in parts:
+        if not part.data.is_contiguous():
+            raise CheckpointError(f"{key}: a part of this parameter is no range of its elements")
+        first = part.data.storage_offset()
+        low, high = max(start, first), min(start + values.numel(), first + part.data.numel())
+        for offset, size in boxes(tuple(part.data.shape), low - first, high - first):
+            count = math.prod(size)
+            found.append(_box(part, offset, size, values[low - start : low - start + count]))
+            low += count
+    if sum(piece.data.numel() for piece in found) != values.numel():
+        raise CheckpointError(f"{key}: its parts are not all of this parameter")
+    return found
+
+
+def _box(part: ShardedTensor, offset: tuple[int, ...], size: tuple[int, ...], values: Tensor) -> ShardedTensor:
+    axes = part.prepend_axis_num  # shards of several sizes cannot have such axes: they become the data's own
+    place = (*part.global_offset[:axes], *(a + b for a, b in zip(part.global_offset[axes:], offset, strict=True)))
+    data = values.view(*(1,) * axes, *size)
+    # Without `axis_fragmentations` shards of one tensor may differ in size; torch's planner checks that they cover it, each element once.
+    return replace(
+        part,
+        data=data,
+        dtype=data.dtype,
+        local_shape=tuple(data.shape),
+        global_offset=place,
+        axis_fragmentations=None,
+        prepend_axis_num=0,
+    )
+
+
+def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, size) of the boxes that hold elements start..end of a contiguous tensor of this shape, in their order."""
+    if start >= end:
+        return
+    if len(shape) == 1:
+        yield (start,), (end - start,)
+        return
+    inner = math.prod(shape[1:])
+    row, stop = -(-start // inner), end // inner  # the whole rows
+    if row > stop:  # within one row
+        yield from _in_row(shape, stop, start, end)
+        return
+    yield from _in_row(shape, row - 1, start, row * inner)
+    if row < stop:
+        yield (row, *(0 for _ in shape[1:])), (stop - row, *shape[1:])
+    yield from _in_row(shape, stop, stop * inner, end)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    base = row * math.prod(shape[1:])
+    for offset, size in boxes(shape[1:], start - base, end - base):
+        yield (row, *offset), (1, *size)

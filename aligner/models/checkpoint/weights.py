@@ -1,0 +1,174 @@
+"""The weights in a checkpoint of any layout: which are saved, and how a model of this layout loads them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
+
+from aligner.errors import CheckpointError
+from aligner.models.checkpoint import adapters as checkpoint_adapters
+from aligner.models.checkpoint import safe_pickle
+from aligner.models.checkpoint import sums as checkpoint_sums
+from aligner.models.checkpoint.files import MARKER, read_marker, resolve
+from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
+from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
+from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.families.mapping import ADAPTER
+from aligner.models.modules.build import ScalarModel, Transformer
+from aligner.models.modules.lora import make_adapters
+from aligner.models.modules.scalar_head import HEAD, read_head
+from aligner.models.weights import manifest
+from aligner.models.weights.weights import fill, load_hf
+from aligner.parallel.collectives import from_rank_0, raise_everywhere
+from aligner.parallel.mcore import NEEDS_COMMON_FILE, dist_checkpointing, version
+
+
+def kind_of(chunks: Sequence[Transformer]) -> str:
+    """The kind of model that a marker records."""
+    return "scalar" if isinstance(chunks[0], ScalarModel) else "language"
+
+
+def sharded_state(chunks: Sequence[Transformer]) -> dict[str, Any]:
+    """The saved parameters with their place in the whole model. On disk they have the whole model's names, not the chunks'."""
+    return {f"model{number}": checkpoint_adapters.saved_state(chunk) for number, chunk in enumerate(chunks)}
+
+
+def load_source(chunks: Sequence[Transformer], source: Path, *, verify: bool = True, with_head: bool = True) -> None:
+    """Fill the chunks of a model from a Hugging Face directory, from what Megatron-LM or NeMo wrote or, as `load_weights`, from a
+    checkpoint. Every rank calls it."""
+    if (source / MARKER).exists():
+        load_weights(chunks, source, verify=verify, with_head=with_head)
+    elif is_foreign(source):
+        with open_weights(source) as weights:
+            fill(chunks, weights, with_head=with_head)
+    else:
+        load_hf(chunks, source, with_head=with_head)
+
+
+def load_weights(chunks: Sequence[Transformer], path: Path, *, verify: bool = True, with_head: bool = True) -> None:
+    """Fill the chunks of a model from a checkpoint of this project, written at any layout. Every rank calls it.
+
+    A scalar model may start from a language model's checkpoint: its head then keeps its initialisation. The saved model's adapters are
+    merged into the weights; the chunks' own stay unchanged. With `verify`, first compare the files with their SHA-256. Without
+    `with_head`, a head stays unchanged. Raises CheckpointError.
+    """
+    directory = _verified(path, verify)
+    marker = read_marker(directory)
+    if checkpoint_adapters.LORA not in marker:
+        states = [checkpoint_adapters.whole_state(chunk) for chunk in chunks]
+        for chunk, state in zip(chunks, _read_states(chunks, directory, states, with_head=with_head), strict=True):
+            _fill(chunk, state, directory)
+        found = checkpoint_sums.find(map(checkpoint_adapters.whole_state, chunks), vocabulary=chunks[0].architecture.vocab_size)
+        checkpoint_sums.compare(from_rank_0(lambda: checkpoint_sums.read(directory)), found, str(directory))
+        return
+    # The head is saved with the adapters: that of a critic has one output, whatever the reward model under it has.
+    load_source(chunks, checkpoint_adapters.base_of(marker, directory), verify=verify, with_head=False)
+    lora = checkpoint_adapters.saved_lora(marker)
+    adapters = [make_adapters(chunk, lora) for chunk in chunks]
+    states = [
+        checkpoint_adapters.head_state(chunk) | checkpoint_adapters.adapter_state(chunk, own)
+        for chunk, own in zip(chunks, adapters, strict=True)
+    ]
+    for chunk, own, state in zip(chunks, adapters, _read_states(chunks, directory, states, with_head=with_head), strict=True):
+        checkpoint_adapters.merge(chunk, own, state)
+
+
+def load_same(chunks: Sequence[Transformer], path: Path, *, verify: bool = True) -> None:
+    """Fill the chunks of a model like the saved one; if it has adapters, only those. Every rank calls it.
+
+    Raises CheckpointError, also if the saved model had other adapters.
+    """
+    directory = _verified(path, verify)
+    checkpoint_adapters.check_same(read_marker(directory), chunks[0], directory)
+    states = [checkpoint_adapters.saved_state(chunk) for chunk in chunks]
+    for chunk, state in zip(chunks, _read_states(chunks, directory, states), strict=True):
+        _fill(chunk, state, directory)
+
+
+def _verified(path: Path, verify: bool) -> Path:
+    directory = resolve(path)
+    if verify:
+        manifest.verify(directory, needed=lambda name: not name.startswith("optimizer/"))
+    return directory
+
+
+def _read_states(
+    chunks: Sequence[Transformer], directory: Path, states: Sequence[dict[str, Any]], *, with_head: bool = True
+) -> list[dict[str, Any]]:
+    """Read the tensors of `states` (one per chunk), except heads that the checkpoint lacks."""
+    kind = read_marker(directory)["kind"]
+    _check_architecture(directory, chunks[0])
+    if kind != kind_of(chunks) and kind != "language":
+        raise CheckpointError(f"{directory}: a {kind} model's checkpoint cannot be loaded into a {kind_of(chunks)} model")
+    absent = _heads_absent(chunks[0], directory) if with_head else (HEAD,)
+    wanted = {
+        f"model{number}": {name: shard for name, shard in state.items() if not name.startswith(absent)}
+        for number, state in enumerate(states)
+    }
+    loaded = read(wanted, directory / "weights")
+    return [loaded[name] for name in wanted]
+
+
+def _heads_absent(chunk: Transformer, directory: Path) -> tuple[str, ...]:
+    """Name prefixes of the head's parameters that the checkpoint lacks: they keep their initialisation.
+
+    Raises CheckpointError if its head has another number of outputs.
+    """
+    head = read_head(directory) if isinstance(chunk, ScalarModel) else None
+    if head is None:
+        return (HEAD,)
+    if head.num_outputs != chunk.head.num_outputs:
+        raise CheckpointError(
+            f"{directory}: its head has {head.num_outputs} outputs ({', '.join(head.outputs)}), this model's {chunk.head.num_outputs} "
+            f"({', '.join(chunk.head.outputs)})"
+        )
+    return () if head.has_bias else (f"{HEAD}bias",)
+
+
+def _check_architecture(directory: Path, chunk: Transformer) -> None:
+    """Megatron-Core accepts vocabularies of different sizes, and checks neither norms' epsilons nor rotary bases."""
+    file = directory / CONFIG_FILE
+    saved = asdict(architecture_from_hf(read_json(file), where=str(file)))
+    ours = asdict(architecture_from_hf(architecture_to_hf(chunk.architecture)))
+    free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if isinstance(chunk, ScalarModel) else set())
+    if differing := [
+        f"{name} is {saved[name]} there and {ours[name]} here" for name in ours if saved[name] != ours[name] and name not in free
+    ]:
+        raise CheckpointError(f"{directory}: does not fit the model: {', '.join(differing)}")
+
+
+def _fill(chunk: Transformer, loaded: dict[str, Any], directory: Path) -> None:
+    chunk.load_state_dict(loaded, strict=False)
+    of_adapters = any(ADAPTER in name for name in loaded)
+    wanted = {name for name, _ in chunk.named_parameters() if (ADAPTER in name) == of_adapters}
+    missing = wanted - loaded.keys() - {f"{HEAD}weight", f"{HEAD}bias"}
+    if missing:
+        raise CheckpointError(f"{directory}: holds no value for {sorted(missing)[:3]}")
+
+
+def read(wanted: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The tensors of a sharded state from a distributed checkpoint. Every rank calls it. Raises CheckpointError on every rank."""
+    error: CheckpointError | None = None
+    try:
+        if dist.get_rank() == 0:
+            safe_pickle.check(directory)
+            if NEEDS_COMMON_FILE and not (directory / safe_pickle.COMMON).exists():
+                raise CheckpointError(
+                    f"{directory}: has no {safe_pickle.COMMON}, which Megatron-Core {version} needs and 0.19 does not write; "
+                    "allowed: to read it with the release that wrote it, or the Hugging Face model that `aligner convert` makes of it there"
+                )
+    except (CheckpointError, OSError) as refused:
+        error = refused if isinstance(refused, CheckpointError) else CheckpointError(f"{directory}: cannot be read: {refused}")
+    raise_everywhere(error)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return dist_checkpointing.load(wanted, str(directory))
+    except (KeyError, OSError, dist_checkpointing.core.CheckpointingException, TorchCheckpointException) as error:
+        raise CheckpointError(f"{directory}: cannot be read into the model: {error}") from error

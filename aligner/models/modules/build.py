@@ -1,0 +1,303 @@
+"""From a model config to Megatron-Core modules with their head: language model, value model or reward model.
+
+A rank holds a list of chunks: one, or several if the pipeline is interleaved. A chunk's `forward` gives hidden states.
+`aligner.models.modules.heads` computes log-probs, values or scores from the last ones, so the full logits never exist.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.models.architecture import rope
+from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
+from aligner.models.modules import eight_bits
+from aligner.models.modules.batch_invariant import INVARIANT
+from aligner.models.modules.initialise import initialise
+from aligner.models.modules.layers import ORDINARY, block_spec, finish_transformer_engine
+from aligner.models.modules.lora import attach
+from aligner.models.modules.megatron_config import transformer_config
+from aligner.models.modules.narrow_embedding import narrow
+from aligner.models.modules.overlap import WeightGather
+from aligner.models.modules.scalar_head import VALUES, ScalarHead
+from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
+from aligner.models.training.placement import Splits, input_shape
+from aligner.parallel import mcore
+from aligner.parallel.exact import EXACT
+from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
+from aligner.parallel.mcore import (
+    GPTModel,
+    LanguageModule,
+    PackedSeqParams,
+    TransformerConfig,
+    ensure_metadata_has_dp_cp_group,
+    gather_from_sequence_parallel_region,
+    parallel_state,
+)
+from aligner.parallel.topology import ParallelConfig
+
+
+def padded_vocab_size(vocab_size: int, *, divisor: int, tp: int) -> int:
+    """The vocabulary rounded up to a multiple of `divisor` that the tensor-parallel ranks can share equally."""
+    multiple = math.lcm(divisor, tp)
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+def rounded_scale(scale: float, dtype: torch.dtype) -> float:
+    """What embeddings of this type are multiplied by: the scale has their precision, as in transformers."""
+    return torch.tensor(scale, dtype=dtype, device="cpu").item()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Which part of the pipeline a chunk is; the default is all of it."""
+
+    vp_stage: int | None = None  # None where the pipeline is not interleaved
+    pre_process: bool = True  # holds the embedding
+    post_process: bool = True  # holds the final norm and the head
+
+
+def stages(parallel: ParallelConfig) -> list[Stage]:
+    """The parts of the pipeline that this rank holds, in the order in which a micro-batch meets them."""
+    numbers: list[int | None] = [None] if parallel.vpp == 1 else list(range(parallel.vpp))
+    return [
+        Stage(
+            vp_stage=number,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
+        )
+        for number in numbers
+    ]
+
+
+WHOLE = Stage()
+
+
+@contextmanager
+def _naming_norms(config: TransformerConfig, architecture: Architecture) -> Iterator[None]:
+    """While a model is made: Megatron-Core 0.19 takes the specification's norms of queries and keys only where its config has some. But in
+    training it sums their gradients over tensor-parallel ranks there, each of which has its own of norms of all heads."""
+    has_norms, config.qk_layernorm = config.qk_layernorm, architecture.qk_norm or architecture.qk_norm_of_heads or architecture.qk_l2_norm
+    try:
+        yield
+    finally:
+        config.qk_layernorm = has_norms
+
+
+class Transformer(GPTModel):
+    """A GPTModel that ends at the hidden states; the output layer holds weights only."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        *,
+        load: bool,
+        stage: Stage = WHOLE,
+        config: TransformerConfig | None = None,
+        has_vocabulary: bool = True,
+    ) -> None:
+        config = config or transformer_config(architecture, model, parallel, load=load)
+        self.architecture = architecture
+        self.logits_chunk_size = model.logits_chunk_size
+        self.batch_invariant, self.float32_logits = model.batch_invariant, model.float32_logits and not model.batch_invariant
+        self.lora = model.lora
+        self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
+        self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
+        self.base_digest = ""  # tells them from others
+        # Layers that are computed again give no gradient where their input wants none, as the output of a frozen embedding does.
+        self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
+        positions = architecture.max_position_embeddings
+        learned = architecture.position_embedding == PositionEmbedding.learned
+        with _naming_norms(config, architecture):
+            super().__init__(
+                config,
+                block_spec(
+                    config,
+                    vp_stage=stage.vp_stage,
+                    architecture=architecture,
+                    share_prompts=model.share_prompts,
+                    split_norms=model.lora.is_on,
+                    modules=INVARIANT if model.batch_invariant else ORDINARY,
+                ),
+                vocab_size=padded_vocab_size(architecture.vocab_size, divisor=model.make_vocab_divisible_by, tp=parallel.tp),
+                max_sequence_length=positions + architecture.position_offset if learned else model.seq_length or positions,
+                pre_process=stage.pre_process,
+                post_process=stage.post_process,
+                position_embedding_type="learned_absolute" if learned else "rope",
+                rotary_percent=architecture.rotary_fraction,
+                rotary_base=architecture.rope_theta,
+                share_embeddings_and_output_weights=has_vocabulary and architecture.tied_embeddings,
+                vp_stage=stage.vp_stage,
+            )
+        if learned:
+            self.max_sequence_length = positions
+        if architecture.rope_local_theta:
+            self.rotary_local = copy.copy(self.rotary_pos_emb)
+            self.rotary_local.inv_freq = rope.frequencies(rope.local(architecture), self.rotary_pos_emb.inv_freq.device)
+        if rope.is_scaled(architecture) or architecture.latent_size:
+            # Megatron-Core knows Llama 3.1's scaling alone, and of that one set of constants.
+            old = self.rotary_pos_emb.inv_freq
+            self.rotary_pos_emb.inv_freq = rope.frequencies(architecture, old.device, context=model.seq_length)
+        if config.transformer_impl == "transformer_engine":
+            finish_transformer_engine(self.decoder)
+        if learned and stage.pre_process:
+            positions = self.embedding.position_embeddings.weight  # Megatron-Core makes it in torch's default precision
+            positions.data = positions.data.to(config.params_dtype)  # not Module.to: the planner's fake tensors cannot be swapped
+        if model.lora.is_on:
+            attach(self, model.lora)
+
+    def _preprocess(
+        self, *args: Any, position_ids: Tensor | None = None, packed_seq_params: PackedSeqParams | None = None, **options: Any
+    ) -> tuple:
+        if position_ids is not None and self.architecture.position_offset:
+            position_ids = position_ids + self.architecture.position_offset
+        embedded, rotary, *rest = super()._preprocess(*args, position_ids=position_ids, packed_seq_params=packed_seq_params, **options)
+        if self.architecture.embedding_scale != 1 and self.pre_process:
+            embedded = embedded * rounded_scale(self.architecture.embedding_scale, embedded.dtype)
+        if self.architecture.rope_local_theta:
+            rotary = self.with_local_angles(rotary, packed=packed_seq_params is not None)
+        if rotary is not None and isinstance(packed_seq_params, SegmentedPackedSeqParams):
+            rotary = rotary[packed_seq_params.positions]  # slot by slot: a row goes on behind its prompt, not at 0
+            if packed_seq_params.cu_seqlens_q is None:  # [T, 1, D] for [T, heads, D]: Megatron-Core then looks for no sequences
+                rotary = rotary.squeeze(1)
+        if self._embedding_needs_gradient and self.pre_process and torch.is_grad_enabled():
+            embedded = embedded.detach().requires_grad_()
+        return (embedded, rotary, *rest)
+
+    def with_local_angles(self, rotary: Tensor, *, packed: bool) -> Tensor:
+        """The angles and, beside them, those of the layers with a window: one tensor, which passes through recomputation and can be indexed
+        by position. Of padded rows each context-parallel rank has its part, of packed ones all."""
+        length = rotary.shape[0] if packed else rotary.shape[0] * self.config.context_parallel_size
+        return torch.cat([rotary, self.rotary_local(length, packed_seq=packed)], dim=-1)
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Megatron-Core's, which ties the two, once they have the width of the model's vocabulary."""
+        if self.architecture.embedding_size:
+            narrow(self, self.architecture.embedding_size)
+        super().setup_embeddings_and_output_layer()
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return self.output_projection(hidden_states) if self.post_process and self.architecture.embedding_size else hidden_states
+
+    def settle(self) -> None:
+        """Wait for weights that an update has left under way between the replicas; whatever reads weights beside `forward` calls it."""
+        if self.gather is not None:
+            self.gather.finish()
+
+    def whole_sequences(self, hidden: Tensor, *, grads_are_partial: bool) -> Tensor:
+        """[S, B, H] without the split of sequence parallelism; `grads_are_partial` where ranks contribute parts of the gradient."""
+        if not self.config.sequence_parallel:
+            return hidden
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=grads_are_partial)
+
+
+class LanguageModel(Transformer):
+    """A policy: the output layer is the embedding's transpose or a matrix of its own."""
+
+    @property
+    def output_parameter(self) -> Tensor:
+        """The output layer's weight with its padding; for the last stage."""
+        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """That of the output layer."""
+        return EXACT if self.batch_invariant else FAST if self.float32_logits else ROUNDED
+
+    def vocabulary_weight(self) -> tuple[Tensor, int]:
+        """(this rank's rows of the output layer without padding [V_local, H], the token id of the first row); for the last stage."""
+        weight = self.output_parameter
+        start = self.pg_collection.tp.rank() * weight.shape[0]
+        return weight[: max(0, min(weight.shape[0], self.architecture.vocab_size - start))], start
+
+
+class ScalarModel(Transformer):
+    """A value or reward model: a linear head in float32 gives as many numbers per position as `head` has outputs."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        *,
+        load: bool,
+        head: ScalarHead = VALUES,
+        stage: Stage = WHOLE,
+        config: TransformerConfig | None = None,
+    ) -> None:
+        super().__init__(architecture, model, parallel, load=load, stage=stage, config=config, has_vocabulary=False)
+        self.head = head
+        if not stage.post_process:
+            return
+        device = self.output_layer.weight.device
+        self.output_layer = None  # nothing is projected onto the vocabulary
+        self.score_head = self._linear(head, device)
+        generator = torch.Generator(device="cpu").manual_seed(0)  # the same head on every rank
+        with torch.no_grad():
+            noise = torch.randn(self.score_head.weight.shape, generator=generator, device="cpu") / math.sqrt(architecture.hidden_size + 1)
+            self.score_head.weight.copy_(noise)
+            if head.has_bias:
+                self.score_head.bias.zero_()
+
+    def combine_outputs(self, weights: Sequence[float], head: ScalarHead) -> None:
+        """Replace the head by `head`, whose one output is the weighted sum of all outputs."""
+        self.head, several = head, self.head
+        if not self.post_process:
+            return
+        old = self.score_head
+        factors = torch.tensor([list(weights)], dtype=torch.float32, device=old.weight.device)
+        self.score_head = self._linear(head, old.weight.device)
+        with torch.no_grad():
+            self.score_head.weight.copy_(factors @ old.weight)
+            if head.has_bias:
+                self.score_head.bias.copy_(factors[0] @ old.bias if several.has_bias else torch.zeros_like(self.score_head.bias))
+
+    def _linear(self, head: ScalarHead, device: torch.device) -> torch.nn.Linear:
+        size = self.architecture.vocabulary_width
+        return torch.nn.Linear(size, head.num_outputs, bias=head.has_bias, dtype=torch.float32, device=device)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        # GPTModel's and LanguageModule's versions expect an output layer.
+        return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata))
+
+
+def _shared_config(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+    """That of all chunks; with `parallel.tp_comm_overlap`, the buffers that Transformer Engine wants before a layer is made."""
+    config = transformer_config(architecture, model, parallel, load=True)
+    if parallel.tp_comm_overlap:
+        multiple = eight_bits.token_multiple(config) if config.fp8 else 1
+        splits = Splits(cp_size=parallel.cp, sequence_parallel_size=parallel.tp, packed=True, token_multiple=multiple)
+        shape = (input_shape([model.micro_batch_tokens], splits)[1] // parallel.cp, config.hidden_size)
+        mcore.initialize_user_buffers(shape, tp=parallel.tp, dtype=config.params_dtype, fp8=bool(config.fp8))
+    return config
+
+
+def build_language_model(
+    architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, seed: int = 0
+) -> list[LanguageModel]:
+    """This rank's chunks of a policy. Without `load` the weights are random, the same for every layout."""
+    config = _shared_config(architecture, model, parallel)
+    chunks = [LanguageModel(architecture, model, parallel, load=True, stage=stage, config=config) for stage in stages(parallel)]
+    if not load:
+        initialise(chunks, seed)
+    return chunks
+
+
+def build_scalar_model(
+    architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, head: ScalarHead = VALUES, seed: int = 0
+) -> list[ScalarModel]:
+    """This rank's chunks of a value or reward model, as `build_language_model`."""
+    config = _shared_config(architecture, model, parallel)
+    chunks = [ScalarModel(architecture, model, parallel, load=True, head=head, stage=stage, config=config) for stage in stages(parallel)]
+    if not load:
+        initialise(chunks, seed)
+    return chunks

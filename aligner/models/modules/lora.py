@@ -1,0 +1,345 @@
+"""Low-rank adapters on Megatron-Core's linear layers (LoRA; Hu et al. 2021, 2106.09685): W x becomes W x + scaling B A x, and only A and B
+learn.
+
+A layer that holds several of Hugging Face's projections (query, key and value; gate and up) has a pair for each of them, so that an adapter
+is one of PEFT's, too. The A's lie one below the other and are one product; each B gives its own rows of the fused output.
+
+Tensor parallelism splits the pairs as it splits W, and only [tokens, rank] is exchanged. Where W's output is split, A is on every rank and
+B is split: A x is gathered from the parts of a sequence, or its gradient is summed. Where W's input is split, A is split and A x is summed
+(reduce-scattered under sequence parallelism), and B is on every rank. An expert's tokens are exchanged outside of it, for adapter and
+weight together; there the gradients of what is on every rank are summed instead.
+
+B starts at zero: a model with new adapters is the model without. A's entries are uniform in +-1 / sqrt(inputs), as PEFT's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.errors import ConfigError
+from aligner.models.config import Architecture, LoraConfig, LoraTarget
+from aligner.models.families import weight_names
+from aligner.models.families.mapping import ADAPTER, Layout, Rule
+from aligner.models.modules.initialise import global_name
+from aligner.parallel.mcore import (
+    ProcessGroupCollection,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+    tensor_parallel,
+)
+from aligner.types.rows import upload
+
+_LINEAR = re.compile(
+    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(?:shared_experts\.)?(linear_(?:qkv|proj|fc1|fc2|q_proj|q_up_proj|kv_up_proj|qkvz|ba|out))\.weight"
+)
+_FEED_FORWARD = {"linear_fc1": {LoraTarget.fc1, LoraTarget.gate, LoraTarget.up}, "linear_fc2": {LoraTarget.fc2}}
+MERGED_ROWS = 1024  # of a weight that get their adapter at a time
+_WHOLE = "out"  # the one part of a layer that is one projection
+_PARTS = {
+    Layout.plain: (_WHOLE,),
+    Layout.qkv: ("q", "k", "v"),
+    Layout.packed_qkv: ("q", "k", "v"),
+    Layout.fused_qkv: (_WHOLE,),
+    Layout.gate_up: ("gate", "up"),
+    Layout.packed_gate_up: ("gate", "up"),
+    Layout.alternating_gate_up: ("gate", "up"),
+}
+_ALL_PARTS = {"linear_qkv": LoraTarget.qkv, "linear_proj": LoraTarget.proj, "linear_fc1": LoraTarget.fc1, "linear_fc2": LoraTarget.fc2}
+_ALL_PARTS |= dict.fromkeys(("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"), LoraTarget.qkv)  # of latent attention
+_ALL_PARTS |= {"linear_qkvz": LoraTarget.qkv, "linear_ba": LoraTarget.qkv, "linear_out": LoraTarget.proj}  # of delta nets
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairs:
+    """The pairs that one linear layer gets, anywhere in the model."""
+
+    rule: Rule  # the Hugging Face projections that its weight holds
+    parts: tuple[str, ...]  # of the fused output, in its order
+    trained: tuple[str, ...]  # those that get a pair
+    splits_output: bool  # tensor parallelism splits the layer's output, else its input
+    is_expert: bool
+
+    @property
+    def shares_a(self) -> bool:
+        """Whether Hugging Face has all parts in one projection, which has one A."""
+        return self.rule.layout in (Layout.packed_qkv, Layout.packed_gate_up)
+
+    @property
+    def projections(self) -> dict[str, tuple[str, ...]]:
+        """Hugging Face's projections that have a pair, in the order of the A's, and the parts whose B's make up theirs."""
+        names = [name.removesuffix(".weight") for name in self.rule.hf_names]
+        if len(names) == 1:
+            return {names[0]: self.trained}
+        return {names[self.parts.index(part)]: (part,) for part in self.trained}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSite:
+    """A linear layer of this rank's chunk that gets an adapter."""
+
+    name: str  # of the layer in the chunk
+    weight: Tensor
+    pairs: Pairs
+    sizes: Mapping[str, int]  # rows of each part on this rank
+    groups: int  # the fused output is so many times [a share of each part]
+
+
+class Adapter(torch.nn.Module):
+    """The pairs of one linear layer: `a` [pairs * rank, in] and `b` by part, [rows, rank]; this rank's shares of them."""
+
+    def __init__(self, site: AdapterSite, lora: LoraConfig, process_groups: ProcessGroupCollection, *, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.site = site
+        self.pairs = site.pairs
+        self.rank = lora.rank
+        self.scaling = lora.scaling
+        self.dropout = lora.dropout
+        self.group: dist.ProcessGroup = process_groups.expt_tp if self.pairs.is_expert else process_groups.tp
+        self.splits_sequence = sequence_parallel and not self.pairs.is_expert
+        options = {"dtype": site.weight.dtype, "device": site.weight.device}
+        self.a = torch.nn.Parameter(torch.empty(len(self.pairs.projections) * lora.rank, site.weight.shape[1], **options))
+        self.b = torch.nn.ParameterDict({part: torch.zeros(site.sizes[part], lora.rank, **options) for part in self.pairs.trained})
+        self._mark(self.a, split_dim=None if self.pairs.splits_output else 1)
+        for matrix in self.b.values():
+            self._mark(matrix, split_dim=0 if self.pairs.splits_output else None)
+
+    def _mark(self, parameter: torch.nn.Parameter, *, split_dim: int | None) -> None:
+        """Set the attributes that Megatron-Core's optimizer and gradient reductions read."""
+        # A whole parameter counts in gradient norms on the first tensor-parallel rank alone; of unsplit experts each rank has others.
+        has_others = split_dim is not None or (self.pairs.is_expert and self.group.size() == 1)
+        set_tensor_model_parallel_attributes(parameter, has_others, -1 if split_dim is None else split_dim, 1)
+        parameter.allreduce = self.site.weight.__dict__.get("allreduce", True)  # false: its replicas are the expert-data-parallel ranks
+        parameter.sequence_parallel = self.splits_sequence and split_dim is None  # each rank's gradient is of its part of the sequence
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The adapter's addition to the layer's output, for the layer's input [..., in on this rank]."""
+        whole_a, whole_b = self.pairs.splits_output, not self.pairs.splits_output
+        hidden = F.linear(self._dropped(x), self._complete(self.a) if whole_a else self.a) * self.scaling
+        hidden = self._exchanged(hidden)
+        return self._expanded(hidden, {part: self._complete(b) if whole_b else b for part, b in self.b.items()})
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """A copy of `weight` with the adapter in it, in its dtype, added up in float32. No communication: the shares fit."""
+        one = torch.eye(self.a.shape[0], device=weight.device)
+        fused = self._expanded(one, {part: b.float() for part, b in self.b.items()}).t() * self.scaling  # [rows, pairs * rank]
+        merged, a = torch.empty_like(weight, requires_grad=False), self.a.float()
+        for rows in range(0, len(weight), MERGED_ROWS):  # no whole matrix exists in float32
+            part = slice(rows, rows + MERGED_ROWS)
+            merged[part] = torch.addmm(weight[part].float(), fused[part], a)
+        return merged
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not (self.training and self.dropout):
+            return x
+        # What ranks have different parts of they drop differently, what all of them have alike: under sequence parallelism the generator
+        # of the layers differs by rank, though the tokens of an expert are gathered.
+        apart = self.splits_sequence or not self.pairs.splits_output
+        generators = tensor_parallel.get_cuda_rng_tracker()
+        with generators.fork() if apart else generators.fork(tensor_parallel.get_data_parallel_rng_tracker_name()):
+            return F.dropout(x, self.dropout)
+
+    def _exchanged(self, hidden: Tensor) -> Tensor:
+        """[..., pairs * rank] as the B's need it."""
+        if self.pairs.is_expert:
+            return hidden
+        if self.pairs.splits_output:
+            if self.splits_sequence:
+                return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.group)
+            return copy_to_tensor_model_parallel_region(hidden, group=self.group)
+        if self.splits_sequence:
+            return reduce_scatter_to_sequence_parallel_region(hidden, group=self.group)
+        return reduce_from_tensor_model_parallel_region(hidden, group=self.group)
+
+    def _complete(self, parameter: Tensor) -> Tensor:
+        """A replicated parameter whose gradient is summed over an expert's ranks, which hold parts of it."""
+        return _SumGradient.apply(parameter, self.group) if self.pairs.is_expert and self.group.size() > 1 else parameter
+
+    def _expanded(self, hidden: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
+        """[..., rows of the fused output on this rank]; zeros where a part has no pair."""
+        blocks = [hidden] * len(matrices) if self.pairs.shares_a else hidden.split(self.rank, dim=-1)
+        outputs = {part: F.linear(block, matrices[part]) for part, block in zip(self.pairs.trained, blocks, strict=True)}
+        if len(self.site.sizes) == 1:
+            return outputs[_WHOLE]
+        every = [outputs[p] if p in outputs else hidden.new_zeros(*hidden.shape[:-1], size) for p, size in self.site.sizes.items()]
+        return torch.cat([part.unflatten(-1, (self.site.groups, -1)) for part in every], dim=-1).flatten(-2)
+
+
+def sites(chunk: Any, lora: LoraConfig) -> list[AdapterSite]:
+    """The linear layers of a chunk that `lora` names. Raises ConfigError where there is none, or one cannot be split as its weight is."""
+    linears = {
+        name.removesuffix(".weight"): chunk.get_submodule(name.removesuffix(".weight"))
+        for name, _ in chunk.named_parameters()
+        if _LINEAR.fullmatch(name)
+    }
+    found = [site for name, module in linears.items() if (site := _site(chunk, name, module, lora)) is not None]
+    if not found:
+        raise ConfigError(
+            f"model.lora.targets={[target.value for target in lora.targets]}: the model has no such layer "
+            "(fc1 and fc2 are of dense models, experts of mixtures)"
+        )
+    return found
+
+
+def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarget]) -> Pairs | None:
+    """The pairs of the layer with this weight (its global name); None where it gets none. Raises ConfigError for half of a projection."""
+    match = _LINEAR.fullmatch(weight)
+    if match is None:
+        return None
+    is_expert, kind = match[1] is not None, match[2]
+    if not is_expert and kind in _FEED_FORWARD and not _FEED_FORWARD[kind] & set(targets):
+        return None  # also of the planner's dense twins, of which a mixture's family may have no rule
+    rule = weight_names(architecture).find(weight)
+    if rule.layout not in _PARTS:  # a delta net's
+        if LoraTarget.qkv in targets:
+            allowed = ", ".join(name for name in LoraTarget.__members__ if name != LoraTarget.qkv.value)
+            raise ConfigError(f"model.lora.targets: qkv of family {architecture.family.value} is of its delta nets too; allowed: {allowed}")
+        return None
+    parts = _PARTS[rule.layout]
+    if rule.expert is not None and LoraTarget.experts in targets:
+        raise ConfigError(
+            f"model.lora.targets: models of family {architecture.family.value} have all experts in one tensor, of which PEFT's format has "
+            "no adapters by expert; allowed: the other targets"
+        )
+    if is_expert:
+        trained = parts if LoraTarget.experts in targets else ()
+    else:
+        trained = parts if _ALL_PARTS[kind] in targets else tuple(part for part in parts if part in {target.value for target in targets})
+        if kind in ("linear_q_proj", "linear_q_up_proj") and LoraTarget.q in targets:
+            trained = parts
+        if kind == "linear_kv_up_proj" and not trained and {LoraTarget.k, LoraTarget.v} & set(targets):
+            raise ConfigError(f"model.lora.targets: models of family {architecture.family.value} have k and v in one; allowed: qkv, q")
+    named = {target.value for target in targets}
+    together = "qkv" if rule.layout.is_qkv else "fc1"
+    separate = {"q", "k", "v"} if rule.layout.is_qkv else {"gate", "up"}
+    if len(rule.hf_names) == 1 and len(parts) > 1 or rule.layout is Layout.fused_qkv:
+        if not is_expert and together not in named and separate & named:
+            several = "q, k and v" if rule.layout.is_qkv else "gate and up"
+            raise ConfigError(
+                f"model.lora.targets: models of family {architecture.family.value} have {several} in one; allowed: {together}"
+            )
+    if not trained:
+        return None
+    return Pairs(
+        rule=rule, parts=parts, trained=trained, splits_output=kind not in ("linear_proj", "linear_fc2", "linear_out"), is_expert=is_expert
+    )
+
+
+def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> AdapterSite | None:
+    architecture, tp = chunk.architecture, chunk.pg_collection.tp.size()
+    pairs = pairs_of(global_name(chunk, f"{name}.weight"), architecture, lora.targets)
+    if pairs is None:
+        return None
+    if pairs.is_expert and 1 < chunk.pg_collection.expt_tp.size() != tp:
+        raise ConfigError(f"model.lora.targets: adapters of experts need parallel.etp to be 1 or parallel.tp={tp}")
+    rows, groups = [module.weight.shape[0] // len(pairs.parts)] * len(pairs.parts), 1
+    if name.endswith("linear_qkv") and len(pairs.parts) > 1:
+        groups, rest = divmod(architecture.num_key_value_heads, tp)
+        if rest:
+            heads = architecture.num_key_value_heads
+            raise ConfigError(f"model.lora.targets: adapters of q, k and v need parallel.tp={tp} to divide the {heads} key-value heads")
+        keys = groups * architecture.head_dim
+        rows = [architecture.num_attention_heads * architecture.head_dim * (1 + architecture.attention_gate) // tp, keys, keys]
+    return AdapterSite(name=name, weight=module.weight, pairs=pairs, sizes=dict(zip(pairs.parts, rows, strict=True)), groups=groups)
+
+
+def make_adapters(chunk: Any, lora: LoraConfig) -> dict[str, Adapter]:
+    """New adapters by their layer's name in the chunk, on their layers' device, not attached; the A's are not filled yet."""
+    splits = chunk.config.sequence_parallel
+    return {site.name: Adapter(site, lora, chunk.pg_collection, sequence_parallel=splits) for site in sites(chunk, lora)}
+
+
+def attach(chunk: Any, lora: LoraConfig) -> None:
+    """Freeze the parameters of a chunk and give its layers adapters, as modules `adapter` of theirs that add to their outputs."""
+    chunk.requires_grad_(False)
+    for name, adapter in make_adapters(chunk, lora).items():
+        linear = chunk.get_submodule(name)
+        linear.adapter = adapter
+        linear.register_forward_hook(_add)
+
+
+def _add(module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    product, bias = output
+    return product + module.adapter(inputs[0]), bias
+
+
+def named_adapters(chunk: Any) -> Iterator[tuple[str, Adapter]]:
+    """(name of the layer in the chunk, adapter) of every layer that has one."""
+    for name, module in chunk.named_modules():
+        if isinstance(module, Adapter):
+            yield name.removesuffix(ADAPTER.rstrip(".")), module
+
+
+def initialise_adapters(chunks: Sequence[Any], seed: int) -> None:
+    """Fill the A's: each drawn whole by a generator of its own and then cut, so that every layout starts from the same ones."""
+    for chunk in chunks:
+        for name, adapter in named_adapters(chunk):
+            fill_adapter(adapter, global_name(chunk, name), seed)
+
+
+@torch.no_grad()
+def fill_adapter(adapter: Adapter, unique: str, seed: int) -> None:
+    """New pairs of the layer that is called `unique` in the whole model."""
+    pairs, group = adapter.pairs, adapter.group
+    size = adapter.a.shape[1] * (1 if pairs.splits_output else group.size())
+    for part, own in zip(pairs.trained, adapter.a.split(adapter.rank), strict=False):
+        generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(f"{seed}/{unique}{ADAPTER}{part}".encode()))
+        whole = (torch.rand(adapter.rank, size, generator=generator, device="cpu") * 2 - 1) / math.sqrt(size)
+        own.copy_(upload(whole if pairs.splits_output else whole.chunk(group.size(), dim=1)[group.rank()], own.device), non_blocking=True)
+    for matrix in adapter.b.values():
+        matrix.zero_()
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """This rank's parameters by global name, with adapters merged into the weights on access.
+
+    The last tensor is cached, since callers may read several parts of it in a row: make a new mapping when the adapters change.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], chunks: Sequence[Any]) -> None:
+        self._parameters = parameters
+        self._adapters = {global_name(chunk, f"{name}.weight"): adapter for chunk in chunks for name, adapter in named_adapters(chunk)}
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        parameter = self._parameters[name].detach()
+        if name not in self._adapters:
+            return parameter
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one is made
+            self._last = (name, self._adapters[name].merged(parameter))
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+class _SumGradient(torch.autograd.Function):
+    """The same tensor; its gradient is summed over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,269 @@
+"""Adapters in the format of Hugging Face's PEFT: a directory with `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from aligner.errors import CheckpointError, ConfigError
+from aligner.files import as_umask_says
+from aligner.hub.names import parse
+from aligner.models.config import Architecture, Family, LoraConfig
+from aligner.models.families import weight_names
+from aligner.models.families.mapping import ADAPTER
+from aligner.models.modules.build import ScalarModel, Transformer
+from aligner.models.modules.initialise import global_name
+from aligner.models.modules.lora import Adapter, Pairs, named_adapters, pairs_of
+from aligner.models.modules.scalar_head import HEAD, ScalarHead
+from aligner.models.weights.shards import Place, adapter_shards, all_places, gather_plain, named_shards, places_everywhere, shard_anywhere
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_USUAL_HEADS = ("classifier", "score")  # PEFT names both for a model that classifies, which has one of them
+# What makes an adapter compute something else than W x + scaling B A x, with the value that does not. Fields that are absent are neutral.
+_OTHER_KINDS = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "target_parameters": ([],),
+    "trainable_token_indices": ([], {}),
+    "alora_invocation_tokens": ([],),
+    "layer_replication": ([],),
+    "use_bdlora": ({}, False),
+    "arrow_config": ({},),
+    "kasa_config": ({},),
+    "monteclora_config": ({},),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others (PiSSA, OLoRA, LoftQ) change the weights under it
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """One of Hugging Face's projections with its pair; all names are global."""
+
+    name: str  # Hugging Face's, without `.weight`
+    a: str  # Megatron's parameter, of whose rows the A is block number `block`
+    block: int
+    b: tuple[str, ...]  # Megatron's parameters, whose rows one after the other are the B
+
+
+def projections(architecture: Architecture, lora: LoraConfig) -> list[Projection]:
+    """Every projection of the whole model that has a pair, in Hugging Face's order."""
+    found = []
+    for weight in weight_names(architecture).names(architecture):
+        pairs = pairs_of(weight, architecture, lora.targets)
+        if pairs is not None:
+            found += _of_layer(weight.removesuffix(".weight") + ADAPTER, pairs)
+    return found
+
+
+def _of_layer(prefix: str, pairs: Pairs) -> Iterator[Projection]:
+    for block, (name, parts) in enumerate(pairs.projections.items()):
+        yield Projection(name=name, a=f"{prefix}a", block=block, b=tuple(f"{prefix}b.{part}" for part in parts))
+
+
+def export_adapters(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor]]:
+    """(PEFT's name, full tensor) of a head's parameters and of every A and B. Collective: every rank consumes it to its end."""
+    chunk = chunks[0]
+    own = adapter_shards(chunks)
+    places = {place.name: place for place in places_everywhere(chunks, [place for place, _ in own.values()])}
+
+    def whole(name: str) -> Tensor:
+        place: Place = places[name]
+        held = own[name][1].detach() if name in own else None
+        return gather_plain(chunk, place, shard_anywhere(chunk, place, held))
+
+    if isinstance(chunk, ScalarModel):
+        heads = {part.place.name: part.parameter.detach() for part in named_shards(chunks) if part.place.name.startswith(HEAD)}
+        for place in all_places(chunks):
+            if place.name.startswith(HEAD):
+                yield _head_name(chunk, place.name), shard_anywhere(chunk, place, heads.get(place.name))
+    for one in projections(chunk.architecture, chunk.lora):
+        yield f"{_PREFIX}{one.name}.lora_A.weight", whole(one.a).split(chunk.lora.rank)[one.block]
+        yield f"{_PREFIX}{one.name}.lora_B.weight", torch.cat([whole(name) for name in one.b])
+
+
+def save_peft(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> None:
+    """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads. Every rank calls it; the one `writer` writes."""
+    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in export_adapters(chunks) if writer}
+    if not writer:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    as_umask_says(directory / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    head = chunks[0].head if isinstance(chunks[0], ScalarModel) else None
+    config = peft_config(chunks[0].architecture, chunks[0].lora, base=chunks[0].base, head=head)
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head: ScalarHead | None = None) -> dict[str, Any]:
+    """The content of `adapter_config.json`; of a value or reward model, which trains its `head` too."""
+    trained = [] if head is None else [_head_module(head, architecture)]
+    task = "CAUSAL_LM"
+    if head is not None:
+        task = "TOKEN_CLS" if head.has_bias else "SEQ_CLS"
+    name = parse(base)
+    targets = _targets(architecture, lora)
+    plain = "target_parameters" not in targets  # PEFT drops nothing of parameters, and of two pairs in one it takes both ranks for rsLoRA's
+    alpha = lora.alpha if plain else lora.scaling * lora.rank
+    return {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base if name is None else name.repo,
+        "revision": None if name is None else name.revision,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,  # PEFT's is an int
+        "lora_dropout": lora.dropout if plain else 0.0,
+        "use_rslora": lora.rslora and plain,
+        **targets,
+        "alpha_pattern": {both: 2 * alpha for both in targets["rank_pattern"]},
+        "fan_in_fan_out": architecture.family is Family.gpt2,  # its layers are Conv1D
+        "bias": "none",
+        "modules_to_save": trained or None,
+    }
+
+
+def _targets(architecture: Architecture, lora: LoraConfig) -> dict[str, Any]:
+    """The fields of `adapter_config.json` that say which layers have pairs.
+
+    Modules go by name suffixes that only they have: GPT-2 has a c_proj in its attention and one after it. transformers 5 has the experts of
+    a layer in two parameters, and PEFT takes every module that is called like an expert's projection for them: such ones, and the experts
+    themselves, are named as the parameters that they are. That of gate and up has both pairs.
+    """
+    trained, table = {one.name for one in projections(architecture, lora)}, weight_names(architecture)
+    rules = {weight: table.find(weight) for weight in table.names(architecture)}
+    every = {name.removesuffix(".weight"): weight for weight, rule in rules.items() for name in rule.hf_names}
+    experts = {name for name, weight in every.items() if "local_experts" in weight and rules[weight].expert is None}
+    called, ambiguous = ({_ending(name, 1) for name in names} for names in (experts, every.keys() - trained))
+    modules = {name for name in trained if _ending(name, 1) not in called}
+    fused = [f"experts.{name}" for name in ("gate_up_proj", "down_proj") if trained & experts]
+    parameters = [f"{name}.weight" for name in sorted(trained - modules - experts)] + fused
+    return {
+        "target_modules": sorted({_ending(name, 2 if _ending(name, 1) in ambiguous else 1) for name in modules}),
+        **({"target_parameters": parameters} if parameters else {}),
+        "rank_pattern": {re.escape(name): 2 * lora.rank for name in fused[:1]},
+    }
+
+
+def _ending(name: str, parts: int) -> str:
+    return ".".join(name.split(".")[-parts:])
+
+
+def _head_name(chunk: ScalarModel, name: str) -> str:
+    """PEFT's name of one of the head's parameters."""
+    return f"{_PREFIX}{chunk.head.hf_name(name, chunk.architecture.family)}"
+
+
+def load_peft(chunks: Sequence[Transformer], directory: Path) -> None:
+    """Fill this rank's adapters from a PEFT directory, and a head that was trained with them. No communication.
+
+    Raises CheckpointError where the files are missing, damaged or hold other tensors than the model's adapters, ConfigError where the rank
+    or the scaling is another one than the model's, or the adapter is of another kind.
+    """
+    config, stored = _read(directory)
+    chunk = chunks[0]
+    heads = _saved_head(chunk, config, directory)
+    check_peft_config(config, chunk.architecture, chunk.lora, directory)
+    wanted: dict[str, list[Projection]] = {}
+    for one in projections(chunk.architecture, chunk.lora):
+        wanted.setdefault(one.a, []).append(one)
+    names = {f"{_PREFIX}{one.name}.lora_{kind}.weight" for group in wanted.values() for one in group for kind in "AB"} | heads.keys()
+    if difference := sorted(stored.keys() ^ names):
+        where = "there and in no adapter of the model" if difference[0] in stored else "missing there"
+        raise CheckpointError(f"model.lora.path={directory}: {difference[0]} is {where} (model.lora.targets); {len(difference)} differ")
+    for chunk in chunks:
+        for name, adapter in named_adapters(chunk):
+            _fill(adapter, wanted[f"{global_name(chunk, name)}{ADAPTER}a"], stored, directory)
+        with torch.no_grad():
+            for theirs, ours in heads.items() if chunk.post_process else ():
+                _copy(chunk.get_parameter(ours), stored[theirs], directory, theirs)
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What the two files hold. Raises CheckpointError for one that is missing or cannot be read."""
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            raise CheckpointError(f"model.lora.path={directory}: no {name} there")
+    try:
+        config = json.loads((directory / CONFIG_FILE).read_text())
+        stored = load_file(directory / WEIGHTS_FILE)
+    except (ValueError, SafetensorError) as error:
+        raise CheckpointError(f"model.lora.path={directory}: cannot be read: {error}") from error
+    if missing := [name for name in ("r", "lora_alpha") if name not in config]:
+        raise CheckpointError(f"model.lora.path={directory}: {CONFIG_FILE} has no {missing[0]}")
+    return config, stored
+
+
+def _saved_head(chunk: Transformer, config: Mapping[str, Any], directory: Path) -> dict[str, str]:
+    """Our names of a head's parameters that were saved with the adapter, by PEFT's names.
+
+    Raises ConfigError where other modules than the model's head were saved.
+    """
+    saved = config.get("modules_to_save") or []
+    if not saved:
+        return {}
+    head = _head_module(chunk.head, chunk.architecture) if isinstance(chunk, ScalarModel) else None
+    if not isinstance(chunk, ScalarModel) or head not in saved or not set(saved) <= {head, *_USUAL_HEADS}:
+        allowed = "none" if head is None else f"none, [{head}]"
+        raise ConfigError(f"model.lora.path={directory}: modules_to_save={saved} is not supported; allowed: {allowed}")
+    return {_head_name(chunk, name): name for name in (f"{HEAD}weight", *([f"{HEAD}bias"] if chunk.head.has_bias else []))}
+
+
+def _head_module(head: ScalarHead, architecture: Architecture) -> str:
+    return head.hf_name(HEAD, architecture.family).rstrip(".")
+
+
+def check_peft_config(config: Mapping[str, Any], architecture: Architecture, lora: LoraConfig, directory: Path) -> None:
+    """Raise ConfigError unless an adapter with this `adapter_config.json` is one of `lora`'s."""
+    ours = _targets(architecture, lora)
+    ours["alpha_pattern"] = {both: 2 * config["lora_alpha"] for both in ours["rank_pattern"]}
+    for name, allowed in _OTHER_KINDS.items():
+        value = config.get(name)
+        if value is not None and value not in allowed and value != ours.get(name):
+            raise ConfigError(
+                f"model.lora.path={directory}: {name}={value} is not supported; allowed: {', '.join(str(one) for one in allowed)}"
+            )
+    if config["r"] != lora.rank:
+        raise ConfigError(f"model.lora.rank={lora.rank}: the adapter at model.lora.path={directory} has r={config['r']}; allowed: that")
+    scaling = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    if not math.isclose(scaling, lora.scaling, rel_tol=1e-6):
+        raise ConfigError(
+            f"model.lora.alpha={lora.alpha}, rslora={lora.rslora}: the adapter at model.lora.path={directory} has lora_alpha="
+            f"{config['lora_alpha']}, use_rslora={config.get('use_rslora', False)}; allowed: those"
+        )
+
+
+@torch.no_grad()
+def _fill(adapter: Adapter, found: Sequence[Projection], stored: dict[str, Tensor], directory: Path) -> None:
+    ranks, index = adapter.group.size(), adapter.group.rank()
+    splits_output = adapter.pairs.splits_output
+    whole_a = torch.cat([stored[f"{_PREFIX}{one.name}.lora_A.weight"] for one in found])
+    _copy(adapter.a, whole_a if splits_output else whole_a.chunk(ranks, dim=1)[index], directory, found[0].name)
+    for one in found:
+        whole_b = stored[f"{_PREFIX}{one.name}.lora_B.weight"]
+        parts = [name.rsplit(".", 1)[1] for name in one.b]
+        sizes = [adapter.b[part].shape[0] * (ranks if splits_output else 1) for part in parts]
+        if whole_b.shape[0] != sum(sizes):
+            raise CheckpointError(f"{directory}: lora_B of {one.name} has {whole_b.shape[0]} rows, the model's layer has {sum(sizes)}")
+        for part, rows in zip(parts, whole_b.split(sizes), strict=True):
+            _copy(adapter.b[part], rows.chunk(ranks)[index] if splits_output else rows, directory, one.name)
+
+
+def _copy(target: Tensor, source: Tensor, directory: Path, name: str) -> None:
+    if source.shape != target.shape:
+        raise CheckpointError(f"{directory}: a matrix of {name} is {tuple(source.shape)} on this rank, the model's {tuple(target.shape)}")
+    target.copy_(source)

@@ -1,0 +1,162 @@
+"""The policy: a language model that gives log-probs, takes optimizer steps and streams its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from aligner.models.modules import heads
+from aligner.models.modules.build import LanguageModel
+from aligner.models.training.forward import MicroBatch
+from aligner.models.training.offload import LockedMemory
+from aligner.models.training.trainable import Field, TrainableModel
+from aligner.models.weights.weights import export_hf
+from aligner.parallel import platform
+from aligner.protocols import Loss
+from aligner.telemetry.metrics import Metric
+from aligner.types import UNROUTED, Batch, DistillationBatch, MaskedBatch, TokenOutputs
+
+
+class MegatronPolicy:
+    """`aligner.protocols.Policy` on a Megatron-Core language model. Methods are collective over the component."""
+
+    def __init__(self, model: TrainableModel, *, temperature: float = 1.0) -> None:
+        self.model = model
+        self.temperature = temperature
+
+    @property
+    def module(self) -> LanguageModel:
+        """The whole model of a rank that holds it in one chunk."""
+        return self.model.module
+
+    @property
+    def chunks(self) -> list[LanguageModel]:
+        """This rank's parts of the model."""
+        return self.model.chunks
+
+    @property
+    def version(self) -> int:
+        return self.model.version
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        """log pi of the tokens in `loss_mask`, float32 [B, S] on the CPU, 0 elsewhere; no gradient, no dropout."""
+        return self.model.run(batch, self._outputs, "logprobs")
+
+    def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
+        """The `k` likeliest tokens in place of each in `loss_mask`, int64 [B, S, k], and their log-probs, float32; both 0 elsewhere.
+
+        Of the tokens with ids less than `below`: a model may have embeddings that stand for none. On the CPU, likeliest first; no gradient,
+        no dropout. Raises ConfigError where there are fewer tokens than `k`.
+        """
+
+        def outputs(hidden: Tensor, part: MicroBatch) -> TokenOutputs:
+            module, mask = self.chunks[-1], part.host.loss_mask
+            return heads.topk_outputs(module, hidden, part.placement, mask=mask, k=k, below=below, temperature=self.temperature)
+
+        shape = (batch.tokens.shape[1], k)
+        found = self.model.run_fields(
+            batch, outputs, {"topk_tokens": Field(shape=shape, dtype=torch.int64), "topk_logprobs": Field(shape=shape)}
+        )
+        return found["topk_tokens"], found["topk_logprobs"]
+
+    def named_logprobs(self, batch: DistillationBatch) -> TokenOutputs:
+        """What a loss of a DistillationBatch reads, without gradient: logprobs, and topk_logprobs of the teacher's tokens, on the CPU."""
+        shape = tuple(batch.teacher_tokens.shape[1:])
+        return TokenOutputs(
+            **self.model.run_fields(batch, self._outputs, {"logprobs": Field(shape=shape[:1]), "topk_logprobs": Field(shape=shape)})
+        )
+
+    def train_step(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
+        """One optimizer step on a loss of log-probs (and entropy). Returns metrics over the global batch."""
+        return self.model.train_step(batch, self._outputs, loss)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (Hugging Face name, full tensor), one at a time."""
+        return export_hf(self.chunks)
+
+    def sleep(self) -> None:
+        """Move what only training needs to host memory until the next `train_step`, where the optimizer's config asks for it."""
+        self.model.sleep()
+
+    def _outputs(self, hidden: Tensor, part: MicroBatch) -> TokenOutputs:
+        module, batch, mask = self.chunks[-1], part.batch, part.host.loss_mask
+        common = {"tokens": batch.tokens, "mask": mask, "temperature": self.temperature}
+        if isinstance(batch, DistillationBatch):
+            return heads.named_outputs(module, hidden, part.placement, named=batch.teacher_tokens, **common)
+        return heads.token_outputs(module, hidden, part.placement, **common)
+
+
+class ReferencePolicy:
+    """The policy as it was at construction, or at `renew`: its weights wait in host memory and are put in the module's place for a pass.
+
+    One set of activations and one module serve both; the frozen copy costs host memory only, and device memory during the pass. Of a policy
+    with adapters only they are kept, since nothing else changes: new ones have B = 0, so that the reference is the adapters switched off.
+    `whole`: everything is kept, for weights that training leaves alone and `restore` does not. Its routers choose their own experts.
+    """
+
+    def __init__(self, policy: MegatronPolicy, *, whole: bool = False) -> None:
+        self._policy = policy
+        self._whole = whole
+        self._memory = LockedMemory()
+        self._weights = self._memory.like(self._parameters())
+        self._keep()
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        """As `MegatronPolicy.logprobs`, under the frozen weights."""
+        with self._in_place():
+            return self._policy.logprobs(_own_routes(batch))
+
+    def logprobs_of(self, batches: Sequence[MaskedBatch]) -> list[Tensor]:
+        """As `logprobs` of each batch; the frozen weights are brought once."""
+        with self._in_place():
+            return [self._policy.logprobs(_own_routes(batch)) for batch in batches]
+
+    def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
+        """As `MegatronPolicy.topk`, under the frozen weights."""
+        with self._in_place():
+            return self._policy.topk(_own_routes(batch), k, below=below)
+
+    def renew(self) -> None:
+        """Freeze the policy's weights of now instead."""
+        self._keep()
+
+    def restore(self, load: Callable[[Sequence[LanguageModel]], None]) -> None:
+        """Freeze the weights that `load` fills the module with instead; the policy's own are untouched. Collective where `load` is."""
+        with self._in_place():
+            load(self._policy.chunks)
+            self._keep()
+
+    def _keep(self) -> None:
+        for frozen, parameter in zip(self._weights, self._parameters(), strict=True):
+            frozen.copy_(parameter.detach(), non_blocking=True)
+        platform.synchronize()
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """The module has the frozen weights meanwhile."""
+        parameters = self._parameters()
+        current = [p.data for p in parameters]
+        try:
+            for parameter, frozen in zip(parameters, self._weights, strict=True):
+                parameter.data = frozen.to(parameter.device, non_blocking=True)
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, data in zip(parameters, current, strict=True):
+                    parameter.data = data
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        self._policy.model.settle()
+        return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad or self._keeps_all(chunk)]
+
+    def _keeps_all(self, chunk: LanguageModel) -> bool:
+        return self._whole or not chunk.lora.is_on
+
+
+def _own_routes(batch: MaskedBatch) -> MaskedBatch:
+    """The batch without its sampler's."""
+    return batch if isinstance(batch, UNROUTED) else replace(batch, routes=None)

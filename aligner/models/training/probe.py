@@ -1,0 +1,155 @@
+"""The trainer's side of a comparison: the outputs of Megatron-Core's modules in an ordinary forward pass, through hooks.
+
+Modules that Transformer Engine fuses into one (a norm into the linear layer behind it) show only what the fused one gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.models.architecture import rope
+from aligner.models.modules.build import LanguageModel, rounded_scale
+from aligner.models.modules.gated_delta_net import GatedDeltaNet
+from aligner.models.modules.latent_attention import LatentAttention
+from aligner.models.training import forward as passes
+from aligner.models.training.placement import Placement
+from aligner.models.training.tracing import SPLIT, Operation, Place, Tap, Trace
+from aligner.models.training.trainable import TrainableModel
+from aligner.parallel import platform
+from aligner.parallel.collectives import gather_columns
+from aligner.parallel.logprobs import shaped
+from aligner.parallel.mcore import IdentityOp
+from aligner.parallel.micro_batches import plan
+from aligner.types import MaskedBatch, TokenOutputs
+from aligner.types.rows import upload
+
+_Hooked = tuple[torch.nn.Module, Operation, bool]  # the module, what is looked at, whether that is what goes in
+
+
+def trace_model(model: TrainableModel, batch: MaskedBatch, trace: Trace) -> None:
+    """Run the policy's forward pass over all rows of `batch` on every data-parallel replica, and add its operations' outputs to `trace`.
+
+    Collective. The trace then holds this rank's share: its pipeline stage's layers, its context-parallel part of the sequences.
+    """
+    rows = plan(batch.lengths.tolist(), model.micro_batches, num_replicas=1, unit=1, multiple=model.splits.row_multiple)[0]
+    parts = passes.cut(batch, rows, model.splits, count=len(rows), unit=1, fixed_shape=model.topology.pp_size > 1)
+    # The interleaved schedule works in groups of pp micro-batches: the same one as often.
+    times = model.topology.pp_size if len(model.chunks) > 1 else 1
+    for part, numbers in zip(parts, rows, strict=True):
+        look = _Look(model, part.placement, numbers, width=batch.tokens.shape[1], own_width=part.batch.tokens.shape[1], trace=trace)
+        with ExitStack() as stack:
+            for chunk in model.chunks:
+                stack.enter_context(_hooks(chunk, look.add))
+            passes.forward(model.runners, [part] * times, look.last)
+
+
+class _Look:
+    """Where the tokens of one micro-batch lie, and what becomes of outputs that are in the order of its slots."""
+
+    def __init__(self, model: TrainableModel, placement: Placement, rows: list[int], *, width: int, own_width: int, trace: Trace) -> None:
+        self._chunk: LanguageModel = model.chunks[-1]  # type: ignore[assignment]
+        self._tp = self._chunk.pg_collection.tp
+        self._trace = trace
+        own = placement.token_of
+        row = torch.tensor(rows, device=own.device)[own.clamp(min=0) // own_width]
+        tokens = torch.where(own >= 0, row * width + own.clamp(min=0) % own_width, -1)  # flat positions in the whole batch
+        self._tokens = upload(tokens.t().reshape(-1), platform.device())  # Megatron-Core's order: [L, rows]
+
+    def add(self, operation: Operation, layer: int, output: Tensor) -> None:
+        """An output of this rank: of all slots, or under sequence parallelism of its part of them."""
+        tokens = self._tokens
+        if operation in SPLIT:
+            rows = self._trace.chosen(tokens)  # before ranks exchange anything
+            output, tokens = gather_columns(output.reshape(len(tokens), -1)[rows], self._tp), tokens[rows]
+        elif self._chunk.config.sequence_parallel:
+            tokens = tokens.chunk(self._tp.size())[self._tp.rank()]
+        self._trace.add(Place(layer, operation), tokens, output.reshape(len(tokens), -1))
+
+    def last(self, hidden: Tensor, part: passes.MicroBatch) -> TokenOutputs:
+        """From the last hidden states: logits of the wanted tokens."""
+        chunk = self._chunk
+        rows = self._trace.chosen(self._tokens)
+        selected = chunk.whole_sequences(hidden, grads_are_partial=False).reshape(len(self._tokens), -1)[rows]
+        weight, _ = chunk.vocabulary_weight()
+        products, architecture = chunk.arithmetic.project(selected, weight).float(), chunk.architecture
+        own = shaped(products, scale=architecture.logits_scale, softcap=architecture.logits_softcap)
+        logits = gather_columns(own, self._tp)
+        self._trace.add(Place(chunk.architecture.num_layers, Operation.logits), self._tokens[rows], logits)
+        return TokenOutputs()
+
+
+@contextmanager
+def _hooks(chunk: LanguageModel, tap: Tap) -> Iterator[None]:
+    """Show `tap` the outputs of a chunk's modules."""
+    layers = chunk.decoder.layers
+    hooked: list[tuple[int, _Hooked]] = [(layer.layer_number - 1, one) for layer in layers for one in _of_layer(layer)]
+    if chunk.post_process and chunk.decoder.final_layernorm is not None:
+        hooked.append((chunk.architecture.num_layers, (chunk.decoder.final_layernorm, Operation.final_norm, False)))
+    with ExitStack() as stack:
+        if chunk.pre_process:
+            stack.callback(chunk.embedding.register_forward_hook(_after_embedding(tap, chunk.architecture.embedding_scale)).remove)
+        for number, (module, operation, before) in hooked:
+            handle = module.register_forward_pre_hook(_before(tap, operation, number)) if before else None
+            factor = rope.factor(chunk.architecture, number)
+            stack.callback((handle or module.register_forward_hook(_after(tap, operation, number, factor))).remove)
+        for layer in (layer for layer in layers if chunk.architecture.has_experts(layer.layer_number - 1)):
+            stack.callback(layer.mlp.router.register_forward_hook(_after_router(tap, layer.layer_number - 1)).remove)
+        yield
+
+
+def _of_layer(layer: Any) -> list[_Hooked]:
+    attention = layer.self_attention
+    of_attention: list[_Hooked] = []
+    if isinstance(attention, GatedDeltaNet):
+        of_attention = [(attention.linear_out, Operation.projection, False)]
+    else:
+        of_attention += [(attention.linear_qkv, Operation.qkv, False), (attention.core_attention, Operation.attention, False)]
+        of_attention += [(attention.linear_proj, Operation.projection, False)]
+    found: list[_Hooked] = [
+        (layer.input_layernorm, Operation.input_norm, False),
+        *of_attention,
+        (layer.pre_mlp_layernorm, Operation.attention_residual, True),
+        (layer.pre_mlp_layernorm, Operation.mlp_norm, False),
+        (layer.mlp, Operation.mlp, False),
+        (layer, Operation.residual, False),
+    ]
+    found += [(norm, op, False) for norm, op in _query_norms(attention) if norm is not None]
+    if not hasattr(layer.mlp, "router"):
+        found.append((layer.mlp.linear_fc2, Operation.activation, True))
+    # What stands in for a norm that is fused with the linear layer behind it gives back what it is given.
+    return [one for one in found if one[2] or not isinstance(one[0], IdentityOp)]
+
+
+def _query_norms(attention: Any) -> list[tuple[torch.nn.Module | None, Operation]]:
+    if isinstance(attention, LatentAttention | GatedDeltaNet):  # its norms are of what all heads share, or of no queries
+        return []
+    return [(attention.q_layernorm, Operation.q_norm), (attention.k_layernorm, Operation.k_norm)]
+
+
+def _before(tap: Tap, operation: Operation, number: int) -> Callable:
+    return lambda module, inputs: tap(operation, number, inputs[0])
+
+
+def _after(tap: Tap, operation: Operation, number: int, factor: float) -> Callable:
+    def look(module: torch.nn.Module, inputs: tuple, output: Any) -> None:
+        if operation is Operation.attention:  # the factor on cosines and sines is in its scale
+            tap(Operation.queries, number, inputs[0] * factor)
+            tap(Operation.keys, number, inputs[1] * factor)
+        if isinstance(output, tuple):  # with a bias that is added later, or a context that there is not
+            output = output[0] if output[1] is None else output[0] + output[1]
+        tap(operation, number, output)
+
+    return look
+
+
+def _after_embedding(tap: Tap, scale: float) -> Callable:
+    return lambda module, inputs, output: tap(Operation.embedding, -1, output * rounded_scale(scale, output.dtype))
+
+
+def _after_router(tap: Tap, number: int) -> Callable:
+    return lambda module, inputs, output: tap(Operation.router, number, output[0])

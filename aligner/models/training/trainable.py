@@ -1,0 +1,339 @@
+"""A model with its optimizer, spread over the ranks of a component: what policy, value and reward models have in common.
+
+Batches are global: every rank holds the whole batch, computes its replica's rows, and results are gathered, so that callers never see the
+layout. See `aligner.protocols`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.errors import ConfigError
+from aligner.models.modules import eight_bits
+from aligner.models.modules.build import Transformer
+from aligner.models.modules.fusions import note_once
+from aligner.models.modules.overlap import WeightGather
+from aligner.models.modules.route_replay import take_metrics
+from aligner.models.modules.router import AuxiliaryLosses, routers
+from aligner.models.modules.shared_prompts import families
+from aligner.models.training import finite
+from aligner.models.training import forward as passes
+from aligner.models.training.generators import generator_state, set_generator_state
+from aligner.models.training.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
+from aligner.models.training.host_adam import main_weights
+from aligner.models.training.loss_scale import LossScale
+from aligner.models.training.offload import HostMemory, by_device, device_tensors, gradients
+from aligner.models.training.optimizer import OptimizerConfig, build_optimizer, build_scheduler
+from aligner.models.training.placement import Splits
+from aligner.parallel import mcore, platform
+from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, gather_objects, reduce_metrics
+from aligner.parallel.micro_batches import MicroBatching, Plan, plan, plan_families
+from aligner.parallel.topology import Topology
+from aligner.protocols import Loss
+from aligner.telemetry.metrics import Max, Mean, Metric, Sum, without_values
+from aligner.types import UNROUTED, Batch, LossOutput, PreferenceBatch, TokenBatch, TokenOutputs
+from aligner.types.rows import num_rows, pad_columns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """How a model is used: trained with `optimizer`, or frozen where that is None."""
+
+    optimizer: OptimizerConfig | None
+    total_steps: int = 1  # optimizer steps of the whole run: the length of the learning-rate schedule
+    micro_batch_size: int = 1  # rows per forward pass; like the two below it changes memory and speed, never the numbers
+    micro_batch_tokens: int = 0  # where it is not 0: tokens per forward pass
+    packing: bool = False
+    share_prompts: bool = False
+    temperature: float = 1.0  # of the policy's log-probs
+    router_aux_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
+    replay_routes: bool = False  # those that a batch has; else they are only compared with the router's own
+    guard: Guard = field(default_factory=lambda: Guard(GuardConfig()))  # against updates that are not finite
+    overlap: bool = field(default_factory=torch.cuda.is_available)  # replicas exchange gradients and weights while they compute
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """What one row has of an output: [S] or [S, K] per token, [K] per sequence."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+class TrainableModel:
+    """The chunks of one model on this rank, their optimizer (None for a frozen one) and the rows that this rank computes."""
+
+    def __init__(self, chunks: Sequence[Transformer], topology: Topology, training: Training) -> None:
+        optimizer = training.optimizer
+        self.topology = topology
+        self.chunks = [chunk.to(platform.device()) for chunk in chunks]
+        self.micro_batches = MicroBatching(rows=training.micro_batch_size, tokens=training.micro_batch_tokens, packed=training.packing)
+        self.version = 0
+        self.guard = training.guard
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.runners: list[Any] = list(self.chunks)
+        self.config = self.chunks[0].config
+        self.splits = Splits(
+            cp_rank=topology.cp_rank,
+            cp_size=topology.cp_size,
+            sequence_parallel_size=topology.tp_size if self.config.sequence_parallel else 1,
+            packed=training.packing,
+            segmented=self.config.transformer_impl == "local",
+            share_prompts=training.share_prompts,
+            token_multiple=eight_bits.token_multiple(self.config) if self.config.fp8 else 1,
+            fixed_tokens=training.micro_batch_tokens if self.config.tp_comm_overlap else 0,
+        )
+        if self.config.fp8:
+            note_once(f"products in 8 bits: {self.config.fp8_recipe} scales, {self.config.fp8}", rank=topology.rank)
+        self.auxiliary = AuxiliaryLosses(self.chunks, aux=training.router_aux_loss_coef, z=training.router_z_loss_coef)
+        for router in routers(self.chunks):
+            router.routes.replays = training.replay_routes
+        self.host = HostMemory()
+        self.loss_scale = LossScale()
+        self._everything = HostMemory(kept=self._kept, scratch=lambda: gradients(self.runners) if self.optimizer is not None else ())
+        self._shows_weights = optimizer is not None and not optimizer.precision_aware
+        self._clips = optimizer is not None and optimizer.clip_grad > 0
+        if optimizer is None:
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+            return
+        self._prepare_training(optimizer, training)
+
+    @property
+    def module(self) -> Transformer:
+        """The whole model of a rank that holds it in one chunk."""
+        (chunk,) = self.chunks
+        return chunk
+
+    def _prepare_training(self, optimizer: OptimizerConfig, training: Training) -> None:
+        gathers = training.overlap and optimizer.distributed and self.topology.dp_size * self.topology.cp_size > 1
+        settings = mcore.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=optimizer.distributed,
+            overlap_grad_reduce=training.overlap,
+            overlap_param_gather=gathers,
+            check_for_nan_in_grad=False,  # it raises on one rank and leaves the others waiting: see _find_non_finite
+        )
+        self.runners = [
+            # Buckets pay where a reduction can start while earlier layers are still computed: in the first chunk there is nothing left to.
+            mcore.DistributedDataParallel(self.config, settings, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.chunks)
+        ]
+        self.optimizer = build_optimizer(optimizer, self.runners, self.config.params_dtype)
+        self.scheduler = build_scheduler(optimizer, self.optimizer, training.total_steps)
+        if warning := optimizer.shortfall(training.total_steps):
+            note_once(warning, rank=self.topology.rank)
+        if gathers:
+            for chunk, runner in zip(self.chunks, self.runners, strict=True):
+                chunk.gather = WeightGather(runner)
+        self.config.finalize_model_grads_func = mcore.finalize_model_grads
+        self.loss_scale = LossScale(self.optimizer)
+        if self.loss_scale.is_on:
+            self.config.grad_scale_func = self.optimizer.scale_loss
+        if training.overlap:
+            no_syncs = [runner.no_sync for runner in self.runners]
+            self.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+        if optimizer.offload:
+            self.host = HostMemory.of_training_state(self.runners, self.optimizer)
+
+    def run(self, batch: Batch, outputs: passes.Outputs, field: str) -> Tensor:
+        """The output `field` of every row, on the CPU: [B, S] for a per-token field, [B, K] for scores. Collective."""
+        columns = (self.chunks[-1].head.num_outputs,) if field == "scores" else (batch.tokens.shape[1],)
+        return self.run_fields(batch, outputs, {field: Field(shape=columns)})[field]
+
+    def run_fields(self, batch: Batch, outputs: passes.Outputs, fields: Mapping[str, Field]) -> dict[str, Tensor]:
+        """Several outputs of every row from one pass, on the CPU, by name. Collective."""
+        layout = self._plan(batch)
+        results = passes.forward(self.runners, self._micro_batches(batch, layout), outputs)
+        rows = [[row for part in replica for row in part] for replica in layout]
+        found = {}
+        for name, one in fields.items():
+            tensors = [getattr(result, name) for result in results]
+            tensors = [pad_columns(t, one.shape[0]) if t.shape[1:] != one.shape else t for t in tensors]
+            num_own = len(rows[self.topology.dp_rank])
+            local = torch.cat(tensors) if tensors else torch.zeros(num_own, *one.shape, dtype=one.dtype, device=platform.device())
+            if self.topology.pp_size > 1:  # only the last stage has them
+                torch.distributed.broadcast(local, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
+            found[name] = gather_assigned_rows(local, rows, group=self.topology.dp_group).cpu()
+        return found
+
+    def train_step(self, batch: Batch, outputs: passes.Outputs, loss: Loss) -> dict[str, Metric]:
+        """One optimizer step over all rows. Collective. Returns the loss's metrics over the global batch and `optim/*`.
+
+        If a loss or the gradient is not finite, the guard decides alike on all ranks. It raises RunHalted or RollBack, or omits the update.
+        Where only a float16 gradient has overflowed, the update is omitted and counted in `optim/overflows`, and the loss scale is lowered.
+        After an omission, weights, optimizer, schedule and random generators are as before the call; no value of this batch is reported.
+        An update that leaves a parameter non-finite or absurdly large cannot be undone: the guard never continues from it.
+        Raises ConfigError if a data-parallel replica would get no row.
+        """
+        if num_rows(batch) // _unit(batch) < self.topology.dp_size:
+            raise ConfigError(
+                f"a training batch of {num_rows(batch) // _unit(batch)} is smaller than the {self.topology.dp_size} data-parallel replicas"
+            )
+        self.wake()
+        generators = generator_state()
+        for runner in self.runners:
+            runner.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.auxiliary.weigh(self.config, batch, loss)
+        parts = self._micro_batches(batch, self._plan(batch))
+        totals: list[Tensor] = []
+        metrics = passes.forward_backward(self.runners, parts, outputs, _noting_totals(loss, totals), counts=self.topology.cp_rank == 0)
+        problem, is_of_gradient = self._find_non_finite(totals)
+        if problem:
+            set_generator_state(generators)
+            if is_of_gradient and self.loss_scale.back_off():
+                return self._metrics(batch, metrics) | self._optimizer_metrics(None, overflowed=True)
+            self.guard.refuse(problem)
+            return without_values(self._metrics(batch, metrics)) | self._optimizer_metrics(None)
+        self.guard.accept()
+        self.scheduler.step(1)  # before the update: the first update of a warm-up must not have a learning rate of 0
+        _, grad_norm, _ = self.optimizer.step()
+        self.version += 1
+        spoilt = finite.non_finite_parameters(self.runners, self.guard.max_weight)
+        found = self._metrics(batch, metrics)
+        for chunk in self.chunks:  # now that the host waits for no number any more
+            if chunk.gather is not None:
+                chunk.gather.start()
+        if spoilt:
+            self.settle()
+            self.guard.spoilt(f"optimizer step {self.version} was made and left {spoilt}")
+            return without_values(found) | {SPOILT: Sum(total=1)} | self._optimizer_metrics(None)
+        return found | self._optimizer_metrics(float(grad_norm))
+
+    def settle(self) -> None:
+        """Wait for weights that an update has left under way between the replicas: before they are read other than by `train_step`."""
+        for chunk in self.chunks:
+            chunk.settle()
+
+    def _optimizer_metrics(self, grad_norm: float | None, *, overflowed: bool = False) -> dict[str, Metric]:
+        """Metrics of an update that was made or left out, by the guard or because a float16 gradient overflowed."""
+        rate = {"optim/lr": Max(maximum=self.optimizer.param_groups[0]["lr"])}
+        if self.loss_scale.is_on:
+            rate |= {LOSS_SCALE: Max(maximum=self.loss_scale.value), OVERFLOWS: Sum(total=int(overflowed))}
+        if grad_norm is not None:
+            # Where nothing is clipped Megatron-Core may not measure the norm, and gives 0: that would say that there was no gradient.
+            norm = {"optim/grad_norm": Mean(total=grad_norm, count=1)} if grad_norm or self._clips else {}
+            return {**norm, **rate, SKIPPED: Sum(total=0), UPDATES: Sum(total=1)}
+        made: dict[str, Metric] = {"optim/grad_norm": Mean(total=0.0, count=0), **rate, SKIPPED: Sum(total=int(not overflowed))}
+        in_a_row = {} if overflowed else {SKIPPED_IN_A_ROW: Max(maximum=self.guard.skipped_in_a_row)}
+        return {**made, **in_a_row, UPDATES: Sum(total=0)}
+
+    def fingerprint(self) -> list[int]:
+        """Sums of the bit patterns of this rank's part of what the optimizer updates: the float32 main weights where the model's are
+        bfloat16, so that an update which these do not show yet counts. Empty of a frozen model, and where the optimizer hides a part.
+        """
+        if not self._shows_weights:
+            return []
+        self.wake()
+        sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        parameters = [p for p in main_weights(self.optimizer) if p.numel()]
+        sums = [p.view(sizes[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
+        return [number for own_device in by_device(sums) for number in torch.stack(own_device).tolist()]
+
+    def sleep(self) -> None:
+        """Between training phases: move what only training needs to host memory, where the optimizer's config asks for it."""
+        self.host.move_out()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` moved. `train_step` and checkpoints call it themselves."""
+        self.host.move_in()
+
+    def _kept(self) -> Iterator[Tensor]:
+        """What is on the device and has contents that matter, besides a few small buffers."""
+        yield from (p.data for chunk in self.chunks for p in chunk.parameters())
+        if self.optimizer is not None:
+            yield from device_tensors(self.optimizer)
+
+    def leave_device(self) -> None:
+        """Wait in host memory, weights and all: another process computes on the device. Until `enter_device`, only that may be called."""
+        self.settle()
+        self.sleep()
+        self._everything.move_out()
+
+    def enter_device(self) -> None:
+        """Come back; what `sleep` has moved stays where it is until it is needed."""
+        self._everything.move_in()
+
+    def _metrics(self, batch: Batch, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """Those of the loss, reduced, and the routers'."""
+        has_routes = not isinstance(batch, UNROUTED) and batch.routes is not None
+        return self._reduce(metrics) | self.auxiliary.metrics() | (take_metrics(routers(self.chunks)) if has_routes else {})
+
+    def _reduce(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """Reduce over replicas, then broadcast from the last pipeline stage (the only one with metrics)."""
+        if self.topology.pp_rank == self.topology.pp_size - 1:
+            metrics = reduce_metrics(metrics, self.topology.dp_group, platform.device())
+        if self.topology.pp_size == 1:
+            return metrics
+        last = torch.distributed.get_global_rank(self.topology.pp_group, self.topology.pp_size - 1)
+        return broadcast_object(metrics, src=last, group=self.topology.pp_group)
+
+    def _find_non_finite(self, totals: Sequence[Tensor]) -> tuple[str, bool]:
+        """(the non-finite parts of this update, the same on every rank, empty if none; whether no loss is one of them).
+
+        `totals`: this rank's losses. Collective.
+        """
+        norms = [gradient.norm() for gradient in gradients(self.runners)]
+        finite = [number.isfinite() for number in (*norms, *totals)]
+        if all_ranks(torch.stack(finite).all() if finite else True, platform.device()):  # one number is read
+            return "", False
+        norm, bad = math.hypot(*map(float, norms)), sum(not one for one in finite[len(norms) :])
+        own = f"its norm on rank {self.topology.rank}: {norm}" + (f", the loss of {bad} of {len(totals)} micro-batches too" if bad else "")
+        found = gather_objects((math.isfinite(norm), bool(bad), own))
+        what = "the loss" if all(norm_is_finite for norm_is_finite, _, _ in found) else "the gradient"
+        # Gradients have been summed over replicas: a rank whose own loss is at fault comes first.
+        ordered = sorted(found, key=lambda one: not one[1])
+        told = [text for norm_is_finite, has_bad, text in ordered if has_bad or not norm_is_finite]
+        more = f" and {len(told) - 3} more ranks" if len(told) > 3 else ""
+        text = (
+            f"{what} of optimizer step {self.version + 1} is not finite ({'; '.join(told[:3])}{more}); "
+            f"the weights are those of step {self.version}"
+        )
+        return text, not any(has_bad for _, has_bad, _ in found)
+
+    def _plan(self, batch: Batch) -> Plan:
+        replicas = self.topology.dp_size
+        if self.splits.share_prompts and not isinstance(batch, TokenBatch):
+            # Families small enough that replicas can have about equal shares of them.
+            capacity = min(self.micro_batches.tokens, -(-int(batch.lengths.sum()) // (2 * replicas)) if replicas > 1 else math.inf)
+            return plan_families(families(batch, unit=_unit(batch), capacity=int(capacity)), self.micro_batches, num_replicas=replicas)
+        return plan(
+            batch.lengths.tolist(),
+            self.micro_batches,
+            num_replicas=replicas,
+            unit=_unit(batch),
+            multiple=self.splits.row_multiple,
+        )
+
+    def _micro_batches(self, batch: Batch, layout: Plan) -> list[passes.MicroBatch]:
+        own = layout[self.topology.dp_rank]
+        count = len(own)
+        if self.config.num_moe_experts:  # ranks of different replicas exchange tokens: they must make the same number of passes
+            count = max(len(replica) for replica in layout)
+        if len(self.chunks) > 1:  # the interleaved schedule works in groups of pp micro-batches
+            count = -(-count // self.topology.pp_size) * self.topology.pp_size
+        return passes.cut(batch, own, self.splits, count=count, unit=_unit(batch), fixed_shape=self.topology.pp_size > 1)
+
+
+def _unit(batch: Batch) -> int:
+    return 2 if isinstance(batch, PreferenceBatch) else 1
+
+
+def _noting_totals(loss: Loss, totals: list[Tensor]) -> Loss:
+    """`loss`, with its results recorded in `totals` without synchronising: they are checked once, after the backward pass."""
+
+    def noting(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        result = loss(outputs, batch)
+        totals.append(result.total.detach())
+        return result
+
+    return noting

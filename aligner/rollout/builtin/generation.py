@@ -1,0 +1,396 @@
+"""Continuous batching over a paged cache: a finished response frees its seat at once, as long as there are requests.
+
+The loop alternates between two kinds of steps. A prefill step puts pieces of prompts into the cache, at most `prefill_chunk_tokens` in one
+pass; a decode step computes one more token of every running response. Prompts go first: the aim is that all responses end early, and
+a decode step costs nearly as much for a few responses as for many.
+
+A prompt is computed once for all responses to it (a GRPO group), and full pages of common prefixes are shared. If pages run
+out, the response that arrived last releases its own; its tokens so far are recomputed when there is room. Models with delta nets share
+a group's prompt alone (`aligner.rollout.builtin.decode_layers.SeatStates`).
+
+If another thread gives the decoder new weights meanwhile (`Pauses`), running responses continue with them. Their keys and values stay
+those of the old weights (as in PipelineRL, Piche et al. 2025, 2509.19128), or are recomputed (as in AReaL, Fu et al. 2025, 2505.24298).
+Shared prefixes are forgotten in both cases.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aligner.errors import EngineError
+from aligner.models.config import Architecture
+from aligner.parallel import platform
+from aligner.parallel.logprobs import row_sums
+from aligner.rollout.builtin.attention import DecodeBatch, PagedKV, PrefillChunk, upload
+from aligner.rollout.builtin.running import Ended, Fetch, RunningBatch, Transcript
+from aligner.rollout.builtin.sampling import FusedDraw, Sampler
+from aligner.rollout.builtin.scheduler import Counters, PagePool, Prefix, Response, Scheduler, copies, seat_copies
+from aligner.rollout.engine import GenRequest, GenResult, Work
+from aligner.types import FinishReason, LogprobKind, SamplingConfig
+
+_REFILL_PART = 8  # prompts are computed when this part of the seats is free, or all that wait can have one
+
+
+class PagedDecoder(Protocol):
+    """The model that computes; `aligner.rollout.builtin.decode.Decoder`."""
+
+    architecture: Architecture
+    max_sequence_length: int
+    page_size: int
+
+    def new_cache(self, num_pages: int) -> PagedKV: ...
+
+    def prefill(self, chunks: Sequence[PrefillChunk], cache: PagedKV) -> Tensor: ...
+
+    def decode(self, batch: DecodeBatch, cache: PagedKV) -> Tensor: ...
+
+
+class Pauses(Protocol):
+    """Who may change the weights between two steps; `aligner.rollout.engine.gate.Gate`."""
+
+    def between_steps(self, settle: Callable[[], None]) -> int | None:
+        """Wait while somebody is in, after `settle()`. Returns the version of new weights, None if they are as before. May raise."""
+
+
+class Generation:
+    """Samples with a decoder. Every rank of a replica constructs it and runs it with the same requests.
+
+    Args:
+        max_batch_size: responses that are decoded at a time.
+        kv_cache_tokens: tokens that the cache has room for; 0: as many as `max_batch_size` responses of the greatest length need.
+        prefill_chunk_tokens: tokens of one prefill pass.
+        eos_id: ends a response, besides the sampling's own stop tokens.
+        decode: token ids to text, for stop strings.
+        steps_ahead: steps that are launched before the results of an earlier one are read; hides the host's work behind an
+            accelerator's, and costs each response one more row of one step.
+        add_up: the sampler's sum over the vocabulary; the trainer's, if log-probs must be bit-identical to the trainer's.
+        fused_draw: the sampler's kernel, for sampling that nothing reshapes.
+        pauses: asked before each step that begins no prompt; None: the weights stay as they are.
+        recompute: after new weights, keys and values of running responses are computed again.
+        keep_cache: the cache's memory stays allocated from one generation to the next, until `release`.
+    """
+
+    def __init__(
+        self,
+        decoder: PagedDecoder,
+        *,
+        max_batch_size: int,
+        kv_cache_tokens: int,
+        prefill_chunk_tokens: int,
+        eos_id: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        steps_ahead: int = 0,
+        add_up: Callable[[Tensor], Tensor] = row_sums,
+        fused_draw: FusedDraw | None = None,
+        pauses: Pauses | None = None,
+        recompute: bool = False,
+        keep_cache: bool = False,
+    ) -> None:
+        self.decoder = decoder
+        self.max_batch_size = max_batch_size
+        self.kv_cache_tokens = kv_cache_tokens
+        self.prefill_chunk_tokens = prefill_chunk_tokens
+        self.eos_id = eos_id
+        self.decode = decode
+        self.steps_ahead = steps_ahead
+        self.add_up = add_up
+        self.fused_draw = fused_draw
+        self.pauses = pauses
+        self.recompute = recompute
+        self.keep_cache = keep_cache
+        self._kept: PagedKV | None = None  # between two generations
+        self.counters = Counters()  # of the last run
+
+    def run(self, work: Work, sampling: SamplingConfig, version: int) -> Iterator[list[GenResult]]:
+        """Responses to all requests of `work` as they end, in any order; `version` is that of the weights now.
+
+        Raises EngineError naming a request whose prompt is empty or leaves no room in the context, or which does not fit into a cache of
+        `kv_cache_tokens` even alone. The cache's memory is given back at the end, however that comes, or kept as it was asked for.
+        """
+        self.counters = Counters()
+        loop = _Loop(self, work, sampling, version)
+        loop.spare, self._kept = self._kept, None
+        try:
+            while (finished := loop.step()) is not None:
+                if finished:
+                    yield [_result(ended) for ended in finished]
+        finally:
+            self._kept = (loop.cache or loop.spare) if self.keep_cache else None
+
+    def release(self) -> None:
+        """Give back the memory of a kept cache. Not while something is generated."""
+        self._kept = None
+
+
+class _Loop:
+    """One run."""
+
+    def __init__(self, owner: Generation, work: Work, sampling: SamplingConfig, version: int) -> None:
+        self.owner = owner
+        self.version = version
+        self.decoder = decoder = owner.decoder
+        self.work = work
+        self.sampling = sampling
+        self.counters = owner.counters
+        num_seats, device, page_size = owner.max_batch_size, platform.device(), decoder.page_size
+        self.device = device
+        self.refill = max(1, num_seats // _REFILL_PART)
+        pool = PagePool(0, page_size, shares=not decoder.architecture.linear_attention_layers)
+        self.scheduler = Scheduler(pool, num_seats=num_seats, chunk_tokens=owner.prefill_chunk_tokens, counters=owner.counters)
+        self.sampler = Sampler(
+            sampling,
+            eos_id=owner.eos_id,
+            vocab_size=decoder.architecture.vocab_size,
+            num_seats=num_seats,
+            device=device,
+            decode=owner.decode,
+            add_up=owner.add_up,
+            fused=owner.fused_draw,
+        )
+        max_pages = -(-decoder.max_sequence_length // page_size)
+        max_length = self._limit(0)
+        self.running = RunningBatch(num_seats=num_seats, max_length=max_length, max_pages=max_pages, page_size=page_size, device=device)
+        self.transcript = Transcript(num_seats=num_seats, max_length=max_length, raw=sampling.raw_logprobs)
+        self.under_way: deque[Fetch] = deque()
+        self.finished: list[Ended] = []
+        self.has_more_work = True
+        self.most_pages = 0  # that any request so far needs
+        self.cache: PagedKV | None = None  # may have more pages than the pool
+        self.spare: PagedKV | None = None  # what the generation before left
+
+    def step(self) -> list[Ended] | None:
+        """One pass of the decoder at most; the responses that are known to have ended since the last one, None when all have."""
+        self._pause()
+        ready = self._admit()
+        if ready or self.scheduler.prefilling:
+            self._prefill(ready)
+        elif len(self.running):
+            self._decode()
+        elif not self.under_way:
+            return None
+        self._collect(self.owner.steps_ahead if len(self.running) or self.scheduler.prefilling else 0)
+        finished, self.finished = self.finished, []
+        return finished
+
+    def _pause(self) -> None:
+        """Let others in who want to change the weights; not between two pieces of a prompt, which are of the same ones."""
+        pauses = self.owner.pauses
+        if pauses is None or self.scheduler.prefilling:
+            return
+        version = pauses.between_steps(lambda: self._collect(0))
+        if version is None or version == self.version:
+            return
+        self.version = version
+        self.counters.refits += 1
+        if self.owner.recompute:
+            while self.scheduler.seated:
+                self._preempt()
+        for response in self.running.responses:
+            response.sampled_by(version, self.running.num_drawn(response))
+        self.scheduler.forget_everything()
+
+    def _admit(self) -> list[tuple[Prefix, Response]]:
+        """Take requests and seat them, if that is worth a step; returns those that can be drawn for at once."""
+        scheduler = self.scheduler
+        free = scheduler.num_free_seats
+        if self.has_more_work and not scheduler.waiting and (free >= self.refill or not scheduler.seated):
+            self._take(free)
+        if scheduler.seated and free < min(self.refill, len(scheduler.waiting)):
+            return []
+        ready = scheduler.admit()
+        self._copy_pages(ready)  # before anything is written into pages that were given back meanwhile
+        return ready
+
+    def _take(self, room: int) -> None:
+        """More requests, if there are any. A queue that replicas share gives each a part at a time: nobody asks twice before a step."""
+        requests = self.work.take(room)
+        self.has_more_work = bool(requests) or self.work.is_open
+        for request in requests:
+            limit = self._limit(len(request.tokens), request.limit)
+            self._check(request, limit)
+            self.most_pages = max(self.most_pages, self.scheduler.pool.pages_for(len(request.tokens) + limit - 1))
+            self.scheduler.arrive(request, limit)
+        if requests:
+            self._provide()
+
+    def _limit(self, prompt_length: int, own: int | None = None) -> int:
+        """Tokens of a response at most; `own` is its request's."""
+        most = min(self.sampling.longest, self.decoder.max_sequence_length - prompt_length)
+        return most if own is None else min(most, own)
+
+    def _check(self, request: GenRequest, limit: int) -> None:
+        length, context, kv_cache_tokens = len(request.tokens), self.decoder.max_sequence_length, self.owner.kv_cache_tokens
+        if not 0 < length < context:
+            raise EngineError(
+                f"request {request.index}: a prompt of {length} tokens leaves no room for a response in the context of {context}"
+            )
+        needed = self.scheduler.pool.pages_for(length + limit - 1) * self.decoder.page_size
+        if kv_cache_tokens and needed > kv_cache_tokens:
+            raise EngineError(
+                f"request {request.index}: a prompt of {length} tokens and a response of up to {limit} need {needed} tokens of the "
+                f"key-value cache, which rollout.kv_cache_tokens={kv_cache_tokens} has no room for: make it at least {needed}"
+            )
+
+    def _provide(self) -> None:
+        """Make the cache as large as it must be; what is in it stays where it is.
+
+        Where no size is stated, all that have arrived can become as long as the longest may, and have a page more each.
+        """
+        pool, owner = self.scheduler.pool, self.owner
+        seats = min(len(self.scheduler.seated) + len(self.scheduler.waiting), owner.max_batch_size)
+        wanted = owner.kv_cache_tokens // pool.page_size or seats * (self.most_pages + 1)
+        if wanted > pool.num_pages:
+            self._grow(wanted)
+        if self.cache.states is not None:
+            self.cache.states.reserve(seats)
+
+    def _grow(self, wanted: int) -> None:
+        """Have so many pages, or more."""
+        pool, owner = self.scheduler.pool, self.owner
+        if self.cache is not None:  # a shared queue gives a part at a time: not a copy for each
+            wanted = max(wanted, min(2 * pool.num_pages, owner.max_batch_size * (self.most_pages + 1)))
+        else:
+            self.cache = self._take_spare(wanted)
+        old = self.cache
+        if old is None or old.num_pages < wanted:
+            self.cache = self.decoder.new_cache(wanted)
+            if old is not None:
+                for before, after in zip(old.tensors, self.cache.tensors, strict=True):
+                    after[:, : pool.num_pages] = before[:, : pool.num_pages]
+                self.cache = replace(self.cache, states=old.states)
+        pool.extend(wanted)
+
+    def _take_spare(self, num_pages: int) -> PagedKV | None:
+        """The cache of the generation before, if it has that many pages; if not, its memory is given back before a larger one is made."""
+        spare, self.spare = self.spare, None
+        if spare is None or spare.num_pages < num_pages:
+            return None
+        spare.clear()
+        return spare
+
+    def _prefill(self, ready: list[tuple[Prefix, Response]]) -> None:
+        """Put the next pieces of prompts into the cache, and draw for the responses whose prompts are complete."""
+        pieces = self.scheduler.next_pieces()
+        if pieces:
+            chunks = [
+                PrefillChunk(
+                    tokens=piece.prefix.tokens[piece.start : piece.end],
+                    start=piece.start,
+                    pages=piece.prefix.pages,
+                    wants_logits=piece.is_last,
+                    seat=piece.prefix.waiting[0].seat,
+                )
+                for piece in pieces
+            ]
+            self.counters.prefill_passes += 1
+            logits = self.decoder.prefill(chunks, self.cache)
+            complete = [piece.prefix for piece in pieces if piece.is_last]
+            computed = [(p, response) for p, row in zip(complete, logits, strict=True) for response in self.scheduler.computed(p, row)]
+            self._copy_pages(computed)
+            self._copy_states(computed)
+            ready = ready + computed
+            self.scheduler.forget_surplus()
+        if ready:
+            self._begin(ready)
+
+    def _copy_pages(self, pairs: list[tuple[Prefix, Response]]) -> None:
+        sources, targets = copies(pairs)
+        if sources:
+            self.cache.copy_pages(sources, targets)
+
+    def _copy_states(self, pairs: list[tuple[Prefix, Response]]) -> None:
+        sources, targets = seat_copies(pairs)
+        if sources and self.cache.states is not None:
+            self.cache.states.copy(sources, targets)
+
+    def _begin(self, ready: list[tuple[Prefix, Response]]) -> None:
+        """Draw for responses whose tokens so far are in the cache; from now on they are decoded."""
+        responses = [response for _, response in ready]
+        for response in responses:
+            prompt = response.request.tokens
+            self.sampler.seat(
+                response.seat,
+                prompt=prompt,
+                response=response.tokens[len(prompt) :],
+                seed=response.request.seed,
+                limit=response.limit,
+            )
+            response.sampled_by(self.version, len(response.tokens) - len(prompt))
+        seats = upload(np.array([response.seat for response in responses]), self.device)
+        draw = self.sampler.draw(torch.stack([prefix.logits for prefix, _ in ready]), seats)
+        self.under_way.append(self.running.join(responses, seats, draw))
+        self.running.drop_exhausted()
+
+    def _decode(self) -> None:
+        """One more token of every running response."""
+        self._find_pages()
+        if not len(self.running):
+            return
+        logits = self.decoder.decode(self.running.inputs(), self.cache)
+        draw = self.sampler.draw(logits, self.running.seats)
+        self.counters.decode_steps += 1
+        self.counters.decoded_tokens += len(self.running)
+        self.under_way.append(self.running.advance(draw))
+        self.running.drop_exhausted()
+
+    def _find_pages(self) -> None:
+        """A page for each row that enters one. Where none are left, the results under way may free some; else the youngest must wait."""
+        while len(rows := self.running.without_page()) and not self.scheduler.find_pages(len(rows)):
+            if self.under_way:
+                self._collect(0)
+            else:
+                self._preempt()
+        if len(rows):
+            self.running.extend(rows, self.scheduler.pool.allocate(len(rows)))
+
+    def _preempt(self) -> None:
+        response = self.scheduler.youngest
+        if length := self.running.num_drawn(response):
+            self.transcript.interrupt(response, length)
+            self._keep_routes(response, length)
+        self.scheduler.preempt(response)
+        self.running.drop_unseated()
+
+    def _collect(self, ahead: int) -> None:
+        """Look at the results of all steps but the last `ahead`."""
+        while len(self.under_way) > ahead:
+            ended = self.transcript.record(self.under_way.popleft())
+            for response in ended:
+                self._keep_routes(response.response, len(response.tokens))
+                if self.work.is_open:
+                    self.scheduler.keep(response.response, response.tokens)
+                self.scheduler.leave(response.response)
+            if ended:
+                self.finished += ended
+                self.running.drop_unseated()
+
+    def _keep_routes(self, response: Response, num_sampled: int) -> None:
+        """Before its pages go. What has been computed again since keeps the experts that it was sampled with."""
+        if self.cache is None or self.cache.routes is None:
+            return
+        routes = self.cache.routes_of(response.pages, len(response.request.tokens) + num_sampled - 1)
+        if response.routes is not None:
+            routes[: len(response.routes)] = response.routes
+        response.routes = routes
+
+
+def _result(ended: Ended) -> GenResult:
+    versions = tuple(ended.response.versions)
+    return GenResult(
+        index=ended.response.request.index,
+        tokens=ended.tokens,
+        logprobs=ended.logprobs,
+        raw_logprobs=ended.raw_logprobs,
+        kind=LogprobKind.sampled,
+        finish_reason=FinishReason.stop if ended.stopped else FinishReason.length,
+        weight_version=versions[-1][1],
+        versions=versions if len(versions) > 1 else (),
+        routes=ended.response.routes,
+    )

@@ -1,0 +1,139 @@
+"""CUDA graphs of decode steps: a step is recorded once for each size and replayed, which costs one launch instead of hundreds.
+
+A graph keeps addresses: of its inputs, which are buffers that each step fills; of the logits, a buffer that all graphs share; of the
+weights and the cache, and if one of these has moved all graphs are recorded again. Sizes are rounded up, so that there are few. Rows that
+only fill up write to the cache's scratch page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aligner.rollout.builtin.attention import DecodeBatch, PagedKV
+
+WARM_UPS = 2
+
+
+class Capture(Protocol):
+    """Records the kernels of a function."""
+
+    def __call__(self, function: Callable[[], object]) -> Callable[[], None]:
+        """What does it again, on the same addresses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """A step of one size: fill `inputs`, replay, read `logits`."""
+
+    inputs: DecodeBatch
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+class DecodeGraphs:
+    """Decode steps by graph. Every rank of a replica makes the same calls, so all record and replay together.
+
+    `step` writes a batch's logits to its third argument, float32 [B, `vocab_size`]. `new_capture` is called for each set of graphs that
+    live together.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[DecodeBatch, PagedKV, Tensor], object],
+        new_capture: Callable[[], Capture],
+        *,
+        max_pages: int,
+        vocab_size: int,
+    ) -> None:
+        self._step = step
+        self._new_capture = new_capture
+        self._capture = new_capture()
+        self._max_pages = max_pages
+        self._vocab_size = vocab_size
+        self._recorded: dict[tuple[int, int], Recorded] = {}
+        self._addresses: tuple[int, ...] = ()
+        self._logits: Tensor | None = None
+
+    def __call__(self, batch: DecodeBatch, cache: PagedKV, weights: tuple[int, ...]) -> Tensor:
+        """Logits [B, V], overwritten by the next call. `weights`: the addresses of all weights."""
+        addresses = (*weights, *(tensor.data_ptr() for tensor in cache.tensors), cache.num_pages)
+        if addresses != self._addresses:
+            self.release()
+            self._addresses = addresses
+        rows, columns = batch.pages.shape
+        size = round_rows(rows), min(round_pages(columns), self._max_pages)
+        if size not in self._recorded:
+            self._recorded[size] = self._record(size, batch, cache)
+        recorded = self._recorded[size]
+        inputs = recorded.inputs
+        inputs.tokens[:rows].copy_(batch.tokens)
+        inputs.positions[:rows].copy_(batch.positions)
+        inputs.pages[:rows, :columns].copy_(batch.pages)
+        inputs.positions[rows:].zero_()
+        inputs.pages[rows:].fill_(cache.scratch_page)
+        recorded.replay()
+        return recorded.logits[:rows]
+
+    def release(self) -> None:
+        """Forget all graphs, and give back what they take."""
+        if self._recorded:
+            self._recorded.clear()
+            self._capture = self._new_capture()  # the pool of graphs that are all gone takes no others
+        self._addresses, self._logits = (), None
+
+    def _record(self, size: tuple[int, int], batch: DecodeBatch, cache: PagedKV) -> Recorded:
+        """Recording runs the step, on rows that all write to the scratch page."""
+        inputs = DecodeBatch(
+            tokens=batch.tokens.new_zeros(size[0]),
+            positions=batch.positions.new_zeros(size[0]),
+            pages=batch.pages.new_full(size, cache.scratch_page),
+        )
+        logits = self._logits_of(size[0], batch.tokens.device)
+        return Recorded(inputs=inputs, logits=logits, replay=self._capture(lambda: self._step(inputs, cache, logits)))
+
+    def _logits_of(self, rows: int, device: torch.device) -> Tensor:
+        """The first rows of the buffer. Graphs recorded before it grew keep the smaller one: it at least doubles, so that there are few."""
+        room = 0 if self._logits is None else self._logits.shape[0]
+        if self._logits is None or room < rows:
+            self._logits = torch.empty(max(rows, 2 * room), self._vocab_size, dtype=torch.float32, device=device)
+        return self._logits[:rows]
+
+
+def round_rows(rows: int) -> int:
+    """The graph's number of rows: at most a quarter more."""
+    step = 1 << max((rows - 1).bit_length() - 3, 0)
+    return -(-rows // step) * step
+
+
+def round_pages(pages: int) -> int:
+    """The graph's width of a page table: a power of two."""
+    return 1 << (pages - 1).bit_length()
+
+
+class CudaCapture:
+    """`Capture` on the current GPU. All graphs share one pool of memory: only one runs at a time, and each writes what it reads.
+
+    The pool lives as long as one of its graphs does. The allocator accepts no graph for a pool whose graphs are all gone
+    (`create_or_incref_pool`: use_count > 0 INTERNAL ASSERT FAILED): then another capture is needed.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], object]) -> Callable[[], None]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries choose algorithms and allocate workspaces on their first calls
+            for _ in range(WARM_UPS):
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (clients of the servers, the collective library's watchdog) may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            function()
+        return graph.replay

@@ -1,0 +1,158 @@
+"""Kernels that attend over pages where they lie, and the choice between them. None gathers pages or needs masks.
+
+FlashAttention-3 (package `flash_attn_interface`, Shah et al. 2024, Hopper) takes pages of any size, FlashAttention-2 (`flash_attn`, Dao
+2023) of multiples of 256 tokens. Torch has FlashAttention-2 built in (`torch.nn.attention.varlen`; paged in newer versions, at least 2.13),
+so that no package is needed. All take float16 and bfloat16 and heads of up to 256 dimensions, and can be recorded in a graph: lengths and
+page tables stay on the device. (FlashInfer's wrappers plan each step on the host, from lengths there.)
+
+Each is called before it is chosen, on a few tokens: one that fails, or attends otherwise than the reference, is left alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.rollout.builtin.attention import Continued, DecodeBatch, DecodePlan, GatheredAttention, PagedKV, causal, plan_decode
+
+_log = logging.getLogger(__name__)
+
+MOST_DIMENSIONS = 256
+HOPPER = 9
+TOLERANCE = 3e-2  # of outputs of the size 1, in bfloat16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Package:
+    """A module with `flash_attn_with_kvcache`, what it calls the page table, and the pages that it likes."""
+
+    module: str
+    table: str
+    page_size: int
+
+
+FLASH_3 = Package(module="flash_attn_interface", table="page_table", page_size=128)
+FLASH_2 = Package(module="flash_attn", table="block_table", page_size=256)
+TORCH = "torch.nn.attention.varlen"
+TORCH_PAGE_SIZE = 256
+
+
+class FlashAttention:
+    """`PagedAttention` by a package's `flash_attn_with_kvcache`."""
+
+    def __init__(self, package: Package, function: Callable[..., Tensor]) -> None:
+        self.page_size = package.page_size
+        self.name = package.module
+        self._table = package.table
+        self._function = function
+
+    def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return causal(queries, keys, values)
+
+    def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
+        return self._attend(queries[:, None], cache, layer, plan)[:, 0]
+
+    def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
+        return self._attend(queries[None], cache, layer, part)[0]
+
+    def _attend(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan | Continued) -> Tensor:
+        """[B, S, groups, queries per group, D]: the last S of the sequences' tokens look back."""
+        out = self._function(
+            queries.flatten(2, 3),
+            cache.keys[layer],
+            cache.values[layer],
+            cache_seqlens=plan.lengths,
+            causal=True,
+            **{self._table: plan.pages},
+        )
+        return out.view(queries.shape)
+
+
+class TorchFlashAttention(FlashAttention):
+    """The same by torch's `varlen_attn`, whose queries are those of all sequences, one sequence behind the other."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__(Package(module=TORCH, table="block_table", page_size=TORCH_PAGE_SIZE), function)
+
+    def _attend(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan | Continued) -> Tensor:
+        out = self._function(
+            queries.flatten(2, 3).flatten(0, 1),
+            cache.keys[layer],
+            cache.values[layer],
+            *plan.bounds,
+            queries.shape[1],
+            plan.pages.shape[1] * self.page_size,
+            window_size=(-1, 0),  # causal
+            enable_gqa=True,
+            seqused_k=plan.lengths,
+            block_table=plan.pages,
+        )
+        return out.view(queries.shape)
+
+
+def load(package: Package) -> FlashAttention | None:
+    """The package's attention, or None if it is not installed or is one that this was not written for: a log line then says so."""
+    function, missing = _function(package.module, "flash_attn_with_kvcache", {"cache_seqlens", "causal", package.table})
+    if missing:
+        _log.warning("rollouts attend without %s, whose flash_attn_with_kvcache has no %s", package.module, ", ".join(sorted(missing)))
+    return None if function is None else FlashAttention(package, function)
+
+
+def load_torch() -> TorchFlashAttention | None:
+    """Torch's own, None if this version's takes no pages."""
+    function, _ = _function(TORCH, "varlen_attn", {"window_size", "enable_gqa", "seqused_k", "block_table"})
+    return None if function is None else TorchFlashAttention(function)
+
+
+def _function(module: str, name: str, parameters: set[str]) -> tuple[Callable[..., Tensor] | None, set[str]]:
+    """(the module's function, None if there is none that has these parameters; those that it has not)."""
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None, set()
+    missing = parameters - set(inspect.signature(function).parameters)
+    return (None if missing else function), missing
+
+
+def flash_attention(weight: Tensor, heads: tuple[int, int, int]) -> FlashAttention | None:
+    """The fastest one that works for a model with this weight's dtype and device, or None. `heads`: this rank's key-value groups, queries
+    per group, dimensions."""
+    dimensions = heads[2]
+    if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16) or dimensions > MOST_DIMENSIONS or dimensions % 8:
+        return None
+    is_hopper = torch.cuda.get_device_capability(weight.device)[0] == HOPPER
+    for candidate in (load(FLASH_3) if is_hopper else None, load(FLASH_2), load_torch()):
+        if candidate is not None and attends_right(candidate, weight, heads):
+            return candidate
+    return None
+
+
+@torch.no_grad()
+def attends_right(attention: FlashAttention, weight: Tensor, heads: tuple[int, int, int]) -> bool:
+    """Whether the kernel gives what the reference gives, for two short sequences; a log line says if not."""
+    groups, share, dimensions = heads
+    size, generator = attention.page_size, torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(weight)
+
+    cache = PagedKV(keys=random(1, 4, size, groups, dimensions), values=random(1, 4, size, groups, dimensions))
+    tokens, pages = torch.zeros(2, dtype=torch.int64), torch.tensor([[2, 0], [1, 0]], dtype=torch.int32)
+    batch = DecodeBatch(tokens=tokens, positions=torch.tensor([size + 4, 6]), pages=pages)
+    plan = plan_decode(batch.to(weight.device), size)
+    queries = random(2, groups, share, dimensions)
+    try:
+        found = attention.decode(queries, cache, 0, plan)
+        worst = float((found - GatheredAttention(size).decode(queries, cache, 0, plan)).abs().max())
+    except Exception as error:  # of whatever kind: the reference goes on without it
+        _log.warning("rollouts attend without %s, which failed: %s: %s", attention.name, type(error).__name__, error)
+        return False
+    if not worst <= TOLERANCE:
+        _log.warning("rollouts attend without %s, which is off by %.2g on two short sequences", attention.name, worst)
+    return worst <= TOLERANCE

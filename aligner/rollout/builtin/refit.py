@@ -1,0 +1,240 @@
+"""The built-in engine's weights between training and generation: their source, and when they are filled and released.
+
+`TrainingWeights` are the policy's parameters themselves, `SnapshotWeights` a copy of them for an engine that samples while they are
+trained. `OwnWeights` are in the rollout layout, refilled from the training shards in buckets. With `rollout.offload` only one of the two
+sets is on the device at a time: the engine's weights release their memory while the policy trains (they are copies of the policy's, so
+nothing needs to be kept), and the policy's wait in host memory while the engine samples.
+
+Every refit checks the training shards before any of them moves, on all ranks, and the received tensors for numbers that are not finite;
+`rollout.verify_refit=checksum` also compares checksums of sent and received tensors. Weights that the engine reads in place are checked
+only if that is asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.errors import EngineError
+from aligner.models.modules.build import LanguageModel
+from aligner.models.modules.lora import MergedWeights
+from aligner.models.training.offload import HostMemory
+from aligner.parallel import platform
+from aligner.parallel.collectives import together
+from aligner.parallel.reshard import Move, plan
+from aligner.parallel.transfer import Lanes, Refill, block_group
+from aligner.rollout.builtin.decode import Shards
+from aligner.rollout.builtin.weights import ModelWeights, by_role, held_here, moves, named_parameters, usable_in_place
+from aligner.rollout.config import VerifyRefit, check_splits
+from aligner.rollout.engine import verify
+from aligner.rollout.engine.manifest import TensorSpec, global_manifest, mismatch, named_few
+
+MIB = 2**20
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
+
+
+class TrainingWeights:
+    """The training parameters, read in place: a refit moves nothing."""
+
+    def __init__(self, chunk: LanguageModel, *, checked: bool) -> None:
+        groups = chunk.pg_collection
+        self._named = named_parameters([chunk])
+        self._checked = checked
+        self.model: ModelWeights = by_role(self._named, chunk.architecture)
+        self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=groups.tp)
+
+    def allocate(self) -> None:
+        """Nothing to do: the weights are in place."""
+
+    def release(self) -> None:
+        """Nothing to do: the weights belong to the policy."""
+
+    def fill(self) -> int:
+        """They are always the policy's: 0 bytes move. Raises EngineError for numbers that are not finite, if that is asked for."""
+        if self._checked:
+            _refuse_not_finite(self._named)
+        return 0
+
+
+class SnapshotWeights:
+    """A copy of the training parameters in their own layout: a refit copies them, on each rank for itself. Making it is collective."""
+
+    def __init__(self, chunk: LanguageModel, *, verified: bool) -> None:
+        groups = chunk.pg_collection
+        self._named = named_parameters([chunk])
+        self._verified = verified
+        self._tensors = allocated(
+            {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self._named.items()}, stacked=_stacks()
+        )
+        self.model: ModelWeights = by_role(self._tensors, chunk.architecture)
+        # Their own group: the two threads' collectives would meet in training's.
+        self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=block_group(groups.tp.size()))
+
+    def allocate(self) -> None:
+        """They are always there."""
+
+    def release(self) -> None:
+        """They are needed while the policy trains."""
+
+    @torch.no_grad()
+    def fill(self) -> int:
+        """Copy the policy's weights; the bytes that were copied. Raises EngineError for numbers that are not finite, naming them."""
+        torch._foreach_copy_(list(self._tensors.values()), [parameter.detach() for parameter in self._named.values()])
+        _refuse_not_finite(self._tensors)
+        differs = [name for name, copy in self._tensors.items() if self._verified and not torch.equal(copy, self._named[name])]
+        if differs:
+            raise EngineError(f"{named_few(differs)} of {len(self._tensors)} tensors are not what training holds")
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+
+class OwnWeights:
+    """A copy split over blocks of `tp` consecutive ranks; filled on demand. Construction and filling are collective over the component.
+
+    `apart`: sampling runs in another thread than training, and shares no group with it.
+    """
+
+    def __init__(
+        self, chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: int, verified: bool, takes_turns: bool, apart: bool = False
+    ) -> None:
+        groups, architecture = chunks[0].pg_collection, chunks[0].architecture
+        # Blocks of as many consecutive ranks as train together are the tensor-parallel groups: those exist.
+        group = groups.tp if groups.tp.size() == tp and not apart else block_group(tp)
+        self.shards = Shards(index=dist.get_rank() % tp, count=tp, group=group)
+        self._lanes = Lanes(pp=groups.pp, ep=groups.ep, tp=groups.tp, expert_tp=groups.expt_tp)
+        self._chunks = chunks
+        self._moves = moves(chunks, tp=tp)
+        check_moves(self._moves, chunks)
+        self._refill = Refill(plan(self._moves, bucket_bytes=bucket_bytes), lanes=self._lanes, index=self.shards.index)
+        self._verified = verified
+        # The first rank's vocabulary rows: the last ones may be fewer, but all ranks must hold equally many.
+        self._tensors = allocated(
+            {move.name: TensorSpec(shape=move.target_shape(0), dtype=move.dtype) for move in self._moves}, stacked=_stacks()
+        )
+        storages = (tensor.untyped_storage() for tensor in self._tensors.values())
+        self._storages = {storage._cdata: (storage, storage.nbytes()) for storage in storages}  # experts may share one
+        self._training = HostMemory(kept=lambda: (p.data for chunk in chunks for p in chunk.parameters())) if takes_turns else None
+        self.model: ModelWeights = by_role(self._tensors, architecture)
+
+    def allocate(self) -> None:
+        """Take the memory again, with any contents."""
+        for storage, size in self._storages.values():
+            storage.resize_(size)
+
+    def release(self) -> None:
+        """Release the memory, and move the policy's weights back if the two take turns."""
+        for storage, _ in self._storages.values():
+            storage.resize_(0)
+        if self._training is not None:
+            self._training.move_in()
+
+    def fill(self) -> int:
+        """Copy the policy's current weights, which then leave the device if the two take turns; returns the bytes copied here.
+
+        Raises EngineError, on every rank, naming a training shard that is missing, extra or has the wrong shape or dtype (nothing has
+        moved then), and numbers that are not finite or differ from those sent.
+        """
+        sources = named_parameters(self._chunks)
+        together(lambda: check_sources(self._moves, sources, self._chunks[0]), "checking the weights to send", error=EngineError)
+        merged = MergedWeights(sources, self._chunks)
+        self._refill.run(merged, self._tensors)
+        held = {move.name: self._tensors[move.name].narrow(move.dim, 0, move.target.size(self.shards.index)) for move in self._moves}
+        wanted = verify.expected(self._moves, merged, self._lanes) if self._verified else None
+        together(lambda: self._check_arrived(held, wanted), "checking the weights that arrived", error=EngineError)
+        if self._training is not None:
+            self._training.move_out()
+        return self._refill.bytes_per_run
+
+    def _check_arrived(self, held: Mapping[str, Tensor], wanted: Tensor | None) -> None:
+        _refuse_not_finite(held)
+        if wanted is None:
+            return
+        differs = wanted[:, self.shards.index] != verify.found(self._moves, held, self.shards.index)
+        if names := [move.name for move, bad in zip(self._moves, differs.tolist(), strict=True) if bad]:
+            raise EngineError(f"{named_few(names)} of {len(self._moves)} tensors arrived with another checksum than they were sent with")
+
+
+def _stacks() -> bool:
+    return platform.device().type == "cuda"
+
+
+def allocated(specs: Mapping[str, TensorSpec], *, stacked: bool) -> dict[str, Tensor]:
+    """A tensor for each name, of any contents. `stacked`: the same matrix of all experts of a layer is one tensor, of which each has a
+    view, for kernels that multiply by all of them at once."""
+    kinds: dict[str, dict[int, str]] = {}
+    found: dict[str, Tensor] = {}
+    for name, spec in specs.items():
+        if stacked and (expert := _EXPERT.search(name)):
+            kinds.setdefault(_EXPERT.sub("*", name), {})[int(expert[0])] = name
+        else:
+            found[name] = torch.empty(spec.shape, dtype=spec.dtype, device=platform.device())
+    for numbered in kinds.values():
+        names = [numbered[number] for number in sorted(numbered)]
+        spec = specs[names[0]]
+        together = torch.empty(len(names), *spec.shape, dtype=spec.dtype, device=platform.device())
+        found |= zip(names, together.unbind(0), strict=True)
+    return {name: found[name] for name in specs}
+
+
+def rollout_weights(
+    chunks: Sequence[LanguageModel],
+    *,
+    tp: int,
+    bucket_bytes: int,
+    verify_refit: VerifyRefit = VerifyRefit.none,
+    takes_turns: bool = False,
+    apart: bool = False,
+) -> TrainingWeights | SnapshotWeights | OwnWeights:
+    """The policy's weights for `tp` ranks that share the model in generation (0: as many as in training), not filled yet. Collective.
+
+    `takes_turns`: of the engine's own weights and the policy's one set is on the device. `apart`: they stay as they are while the policy
+    trains in another thread. Raises ConfigError if `tp` ranks cannot share the model.
+    """
+    chunk = chunks[0]
+    tp = tp or chunk.pg_collection.tp.size()
+    check_splits(chunk.architecture, tp=tp, world_size=dist.get_world_size())
+    verified = verify_refit == VerifyRefit.checksum
+    if usable_in_place(chunk, tp=tp):
+        return SnapshotWeights(chunk, verified=verified) if apart else TrainingWeights(chunk, checked=verified)
+    return OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes, verified=verified, takes_turns=takes_turns, apart=apart)
+
+
+def check_moves(found: Sequence[Move], chunks: Sequence[LanguageModel]) -> None:
+    """Raise EngineError unless the moves are of the tensors that the architecture says the model has, each once and whole."""
+    architecture = chunks[0].architecture
+    wanted = global_manifest(architecture, chunks[0].config.params_dtype).tensors
+    names = [move.name for move in found]
+    _compare_names(names, list(wanted), "the plan of the refit")
+    for move in found:
+        full = (*move.shape[: move.dim], move.target.extent, *move.shape[move.dim + 1 :])
+        if wrong := mismatch(move.name, torch.empty(full, dtype=move.dtype, device="meta"), wanted[move.name]):
+            raise EngineError(f"refit: {wrong}")
+
+
+def check_sources(found: Sequence[Move], sources: Mapping[str, Tensor], chunk: LanguageModel) -> None:
+    """Raise EngineError unless this rank's training shards are the ones that the moves begin with."""
+    held = [move for move in found if held_here(move, chunk)]
+    _compare_names(list(sources), [move.name for move in held], "the training weights of this rank")
+    for move in held:
+        if wrong := mismatch(move.name, sources[move.name], TensorSpec(shape=move.shape, dtype=move.dtype)):
+            raise EngineError(f"refit: {wrong}")
+
+
+def _compare_names(names: Sequence[str], wanted: Sequence[str], where: str) -> None:
+    seen, known = set(), set(wanted)
+    for name in names:
+        if name not in known:
+            raise EngineError(f"refit: {name} is extra in {where}: no weight of the model that belongs there has that name")
+        if name in seen:
+            raise EngineError(f"refit: {name} is twice in {where}")
+        seen.add(name)
+    if missing := [name for name in wanted if name not in seen]:
+        raise EngineError(f"refit: {named_few(missing)} of {len(wanted)} tensors missing in {where}")
+
+
+def _refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
+    if bad := verify.not_finite(tensors):
+        raise EngineError(f"the weights are not finite: {named_few(bad)} of {len(tensors)} tensors")

@@ -1,0 +1,366 @@
+"""Drawing the next tokens: one pass over the logits of all running sequences, reproducible per sample.
+
+Each draw uses one uniform number that is a pure function of (the sample's seed, the position in its response), so a sample is the same
+whatever else is in the batch, on whichever rank it runs, and after it was preempted.
+
+The order is Hugging Face's: repetition penalty (Keskar et al. 2019), frequency and presence penalties (OpenAI's), no stop token before
+`min_response_length`, temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). Ids that stand for no token are out
+before all of these. Log-probs know nothing of all this: they are log softmax(logits / temperature) over the whole vocabulary, the number
+that the trainer's ratio compares with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.errors import ConfigError
+from aligner.parallel.logprobs import log_normalizer, row_sums
+from aligner.rollout.builtin.attention import upload
+from aligner.rollout.builtin.stopping import StopStrings
+from aligner.rollout.engine import missing_ids
+from aligner.types import SamplingConfig
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+BLOCK = 128  # tokens whose weights are summed first
+WINDOW = 256  # positions for which uniforms are made at a time
+HEAD = 1024  # likeliest tokens among which top-p looks first on a CPU
+_INT32_MAX = 2**31 - 1
+GOES_ON, STOP, LENGTH = 0, 1, 2  # values of `Draw.ended`
+
+
+class FusedDraw(Protocol):
+    """A draw from the softmax itself (temperature 0: its peak) in one kernel."""
+
+    def __call__(
+        self, logits: Tensor, uniforms: Tensor, temperature: float, *, raw: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]: ...  # int64 tokens [B], logprobs [B], raw log-probs [B] where asked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """One token per running sequence: int64 tokens [B], float32 logprobs [B] at the sampling temperature (greedy: 1), float32
+    raw_logprobs [B] at temperature 1 if asked for, int8 ended [B] (GOES_ON, STOP, LENGTH)."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    raw_logprobs: Tensor | None
+    ended: Tensor
+
+
+class Sampler:
+    """Draws for the sequences that occupy `num_seats` seats. `decode` (ids to text) is needed for stop strings only; `add_up` sums the
+    rows of [B, V] numbers from 0 to 1 for log-probs, as the trainer does if they must be bit-identical to the trainer's. `fused` draws if
+    no setting reshapes the softmax.
+
+    Raises ConfigError if there are stop strings and no `decode`.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        *,
+        eos_id: int,
+        vocab_size: int,
+        num_seats: int,
+        device: torch.device,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        add_up: Callable[[Tensor], Tensor] = row_sums,
+        fused: FusedDraw | None = None,
+    ) -> None:
+        if sampling.stop_strings and decode is None:
+            raise ConfigError(
+                f"rollout.sampling.stop_strings={sampling.stop_strings}: needs a tokenizer; allowed: rollout.sampling.stop_token_ids"
+            )
+        self._sampling = sampling
+        self._add_up = add_up
+        self._fused = None if sampling.reshaping() else fused
+        stop_ids = sorted({eos_id, *sampling.stop_token_ids})
+        self._stop_ids = upload(np.array(stop_ids, np.int64), device)
+        self._forbidden = upload(np.array([i for i in stop_ids if i < vocab_size], np.int64), device)
+        self._missing = upload(np.array(missing_ids(sampling), np.int64), device)
+        self._arrived: dict[int, tuple[int, int, int]] = {}  # by seat, since the last draw: seed, position (of the next token), limit
+        self._state = torch.zeros(4, num_seats, dtype=torch.int64, device=device)  # of all seats: these, and where its uniforms begin
+        self._uniforms = torch.zeros(num_seats, WINDOW, dtype=torch.float64, device=device)  # for its next positions
+        self._ahead = torch.arange(WINDOW, device=device)
+        self._age = 0  # draws since all seats' uniforms were made
+        counts = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        self._counts = torch.zeros(num_seats, vocab_size, device=device) if counts else None  # of each token in the response
+        repetition = sampling.repetition_penalty != 1
+        self._seen = torch.zeros(num_seats, vocab_size, dtype=torch.bool, device=device) if repetition else None  # in the prompt too
+        self._stops = StopStrings(sampling.stop_strings, decode) if sampling.stop_strings and decode else None
+        self._texts: list[tuple[list[int], int]] = [([], 0)] * num_seats  # with stop strings: prompt's end + response, its start
+
+    def seat(self, seat: int, *, prompt: Sequence[int], response: Sequence[int], seed: int, limit: int) -> None:
+        """Give `seat` to a sequence: a new one, or (with the `response` so far) a preempted one, which continues exactly.
+
+        Args:
+            seed: int64; limit: the most tokens that this response may have.
+        """
+        if len(response) >= limit:
+            raise ValueError(f"seat {seat}: a response of {len(response)} tokens cannot go on with a limit of {limit}")
+        device = self._state.device
+        self._arrived[seat] = seed, len(response), limit
+        if self._seen is not None:
+            self._seen[seat] = False
+            self._seen[seat, upload(np.array([*prompt, *response], np.int64), device)] = True
+        if self._counts is not None:
+            self._counts[seat] = 0
+            tokens = upload(np.array(response, np.int64), device)
+            self._counts[seat].index_add_(0, tokens, torch.ones(len(response), device=device))
+        if self._stops is not None:
+            context = self._stops.context(prompt)
+            self._texts[seat] = (context + list(response), len(context))
+
+    @torch.no_grad()
+    def draw(self, logits: Tensor, seats: Tensor) -> Draw:
+        """The next token of each seat in `seats` (int64 [B], no seat twice) from its logits, float32 [B, V], which are left as they are.
+
+        A response ends with its stop token, with the token that completes a stop string, or at its limit. Waits for the device only if
+        there are stop strings.
+        """
+        self._settle()
+        _, positions, limits, begins = self._state[:, seats]
+        with self._without_missing(logits) as beyond:
+            tokens, logprobs, raw_logprobs = self._pick(logits, seats, positions, begins)
+        if len(self._missing):
+            logprobs = self._over_all(logprobs, tokens, self._heated(logits), self._heated(beyond))
+            raw_logprobs = None if raw_logprobs is None else self._over_all(raw_logprobs, tokens, logits, beyond)
+        self._record(seats, tokens, positions + 1)
+        ended = self._ended(seats, tokens, positions + 1, limits)
+        return Draw(tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs, ended=ended)
+
+    @torch.no_grad()
+    def probabilities(self, logits: Tensor, seats: Tensor) -> Tensor:
+        """The distribution that `draw` would use now, float32 [B, V]; changes nothing. Not for greedy."""
+        self._settle()
+        with self._without_missing(logits):
+            processed = self._processed(logits, seats, self._state[1, seats])
+            z = self._heated(logits)
+            weights = self._kept(processed, logits, z, (z - z.amax(dim=-1, keepdim=True)).exp_())
+        return weights / weights.sum(dim=-1, keepdim=True)
+
+    def _settle(self) -> None:
+        """Take over who arrived, and have uniforms for the next draw of every seat: made ahead, they cost next to nothing."""
+        device = self._state.device
+        if self._arrived:
+            seats = upload(np.array(list(self._arrived)), device)
+            seeds, positions, limits = upload(np.array(list(self._arrived.values()), np.int64), device).unbind(1)
+            self._state[:, seats] = torch.stack([seeds, positions, limits, positions])
+            self._uniforms[seats] = uniforms(seeds[:, None], positions[:, None] + self._ahead)
+            self._arrived.clear()
+        if self._age == WINDOW:  # no seat has drawn more often than that
+            self._state[3] = self._state[1]
+            self._uniforms[:] = uniforms(self._state[0][:, None], self._state[1][:, None] + self._ahead)
+            self._age = 0
+
+    def _pick(self, logits: Tensor, seats: Tensor, positions: Tensor, begins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(tokens, log-probs, raw log-probs if asked for)."""
+        uniform = self._uniforms[seats, positions - begins]
+        if self._fused is not None:
+            return self._fused(logits, uniform, self._sampling.temperature, raw=self._sampling.raw_logprobs)
+        z = self._heated(logits)
+        peak = z.amax(dim=-1, keepdim=True)
+        weights = (z - peak).exp_()
+        logsumexp = log_normalizer(peak[:, 0], self._add_up(weights))
+        processed = self._processed(logits, seats, positions)
+        if self._sampling.temperature == 0:
+            tokens = processed.argmax(dim=-1)
+        else:
+            tokens = invert(self._kept(processed, logits, z, weights), uniform)
+        index = tokens[:, None]
+        logprobs = z.gather(1, index)[:, 0] - logsumexp
+        if not self._sampling.raw_logprobs:
+            return tokens, logprobs, None
+        return tokens, logprobs, logprobs if z is logits else logits.gather(1, index)[:, 0] - self._normalizer(logits)
+
+    @contextmanager
+    def _without_missing(self, logits: Tensor) -> Iterator[Tensor]:
+        """In the block the logits of ids that stand for no token are -inf; gives what they are otherwise, [B, ids]. Few columns are
+        written, and no pass over the vocabulary is made."""
+        beyond = logits.index_select(1, self._missing)
+        if len(self._missing):
+            logits.index_fill_(1, self._missing, -torch.inf)
+        yield beyond
+        if len(self._missing):
+            logits.index_copy_(1, self._missing, beyond)
+
+    def _over_all(self, logprobs: Tensor, tokens: Tensor, z: Tensor, beyond: Tensor) -> Tensor:
+        """The log-probs over the whole vocabulary, from those among tokens; `beyond` are the `z` of ids that stand for none."""
+        own = z.gather(1, tokens[:, None])[:, 0]
+        if self._add_up is not row_sums:  # the trainer's own sum, bit for bit
+            return own - self._normalizer(z)
+        return logprobs - F.softplus(beyond.logsumexp(dim=-1) - own + logprobs)
+
+    def _normalizer(self, z: Tensor) -> Tensor:
+        peak = z.amax(dim=-1, keepdim=True)
+        return log_normalizer(peak[:, 0], self._add_up((z - peak).exp_()))
+
+    def _heated(self, logits: Tensor) -> Tensor:
+        return logits if self._sampling.temperature in (0.0, 1.0) else logits / self._sampling.temperature
+
+    def _processed(self, logits: Tensor, seats: Tensor, positions: Tensor) -> Tensor:
+        """The logits with penalties, and without stop tokens if it is too early for them; `logits` itself if nothing changes."""
+        sampling = self._sampling
+        if self._seen is not None:
+            penalty = sampling.repetition_penalty
+            logits = torch.where(self._seen[seats], torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        if self._counts is not None:
+            counts = self._counts[seats]
+            logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+        if sampling.min_response_length > 0:
+            early = (positions < sampling.min_response_length)[:, None]
+            allowed = logits[:, self._forbidden].masked_fill(early, -torch.inf)
+            logits = logits.index_copy(1, self._forbidden, allowed)
+        return logits
+
+    def _kept(self, processed: Tensor, logits: Tensor, z: Tensor, weights: Tensor) -> Tensor:
+        """[B, V], proportional to the probabilities to draw with; `weights` are those of the unprocessed `z`."""
+        if processed is not logits:
+            z = self._heated(processed)
+            weights = (z - z.amax(dim=-1, keepdim=True)).exp_()
+        return truncated(z, weights, top_k=self._sampling.top_k, top_p=self._sampling.top_p, min_p=self._sampling.min_p)
+
+    def _record(self, seats: Tensor, tokens: Tensor, lengths: Tensor) -> None:
+        self._state[1].index_copy_(0, seats, lengths)
+        self._age += 1
+        if self._seen is not None:
+            self._seen[seats, tokens] = True
+        if self._counts is not None:
+            self._counts[seats, tokens] += 1
+
+    def _ended(self, seats: Tensor, tokens: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
+        stopped = (tokens[:, None] == self._stop_ids).any(dim=-1)
+        if self._stops is not None:
+            found = []
+            for seat, token in zip(seats.tolist(), tokens.tolist(), strict=True):
+                text, start = self._texts[seat]
+                text.append(token)
+                early = len(text) - start < self._sampling.min_response_length
+                found.append(not early and self._stops.completes(text, start))
+            stopped = stopped | torch.tensor(found, device=tokens.device)
+        return torch.where(stopped, STOP, (lengths >= limits) * LENGTH).to(torch.int8)
+
+
+def _signed(x: int) -> int:
+    """The int64 with the same 64 bits."""
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of the 64 bits of an int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Numbers in [0, 1), float64, from int64 seeds and positions: SplitMix64 (Steele et al. 2014) seeded with `seed`, draw `position`."""
+    x = seeds + (positions + 1) * _signed(_GOLDEN)  # wraps modulo 2^64, as SplitMix64 wants
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX[0])
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX[1])
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 11).double() * 2.0**-53
+
+
+def truncated(z: Tensor, weights: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """`weights` [B, V], 0 for the tokens that are not kept.
+
+    Of equally likely tokens those of lower id come first, so exactly `top_k` are kept, and the same ones on every device.
+
+    Args:
+        z: float32 [B, V] logits; weights: exp(z - max z).
+        top_k: keep the k likeliest; 0: all. top_p: of these, the smallest set of likeliest tokens with at least that share of their mass.
+        min_p: of these, the ones at least `min_p` times as likely as the likeliest.
+    """
+    vocab_size = z.shape[1]
+    if top_p < 1:
+        total = None if 0 < top_k < vocab_size else weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+        if total is None:
+            nucleus = _nucleus(z, top_p, total=None, num=top_k)
+        elif z.device.type == "cpu":
+            nucleus = _nucleus(z, top_p, total=total, num=min(HEAD, vocab_size))
+        else:
+            nucleus = halved_nucleus(z, weights, top_p * total)
+        weights = weights * _likeliest(z, *nucleus)
+    elif 0 < top_k < vocab_size:
+        least = z.topk(top_k, dim=-1).values[:, -1:]
+        weights = weights * _likeliest(z, least, torch.full_like(least, top_k, dtype=torch.int64))
+    return weights * (weights >= min_p) if min_p > 0 else weights
+
+
+def _nucleus(z: Tensor, top_p: float, *, total: Tensor | None, num: int) -> tuple[Tensor, Tensor]:
+    """Of the `num` likeliest tokens, what the smallest set with `top_p` of `total` (None: of their own) weight is: its least logit and
+    its size, at least one; [B, 1] and int64 [B, 1].
+
+    Sorting a large vocabulary costs many times the rest of the sampler, so `num` is a few, and the rows that need more are done again,
+    on the CPU: other devices would have to be waited for.
+    """
+    ordered = z.topk(num, dim=-1).values if num < z.shape[1] else z.sort(dim=-1, descending=True).values
+    own = (ordered - ordered[:, :1]).exp_().double()
+    cumulative = own.cumsum(dim=-1)
+    mass = top_p * (cumulative[:, -1:] if total is None else total)
+    size = (cumulative - own < mass).sum(dim=-1, keepdim=True).clamp_(min=1)
+    least = ordered.gather(1, size - 1)
+    if total is not None and num < z.shape[1]:
+        more = (cumulative[:, -1:] < mass)[:, 0].nonzero()[:, 0]
+        if len(more):
+            least[more], size[more] = _nucleus(z[more], top_p, total=total[more], num=z.shape[1])
+    return least, size
+
+
+def halved_nucleus(z: Tensor, weights: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """`_nucleus` without a sort, and without a step whose size depends on the logits: of the smallest set of likeliest tokens that weighs
+    `mass` (float64 [B, 1], at most the whole of `weights` [B, V]) the least logit and the size.
+
+    Finds the least logit bit by bit, over integers in the order of the float32 numbers whose bits they are.
+    """
+    bits = z.view(torch.int32)
+    keys = torch.where(bits < 0, bits ^ _INT32_MAX, bits)
+    reached = torch.full_like(mass, -_INT32_MAX - 1, dtype=torch.int64)  # tokens from here on weigh enough
+    for bit in reversed(range(32)):
+        enough = torch.where(keys >= reached + (1 << bit), weights, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64) >= mass
+        reached.add_(enough, alpha=1 << bit)
+    least = torch.where(reached < 0, reached ^ _INT32_MAX, reached).int().view(torch.float32)
+    above = z > least
+    rest = mass - torch.where(above, weights, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    own = (least - z.amax(dim=-1, keepdim=True)).exp().double()
+    return least, above.sum(dim=-1, keepdim=True) + (rest / own).ceil().long().clamp_(min=1)
+
+
+def _likeliest(z: Tensor, least: Tensor, count: Tensor) -> Tensor:
+    """True for the `count` [B, 1] largest entries of each row of `z`, the first of equal ones; the last of them is as large as `least`."""
+    above, equal = z > least, z == least
+    room = count - above.sum(dim=-1, keepdim=True)
+    if z.device.type == "cpu" and bool((equal.sum(dim=-1, keepdim=True) == room).all()):
+        return above | equal
+    return above | equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= room)
+
+
+def invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the cumulative weight passes `uniform` of the whole; int64 [B]. First the block of tokens, then the token in it:
+    a cumulative sum over a large vocabulary in float64 costs several times as much as all the rest of the sampler."""
+    if weights.shape[1] <= 8 * BLOCK:
+        return _pass(weights.double(), uniform)[0][:, 0]
+    missing = -weights.shape[1] % BLOCK
+    blocks = (F.pad(weights, (0, missing)) if missing else weights).view(weights.shape[0], -1, BLOCK)  # padding with nothing copies too
+    sums = blocks.sum(dim=-1).double()
+    block, share = _pass(sums, uniform)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+    token, _ = _pass(inside.double(), share)
+    return (block * BLOCK + token)[:, 0]
+
+
+def _pass(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """(where the cumulative sum of float64 `weights` [B, N] passes `share` [B] of the total, [B, 1]; how far into that entry, [B])."""
+    cumulative = weights.cumsum(dim=-1)
+    threshold = (share * cumulative[:, -1])[:, None]
+    index = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=weights.shape[1] - 1)
+    own = weights.gather(1, index)
+    return index, ((threshold - cumulative.gather(1, index) + own) / own)[:, 0]

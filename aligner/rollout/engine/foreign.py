@@ -1,0 +1,248 @@
+"""An inference package's engine as one that the lifecycle can drive: the policy's weights are streamed into it, checked on the way.
+
+The stream is collective over the component. If an engine fails on one rank, that rank follows the stream to its end without loading, so
+that no other is left waiting; then all give the refit up.
+
+The weights have Hugging Face names and travel as full tensors in buckets. Engines fuse q, k and v, gate and up, and a layer's experts into
+one tensor each, and some can only be given all of a fused tensor's parts at once: such a group is never cut, even where it alone exceeds
+the size of a bucket.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from aligner.errors import AlignerError, ConfigError, EngineError
+from aligner.models.training.offload import HostMemory
+from aligner.parallel import platform
+from aligner.parallel.collectives import together
+from aligner.protocols import Replica
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, ForeignEngine, GenResult, Memory, Refitted, Work, verify
+from aligner.rollout.engine.manifest import Manifest, Receipt, named_few
+from aligner.types import SamplingConfig
+
+Bucket = list[tuple[str, Tensor]]
+
+# What is fused: the part of the name that stands for the group, and what tells its members apart.
+_GROUPS = (
+    re.compile(r"(.*\.experts)\.\d+\..*"),
+    re.compile(r"(.*)\.(?:q|k|v)_proj\.(?:weight|bias)"),
+    re.compile(r"(.*)\.(?:gate|up)_proj\.(?:weight|bias)"),
+    re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)\.weight"),
+)
+
+
+def fusion_group(name: str) -> str:
+    """A key shared by all tensors that an engine may fuse with this one (Hugging Face name); its own name if there are none."""
+    for kind, pattern in enumerate(_GROUPS):
+        if found := pattern.fullmatch(name):
+            return f"{found[1]}/{kind}"
+    return name
+
+
+def weight_buckets(named: Iterator[tuple[str, Tensor]], *, bucket_bytes: int, manifest: Manifest) -> Iterator[Bucket]:
+    """Collect the full tensors of a model, in `manifest`'s order, into buckets of at most `bucket_bytes`, whole fusion groups each.
+
+    A larger group gets a bucket to itself. The tensors are the stream's own, made contiguous; contiguous ones are not copied, so
+    the buckets must be used while the weights stay as they are. The next tensor is asked for when a bucket has been used, so a caller that
+    drops it then never has more than one, and what the stream needs to make the next tensor.
+
+    Raises EngineError if the stream does not keep a group together. A tensor that the manifest has not, or that is missing, is for
+    `Receipt` to find.
+    """
+    ends = _last_names(manifest, bucket_bytes)
+    bucket: Bucket = []
+    for name, tensor in _kept_together(named):
+        bucket.append((name, tensor.contiguous()))
+        del tensor
+        if name in ends:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _last_names(manifest: Manifest, bucket_bytes: int) -> frozenset[str]:
+    """The tensor that ends each bucket."""
+    ends: list[str] = []
+    size, last = 0, ""
+    for _, group in groupby(manifest.tensors.items(), key=lambda item: fusion_group(item[0])):
+        members = list(group)
+        group_size = sum(spec.num_bytes for _, spec in members)
+        if last and size + group_size > bucket_bytes:
+            ends.append(last)
+            size = 0
+        size, last = size + group_size, members[-1][0]
+    return frozenset(ends)
+
+
+def _kept_together(named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    current, closed = "", set()
+    for name, tensor in named:
+        group = fusion_group(name)
+        if group != current:
+            closed.add(current)
+            current = group
+        if group in closed:
+            raise EngineError(f"refit: {name} came apart from the tensors that it is fused with")
+        yield name, tensor
+        del tensor
+
+
+Export = Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightStream:
+    """The source of a foreign engine's weights: `Policy.export_weights`, its manifest, and the bucket size."""
+
+    export: Export
+    manifest: Manifest
+    bucket_bytes: int
+    verified: bool = False  # whether what the engine holds afterwards is compared with what was sent
+
+
+class StreamedEngine:
+    """`aligner.rollout.engine.Engine` around a `ForeignEngine`, which it starts. Collective over the component.
+
+    policy: where the policy's weights wait in host memory while the engine's are awake; None: they stay, and the engine never sleeps.
+    at_end: called at shutdown.
+    """
+
+    def __init__(
+        self,
+        engine: ForeignEngine,
+        stream: WeightStream,
+        replica: Replica,
+        *,
+        policy: HostMemory | None = None,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.foreign = engine
+        self.replica = replica
+        self._stream = stream
+        self._policy = policy
+        self._at_end = at_end
+        platform.release_cached()  # what building the policy left: the package allocates past torch
+        try:
+            together(engine.start, f"starting {engine.capabilities.name}", error=EngineError)
+            if policy is not None:
+                together(lambda: engine.sleep(ALL_MEMORY), f"putting {engine.capabilities.name} to sleep", error=EngineError)
+        except AlignerError:
+            self.shutdown()  # it may have started here
+            raise
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The wrapped engine's."""
+        return self.foreign.capabilities
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The wrapped engine's."""
+        return self.foreign.max_sequence_length
+
+    def refit(self, version: int) -> Refitted:
+        """Stream the policy's current weights into the engine. Raises EngineError on every rank if it failed on any, also
+        if a verification was asked for and the engine cannot read its weights back."""
+        started = time.monotonic()
+        delivery = _Delivery(self.foreign, self._stream)
+        try:
+            together(delivery.run, "streaming the weights", error=EngineError)
+            together(lambda: self.foreign.finish_refit(version), "finishing the refit", error=EngineError)
+        except EngineError:
+            self.foreign.abort_refit()
+            raise
+        if self._stream.verified:
+            together(delivery.compare, "verifying the refit", error=EngineError)
+        if self._policy is not None:
+            self._policy.move_out()
+        platform.synchronize()
+        return Refitted(num_bytes=self._stream.manifest.num_bytes, seconds=time.monotonic() - started)
+
+    def wake(self, memory: frozenset[Memory]) -> None:
+        """See `Engine.wake`. What training used and torch still keeps is given back first."""
+        platform.release_cached()
+        self.foreign.wake(memory)
+
+    def sleep(self, memory: frozenset[Memory]) -> None:
+        """See `Engine.sleep`."""
+        self.foreign.sleep(memory)
+        if self._policy is not None and Memory.weights in memory:
+            self._policy.move_in()
+
+    def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
+        """See `Engine.generate`."""
+        return self.foreign.generate(work, sampling)
+
+    def shutdown(self) -> None:
+        """See `Engine.shutdown`."""
+        self.foreign.shutdown()
+        self._at_end()
+
+
+class _Delivery:
+    """One refit: the stream, what has come of it, and what went wrong on this rank."""
+
+    def __init__(self, engine: ForeignEngine, stream: WeightStream) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._receipt = Receipt(stream.manifest)
+        self._largest: dict[str, Tensor] = {}  # a scalar on the device for each tensor, that says whether all of it is finite
+        self._sent: dict[str, Tensor] = {}  # checksums
+
+    def run(self) -> None:
+        """Load the whole stream; every rank follows it to its end, whatever happens on the way."""
+        failure: Exception | None = None
+        try:
+            self._engine.begin_refit(self._stream.manifest)
+        except Exception as failed:  # raised when the stream has ended
+            failure = failed
+        stream = self._stream
+        for bucket in weight_buckets(stream.export(), bucket_bytes=stream.bucket_bytes, manifest=stream.manifest):
+            if failure is None:
+                try:
+                    self._load(bucket)
+                except Exception as failed:
+                    failure = failed
+            del bucket  # before the next one is put together
+        if failure is not None:
+            raise failure
+        self._receipt.complete()
+        self._refuse_not_finite()
+
+    def compare(self) -> None:
+        """Raise EngineError naming the weights that the engine holds otherwise than they were sent."""
+        names = list(self._sent)
+        held = {name: tensor for name in names if (tensor := self._engine.read_back(name)) is not None}
+        if not held:
+            raise ConfigError(
+                f"rollout.verify_refit=checksum: {self._engine.capabilities.name} cannot read its weights back; allowed: none"
+            )
+        differs = [name for name, tensor in held.items() if not _same(self._sent[name], tensor, self._stream.manifest.tensors[name].shape)]
+        if differs:
+            raise EngineError(f"{named_few(differs)} of {len(held)} tensors that were read back are not what was sent")
+
+    def _load(self, bucket: Bucket) -> None:
+        self._receipt.take(bucket)
+        names, tensors = [name for name, _ in bucket], [tensor for _, tensor in bucket]
+        self._largest |= zip(names, verify.magnitudes(tensors), strict=True)
+        if self._stream.verified:
+            self._sent |= {name: verify.checksum(tensor) for name, tensor in bucket}
+        self._engine.load(bucket)
+
+    def _refuse_not_finite(self) -> None:
+        finite = torch.stack([largest.isfinite() for largest in self._largest.values()]).tolist()
+        if bad := [name for name, good in zip(self._largest, finite, strict=True) if not good]:
+            raise EngineError(f"the weights are not finite: {named_few(bad)} of {len(finite)} tensors")
+
+
+def _same(sent: Tensor, held: Tensor, shape: tuple[int, ...]) -> bool:
+    return tuple(held.shape) == shape and int(verify.checksum(held)) == int(sent)

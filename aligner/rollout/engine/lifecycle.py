@@ -1,0 +1,296 @@
+"""Holds a rollout engine to the order of its phases, and all ranks to one answer about each of them.
+
+    wake(weights) -> refit -> wake(kv_cache) -> generate -> sleep
+
+`wake()` goes through the first three if they are due, so an algorithm says `refit`, `wake`, `generate`, `sleep`. Without
+`rollout.offload` nothing is ever released: a refit happens at once, and `wake` and `sleep` do nothing. A refit that fails on any rank
+fails on all, and leaves weights of two versions: until another one succeeds nothing is generated.
+
+With a `Gate`, another thread may generate meanwhile: a refit then comes between two of its steps, and `wake` waits until it has done what
+it was asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import fields
+from typing import Protocol
+
+from aligner.errors import EngineError
+from aligner.parallel.collectives import together
+from aligner.protocols import Replica
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, EngineSampling, GenRequest, GenResult, Memory, Refitted, Work
+from aligner.rollout.engine.episodes import Conversing, Episodes, EpisodeWork
+from aligner.rollout.engine.gate import Gate
+from aligner.telemetry import recording
+from aligner.types import Prompt, Rollout, SamplingConfig
+
+_WEIGHTS, _CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
+
+
+class Sharing(Protocol):
+    """How the replicas share the requests of a generation; `aligner.rollout.engine.work.WorkSharing`."""
+
+    def open(self, requests: Sequence[GenRequest]) -> AbstractContextManager[Work]:
+        """This replica's share of the requests. Every rank calls it with the same requests."""
+
+
+class RecordedWork:
+    """`Work` that another one gives, whose requests the replica's leading rank records as spans: from when its engine takes one until the
+    response has ended. A turn of an episode is a request of its own."""
+
+    def __init__(self, work: Work, replica: Replica) -> None:
+        self._work = work
+        self._lane = f"replica {replica.index}"
+        self._taken: dict[int, tuple[float, int]] = {}  # since when, and the tokens of the prompt
+        self._records = replica.is_leader and recording.is_on()
+
+    @property
+    def is_open(self) -> bool:
+        return self._work.is_open
+
+    def take(self, room: int) -> Sequence[GenRequest]:
+        requests = self._work.take(room)
+        if self._records and requests:
+            now = time.perf_counter()
+            self._taken |= {request.index: (now, len(request.tokens)) for request in requests}
+        return requests
+
+    def ended(self, results: Sequence[GenResult]) -> None:
+        """The engine has given these."""
+        for result in results:
+            if result.index not in self._taken:
+                continue
+            start, prompt = self._taken.pop(result.index)
+            recording.add("response", start, self._lane, prompt=prompt, tokens=len(result.tokens), ended_by=result.finish_reason.value)
+
+
+class PhasedEngine:
+    """`aligner.protocols.RolloutEngine`. Every method is collective over the component; errors are raised on every rank.
+
+    `offload`: device memory is released between generations; the engine's starts out asleep. Otherwise everything is awake, and
+    constructing this refits for the first time. `gate`: `generate` is called in another thread than everything else, validation aside.
+    `conversing`: samples multi-turn episodes with an environment. `end_ids` end a response besides the sampling's own stop tokens; ids
+    in `missing` stand for no token: an engine that samples one fails.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: SamplingConfig,
+        sharing: Sharing,
+        *,
+        offload: bool,
+        gate: Gate | None = None,
+        conversing: Conversing | None = None,
+        end_ids: Sequence[int] = (),
+        missing: Sequence[int] = (),
+    ) -> None:
+        self.engine = engine
+        self.gate = gate
+        self.conversing = conversing
+        self.sampling = sampling
+        self._end_ids, self._missing = tuple(end_ids), frozenset(missing)
+        self.version = 0
+        self.refitted = Refitted(num_bytes=0, seconds=0.0)  # what the last refit moved
+        self._sharing = sharing
+        self._offload = offload
+        self._awake = frozenset() if offload else ALL_MEMORY
+        self._is_due = True  # weights are not those of `version` yet
+        self._poison = ""
+        self._generating_in: int | None = None  # thread
+        self._has_ended = False
+        if not offload:
+            self._refill()
+
+    @property
+    def replica(self) -> Replica:
+        """Which of the engine's replicas this rank belongs to."""
+        return self.engine.replica
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the engine can do."""
+        return self.engine.capabilities
+
+    def refit(self, version: int) -> None:
+        """Sample from the policy's current weights, of optimizer step `version`; if the weights are asleep, from when they wake. A
+        generation in another thread continues with them.
+
+        Raises EngineError if it fails on any rank (on all of them), while something is generated, and if a cache that can sleep is
+        awake: it is of other weights, and the policy's may be away.
+        """
+        self._refuse_unless_idle("take new weights")
+        if self._offload and Memory.kv_cache in self._awake:
+            raise EngineError("the rollout engine was asked to take new weights while it is ready to generate: sleep() it first")
+        with self._held(version):
+            self.version, self._is_due = version, True
+            if Memory.weights in self._awake:
+                self._refill()
+
+    def wake(self, memory: frozenset[Memory] = ALL_MEMORY) -> None:
+        """Take device memory again; with the cache, be ready to generate from the policy's current weights. Awake memory stays as it is.
+        Waits for generations that another thread was asked for.
+
+        Waking everything refits if that is due. Raises EngineError for a cache that is to wake before the weights have and are refitted.
+        """
+        self._refuse_unless_idle("wake")
+        if self.gate is not None:
+            together(self.gate.drain, "waiting for the rollout engine", error=EngineError)
+        if Memory.weights in memory - self._awake:
+            together(lambda: self.engine.wake(_WEIGHTS), "waking the rollout engine's weights", error=EngineError)
+            self._awake |= _WEIGHTS
+        if Memory.kv_cache not in memory - self._awake:
+            return
+        if Memory.weights not in self._awake:
+            raise EngineError("the rollout engine's cache was asked to wake while its weights are asleep: wake the weights first")
+        if self._is_due:
+            if Memory.weights not in memory:
+                raise EngineError("the rollout engine's cache was asked to wake before its weights are the policy's: refit() first")
+            self._refill()
+        together(lambda: self.engine.wake(_CACHE), "waking the rollout engine's cache", error=EngineError)
+        self._awake |= _CACHE
+
+    def sleep(self, memory: frozenset[Memory] = ALL_MEMORY) -> None:
+        """Release device memory, if `rollout.offload` is set. Raises EngineError while something is generated, and for weights
+        that are to sleep before the cache."""
+        self._refuse_unless_idle("sleep")
+        given = memory & self._awake
+        if not self._offload or not given:
+            return
+        if Memory.kv_cache in self._awake - given:
+            raise EngineError("the rollout engine's weights were asked to sleep while its cache is awake: put the cache to sleep first")
+        together(lambda: self.engine.sleep(given), "putting the rollout engine to sleep", error=EngineError)
+        self._awake -= given
+        self._is_due |= Memory.weights in given
+
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig | None = None) -> Iterator[list[Rollout]]:
+        """One response per (prompt, seed), yielded as they end, in any order, each by one replica: on all of its ranks; episodes of several
+        turns on its leading rank alone.
+
+        Every rank passes the same whole lists, and consumes what it is given to the end. `sampling` replaces the engine's own settings for
+        this call. Raises EngineError out of order, after a refit that failed, and naming a prompt that leaves no room for a response;
+        what went wrong with an environment on the leading rank of its replica.
+        """
+        self._refuse_unless_idle("generate")
+        if self._poison:
+            raise EngineError(f"the rollout engine does not generate: its last refit failed ({self._poison}); refit() it again")
+        if self._awake != ALL_MEMORY:
+            raise EngineError("the rollout engine was asked to generate while it sleeps: wake() it first")
+        for prompt in prompts:
+            if not 0 < len(prompt.tokens) < self.engine.max_sequence_length:
+                raise EngineError(
+                    f"{prompt.source}: a prompt of {len(prompt.tokens)} tokens leaves no room for a response in the context of "
+                    f"{self.engine.max_sequence_length}"
+                )
+        requests = [
+            GenRequest(index=index, tokens=prompt.tokens, seed=seed)
+            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        sampling = sampling or self.sampling
+        if self._end_ids or self._missing:
+            given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+            given |= {"stop_token_ids": [*sampling.stop_token_ids, *self._end_ids], "missing_ids": tuple(sorted(self._missing))}
+            sampling = EngineSampling(**given)
+        if self.conversing is None:
+            return self._rollouts(requests, prompts, sampling)
+        return self._episodes(requests, prompts, sampling, self.conversing)
+
+    def shutdown(self) -> None:
+        """Give everything back for good; afterwards only `shutdown` may be called. Not collective: each rank ends its own part (with
+        the others of its replica, where another thread generates)."""
+        self._has_ended = True
+        if self.gate is not None:
+            self.gate.stop()
+            self.gate.drain()
+        self.engine.shutdown()
+
+    def _rollouts(self, requests: list[GenRequest], prompts: Sequence[Prompt], sampling: SamplingConfig) -> Iterator[list[Rollout]]:
+        with self._generating(), self._sharing.open(requests) as work:
+            for results in self._results(work, sampling):
+                yield [_rollout(result, prompts[result.index], requests[result.index].seed) for result in results]
+
+    def _episodes(
+        self, requests: list[GenRequest], prompts: Sequence[Prompt], sampling: SamplingConfig, conversing: Conversing
+    ) -> Iterator[list[Rollout]]:
+        limits = [min(sampling.longest, self.engine.max_sequence_length - len(request.tokens)) for request in requests]
+        with self._generating(), self._sharing.open(requests) as shared, closing(conversing.follow_up.open()) as exchange:
+            episodes = None
+            if self.replica.is_leader:
+                episodes = Episodes(exchange, prompts, requests, limits, max_turns=conversing.follow_up.max_turns)
+            for results in self._results(EpisodeWork(shared, conversing, episodes), sampling):
+                if episodes is not None:
+                    episodes.record(results)
+                    if ended := episodes.take_ended():
+                        yield ended
+            if episodes is not None and (ended := episodes.take_ended()):
+                yield ended
+
+    def _results(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
+        """What the engine gives, each of the weights that it should be of."""
+        requests = RecordedWork(work, self.replica)
+        for results in self.engine.generate(requests, sampling):
+            requests.ended(results)
+            for result in results:
+                if ids := sorted(self._missing.intersection(result.tokens)):
+                    raise EngineError(f"{self.capabilities.name} sampled ids that stand for no token of the tokenizer: {ids[:5]}")
+                if result.weight_version != self.version and self.gate is None:
+                    raise EngineError(f"the rollout engine sampled from weights of version {result.weight_version}, not of {self.version}")
+            yield results
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        self._generating_in = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._generating_in = None
+
+    @contextmanager
+    def _held(self, version: int) -> Iterator[None]:
+        """In the block no other thread generates, which then continues with weights of `version`."""
+        if self.gate is None:
+            yield
+            return
+        together(self.gate.hold, "holding the rollout engine", error=EngineError)
+        try:
+            yield
+        except BaseException as error:
+            self.gate.release(version, broken=str(error))
+            raise
+        self.gate.release(version)
+
+    def _refill(self) -> None:
+        try:
+            with recording.span("refit", version=self.version) as said:
+                self.refitted = together(
+                    lambda: self.engine.refit(self.version), f"the refit with the weights of version {self.version}", error=EngineError
+                )
+                said["bytes"] = self.refitted.num_bytes
+        except EngineError as error:
+            self._poison = str(error)
+            raise
+        self._poison, self._is_due = "", False
+
+    def _refuse_unless_idle(self, what: str) -> None:
+        if self._has_ended:
+            raise EngineError(f"the rollout engine was asked to {what} after it was shut down: make another one")
+        if self._generating_in is not None and (self.gate is None or self._generating_in == threading.get_ident()):
+            raise EngineError(f"the rollout engine was asked to {what} while it generates: consume what generate() gives, or close it")
+
+
+def _rollout(result: GenResult, prompt: Prompt, seed: int) -> Rollout:
+    return Rollout(
+        prompt=prompt,
+        response=result.tokens,
+        logprobs=result.logprobs,
+        finish_reason=result.finish_reason,
+        policy_version=result.weight_version,
+        oldest_version=result.versions[0][1] if result.versions else None,
+        seed=seed,
+        logprob_kind=result.kind,
+        routes=result.routes,
+    )

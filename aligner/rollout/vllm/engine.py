@@ -1,0 +1,353 @@
+"""vLLM as a rollout engine, in the training processes: each rank has an `LLM` whose worker is this process, on this rank's device.
+
+Tokens go in and tokens come out, so no tokenizer is loaded. With `rollout.tp` ranks to a replica each of them schedules the same requests
+(vLLM's external launcher), and their workers meet in the process groups that training has. Weights come by vLLM's interface for weight
+transfer, with a backend of this project's (`aligner.rollout.vllm.weights`).
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import count
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.errors import ConfigError, EngineError
+from aligner.models.config import Architecture, Family
+from aligner.parallel import platform
+from aligner.rollout.config import RolloutConfig
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, WeightForm, Work, missing_ids
+from aligner.rollout.engine.manifest import Manifest, hf_manifest, named_few
+from aligner.types import FinishReason, LogprobKind, SamplingConfig
+
+_SAME = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"  # as in our SamplingConfig
+_OTHER = "logit_bias min_tokens max_tokens stop_token_ids ignore_eos seed logprobs detokenize output_kind"
+_IPC = "IPCWeightTransferEngine"
+# What is called of vLLM and with which arguments: a version that has all of it is taken, whatever its number.
+USED = (
+    ("vllm", "LLM.collective_rpc method kwargs, LLM.apply_model func, LLM.reset_prefix_cache, LLM.sleep level, LLM.wake_up tags"),
+    ("vllm", f"SamplingParams {_SAME} {_OTHER}"),
+    ("vllm.inputs", "tokens_input prompt_token_ids"),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.add_request request_id prompt params, LLMEngine.step, LLMEngine.abort_request request_ids"),
+    ("vllm.v1.worker.gpu_worker", "Worker.start_weight_update, Worker.update_weights update_info, Worker.finish_weight_update"),
+    ("vllm.distributed.parallel_state", "destroy_model_parallel"),
+    ("vllm.distributed.weight_transfer.base", "WeightTransferUpdateInfo"),
+    ("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine name module_path_or_cls class_name"),
+    ("vllm.distributed.weight_transfer.ipc_engine", f"{_IPC}.start_weight_update, {_IPC}.finish_weight_update"),
+)
+# Of its core in this process, to which no public interface leads.
+HELD = ("_finalizer", "engine_core.batch_queue", "engine_core.scheduler.has_requests", "engine_core.model_executor.shutdown")
+INSTALL = "pip install 'aligner[vllm]' in an environment without the extra servers (numpy 2)"
+BACKEND = "aligner"  # of vLLM's weight transfer
+DRAIN_SECONDS = 60.0  # for what a generation left in vLLM's queue: a step or two
+LEAST_BIAS = -100.0  # that vLLM adds to a logit
+LARGEST_PAGE = 128  # tokens; vLLM's on the CPU, 16 on a GPU
+_REASONS = {"stop": FinishReason.stop, "length": FinishReason.length}
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VLLMModel:
+    """The model to sample from. `directory` has the model's Hugging Face config.json; its weights are not read."""
+
+    directory: Path
+    architecture: Architecture
+    dtype: torch.dtype
+    max_sequence_length: int
+    eos_id: int
+
+
+class VLLMEngine:
+    """`aligner.rollout.engine.ForeignEngine`, which says what the methods do. `tp` consecutive ranks share a replica."""
+
+    def __init__(self, model: VLLMModel, config: RolloutConfig, *, tp: int) -> None:
+        self.max_sequence_length = model.max_sequence_length
+        self._model, self._config, self._tp = model, config, tp
+        # Whether vLLM is to give log-probs after the temperature (and all else) was applied, not before.
+        self._scaled = config.sampling.temperature not in (0.0, 1.0) and not config.sampling.reshaping()
+        kind = self._kind(config.sampling)
+        self.capabilities = Capabilities(
+            name="vLLM", max_tp=None, per_request_seeds=True, logprobs=kind, weights=WeightForm.full, atomic_groups=True
+        )
+        self._llm: Any = None
+        self._manifest, self._loaded, self._version = Manifest(tensors={}), set(), 0
+        self._wanted: set[str] = set()  # parameters of vLLM's model in an update
+        self._updating = False  # whether vLLM is between the start and the finish of an update of its weights
+        self._ids = count()  # of requests, over the engine's life: a step that was left over knows none of a later generation's
+        self._can_sleep, self._asleep = config.offload and torch.cuda.is_available(), frozenset()
+
+    def start(self) -> None:
+        """Collective over the component. Raises EngineError if vLLM is missing, or has not what is used of it."""
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        try:
+            import vllm
+        except ImportError as error:
+            raise EngineError(f"rollout.engine=vllm: vLLM cannot be imported ({error}); {INSTALL}") from error
+        settings = self._settings()
+        _check_use((*USED, ("vllm.engine.arg_utils", f"EngineArgs {' '.join(settings)}")))
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        with suppress(ValueError):  # an engine was started before
+            WeightTransferEngineFactory.register_engine(BACKEND, "aligner.rollout.vllm.weights", "InProcessWeights")
+        with _generators_kept():  # vLLM seeds those of the process
+            self._llm = vllm.LLM(**settings)
+        client = self._llm.llm_engine.engine_core
+        try:
+            attrgetter(*HELD)(client)
+        except AttributeError as error:
+            raise _unfit(str(error)) from error
+        # At shutdown, or when it is collected, vLLM would destroy the process groups of training.
+        client._finalizer.detach()
+
+    def _settings(self) -> dict[str, Any]:
+        model, config = self._model, self._config
+        launcher = {}
+        if dist.is_initialized():
+            os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(platform.device().index or 0)}
+            launcher = {"distributed_executor_backend": "external_launcher"}
+        memory = {"gpu_memory_utilization": self._memory_share()} if torch.cuda.is_available() else {}
+        own: dict[str, Any] = {}
+        if model.architecture.family == Family.cohere2 and model.architecture.sliding_window:  # vLLM's windows have one token more
+            own = {"hf_overrides": {"sliding_window": model.architecture.sliding_window - 1}}
+        if model.architecture.no_rope_layers:  # else vLLM decides by the context's length, whatever the model's config says
+            own |= {"override_generation_config": {"attn_temperature_tuning": model.architecture.attention_temperature > 0}}
+        return (
+            launcher
+            | memory
+            | own
+            | {
+                "model": str(model.directory),
+                "load_format": "dummy",
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "skip_tokenizer_init": True,
+                "generation_config": "vllm",
+                "tensor_parallel_size": self._tp,
+                "max_model_len": model.max_sequence_length,
+                "max_num_seqs": config.max_batch_size,
+                "max_num_batched_tokens": max(config.prefill_chunk_tokens, config.max_batch_size),
+                "kv_cache_memory_bytes": self._cache_bytes(),
+                "enable_prefix_caching": config.vllm.prefix_caching,
+                "enforce_eager": config.vllm.enforce_eager,
+                "enable_sleep_mode": self._can_sleep,
+                "weight_transfer_config": {"backend": BACKEND},
+                "logprobs_mode": "processed_logprobs" if self._scaled else "raw_logprobs",
+                "seed": 0,
+            }
+        )
+
+    def _memory_share(self) -> float:
+        """The part of the device's memory that must be free at the start: weights and cache. vLLM's own part, 0.92, never is beside a
+        trainer; it is checked (`request_memory`) although the cache's size is given, and means nothing else then.
+
+        Raises EngineError if less is free.
+        """
+        torch.cuda.empty_cache()  # vLLM looks at what the device has, not at what training's allocator could hand out again
+        free, total = torch.cuda.mem_get_info()
+        weights, cache = hf_manifest(self._model.architecture, self._model.dtype).num_bytes // self._tp, self._cache_bytes()
+        if weights + cache > free:
+            sizes = {"weights": weights, "cache": cache, "free": free, "total": total}
+            gib = {name: f"{size / 2**30:.1f}" for name, size in sizes.items()}
+            raise EngineError(
+                f"rollout.engine=vllm: its weights ({gib['weights']} GiB) and key-value cache ({gib['cache']} GiB) do not fit into the "
+                f"{gib['free']} GiB that are free of the device's {gib['total']}; allowed: a smaller rollout.kv_cache_tokens or "
+                "rollout.max_batch_size, a larger rollout.tp, optimizer.offload=true"
+            )
+        return (weights + cache) / total
+
+    def _cache_bytes(self) -> int:
+        """Keys and values of as many tokens as the config says, on one rank."""
+        sizes, pages = self._model.architecture, -(-self.max_sequence_length // LARGEST_PAGE)
+        tokens = self._config.kv_cache_tokens or pages * self._config.max_batch_size * LARGEST_PAGE
+        groups = max(sizes.num_key_value_heads // self._tp, 1)
+        # One page more: vLLM keeps one for itself.
+        return (tokens + LARGEST_PAGE) * 2 * sizes.num_layers * groups * sizes.head_dim * self._model.dtype.itemsize
+
+    def begin_refit(self, manifest: Manifest) -> None:
+        self._manifest, self._loaded = manifest, set()
+        self._llm.collective_rpc("start_weight_update")
+        self._updating, self._wanted = True, set(self._parameters())  # without what vLLM computes from the others, and only now
+
+    def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        try:
+            self._llm.collective_rpc("update_weights", kwargs={"update_info": {"weights": bucket, "loaded": self._loaded}})
+        except Exception:
+            self._updating = False  # vLLM gives it up
+            raise
+
+    def finish_refit(self, version: int) -> None:
+        """Raises EngineError naming weights of vLLM's model that did not come."""
+        self.abort_refit()
+        names = [name for name in self._parameters() if name in self._wanted]
+        if missing := [name for name in names if name not in self._loaded]:
+            raise EngineError(f"vLLM's model has weights that the policy did not send: {named_few(missing)} of {len(names)}")
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("vLLM did not forget the prefixes that it computed with the weights before")
+        self._version = version
+
+    def abort_refit(self) -> None:
+        if self._updating:
+            self._updating = False
+            self._llm.collective_rpc("finish_weight_update")
+
+    def read_back(self, name: str) -> Tensor | None:
+        *parents, part, kind = name.split(".")
+        group = [".".join([*parents, each, kind]) for each in _FUSED if _FUSED[each] == _FUSED.get(part)]
+        if not group or any(each not in self._manifest.tensors for each in group):
+            group, fused = [name], part  # also an up_proj without a gate
+        else:
+            fused = _FUSED[part]
+        held = self._parameters().get(".".join([*parents, fused, kind]))
+        start = sum(self._manifest.tensors[each].shape[0] for each in group[: group.index(name)])
+        end = start + self._manifest.tensors[name].shape[0]
+        if self._tp > 1 or held is None or held.dtype != self._model.dtype or held.shape[:1] < (end,):
+            return None  # a part of it, or packed for a kernel
+        return held[start:end]
+
+    def sleep(self, memory: frozenset[Memory]) -> None:
+        """All memory or none, and on a GPU only."""
+        if self._can_sleep and memory == ALL_MEMORY:
+            self._llm.sleep(level=2)
+            self._asleep = memory
+
+    def wake(self, memory: frozenset[Memory]) -> None:
+        if tags := [kind.value for kind in Memory if kind in memory & self._asleep]:
+            self._llm.wake_up(tags)
+            self._asleep -= memory
+
+    def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
+        """Raises ConfigError for settings of `sampling` that vLLM cannot follow here."""
+        from vllm.inputs import tokens_input
+
+        kind, engine, more = self._kind(sampling), self._llm.llm_engine, True
+        running: dict[str, GenRequest] = {}
+        try:
+            while more or running:
+                room = self._config.max_batch_size - len(running)
+                if more and room:
+                    requests = work.take(room)
+                    more = bool(requests) or work.is_open
+                    for request in requests:
+                        running[name := str(next(self._ids))] = request
+                        engine.add_request(name, tokens_input(list(request.tokens)), self._params(request, sampling))
+                if finished := [output for output in self._step() if output.finished]:
+                    yield [self._result(output, running.pop(output.request_id), kind) for output in finished]
+        except Exception:
+            engine.abort_request(list(running))  # no more: what has failed may hang
+            raise
+        except GeneratorExit:
+            self._drain(running)
+            raise
+        self._drain(running)
+
+    def _step(self) -> list[Any]:
+        with _generators_kept():  # on the CPU vLLM draws from the process's
+            return self._llm.llm_engine.step()
+
+    def _drain(self, running: dict[str, GenRequest]) -> None:
+        """Withdraw what still runs, and step until vLLM has nothing left: on a GPU it is a step ahead of what it has given."""
+        core, until = self._llm.llm_engine.engine_core.engine_core, time.monotonic() + DRAIN_SECONDS
+        self._llm.llm_engine.abort_request(list(running))
+        while core.scheduler.has_requests() or core.batch_queue:
+            if time.monotonic() > until:
+                left = f"{len(core.batch_queue or ())} steps in its queue, {len(running)} requests withdrawn"
+                raise EngineError(f"vLLM was not done {DRAIN_SECONDS:.0f} s after the last response of a generation ({left})")
+            self._step()
+
+    def _params(self, request: GenRequest, sampling: SamplingConfig) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self.max_sequence_length - len(request.tokens)
+        return SamplingParams(
+            **{name: getattr(sampling, name) for name in _SAME.split()},
+            **({"logit_bias": dict.fromkeys(gaps, LEAST_BIAS)} if (gaps := missing_ids(sampling)) else {}),
+            min_tokens=min(sampling.min_response_length, room, request.limit or room),
+            max_tokens=min(sampling.longest, room, request.limit or room),
+            stop_token_ids=sorted({self._model.eos_id, *sampling.stop_token_ids}.intersection(range(self._model.architecture.vocab_size))),
+            ignore_eos=True,  # vLLM's idea of it; the one of this run is a stop token
+            seed=request.seed,
+            logprobs=0,  # of the sampled token only
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _kind(self, sampling: SamplingConfig) -> LogprobKind:
+        """What the log-probs are of."""
+        self._config.vllm.check(sampling)
+        if self._scaled and (refused := sampling.reshaping()):  # vLLM's log-probs are then of what is drawn from, which these reshape
+            scaled = f"where rollouts have temperature={self._config.sampling.temperature}"
+            raise ConfigError(f"rollout.sampling.{refused[0]}: not available with rollout.engine=vllm {scaled}; allowed: the default")
+        return LogprobKind.sampled if self._scaled or sampling.temperature in (0.0, 1.0) else LogprobKind.raw
+
+    def _result(self, output: Any, request: GenRequest, kind: LogprobKind) -> GenResult:
+        (one,) = output.outputs
+        if one.finish_reason not in _REASONS:
+            raise EngineError(f"vLLM ended the response to request {request.index} for another reason: {one.finish_reason}")
+        return GenResult(
+            index=request.index,
+            tokens=tuple(one.token_ids),
+            logprobs=tuple(step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)),
+            kind=kind,
+            finish_reason=_REASONS[one.finish_reason],
+            weight_version=self._version,
+        )
+
+    def shutdown(self) -> None:
+        """Process groups stay: training's are among them."""
+        if self._llm is not None:
+            from vllm.distributed.parallel_state import destroy_model_parallel
+
+            core = self._llm.llm_engine.engine_core.engine_core
+            core.model_executor.shutdown()
+            core.scheduler.shutdown()
+            destroy_model_parallel()  # its own: those of a dense model have none for the experts of a later engine's
+            self._llm = None
+            gc.unfreeze()
+            gc.collect()
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Of the model in this rank's worker."""
+        found: list[dict[str, Tensor]] = self._llm.apply_model(lambda model: dict(model.named_parameters()))
+        return found[0]
+
+
+def _generators_kept() -> AbstractContextManager[None]:
+    """Torch's generators of the process and of this rank's device, and of no other, are afterwards as they were."""
+    device = platform.device()
+    return torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else [])
+
+
+def _check_use(used: Iterable[tuple[str, str]]) -> None:
+    """Raise EngineError naming what a module of vLLM has not, or has with other arguments."""
+    wrong = []
+    for module, calls in used:
+        for name, *arguments in map(str.split, calls.split(",")):
+            try:
+                found = attrgetter(name)(import_module(module))
+                own = (None,) if inspect.isfunction(found) and "." in name else ()  # self
+                inspect.signature(found).bind(*own, **dict.fromkeys(arguments))
+            except (ImportError, AttributeError, TypeError) as error:
+                wrong.append(f"{module}.{name} ({error})")
+    if wrong:
+        raise _unfit("; ".join(wrong))
+
+
+def _unfit(wrong: str) -> EngineError:
+    found = getattr(import_module("vllm"), "__version__", "?")
+    return EngineError(
+        f"rollout.engine=vllm: the installed version of vLLM, {found}, is not as it is used here (written for 0.32 and 0.33): {wrong}; "
+        f"allowed: {INSTALL}; rollout.engine=megatron"
+    )

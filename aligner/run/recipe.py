@@ -1,0 +1,150 @@
+"""A recipe is a module of `aligner.algorithms`, or of another package, with a `RECIPE`. Launchers, `aligner plan`, the preflight and
+the report hard-code no recipe: they look it up in `aligner.algorithms.registry` and read its traits from its config.
+
+`resolve` reads a setting that names a built-in (`algorithm.advantage_estimator=rloo`) or a user's function
+(`algorithm.advantage_estimator=my_file.py:opo`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from aligner.cluster.run_directory import POLICY
+from aligner.errors import ConfigError
+from aligner.files import conf_directory
+from aligner.models.config import ModelConfig
+from aligner.models.training.optimizer import OptimizerConfig
+from aligner.parallel.topology import ParallelConfig
+from aligner.planner.workload import Head, Work
+from aligner.reporting.formats import Column
+from aligner.rewards.load import FORMS, UserFunction, load_reward_function
+from aligner.servers.config import ServerConfig
+
+if TYPE_CHECKING:
+    from aligner.loop.loop import Algorithm
+    from aligner.models.training.trainable import TrainableModel
+    from aligner.run.settings import JobRun
+
+Options = TypeVar("Options", bound=Enum)
+
+
+def text_of(value: str) -> str:
+    """The name of an enum member; any other text unchanged. For fields that accept either."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def named(setting: str, value: str, options: type[Options]) -> Options | None:
+    """The built-in that the value names; None for a user's function, which is not imported. Raises ConfigError for neither."""
+    text = text_of(value)
+    if ":" in text:
+        return None
+    if text not in [option.value for option in options]:
+        raise ConfigError(f"{setting}={text}: allowed: {', '.join(option.value for option in options)}, or {FORMS.rpartition(' or ')[2]}")
+    return options(text)
+
+
+def resolve(setting: str, value: str, options: type[Options], parameters: Sequence[str]) -> Options | Callable[..., Any]:
+    """As `named`, and imports the user's function, whose exceptions then name the setting.
+
+    Raises ConfigError if it cannot be called with these parameters by position.
+    """
+    found = named(setting, value, options)
+    if found is not None:
+        return found
+    function = load_reward_function(value, setting)
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        name = value.rpartition(":")[2]
+        raise ConfigError(f"{setting}={value}: {error}; expected {name}({', '.join(parameters)})") from error
+    return UserFunction(f"{setting}={value}", function)
+
+
+C = TypeVar("C", bound="JobRun")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsedModel:
+    """A model that a component loads."""
+
+    component: str
+    key: str  # of its settings
+    config: ModelConfig
+    is_scalar: bool = False  # has one number per token instead of logits
+    needs_head: bool = False  # a scalar head that is not in the files would be random, and never be trained
+    reads_text: bool = False  # it is sent texts, not token ids: its tokenizer may be another one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """A component that serves the trainer, from an allocation of its own."""
+
+    name: str
+    num_ranks: int
+    parallel: ParallelConfig
+    settings: ServerConfig
+    work: Work | None  # None: a function, which needs no model
+    model: ModelConfig
+    optimizer: OptimizerConfig | None = None  # None: frozen
+    check: Callable[[ModelConfig, Any, int], None] | None = None  # (model, architecture, ranks): raises ConfigError for what it refuses
+    guest: Server | None = None  # another one, in its processes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """Properties of a run with these settings, for code that does not run it."""
+
+    role: str  # of the component that trains or writes: actor, trainer, writer
+    work: Work  # of one of its steps
+    head: Head = Head.language
+    has_reference: bool = False  # a frozen copy of what is trained
+    has_engine: bool = False  # it samples, as `rollout` says
+    checkpoints: Sequence[str] = (POLICY,)  # folders of a run directory's checkpoints that have to agree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """The result of a recipe's `build`: an algorithm and the model that it trains."""
+
+    algorithm: Algorithm
+    model: TrainableModel
+    critic: Any = None  # saves and resumes with it
+    given_away: Callable[[], AbstractContextManager[None]] = nullcontext  # in the block servers on the same GPUs may compute; collective
+    checkpoint: str = POLICY  # folder of its checkpoints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe(Generic[C]):
+    """Users type `name`, which also names its config. `build(job)` builds the algorithm, or does all the work of a writing job.
+
+    `config` is a subclass of TrainerRun, OnlineRun or WritingRun, which define `job` and the result of `build`.
+    """
+
+    name: str
+    config: type[C]
+    build: Callable[[Any], Any]
+    columns: Sequence[Column]  # that the progress view and the final summary show
+    component: str = ""  # what its files in the run directory are called by; "": its name
+    conf: Path | None = None  # folder of its configs and presets; None: conf/<name>
+    presets_of: Sequence[str] = ()  # other recipes, whose presets it takes too
+
+    def folders(self) -> list[Path]:
+        """Folders of its configs (the first) and presets."""
+        others = [conf_directory() / name for name in self.presets_of]
+        return [self.conf or conf_directory() / self.name, *others, conf_directory()]
+
+    def __post_init__(self) -> None:
+        if missing := sorted(getattr(self.config, "__abstractmethods__", ())):
+            raise TypeError(
+                f"recipe {self.name}: {self.config.__name__} has no method {', '.join(missing)} (see aligner.run.settings.JobRun)"
+            )
+
+    def run(self, config: C) -> int:
+        """Run it on this process, which is one rank. Returns the exit code: 0, or 75 if stopped before its last step."""
+        return config.start(self)

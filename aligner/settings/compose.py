@@ -1,0 +1,396 @@
+"""From dataclasses, the files of conf/ and `key=value` texts to one plain config object.
+
+A schema is a tree of `@dataclass(kw_only=True, slots=True)`; its defaults are the only ones. A recipe's config (`conf/grpo/grpo.yaml`) and
+the presets of its groups (`conf/grpo/algorithm/dapo.yaml`, chosen by a `defaults` list or `algorithm=dapo`) hold deviations; `key=value`
+texts come last. A key or value that the schema does not know raises ConfigError, wherever it was written (all unknown keys at once);
+so does a preset of another recipe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
+
+from aligner.errors import ConfigError
+from aligner.files import conf_directory, recipe_folders, with_shipped_paths
+from aligner.settings.help import example
+from aligner.settings.hints import as_typed, meant_value, no_setting, refuse_unknown, unknown_keys
+from aligner.settings.presets import check_preset, find_file, folders_of, groups_in, unknown_in_file
+from aligner.settings.schema import SchemaKey, is_entry, is_known, schema_keys
+
+T = TypeVar("T")
+
+ENTRY, _SCHEMA = "aligner_entry", "aligner_schema"
+_KINDS = {"integer": "a whole number", "float": "a number", "bool": "true or false"}
+ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+
+
+def compose(schema: type[T], name: str, overrides: Sequence[str] = (), folders: Sequence[Path] | None = None) -> T:
+    """The config `<name>.yaml` with `overrides` (Hydra's grammar) applied, as a plain `schema` object.
+
+    `folders` are searched for it and its presets, the recipe's own first (default: those that conf/ has for it), then what the override
+    `hydra.searchpath=[file:///dir]` adds. A recipe whose own folder does not exist has the schema's defaults.
+
+    Raises ConfigError naming the key and value at fault: unknown keys (all of them, with the known ones that are meant), a value of a wrong
+    type, a required value that is missing, a group option or file that does not exist, or what the dataclasses' own checks say.
+    """
+    node = compose_node(schema, name, overrides, folders or folders_of(name))
+    try:
+        missing = sorted(OmegaConf.missing_keys(node))
+    except OmegaConfBaseException as error:
+        raise explain(error, ()) from error
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} required: give {missing[0]}=... on the command line or in a YAML "
+            f"file, as in: aligner train {name} {example(name)} (aligner train {name} --help lists the settings)"
+        )
+    return _to_object(schema, node)
+
+
+def to_yaml(config: object) -> str:
+    """The resolved config as YAML; `from_yaml` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(schema: type[T], text: str, overrides: Sequence[str] = ()) -> T:
+    """A config that `to_yaml` wrote, with plain `key=value` overrides. Raises as `compose`."""
+    keys = list(schema_keys(schema))
+    try:
+        saved = OmegaConf.merge(OmegaConf.create(yaml.safe_load(text) or {}), OmegaConf.from_dotlist(list(overrides)))
+        refuse_unknown([(key, "") for key in unknown_keys(OmegaConf.to_container(saved), keys)], keys)
+        node = OmegaConf.merge(_structured(schema), saved)
+    except ERRORS as error:
+        raise explain(error, ()) from error
+    return _to_object(schema, node)
+
+
+def schema_of(schemas: Sequence[type[T]], text: str) -> type[T]:
+    """Which of the schemas a config that `to_yaml` wrote is of: the smallest one that knows all of its keys. Raises ConfigError."""
+    written = yaml.safe_load(text) or {}
+    known = [(schema, list(schema_keys(schema))) for schema in schemas]
+    fitting = [(len(keys), schema) for schema, keys in known if not any(unknown_keys(written, keys))]
+    if not fitting:
+        raise ConfigError(f"the saved config is of none of {', '.join(schema.__name__ for schema in schemas)}")
+    return min(fitting, key=lambda entry: entry[0])[1]
+
+
+def fingerprint(config: object) -> str:
+    """A short hash of the resolved config, by which ranks check that they run the same."""
+    return hashlib.sha256(to_yaml(config).encode()).hexdigest()[:16]
+
+
+def compose_node(schema: type, name: str, overrides: Sequence[str], folders: Sequence[Path]) -> DictConfig:
+    """What `compose` makes its object of: OmegaConf's typed tree, with ??? for what is required and missing."""
+    try:
+        with composing(schema, name, overrides, folders) as settings:
+            node = hydra.compose(ENTRY, [*settings.plain, settings.searchpath])
+            for override in settings.named:
+                _apply(node, override)
+            return node
+    except ERRORS as error:
+        users = [place for place in search_path(overrides)[0] if isinstance(place, Path)]
+        raise explain(error, [*folders, *users]) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Overrides that have been checked."""
+
+    plain: list[str]
+    named: list[Override]  # of dicts of sections, or of what is below them: Hydra cannot assign these
+    searchpath: str  # one of hydra.searchpath: all folders but the first
+
+
+@contextmanager
+def composing(schema: type, name: str, overrides: Sequence[str], folders: Sequence[Path], *, sweeps: bool = False) -> Iterator[Settings]:
+    """Hydra, ready to compose `ENTRY`: the schema, then `<name>.yaml`. Raises ConfigError for overrides or files that cannot be meant."""
+    keys = list(schema_keys(schema))
+    places, overrides = search_path(overrides)
+    users = [place for place in places if isinstance(place, Path)]
+    has_file = find_file(name, [folders[0], *users]) is not None
+    if not has_file and (folders[0].is_dir() or folders[0].name != name):
+        raise ConfigError(f"there is no {folders[0] / name}.yaml")
+    unknown = _check_overrides(overrides, keys, [*folders, *users], sweeps=sweeps)
+    named, plain = _split([text for text in overrides if text not in {text for _, text in unknown}], keys)
+    first, *others = [folder for folder in folders if folder.is_dir()]
+    more = [f"file://{place.resolve()}" if isinstance(place, Path) else place for place in (*others, *places)]
+    searchpath = f"hydra.searchpath=[{','.join(quoted(place) for place in more)}]"
+    with hydra.initialize_config_dir(config_dir=str(first.resolve()), version_base="1.3"):
+        recipe = folders[0].name
+        ConfigStore.instance().store(name=ENTRY, node={"defaults": [*([name] if has_file else []), "_self_"]})
+        plain, files = _with_groups(plain, searchpath, recipe, [*folders, *users])
+        in_files = _check_files(recipe, files, [*plain, searchpath], [*folders, *users], keys)
+        refuse_unknown([*((key, f"in {text!r}") for key, text in unknown), *in_files], keys)
+        store = ConfigStore.instance()  # Hydra's own registry; it is filled anew for every composition
+        store.store(name=_SCHEMA, node=_structured(schema))
+        # The schema comes first in the defaults list, so no YAML file has to name it and every later one is checked against it.
+        store.store(name=ENTRY, node={"defaults": [_SCHEMA, *([name] if has_file else []), "_self_"]})
+        yield Settings(plain=plain, named=named, searchpath=searchpath)
+
+
+def _with_groups(overrides: list[str], searchpath: str, recipe: str, folders: Sequence[Path]) -> tuple[list[str], list[ResultDefault]]:
+    """(The overrides, which add a group such as `cluster=dgx_h100` if the config does not have it yet; the files that they bring together).
+
+    Raises ConfigError for a preset that is not the recipe's.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    while True:
+        single = [text for text in overrides if not OverridesParser.create().parse_override(text).is_sweep_override()]
+        try:
+            return overrides, list(loader.compute_defaults_list(ENTRY, [*single, searchpath], RunMode.RUN).defaults)
+        except ConfigCompositionException as error:
+            missing = re.match(r"Could not override '([\w/]+)'\.\s+No match in the defaults list", str(error))
+            added = [f"+{text}" if missing and text.startswith(f"{missing[1]}=") else text for text in overrides]
+            if added == overrides:
+                _check_presets(recipe, overrides, folders)
+                if file := re.search(r"Could not find '([^']+)'", str(error)):
+                    check_preset(recipe, file[1], folders)
+                raise
+            overrides = added
+
+
+def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
+    """(what overrides of hydra.searchpath name: directories, or places that Hydra alone can read; the other overrides).
+
+    Raises ConfigError for a text that is no override.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise no_setting(overrides) or explain(error, ()) from error
+    named = [str(place) for one in parsed if one.key_or_group == "hydra.searchpath" for place in one.value() or []]
+    places = [Path(place.removeprefix("file://")) if "://" not in place or place.startswith("file://") else place for place in named]
+    for place in places:
+        if isinstance(place, Path) and not place.is_dir():
+            raise ConfigError(f"--config-dir {place} (hydra.searchpath): there is no such directory")
+    return places, [text for one, text in zip(parsed, overrides, strict=True) if one.key_or_group != "hydra.searchpath"]
+
+
+def override(key: str, value: Any) -> str:
+    """`key=value` in Hydra's grammar, of a plain Python value or a path."""
+    return f"{key}={_grammar(value)}"
+
+
+def _grammar(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_grammar(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(_grammar(one) for one in value)}]"
+    if value is None or isinstance(value, (bool, int, float)):
+        return json.dumps(value)
+    return quoted(value.value if isinstance(value, Enum) else str(value))
+
+
+def quoted(text: str) -> str:
+    """A text as Hydra's grammar takes any."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _split(overrides: Sequence[str], keys: list[SchemaKey]) -> tuple[list[Override], list[str]]:
+    """(the overrides of dicts, or of what is below them; the others, as they were written).
+
+    Hydra assigns a key that a dict does not have yet, which OmegaConf refuses; merging works. To a dict of plain values
+    Hydra itself adds with `+`.
+    """
+    dicts = [key.key.removesuffix(".*") for key in keys if key.key.endswith(".*")]
+    plain = [re.compile(re.escape(key.key).replace(r"\*", r"[^.]+") + r"(\..+)?") for key in keys if key.type.startswith("dict[")]
+    named, others = [], []
+    for override, text in zip(OverridesParser.create().parse_overrides(list(overrides)), overrides, strict=True):
+        assigns = not (override.is_add() or override.is_delete() or override.is_sweep_override())
+        if any(override.key_or_group == key or override.key_or_group.startswith(f"{key}.") for key in dicts) or (
+            assigns and any(key.fullmatch(override.key_or_group) for key in plain)
+        ):
+            named.append(override)
+        else:
+            others.append(text)
+    return named, others
+
+
+def _apply(node: DictConfig, override: Override) -> None:
+    """Set what the override gives, or remove the entry that it names."""
+    parent, _, leaf = override.key_or_group.rpartition(".")
+    if override.is_delete():
+        holder = OmegaConf.select(node, parent)
+        if holder is None or leaf not in holder:
+            raise ConfigError(f"{override.input_line!r}: there is no {override.key_or_group} to remove")
+        with flag_override(holder, "struct", False):
+            del holder[leaf]
+        return
+    value = override.value()
+    for part in reversed(override.key_or_group.split(".")):
+        value = {part: value}
+    with flag_override(node, "struct", False):
+        node.merge_with(value)
+
+
+@cache
+def _structured(schema: type) -> DictConfig:
+    """The schema as a typed node that holds the *written* defaults of every nested dataclass. It is shared: Hydra and OmegaConf copy it.
+
+    OmegaConf alone takes nested defaults from an instance. A `__post_init__` that fills in a derived field would then freeze what it
+    derived from the defaults, whatever the user overrides later.
+    """
+    node = OmegaConf.structured(schema)
+    for field in fields(schema):  # type: ignore[arg-type]
+        factory = field.default_factory
+        if isinstance(factory, type) and is_dataclass(factory):
+            node[field.name] = _structured(factory)
+    return node
+
+
+def _to_object(schema: type[T], node: Any) -> T:
+    try:
+        _check_numbers(OmegaConf.to_container(node, resolve=True), list(schema_keys(schema)))
+        config = _build(node)
+    except OmegaConfBaseException as error:
+        raise explain(error, ()) from error
+    if not isinstance(config, schema):
+        raise ConfigError(f"the composed config is a {type(config).__name__}, expected {schema.__name__}")
+    return config
+
+
+def _build(node: Any, path: str = "") -> Any:
+    """A node as plain objects. A section's own check names its settings as it knows them; what was typed is known here."""
+    if not OmegaConf.is_dict(node):
+        return with_shipped_paths(OmegaConf.to_object(node) if OmegaConf.is_config(node) else node)
+    values = {}
+    for name in node:
+        place = f"{path}.{name}" if path else str(name)
+        if OmegaConf.is_missing(node, name):
+            raise ConfigError(f"{place} is required: give {place}=... on the command line or in a YAML file")
+        values[name] = _build(node[name], place)
+    kind = OmegaConf.get_type(node)
+    if not is_dataclass(kind):
+        return values
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise as_typed(error, [field.name for field in fields(kind)], path) from error
+
+
+def _check_numbers(value: Any, keys: list[SchemaKey], key: str = "") -> None:
+    """Raise ConfigError for NaN, infinity or an integer that no 64 bits hold, in a setting that is a number.
+
+    What is below a `dict[str, Any]` is the user's own code's business.
+    """
+    if isinstance(value, (dict, list)):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, entry in entries:
+            _check_numbers(entry, keys, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (int, float)) and not (abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)):
+        known = max((one for one in keys if is_known(key, [one])), key=lambda one: len(one.key))
+        if "Any" not in known.type:
+            allowed = "a number of 64 bits" if isinstance(value, int) else "a finite number"
+            raise ConfigError(f"{key}={value}: must be {allowed}")
+
+
+def _check_overrides(overrides: Sequence[str], keys: list[SchemaKey], folders: Sequence[Path], *, sweeps: bool) -> list[tuple[str, str]]:
+    """The keys that the schema does not know, with the overrides that give them. Raises ConfigError for what is wrong with others."""
+    unknown, groups = [], groups_in([*folders, *recipe_folders()])
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key, text = override.key_or_group, override.input_line
+        is_group = key in groups
+        if key.startswith(("hydra.", "hydra/")):
+            continue
+        if not key:
+            raise ConfigError(f"{text!r} names no setting; settings are written key=value")
+        if not is_group and (below := _unknown_below(key, override, keys)):
+            unknown += [(name, text) for name in below]
+            continue
+        if override.is_sweep_override():
+            if not sweeps:
+                raise ConfigError(f"{text!r} lists several values; one run takes one, --multirun all of them (a list is written [a,b])")
+            continue
+        if override.is_delete() and not is_group and not is_entry(key, keys):
+            raise ConfigError(f"{text!r} would remove a setting that the schema has; give it a value")
+        if is_group and not isinstance(override.value(), (str, list, dict, type(None))):
+            raise ConfigError(f"{text!r}: {key} takes the name of one of its presets")
+    return unknown
+
+
+def _unknown_below(key: str, override: Override, keys: list[SchemaKey]) -> list[str]:
+    value = None if override.is_sweep_override() else override.value()
+    return list(unknown_keys({key: value}, keys))
+
+
+def _check_files(
+    recipe: str, files: Sequence[ResultDefault], overrides: Sequence[str], folders: Sequence[Path], keys: list[SchemaKey]
+) -> list[tuple[str, str]]:
+    """The unknown keys of the YAML files that `ENTRY`, their `defaults` and the overrides bring together, with the file of each.
+
+    Raises ConfigError for a preset, given here or in a `defaults` list, that is not the recipe's.
+    """
+    _check_presets(recipe, overrides, folders)
+    unknown: list[tuple[str, str]] = []
+    for default in files:
+        file = default.config_path or ""
+        check_preset(recipe, file, folders)
+        if (path := find_file(file, folders)) is not None:
+            unknown += [(key, f"in {_shown_path(path)}") for key in unknown_in_file(path, default.package or "", keys)]
+    return unknown
+
+
+def _check_presets(recipe: str, overrides: Sequence[str], folders: Sequence[Path]) -> None:
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if not override.is_sweep_override() and isinstance(value := override.value(), str):
+            check_preset(recipe, f"{override.key_or_group}/{value}", folders)  # Hydra would add a group that the recipe does not have
+
+
+def _shown_path(path: Path) -> str:
+    own = conf_directory()
+    return f"conf/{path.relative_to(own)}" if path.is_relative_to(own) else str(path)
+
+
+def explain(error: BaseException, folders: Sequence[Path]) -> ConfigError:
+    """What Hydra, OmegaConf or the YAML parser found, in one line that names the key."""
+    file = re.search(r"In '([^']+)'", str(error))
+    path = find_file(file[1], folders) if file else None
+    where = f"in {_shown_path(path)}" if path else ""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        text = re.split(r"\nConfig search path|\nSee https", str(error).replace(f"In '{ENTRY}': ", ""))[0]
+        return ConfigError(" ".join(text.split()))
+    key, message = str(cause.full_key or ""), str(cause.msg or cause).splitlines()[0].replace("is not Optional", "may not be null")
+    if of_type := re.fullmatch(r"Value '(.*?)'(?: of type '\w+')? (?:could not be converted to|is not a valid) (\w+).*", message):
+        message = f"{of_type[1]!r} is not {_KINDS.get(of_type[2].lower(), of_type[2])}"
+    elif (of_enum := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", message)) and (near := meant_value(*of_enum.groups())):
+        message = f"{message}; did you mean {near}?"
+    return ConfigError(": ".join(part for part in (key, message) if part) + (f" ({where})" if where else ""))
+
+
+def shown_values(node: DictConfig, keys: list[SchemaKey]) -> Iterator[tuple[str, str]]:
+    """Every setting with its value as it is written on a command line."""
+    for key in keys:
+        if key.section or "*" in key.key:
+            continue
+        parent, _, leaf = key.key.rpartition(".")
+        missing = OmegaConf.is_missing(OmegaConf.select(node, parent) if parent else node, leaf)
+        yield key.key, "(required)" if missing else _shown(OmegaConf.select(node, key.key))
+
+
+def _shown(value: Any) -> str:
+    plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return yaml.safe_dump(OmegaConf.to_container(OmegaConf.create({"v": plain}), enum_to_str=True), default_flow_style=True).strip()[4:-1]

@@ -1,0 +1,166 @@
+"""`aligner migrate` on published commands and configs of six projects (published/migrate.yaml: keys and values, and where they stand)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from aligner.commands.migrate.command import OTHER, Options, migrate, report
+from aligner.commands.migrate.engine import Kind
+from aligner.commands.migrate.engine import migrate as migrated
+from aligner.commands.migrate.reading import Source, read
+from aligner.commands.migrate.tables import tables
+from aligner.errors import ConfigError
+
+ALL: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "published" / "migrate.yaml").read_text())
+CASES = ALL if os.environ.get("ALIGNER_LONG_TESTS") else ALL[::3]
+
+
+def name(case: dict[str, Any]) -> str:
+    return case["from"].rpartition(": ")[2]
+
+
+def source(case: dict[str, Any], folder: Path) -> Source:
+    """Of a file that is called as the published one, whose path may say which step it is."""
+    suffix = ".yaml" if "file" in case else ".sh"
+    path = folder / f"{name(case).replace('/', '_').removesuffix(suffix)}{suffix}"
+    path.write_text(yaml.safe_dump(case["file"]) if "file" in case else f"#!/bin/bash\n{case['command']}\n")
+    return read(str(path))
+
+
+def settings(text: str, *, examples: int = 0) -> dict[str, Any]:
+    return migrated(read(text), examples=examples).settings
+
+
+def test_there_are_enough_of_each() -> None:
+    for cases, least in ((ALL, 40), (CASES, 20)):
+        assert len(cases) >= least and len({case["from"].partition("/")[0] for case in cases}) == len(tables()) == 6
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_every_key_has_a_row_and_the_recipe_takes_what_follows(case: dict[str, Any], tmp_path: Path) -> None:
+    given = source(case, tmp_path)
+    found = migrated(given)
+    assert [row.key for row in found.rows if row.kind is Kind.unknown] == []
+    assert not found.is_refused, found.open_questions[0]
+    text = report(found)
+    for key in (*given.given, *given.launcher):
+        (row,) = (row for row in found.rows if row.key == key)
+        assert key in text and (row.note or row.settings or row.kind in (Kind.same, Kind.mapped))
+
+
+def test_sizes_of_verl() -> None:
+    """Prompts there: 64 prompts of 5 responses are updates of 320 responses."""
+    words = "algorithm.adv_estimator=grpo data.train_batch_size=256 actor_rollout_ref.rollout.n=5"
+    words += " actor_rollout_ref.actor.ppo_mini_batch_size=64"
+    found = settings(
+        f"python3 -m verl.trainer.main_ppo {words} data.train_files=a.parquet actor_rollout_ref.model.path=m trainer.total_epochs=2",
+        examples=1000,
+    )
+    wanted = {"algorithm.prompts_per_step": 256, "algorithm.group_size": 5, "algorithm.mini_batch_size": 320, "loop.max_steps": 6}
+    assert wanted.items() <= found.items() and found["num_processes"] == 8
+
+
+def test_sizes_of_trl() -> None:
+    """4 rows a device, 8 accumulated, on 2 ranks: 64 an update; 3 epochs of 640 are 30 steps, of which a tenth warms up."""
+    words = (
+        "--model_name_or_path m --dataset_name d.jsonl --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --warmup_ratio 0.1"
+    )
+    found = settings(f"accelerate launch --num_processes 2 trl/scripts/sft.py {words}", examples=640)
+    wanted = {"algorithm.batch_size": 64, "loop.max_steps": 30, "optimizer.warmup_steps": 3, "num_processes": 2}
+    assert wanted.items() <= found.items()
+
+
+def test_sizes_of_nemo_aligner(tmp_path: Path) -> None:
+    """The actor's script and its critic's are one run; the decay ends 20 of 80 optimizer steps before the end."""
+    script = tmp_path / "ppo.sh"
+    actor = "model.global_batch_size=64 model.ppo.num_rollout_samples=512 trainer.ppo.max_steps=10 model.optim.sched.constant_steps=20"
+    script.write_text(
+        "python serve_ppo_critic.py trainer.num_nodes=2 ++model.tensor_model_parallel_size=8 "
+        "pretrained_checkpoint.restore_from_path=rm.nemo\n"
+        f"python train_gpt_ppo_actor.py trainer.num_nodes=4 {actor} pretrained_checkpoint.restore_from_path=sft.nemo\n"
+    )
+    found = settings(str(script))
+    wanted = {"num_processes": 32, "critic.num_processes": 16, "critic.parallel.tp": 8, "optimizer.decay_steps": 60, "loop.max_steps": 10}
+    assert wanted.items() <= found.items()
+    assert found["model.path"] == "sft.nemo" and found["critic.model.path"] == found["reward.model.path"] == "rm.nemo"
+
+
+def test_variables_that_nobody_fills_in(tmp_path: Path) -> None:
+    """A path keeps its variable, for the shell or, in a file, for OmegaConf; a number is asked for."""
+    text = "trl sft --model_name_or_path ${MODEL} --dataset_name d.jsonl --learning_rate $LR"
+    found = migrated(read(text))
+    assert "\"model.path='${MODEL}'\"" in report(found) and "learning_rate=${LR} is not filled in: taken as 2e-05" in report(found)
+    assert migrate([text], Options(output=tmp_path / "mine.yaml")) == OTHER
+    assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["model"]["path"] == "${oc.env:MODEL}"
+
+
+OPENRLHF = "deepspeed --module openrlhf.cli.train_sft --pretrain m --dataset a.jsonl,b.jsonl"
+LLAMA_FACTORY = "llamafactory-cli train --model_name_or_path m --stage sft --dataset a.jsonl,b.jsonl"
+WEIGHTED = [{"path": "a.jsonl", "weight": 0.3}, {"path": "b.jsonl", "weight": 0.7}]
+
+
+@pytest.mark.parametrize(
+    ("text", "train"),
+    [
+        (f"{OPENRLHF} --dataset_probs 0.3,0.7", WEIGHTED),
+        (OPENRLHF, ["a.jsonl", "b.jsonl"]),
+        ("python train_gpt_dpo.py restore_from_path=m 'model.data.data_prefix={train: [0.3, a.jsonl, 0.7, b.jsonl]}'", WEIGHTED),
+        (f"{LLAMA_FACTORY} --mix_strategy interleave_over --interleave_probs 0.3,0.7", WEIGHTED),
+        (f"{LLAMA_FACTORY} --interleave_probs 0.3,0.7", ["a.jsonl", "b.jsonl"]),
+        (
+            "python3 -m verl.trainer.main_ppo 'data.train_files=[$HOME/a/x.parquet, $HOME/b/x.parquet]' actor_rollout_ref.model.path=m",
+            ["${HOME}/a/x.parquet", "${HOME}/b/x.parquet"],
+        ),
+    ],
+)
+def test_several_data_sets_are_a_mixture(text: str, train: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    assert settings(text)["data.train"] == train
+    migrate([text], Options(output=tmp_path / "mine.yaml"))
+    written = yaml.safe_load((tmp_path / "mine.yaml").read_text())["data"]["train"]
+    assert written == [one.replace("${HOME}", "${oc.env:HOME}") if isinstance(one, str) else one for one in train]
+
+
+def test_a_file_whose_keys_do_not_say_what_it_trains(tmp_path: Path) -> None:
+    """Where that is said, the framework is the one that knows all keys."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d.jsonl\nlearning_rate: 1.0e-4\n")
+    assert read(str(path), trains="dpo").table.name == "TRL"
+    path.write_text("model_name_or_path: m\nlearning_rate: 1.0e-4\nsomething: 1\n")
+    with pytest.raises(ConfigError, match="of none of the frameworks that are known by their keys; say --from"):
+        read(str(path), trains="dpo")
+
+
+def test_what_the_recipe_refuses_is_shown_with_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=1 data.train_files=a.parquet actor_rollout_ref.model.path=m"
+    assert migrate([f"python -m verl.trainer.main_ppo {words}"], Options()) == OTHER
+    said = capsys.readouterr().out
+    assert "the recipe grpo refuses it as it is: algorithm.group_size=1: a group needs at least 2" in said and "Mapped" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nowhere/config.yaml", "nowhere/config.yaml: there is no such file"),
+        ("ls -l", "no command of DeepSpeed-Chat, LLaMA-Factory, NeMo-Aligner, OpenRLHF, TRL, verl in it"),
+        (
+            "python serve_ppo_critic.py trainer.devices=8",
+            "NeMo-Aligner critic: a part of a run; give the file or the command of its actor with it",
+        ),
+        ("deepspeed main.py --model_name_or_path m --deepspeed", r"do not say what it trains; say --trains .*dpo.* \(of DeepSpeed-Chat\)"),
+    ],
+)
+def test_what_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        migrated(read(text))
+
+
+def test_a_key_that_is_no_key() -> None:
+    found = migrated(read("trl sft --model_name_or_path m --dataset_name d.jsonl --lerning_rate 1"))
+    (row,) = (row for row in found.rows if row.kind is Kind.unknown)
+    assert row.key == "lerning_rate" and "not a key of TRL that is known here" in row.note

@@ -1,0 +1,222 @@
+"""What is made of a plan: spans of a step, a page, a comparison with a run; and plans of runs that have begun."""
+
+from __future__ import annotations
+
+import json
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from planned import SECONDS, SPANS, planned_ppo
+
+from aligner.commands import against
+from aligner.commands.plan import command as plan
+from aligner.commands.plan.outputs import Outputs, config_and_overrides
+from aligner.commands.plan.page import MOST_ROWS, MOST_SPANS, report_html, timeline
+from aligner.errors import ConfigError, DataError
+from aligner.planner.sampling import ResponseLengths
+from aligner.planner.workload import GIB
+from aligner.settings.compose import to_yaml
+from aligner.telemetry.spans import Span
+
+VOID = {"meta", "rect", "line", "br", "polyline"}
+
+
+class Page(HTMLParser):
+    """Counts elements, and refuses a page whose elements are not closed in order, or that loads anything."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        assert not {name for name, _ in attrs} & {"src", "href", "onload", "onclick"} and tag not in ("script", "link", "img", "iframe")
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
+
+
+def test_the_page_of_a_plan():
+    job = planned_ppo(problems=("actor: too much <b>",))
+    text = report_html(job, job.run.spans)
+    page = Page(text)
+    assert "http" not in text.replace("http-equiv", "") and "prefers-color-scheme: dark" in text and "@import" not in text
+    assert "ppo <8b>" in page.texts and "does not fit: actor: too much <b>" in page.texts  # shown, not run
+    boxes = [attributes for tag, attributes in page.elements if tag == "rect" and attributes["class"] and "x" in attributes]
+    memory = sum(1 + (stage == 1) for own in SECONDS.values() for _ in own for stage in range(2))
+    assert len(boxes) == 7 + memory  # phases; weights, and on one stage of two the cache
+    assert all(190 <= float(box["x"]) and float(box["x"]) + float(box["width"]) <= 1000.5 for box in boxes)
+    widths = sorted(float(box["width"]) for box in boxes[:7])
+    assert widths == pytest.approx(sorted(810 * span.seconds / 20 for span in SPANS), abs=0.02)
+    assert {"train, stage 1", "5.0 GiB", "8.0 GiB", "20 s"} <= set(page.texts)
+    rows = sum(tag == "tr" for tag, _ in page.elements)
+    assert rows == 1 + 7 and "62%" in page.texts  # 5 of 8 GiB
+
+
+def test_a_timeline_stays_small():
+    spans = [Span("response", "actor", f"replica {number % 60}", number * 0.01, 0.011 + number * 1e-6) for number in range(7000)]
+    chart = timeline(spans, ["response"])
+    assert len([label for label in chart.labels if not label.is_heading]) == MOST_ROWS
+    assert len(chart.boxes) <= MOST_SPANS and chart.note == "1,000 short spans are not drawn"
+    heading = next(label for label in chart.labels if label.is_heading)
+    assert heading.text == "actor (and 20 rows more)"
+    nested = timeline([Span("step", "actor", "rank 0", 5.0, 2.0), Span("train", "actor", "rank 0", 6.0, 1.0)], ["step", "train"])
+    assert [(box.x, box.width, box.height) for box in nested.boxes] == [(190, 810, 14), (595, 405, 12)]
+    assert timeline([], []).boxes == []
+
+
+def write_run(folder: Path, *, steps: int = 4, with_trace: bool = True) -> Path:
+    """A run of PPO: the first step is ten times as slow, the others 20 s; the critic serves from second 1 of each step."""
+    folder.mkdir(parents=True)
+    times = {"generate": 8.0, "logprobs": 1.0, "ref_logprobs": 1.0, "train": 8.0, "critic_wait": 1.0, "step": 20.0}
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            slow = 10.0 if step == 1 else 1.0
+            values = {f"time/{name}": slow * value for name, value in times.items()} | {"rollout/response_length": 100.0 + step}
+            file.write(json.dumps({"step": step, "time": 1.7e9 + step, **values}) + "\n")
+    if with_trace:
+        (folder / "trace").mkdir()
+        for component in ("actor", "critic"):
+            lines = []
+            for step in range(1, steps + 1):
+                start = 1.7e9 + (0 if step == 1 else 200 + 20 * (step - 2))
+                if component == "actor":
+                    peak = {"step": step, "peak_bytes": (step + 1) * GIB}
+                    lines.append({"name": "step", "start": start, "seconds": 19.0, "lane": "rank 0", "arguments": peak})
+                    lines.append({"name": "refit", "start": start + 19.2, "seconds": 0.25, "lane": "rank 0"})
+                else:
+                    lines += [{"name": "critic_infer", "start": start + 1 + part, "seconds": 1.5, "lane": "rank 0"} for part in range(2)]
+                    lines.append({"name": "critic_infer", "start": start + 1, "seconds": 9.0, "lane": "requests"})
+                    lines.append({"name": "critic_train", "start": start + 9, "seconds": 10.0, "lane": "rank 0"})
+            (folder / "trace" / f"{component}.0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_plan_beside_a_run(tmp_path: Path):
+    found = against.compare(planned_ppo(), write_run(tmp_path / "run"))
+    rows = {(row.component, row.phase): (row.planned, row.measured) for row in found.rows}
+    assert rows == {
+        ("actor", "generate"): (11.0, 8.0),  # with the wait for scores
+        ("actor", "logprobs"): (1.0, 1.0),
+        ("actor", "ref_logprobs"): (2.0, 1.0),
+        ("actor", "train"): (4.0, 8.0),
+        ("actor", "refit"): (0.5, 0.25),
+        ("actor", "critic_wait"): (1.0, 1.0),
+        ("actor", "everything else"): (0.5, 0.75),
+        ("critic", "values"): (6.0, 3.0),
+        ("critic", "train"): (5.0, 10.0),
+        ("reward", "scores"): (12.0, None),  # it was not recorded
+        ("job", "step"): (20.0, 20.0),  # without validation and checkpoints
+    }
+    assert {row.phase: row.ratio for row in found.rows if row.component == "actor"}["train"] == 0.5
+    assert found.num_steps == 3 and found.planned_peak == 5 * GIB and found.measured_peak == 5 * GIB and found.has_trace
+    out = Console(width=140, record=True, highlight=False)
+    against.show(found, out)
+    text = out.export_text()
+    assert "medians of 3 steps" in text and "planned 5.00 GiB, measured 5.00 GiB (1.00)" in text
+    assert any(line.split() == ["critic", "values", "6.0", "s", "3.0", "s", "2.00"] for line in text.splitlines())
+
+
+def test_runs_without_a_trace_and_without_steps(tmp_path: Path):
+    found = against.compare(planned_ppo(), write_run(tmp_path / "run", with_trace=False))
+    rows = {(row.component, row.phase): row.measured for row in found.rows}
+    assert rows["actor", "train"] == 8.0 and rows["critic", "values"] is None and ("actor", "refit") in rows
+    out = Console(width=140, record=True, highlight=False)
+    against.show(found, out)
+    assert "peak memory: not recorded" in (text := out.export_text()) and "servers and refits: the run has no trace" in text
+    with pytest.raises(DataError, match="has 1 timed steps; expected at least 2"):
+        against.compare(planned_ppo(), write_run(tmp_path / "short", steps=1))
+    with pytest.raises(DataError, match="has no metrics.jsonl"):
+        against.lengths(tmp_path)
+
+
+def test_files_are_written_and_lengths_are_the_runs(tmp_path: Path, capsys):
+    run = write_run(tmp_path / "run")
+    outputs = Outputs(html=tmp_path / "plan.html", trace=tmp_path / "plan.json", against=run)
+    outputs.write(planned_ppo())
+    assert "plan against run" in capsys.readouterr().out
+    events = json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 7 and (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_how_long_a_run_s_sequences_were(tmp_path: Path):
+    run = write_run(tmp_path / "run")
+    assert against.lengths(run) == ["plan.response_length=103"]
+    request = {"name": "response", "start": 1.7e9, "seconds": 1.0, "lane": "replica 0"}
+    lines = [json.dumps(request | {"arguments": {"prompt": prompt, "tokens": 9}}) + "\n" for prompt in (10, 20)]
+    (run / "trace" / "actor.1.jsonl").write_text("".join(lines))
+    assert against.lengths(run) == ["plan.response_length=103", "plan.prompt_length=15"]
+    # 2000 tokens a second in 3 s, for 40 examples.
+    sft = tmp_path / "sft"
+    sft.mkdir()
+    values = {"time/train": 3.0, "time/step": 4.0, "data/tokens_per_second": 2000.0, "learnt/samples_seen": 40.0}
+    (sft / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "time": 1.7e9 + step, **values}) + "\n" for step in (1, 2, 3)))
+    assert against.lengths(sft) == ["plan.example_length=150"] and against.measured_phases(sft) == {"train": 3.0, "step": 4.0}
+
+
+def test_how_much_the_lengths_of_a_run_s_sequences_differed(tmp_path: Path):
+    def spread(prefix: str, **values: float) -> float:
+        run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        run.mkdir()
+        all_of = {f"{prefix}/{name}": value for name, value in values.items()} | {"learnt/samples_seen": 512.0, "time/step": 4.0}
+        own = {"time/train": 3.0, "data/tokens_per_second": 2000.0} if prefix == "data" else {}
+        (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "time": 1.0, **all_of, **own}) + "\n" for step in (1, 2)))
+        return float(against.lengths(run)[-1].removeprefix("plan.response_spread="))
+
+    for true in (0.3, 0.7, 1.1):
+        lengths = ResponseLengths(mean=800, spread=true).drawn(512, 10**6)
+        assert spread("data", length=mean(lengths), length_max=max(lengths)) == pytest.approx(true, abs=0.02)
+        cut = [min(length, 1500) for length in lengths]
+        part = cut.count(1500) / 512
+        sampled = spread("rollout", response_length=mean(cut), response_length_max=max(cut), truncated_fraction=part)
+        assert sampled == pytest.approx(true, abs=0.05)
+    assert spread("data", length=9, length_max=9) == 0
+    assert spread("rollout", response_length=64, response_length_max=64, truncated_fraction=1.0) == 0
+
+
+def test_which_config_is_planned(tmp_path: Path):
+    run, length = write_run(tmp_path / "run"), "plan.response_length=103"
+    assert config_and_overrides("ppo", ("a=1",), None) == ("ppo", ("a=1",))
+    assert config_and_overrides("ppo", (), run) == ("ppo", (length,))
+    assert config_and_overrides("a=1", ("b=2",), run) == (str(run), (length, "a=1", "b=2"))
+    assert config_and_overrides("", ("plan.response_length=9",), run) == (str(run), ("plan.response_length=9",))
+    with pytest.raises(ConfigError, match="name a config, such as ppo_70b, or the directory of a run"):
+        config_and_overrides("", (), None)
+
+
+def test_the_config_of_a_run(tmp_path: Path, settings):
+    """Its settings are the recorded ones, the vocabulary is the tokenizer's; `cluster=` takes another machine, and nothing else changes."""
+    config = settings("ppo", {"algorithm.rollouts_per_step": 256})
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(config))
+    loaded = plan.load(str(run), [])
+    assert loaded == config
+    actor, *_ = plan.components(loaded)
+    assert actor.architecture.vocab_size == 41 and actor.work.rows == 256
+    moved = plan.load(str(run), ["cluster=dgx_h100", "cluster.achievable_flops=0.25", "algorithm.rollouts_per_step=384"])
+    assert (moved.cluster.bf16_tflops, moved.cluster.achievable_flops, moved.algorithm.rollouts_per_step) == (989.5, 0.25, 384)
+    assert moved.model == config.model and loaded.cluster.gpus_per_node == 1
+    with pytest.raises(ConfigError, match="algorithm.rollouts_per_stepp"):
+        plan.load(str(run), ["algorithm.rollouts_per_stepp=48"])

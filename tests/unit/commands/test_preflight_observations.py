@@ -1,0 +1,246 @@
+"""What a single rank sees: of tokenizers, data, rewards, weights, ports and the run directory, good ones and bad ones."""
+
+import json
+import socket
+import struct
+
+import pytest
+
+from aligner.commands.preflight import filesystem, layers, ports, ranks, samples, sizing, tokenizers, weights
+from aligner.commands.preflight.items import Level
+from aligner.commands.preflight.sizing import host_bytes
+from aligner.errors import CheckpointError, ConfigError, DataError, ServerError
+from aligner.models.checkpoint import hf_files
+from aligner.models.config import Architecture, Float32Matmul, Layers
+from aligner.planner.config import Device
+from aligner.rewards.config import NamedRewardConfig
+
+FUNCTION = "reward.function.path"
+
+
+def observed(item, context):
+    return item.judge(context, {0: item.observe(context)})
+
+
+@pytest.fixture
+def run(context_of, settings):
+    """`run(item, {setting: value})`: what an item finds on one rank, or raises."""
+    return lambda item, values=None, name="ppo": observed(item, context_of(settings(name, values)))
+
+
+def test_versions_are_read_without_imports(context_of):
+    found = ranks.own_versions()
+    assert found["numpy"].startswith("1.") and found["tensorrt-llm"] == "absent"
+
+
+def test_a_memory_limit_of_the_scheduler_counts(tmp_path):
+    limit = tmp_path / "memory.max"
+    limit.write_text("1048576\n")
+    assert host_bytes((str(limit),)) == 1048576
+    limit.write_text("max\n")
+    assert host_bytes((str(limit), str(tmp_path / "absent"))) > 1048576
+
+
+def test_the_run_directory(run, tmp_path):
+    found = run(filesystem.FILESYSTEM)
+    assert found.level is Level.ok and "1 node writes" in found.found
+    assert not list((tmp_path / "run").glob(".preflight*"))
+
+
+def test_a_run_directory_that_others_may_write_to(run, tmp_path):
+    (tmp_path / "run").mkdir(mode=0o777)
+    (tmp_path / "run").chmod(0o777)
+    with pytest.raises(ConfigError, match="can be written by others"):
+        run(filesystem.FILESYSTEM)
+
+
+def test_a_run_directory_that_is_a_file(run, tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match="exists and is not a directory"):
+        run(filesystem.FILESYSTEM)
+
+
+def test_ports(run, tmp_path):
+    run(filesystem.FILESYSTEM)  # makes the run directory, where the secret is
+    assert run(ports.PORTS).found == "critic on 127.0.0.1, a free port, reward on 127.0.0.1, a free port"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"critic: cannot listen on 127.0.0.1:{port}"):
+            run(ports.PORTS, {"critic.server.port": port})
+    with pytest.raises(ServerError, match="critic: cannot listen on 192.0.2.1"):  # an address for documentation: nobody's
+        run(ports.PORTS, {"critic.server.host": "192.0.2.1"})
+    with pytest.raises(ConfigError, match="tls_certificate"):
+        run(ports.PORTS, {"critic.server.tls_certificate": str(tmp_path / "no.pem"), "critic.server.tls_key": str(tmp_path / "no.key")})
+
+
+def test_a_server_on_loopback_whose_clients_are_on_other_nodes(run, monkeypatch):
+    run(filesystem.FILESYSTEM)
+    monkeypatch.setenv("SLURM_HET_SIZE", "3")
+    found = run(ports.PORTS)
+    assert found.level is Level.fatal and "which is every node's own" in found.found and "0.0.0.0" in found.advice
+
+
+def test_tokenizers(run, task, tmp_path):
+    found = run(tokenizers.TOKENIZER)
+    assert found.level is Level.ok and "actor: 41 tokens, without chat template; critic: 41 tokens" in found.found
+    with pytest.raises(ConfigError, match=r"actor \(model\): tokenizer path is"):
+        run(tokenizers.TOKENIZER, {"model.tokenizer": str(tmp_path / "absent")})
+    with pytest.raises(ConfigError, match=r"actor \(model\): .*has no chat template"):
+        run(tokenizers.TOKENIZER, {"data.apply_chat_template": True})
+    with pytest.raises(ConfigError, match="produces ids up to 40"):
+        run(tokenizers.TOKENIZER, {"model.architecture.vocab_size": 40})
+
+
+def test_a_critic_with_another_tokenizer(run, task, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in (task / "tokenizer").iterdir():
+        text = file.read_text()
+        (other / file.name).write_text(text.replace('"e": ', '"E": '))  # one character that it does not know
+    found = run(tokenizers.TOKENIZER, {"critic.model.tokenizer": str(other)})
+    assert found.level is Level.fatal and "the tokenizer of critic is not that of the actor" in found.found
+
+
+def test_data(run, task, tmp_path):
+    found = run(samples.DATA)
+    assert found.level is Level.ok and "8 of 8 records used" in found.found
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1="}\n{"promt": "2+2="}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl:2: has the fields \['promt'\]"):
+        run(samples.DATA, {"data.train": str(bad)})
+    with pytest.raises(DataError, match="1 of 2 records"):
+        run(samples.DATA, {"data.validation": str(bad)})
+    long = tmp_path / "long.jsonl"
+    long.write_text("".join(json.dumps({"prompt": "1" * size}) + "\n" for size in (4, 99, 99)))
+    found = run(samples.DATA, {"data.train": str(long), "data.max_prompt_length": 16})
+    assert found.level is Level.warning and "67% are left out" in found.found
+
+
+def test_only_the_beginning_of_the_data_is_read(run, tmp_path):
+    file = tmp_path / "d.jsonl"
+    file.write_text('{"prompt": "1"}\n' * samples.NUM_RECORDS + "not JSON\n")
+    assert f"{samples.NUM_RECORDS} of {samples.NUM_RECORDS} records used" in run(samples.DATA, {"data.train": str(file)}).found
+
+
+def test_rewards(run, tmp_path):
+    found = run(samples.REWARD)
+    assert found.level is Level.ok and "mean 1 for the answers themselves, 0 for empty ones" in found.found
+    flat = tmp_path / "flat.py"
+    flat.write_text("def reward(prompts, responses, answers):\n    return [0.5] * len(responses)\n")
+    assert run(samples.REWARD, {FUNCTION: f"{flat}:reward"}).level is Level.warning
+    broken = tmp_path / "broken.py"
+    broken.write_text("def reward(prompts, responses, answers):\n    return [float('nan')] * len(responses)\n")
+    with pytest.raises(DataError, match="returned nan for an answer to .*prompts.jsonl:1"):
+        run(samples.REWARD, {FUNCTION: f"{broken}:reward"})
+    with pytest.raises(ConfigError, match="has no 'lenght'; did you mean 'length'"):
+        run(samples.REWARD, {FUNCTION: "aligner.rewards.builtin:lenght"})
+    parts = {"one": NamedRewardConfig(path=f"{flat}:reward"), "judge": NamedRewardConfig(served=True)}
+    parts["two"] = NamedRewardConfig(path="aligner.rewards.builtin:exact_match", weight=2.0)
+    several = {FUNCTION: "", "reward.functions": parts}
+    assert "one + 2 two: mean 2.5 for the answers themselves, 0.5 for empty ones" in run(samples.REWARD, several).found
+    assert "sandbox" not in run(samples.REWARD, several).found
+    said = tmp_path / "said.py"
+    said.write_text("def reward(prompts, responses, answers):\n    return [1.0] * len(responses)\nreward.about = 'sandbox isolation=x'\n")
+    assert run(samples.REWARD, {FUNCTION: f"{said}:reward"}).found.endswith("for empty ones\nsandbox isolation=x")
+    parts["one"] = NamedRewardConfig(path=f"{said}:reward")
+    assert run(samples.REWARD, several).found.endswith("for empty ones\nsandbox isolation=x")
+    assert run(samples.REWARD, {FUNCTION: ""}).found == "no reward function: a reward model scores"
+    assert run(samples.REWARD, name="sft").found == "this run has no rewards"
+
+
+def write_safetensors(path, shapes):
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        size = 4
+        for dim in shape:
+            size *= dim
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(offset))
+
+
+def test_headers_of_safetensors(tmp_path):
+    file = tmp_path / "model.safetensors"
+    write_safetensors(file, {"a": (2, 3), "b": (4,)})
+    tensors, size = hf_files.stored_tensors(tmp_path)
+    assert {name: one.shape for name, one in tensors.items()} == {"a": (2, 3), "b": (4,)} and size == file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="cut short, or still being copied"):
+        hf_files.stored_tensors(tmp_path)
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match="Git LFS pointer"):
+        hf_files.stored_tensors(tmp_path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="no model.safetensors and no"):
+        hf_files.stored_tensors(tmp_path)
+
+
+def test_an_index_and_its_files(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    write_safetensors(tmp_path / "one.safetensors", {"a": (2,)})
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"one\.safetensors: has no b"):
+        hf_files.stored_tensors(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"two\.safetensors is missing"):
+        hf_files.stored_tensors(tmp_path)
+    index.write_text("{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        hf_files.stored_tensors(tmp_path)
+
+
+def test_names_that_a_model_needs(tmp_path):
+    from aligner.models.families import weight_names
+    from aligner.models.weights.weights import HFWeights
+
+    architecture = Architecture(num_layers=1, vocab_size=8)
+    attention = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
+    mlp = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+    norms = ["model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight", "model.norm.weight"]
+    names = {"model.embed_tokens.weight", *attention, *mlp, *norms}  # tied: no lm_head
+    (tmp_path / "config.json").write_text("{}")
+
+    def check(names: set[str], *, is_scalar: bool) -> None:
+        stored = {name: hf_files.Stored(file="model.safetensors", shape=(), dtype="F32") for name in names}
+        HFWeights(tmp_path, weight_names(architecture), stored).check(architecture, is_scalar=is_scalar)
+
+    check(names, is_scalar=False)
+    check({name.removeprefix("model.") for name in names}, is_scalar=True)  # a headless model's file
+    with pytest.raises(CheckpointError, match=r"no tensor named model\.layers\.0\.self_attn\.v_proj\.weight, and 0 more"):
+        check(names - {attention[2]}, is_scalar=False)
+
+
+def test_models_without_weights(run):
+    found = run(weights.WEIGHTS)
+    assert found.level is Level.warning and "actor: random weights" in found.found
+    with pytest.raises(CheckpointError, match="reward.model.path='': a frozen reward model needs weights"):
+        run(weights.WEIGHTS, {FUNCTION: ""})
+
+
+def test_the_vocabulary_of_a_model_without_weights_is_planned_with(settings):
+    assert sizing.real_vocabularies(settings("ppo")) == ["model.architecture.vocab_size=41"]
+
+
+@pytest.mark.cpu
+def test_whose_layers_the_models_get(run, context_of, settings, monkeypatch):
+    found = run(layers.LAYERS)
+    assert found.level is Level.ok and found.found.startswith("layers are torch's (there is no GPU)")
+    found = run(layers.LAYERS, {"cluster.device": Device.gpu})
+    assert found.level is Level.warning and "install transformer-engine" in found.advice
+    torchs = {f"{section}model.layers": Layers.torch for section in ("", "critic.", "reward.")}
+    found = run(layers.LAYERS, {"cluster.device": Device.gpu} | torchs)
+    assert found.level is Level.ok and found.found == "layers are torch's (model.layers=torch), float32 products: highest"
+    faster = run(layers.LAYERS, {"model.float32_matmul": Float32Matmul.high})
+    assert "layers are torch's (there is no GPU), float32 products: high" in faster.found
+    with pytest.raises(ConfigError, match="model.layers=transformer_engine: there is no GPU"):
+        run(layers.LAYERS, {"model.layers": Layers.transformer_engine})
+
+
+def test_nodes_with_other_layers_are_named(context_of, settings):
+    here = layers.Chosen(described={"actor": "layers are torch's (no)"}, of_torch=["actor"])
+    there = layers.Chosen(described={"actor": "layers are Transformer Engine's (2.9.0)"})
+    found = layers.judge(context_of(settings("sft", None), nodes=("n1", "n2")), {0: here, 1: there})
+    assert found.level is Level.fatal and found.found == (
+        "rank 1 on n2: layers are Transformer Engine's (2.9.0); and not layers are torch's (no)"
+    )
