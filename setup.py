@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "aligner" / "__init__.py").read_text(), re.MULTILINE).group(1)
+VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "aligner" / "version.py").read_text(), re.MULTILINE).group(1)
 
 
 SHIPPED = {"conf": "*.[yj]*", "slurm": "*.sub", "examples": "*"}  # folders of the checkout that a wheel holds too, in aligner/

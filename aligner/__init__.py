@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from aligner.version import __version__
+
 if TYPE_CHECKING:
     from aligner.api import Result, train
-
-__version__ = "0.1.0"
 
 # What code outside may build on; the site's reference documents it. Nothing is imported before it is asked for.
 __all__ = ["Result", "__version__", "data", "losses", "protocols", "rewards", "rollout", "servers", "train", "types"]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aligner import __version__
 from aligner.commands.parts import (
     CONFIG,
     DIRECTORY,
@@ -29,6 +28,7 @@ from aligner.commands.parts import (
     run_directory,
 )
 from aligner.commands.plan import options as plan_commands
+from aligner.version import __version__
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,13 +136,14 @@ def train(config: str, settings: tuple[str, ...]) -> None:
         if (text := program_help.of_shipped(config, settings, program=f"aligner train {config}")) is not None:
             print(text, flush=True)
             return
-        from aligner.algorithms import registry
+        from aligner.algorithms.registry import recipe_of
+        from aligner.jobs import start
 
-        recipe = registry.recipe_of(config, registry.parse(settings).overrides)
+        recipe = recipe_of(config, start.parse(settings).overrides)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(ExitCode.refused) from None
-    registry.program(recipe.name)([f"config={config}", *settings], program=f"aligner train {config}")
+    start.program(recipe.name)([f"config={config}", *settings], program=f"aligner train {config}")
 
 
 @commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=f"{CONFIG} Without one: ppo.")
@@ -150,16 +151,11 @@ def train(config: str, settings: tuple[str, ...]) -> None:
 @_settings
 def serve(server: str, settings: tuple[str, ...]) -> None:
     """Serve the critic or the reward model of a run, with the same settings as the run: critic|reward [CONFIG] KEY=VALUE..."""
-    from aligner.algorithms.registry import server_program
-
-    def run(config: Any) -> None:
-        from aligner.jobs import serves as serving
-
-        {"critic": serving.serve_critic, "reward": serving.serve_reward_model}[server](config)
+    from aligner.jobs.start import server_program
 
     has_config = bool(settings) and "=" not in settings[0] and not settings[0].startswith("-")
     chosen = [f"config={settings[0]}", *settings[1:]] if has_config else list(settings)
-    server_program(server, run)(chosen, program=f"aligner serve {server}")
+    server_program(server)(chosen, program=f"aligner serve {server}")
 
 
 @commands.command()

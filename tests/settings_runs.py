@@ -162,6 +162,7 @@ class Runs:
         `until`: the step after which it is stopped and its policy saved to `directory`, from where another one goes on (`since`).
         """
         from aligner.algorithms.registry import recipes
+        from aligner.jobs.start import start
 
         if recipe == MODEL_ALONE:
             return Outcome(weights=[_logprobs(self.config(recipe, settings).architecture, self._topology)])
@@ -172,7 +173,7 @@ class Runs:
         outcome = Outcome()
         torch.manual_seed(5)
         with self._in_process(outcome, until, since), contextlib.redirect_stdout(io.StringIO()):
-            recipes()[CASES[recipe].recipe].run(config)
+            start(recipes()[CASES[recipe].recipe], config)
         for folder in (directory / "written", directory / "teacher"):
             outcome.files |= {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
         return outcome

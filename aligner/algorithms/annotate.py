@@ -15,8 +15,9 @@ from aligner.data.requests import Unlabelled, load_unlabelled
 from aligner.errors import ConfigError
 from aligner.loop.writing import COLUMNS, Record, digest_of
 from aligner.planner.workload import Head, Phase
-from aligner.run.recipe import Recipe, Traits
+from aligner.run.recipe import Recipe
 from aligner.run.settings import WritingRun, reading
+from aligner.run.traits import Traits
 from aligner.servers.config import ClientConfig
 
 if TYPE_CHECKING:

@@ -22,12 +22,13 @@ from aligner.data.config import DistillationDataConfig
 from aligner.data.distillation import DistilledExample, check_logprobs, distillation_batch, load_distillation
 from aligner.errors import ConfigError
 from aligner.loop.epochs import EpochTraining, check_batch_sizes
+from aligner.loop.loop import Built
 from aligner.losses.aggregation import require
 from aligner.losses.distillation import Divergence, distillation_loss
 from aligner.losses.sft import sft_loss
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe
+from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, reading
 from aligner.telemetry.metrics import merge, values
 from aligner.types import DistillationBatch, LabeledBatch, LossOutput, TokenOutputs

@@ -32,12 +32,13 @@ from aligner.data.preferences import PreferencePair, load_preferences, require_m
 from aligner.errors import ConfigError
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
 from aligner.loop.learnt import of_lengths, of_mask
-from aligner.loop.loop import Clock, StepResult
+from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.preference import DPOVariant, LogRatios, UserPairLoss, dpo_loss
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe, Traits, named, resolve, text_of
+from aligner.run.recipe import Recipe, named, resolve, text_of
 from aligner.run.settings import TrainerRun, reading
+from aligner.run.traits import Traits
 from aligner.telemetry.metrics import Metrics, merge, values
 from aligner.types import PreferenceBatch, TokenOutputs
 

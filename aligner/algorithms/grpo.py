@@ -23,7 +23,7 @@ from torch import Tensor
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows
-from aligner.loop.loop import Clock, StepResult
+from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.advantages import (
     STD_EPSILON,
     Estimator,
@@ -40,13 +40,14 @@ from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.groups import Exhausted, Groups, groups_with_signal, whole_round
 from aligner.online.policy_gradient import PolicyGradientConfig, check_estimator, finite_rows, masked_mean, mini_batches, shaped
-from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
-from aligner.online.task import REWARDED, OnlineAlgorithm, OnlineTask
+from aligner.online.rollout_source import OnlineAlgorithm, OnPolicyRolloutSource, RolloutSource
+from aligner.online.task import REWARDED, OnlineTask
 from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column
 from aligner.reporting.summary import totals
-from aligner.run.recipe import Built, Recipe, Traits, named, resolve, text_of
+from aligner.run.recipe import Recipe, named, resolve, text_of
+from aligner.run.traits import Traits
 from aligner.telemetry.metrics import merge, values
 from aligner.types import PolicyBatch, RolloutBatch
 from aligner.types.rows import num_rows

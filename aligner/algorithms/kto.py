@@ -26,14 +26,15 @@ from aligner.data.unpaired import MismatchedSteps, UnpairedExample, load_unpaire
 from aligner.errors import ConfigError, DataError
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_reference
 from aligner.loop.learnt import of_lengths, of_mask
-from aligner.loop.loop import Clock, StepResult
+from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.aggregation import require
 from aligner.losses.unpaired import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
 from aligner.planner.workload import Phase
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, reading
+from aligner.run.traits import Traits
 from aligner.telemetry.metrics import Mean, merge, values
 from aligner.types import LabeledBatch, TokenOutputs
 

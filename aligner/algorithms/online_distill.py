@@ -26,7 +26,7 @@ from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
 from aligner.loop.learnt import of_mask
-from aligner.loop.loop import Clock, StepResult
+from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.correction import with_gap
 from aligner.losses.distillation import Divergence
@@ -34,13 +34,14 @@ from aligner.losses.policy import policy_loss
 from aligner.models.config import ModelConfig
 from aligner.online.collect import collect, response_metrics, sample_rows, sample_seeds
 from aligner.online.config import OnlineRun
-from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
+from aligner.online.rollout_source import OnlineAlgorithm, OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import updates_of
-from aligner.online.task import SAMPLED, OnlineAlgorithm, OnlineTask
+from aligner.online.task import SAMPLED, OnlineTask
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.recipe import Recipe
 from aligner.run.settings import JobRun, check_best_metric
+from aligner.run.traits import Traits
 from aligner.telemetry.metrics import merge, values
 from aligner.types import DistillationBatch, MaskedBatch, PolicyBatch, RolloutBatch
 

@@ -24,19 +24,20 @@ from aligner.algorithms.dpo import PairLossConfig
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows
-from aligner.loop.loop import Clock, StepResult
+from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.aggregation import masked_mean, require
 from aligner.losses.correction import with_gap
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.preference import dpo_loss
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows, sample_seeds
 from aligner.online.config import OnlineRun
-from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
+from aligner.online.rollout_source import OnlineAlgorithm, OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import Pairing, Pairs, num_compared, pairs_of, updates_of
-from aligner.online.task import REWARDED, OnlineAlgorithm, OnlineTask
+from aligner.online.task import REWARDED, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.recipe import Recipe
+from aligner.run.traits import Traits
 from aligner.telemetry.metrics import merge, values
 from aligner.types import LossOutput, PreferenceBatch, RolloutBatch, TokenOutputs
 

@@ -22,7 +22,7 @@ from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows
-from aligner.loop.loop import Clock, StepResult
+from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.advantages import gae, outcome_rewards, whiten
 from aligner.losses.kl import adapt_kl_coef, kl_estimate
 from aligner.losses.shaping import Moments
@@ -32,14 +32,15 @@ from aligner.models.training.guard import judge_reply
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.policy_gradient import PolicyGradientConfig, finite_rows, masked_mean, mini_batches, shaped
-from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
-from aligner.online.task import REWARDED, OnlineAlgorithm, OnlineTask
+from aligner.online.rollout_source import OnlineAlgorithm, OnPolicyRolloutSource, RolloutSource
+from aligner.online.task import REWARDED, OnlineTask
 from aligner.parallel.collectives import from_rank_0
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import Critic, Policy
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe, Server, Traits, UsedModel
+from aligner.run.recipe import Recipe
 from aligner.run.settings import check_layout
+from aligner.run.traits import Server, Traits, UsedModel
 from aligner.servers.components import CriticConfig, in_section
 from aligner.telemetry.metrics import Metric, merge, values
 from aligner.types import PolicyBatch, RolloutBatch, ValueBatch

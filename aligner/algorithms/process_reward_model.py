@@ -18,13 +18,15 @@ from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.config import StepDataConfig
 from aligner.data.steps import SteppedExample, load_steps, step_batch
 from aligner.loop.epochs import BatchConfig, EpochTraining
+from aligner.loop.loop import Built
 from aligner.losses.aggregation import require
 from aligner.losses.reward import step_loss
 from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.planner.workload import Head
 from aligner.protocols import Loss, Trainable
-from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, reading
+from aligner.run.traits import Traits
 from aligner.telemetry.metrics import merge, values
 from aligner.types import LossOutput, StepBatch, TokenOutputs
 

@@ -8,21 +8,16 @@ import difflib
 import functools
 import importlib
 import pkgutil
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from aligner import algorithms
-from aligner.cluster.exit_codes import ExitCode
 from aligner.errors import ConfigError
 from aligner.files import configs
-from aligner.run.program import entrypoint, parse
 from aligner.run.recipe import Recipe
-from aligner.run.settings import JobRun
 from aligner.settings.compose import compose, search_path
 from aligner.settings.presets import built_on, find_file
 
@@ -82,35 +77,3 @@ def composed(name: str, overrides: Sequence[str] = ()) -> Any:
     """The config `name` of whatever recipe with `overrides`. Raises ConfigError as `aligner.settings.compose` and `recipe_of` do."""
     recipe = recipe_of(name, overrides)
     return compose(recipe.config, name, overrides, recipe.folders())
-
-
-def program(name: str) -> Callable[..., None]:
-    """The program of a recipe: reads the command line and runs it. See `aligner.run.program.entrypoint`."""
-    recipe = recipes()[name]
-    return entrypoint(recipe.config, name, recipe.folders(), recipe.columns)(recipe.run)
-
-
-def server_program(section: str, serve: Callable[[JobRun], None]) -> Callable[..., None]:
-    """The program of a server: `recipe=NAME` (default: ppo) among its arguments, or the config they choose, says whose settings it has.
-
-    `section` is the one of a recipe's settings that describes the server.
-    """
-
-    def main(argv: Sequence[str] | None = None, program: str = "") -> None:
-        arguments = sys.argv[1:] if argv is None else argv
-        names = [one.removeprefix("recipe=") for one in arguments if one.startswith("recipe=")]
-        others = [one for one in arguments if not one.startswith("recipe=")]
-        try:
-            command = parse(others)
-            recipe = recipe_of((names or [command.config or "ppo"])[-1], command.overrides)
-            if section not in (one.name for one in fields(recipe.config)):
-                able = [one.name for one in recipes().values() if section in (field.name for field in fields(one.config))]
-                raise ConfigError(f"recipe={recipe.name}: has no {section} to serve; allowed: {', '.join(able)}")
-            if command.asks == "--multirun":
-                raise ConfigError("--multirun: a server is a part of a run; sweep with the program that trains")
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(ExitCode.refused)
-        entrypoint(recipe.config, recipe.name, recipe.folders())(serve)(others, program)
-
-    return main

@@ -21,14 +21,16 @@ from aligner.data.labelled import MISSING
 from aligner.data.regression import LabelledExample, labelled_batch, load_regression
 from aligner.errors import ConfigError
 from aligner.loop.epochs import BatchConfig, EpochTraining
+from aligner.loop.loop import Built
 from aligner.losses.aggregation import require
 from aligner.losses.reward import regression_loss
 from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.planner.workload import Head
 from aligner.protocols import Loss, Trainable
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, check_pooling, reading
+from aligner.run.traits import Traits
 from aligner.types import LabeledBatch
 
 if TYPE_CHECKING:

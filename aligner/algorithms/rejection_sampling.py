@@ -20,17 +20,18 @@ from torch import Tensor
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows
-from aligner.loop.loop import Clock, StepResult
+from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.correction import with_gap
 from aligner.losses.sft import sft_loss
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
-from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
+from aligner.online.rollout_source import OnlineAlgorithm, OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import best_rows, updates_of, with_spread
-from aligner.online.task import REWARDED, OnlineAlgorithm, OnlineTask
+from aligner.online.task import REWARDED, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.recipe import Recipe
+from aligner.run.traits import Traits
 from aligner.telemetry.metrics import merge, values
 from aligner.types import LabeledBatch, RolloutBatch
 

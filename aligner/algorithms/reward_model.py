@@ -15,13 +15,15 @@ from aligner.data.config import PreferenceDataConfig
 from aligner.data.preferences import PreferencePair, load_preferences, require_margins
 from aligner.errors import ConfigError
 from aligner.loop.epochs import BatchConfig, EpochTraining
+from aligner.loop.loop import Built
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.planner.workload import Head
 from aligner.protocols import Loss, Trainable
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, check_pooling, reading
+from aligner.run.traits import Traits
 from aligner.types import PreferenceBatch
 
 if TYPE_CHECKING:

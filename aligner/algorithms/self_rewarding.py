@@ -41,7 +41,7 @@ from aligner.data.supervised import answered
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RunHalted
 from aligner.loop.learnt import accounted
-from aligner.loop.loop import Clock
+from aligner.loop.loop import Built, Clock
 from aligner.online import validation
 from aligner.online.collect import ScoredRollouts, sample_seeds
 from aligner.online.config import OnlineRun, check_iterated
@@ -49,7 +49,8 @@ from aligner.online.selection import Pairing, Pairs, pairs_by_length, pairs_of
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.recipe import Recipe
+from aligner.run.traits import Traits
 from aligner.types import FinishReason, Prompt, SampleRow, SamplingConfig
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
         self.policy.sleep()
         self.task.engine.refit(self.policy.version)
         if self.judge is None:
-            return self.task.validate()
+            return validation.validate(self.task)
         said: list[Judgement] = []
         metrics = validation.validate(self.task, partial(self._rejudged, self.judge, said))
         counts = judgement_metrics(said)

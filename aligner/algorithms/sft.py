@@ -10,10 +10,11 @@ from aligner.data.collate import supervised_batch
 from aligner.data.config import SFTDataConfig
 from aligner.data.supervised import SupervisedExample, load_supervised
 from aligner.loop.epochs import BatchConfig, EpochTraining
+from aligner.loop.loop import Built
 from aligner.losses.sft import sft_loss
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe
+from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, reading
 from aligner.types import LabeledBatch
 

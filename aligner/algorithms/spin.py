@@ -29,14 +29,15 @@ from aligner.data.supervised import Demonstration, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop.learnt import accounted
-from aligner.loop.loop import Clock
+from aligner.loop.loop import Built, Clock
 from aligner.online.config import OnlineRun, check_iterated
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run import lengths
-from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.recipe import Recipe
 from aligner.run.settings import JobRun, check_best_metric, reading
+from aligner.run.traits import Traits
 from aligner.types import Prompt, SampleRow
 
 if TYPE_CHECKING:

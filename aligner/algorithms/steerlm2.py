@@ -25,14 +25,15 @@ from aligner.data.proposals import OF_PROPOSAL, ProposedGroup, load_proposals
 from aligner.errors import DataError
 from aligner.loop.epochs import BatchConfig, Stateless
 from aligner.loop.learnt import of_mask
-from aligner.loop.loop import Clock, StepResult
+from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.steerlm import importance_weights, response_coefficients, steerlm_loss
 from aligner.models.config import Architecture
 from aligner.planner.workload import Phase
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
-from aligner.run.recipe import Built, Recipe, Traits
+from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, check_layout, reading
+from aligner.run.traits import Traits
 from aligner.telemetry.metrics import values
 from aligner.types import LabeledBatch
 

@@ -24,8 +24,9 @@ from aligner.loop.writing import FilesAlone
 from aligner.parallel.collectives import from_rank_0
 from aligner.planner.workload import Phase
 from aligner.reporting.formats import Column
-from aligner.run.recipe import Recipe, Traits
+from aligner.run.recipe import Recipe
 from aligner.run.settings import WritingRun, reading
+from aligner.run.traits import Traits
 from aligner.types import LabeledBatch
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from aligner import __version__
 from aligner.algorithms.registry import composed
 from aligner.cluster.component import Component, check_installed, interpreter
 from aligner.cluster.local import launch
@@ -13,6 +12,7 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.commands.programs import Program, placement_of, programs, share_out
 from aligner.parallel import platform
 from aligner.run.from_hub import fetch_named
+from aligner.version import __version__
 
 
 def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from aligner import __version__
 from aligner.algorithms.registry import recipes
 from aligner.cluster.run_directory import RunDirectory
 from aligner.commands.report import all_columns
@@ -21,6 +20,7 @@ from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.summary import table
 from aligner.run.recipe import Recipe
 from aligner.settings.compose import schema_of, to_yaml
+from aligner.version import __version__
 
 # Where a run was, not what it was: these sections tell a reader nothing about the model, and may name hosts and accounts.
 _LEFT_OUT = ("run.", "cluster.", "slurm.", "container.", "logging.", "local_launcher.", "server_client.", "checkpoint.")

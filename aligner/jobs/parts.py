@@ -26,7 +26,7 @@ from aligner.files import publish
 from aligner.loop import loop
 from aligner.loop.checkpointing import RunCheckpointer
 from aligner.loop.learnt import GapAlarm, LearntNothingAlarm
-from aligner.loop.loop import TimeBudget, seconds_left
+from aligner.loop.loop import Built, TimeBudget, seconds_left
 from aligner.models import create
 from aligner.models.checkpoint.checkpoint import copy_tokenizer, special_ids
 from aligner.models.checkpoint.foreign.model import is_foreign
@@ -44,7 +44,6 @@ from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.reporter import Reporter, SilentReporter
 from aligner.reporting.summary import is_empty, learnt_from
 from aligner.run import lengths
-from aligner.run.recipe import Built
 from aligner.run.session import Session
 from aligner.run.settings import JobRun
 from aligner.servers.components import in_section

@@ -24,6 +24,7 @@ from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError, describe_os_error
 from aligner.jobs.parts import length_of, load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
 from aligner.jobs.sources import frozen_model, pinned, pinned_base
+from aligner.loop.loop import Built
 from aligner.losses.correction import Correction
 from aligner.models import create
 from aligner.models.checkpoint import checkpoint, files
@@ -45,7 +46,7 @@ from aligner.rollout.config import check_ahead, check_cache
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import Capabilities
 from aligner.rollout.engine.choice import check_installed
-from aligner.run.recipe import Built, Recipe
+from aligner.run.recipe import Recipe
 from aligner.run.session import Session, announced, open_session
 from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient, weighted_sum

@@ -36,7 +36,6 @@ from aligner.errors import DataError
 from aligner.files import publish
 from aligner.jobs.parts import run_loop
 from aligner.jobs.sources import model_digest
-from aligner.loop.loop import LoopConfig
 from aligner.loop.writing import Record, Writing, WrittenFiles
 from aligner.models import create
 from aligner.models.modules.peft import WEIGHTS_FILE
@@ -46,7 +45,7 @@ from aligner.models.weights.manifest import digest
 from aligner.parallel.collectives import from_rank_0
 from aligner.reporting.formats import Column
 from aligner.run.session import Session
-from aligner.run.settings import TrainerRun
+from aligner.run.settings import LoopConfig, TrainerRun
 
 
 class Referenced(Protocol):

@@ -15,6 +15,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.jobs.parts import length_of, load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
 from aligner.jobs.sources import pinned, pinned_base
 from aligner.jobs.stored_reference import with_reference
+from aligner.loop.loop import Built
 from aligner.models import create
 from aligner.models.config import Architecture
 from aligner.models.modules.scalar_head import ScalarHead
@@ -24,7 +25,7 @@ from aligner.models.training.policy import MegatronPolicy, ReferencePolicy
 from aligner.models.training.reward import MegatronRewardModel
 from aligner.models.training.trainable import TrainableModel, Training
 from aligner.parallel.micro_batches import MicroBatching, plan
-from aligner.run.recipe import Built, Recipe
+from aligner.run.recipe import Recipe
 from aligner.run.session import Session, open_session
 from aligner.run.settings import TrainerRun
 

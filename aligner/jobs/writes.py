@@ -18,7 +18,6 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs.parts import conclude, load_model_files, run_loop, with_lengths
 from aligner.jobs.sources import frozen_model, model_digest, pinned
-from aligner.loop.loop import LoopConfig
 from aligner.loop.writing import Writing, WrittenFiles
 from aligner.models import create
 from aligner.models.config import Architecture, ModelConfig
@@ -31,7 +30,7 @@ from aligner.rollout.config import RolloutConfig
 from aligner.rollout.create import create_engine
 from aligner.run.recipe import Recipe
 from aligner.run.session import Session, open_session
-from aligner.run.settings import WritingRun
+from aligner.run.settings import LoopConfig, WritingRun
 from aligner.servers.access import Access
 from aligner.servers.authority import FOLDER as TLS
 from aligner.servers.client import RewardClient

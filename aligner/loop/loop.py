@@ -11,26 +11,24 @@ and skips the step that raised it.
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from aligner.errors import AlignerError, ConfigError, RollBack, RunHalted
+from aligner.cluster.run_directory import POLICY
+from aligner.errors import AlignerError, RollBack, RunHalted
+from aligner.models.training.trainable import TrainableModel
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.progress import Progress
+from aligner.run.settings import LoopConfig
 from aligner.types import SampleRow
 
-if TYPE_CHECKING:
-    from aligner.data.collate import EpochSampler
-
 VARIABLE = "ALIGNER_END_TIME"  # Unix time, set by whoever knows it (the conductor of a Slurm job)
-DEFAULT_STEPS = 100
 NEWEST_BY_TIME = 2  # checkpoints saved by time alone stay until there are so many newer ones
 BY_TIME = "saved_by_time"  # in the state of a checkpoint that only loop.save_minutes asked for
 _REMEMBERED_STEPS = 8
@@ -87,34 +85,6 @@ class TimeBudget:
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-@dataclass(kw_only=True, slots=True)
-class LoopConfig:
-    """How long to train and what to do on the way."""
-
-    max_steps: int = 0  # training steps of the whole run, those before a resume included; 0: as many as epochs take, else 100
-    epochs: float = 0.0  # passes over data.train (its prompts, if the run samples) after which the run ends; 0: max_steps alone counts
-    save_every: int = 0  # steps between checkpoints, all of which stay unless checkpoint.keep says otherwise; 0: off
-    save_minutes: float = 30.0  # minutes after which another one is saved, of which the newest two stay; 0: off
-    validate_every: int = 0  # steps between validations; 0: never
-    validate_first: bool = False  # validate before the first step too
-    table_every: int = 10  # steps between tables of sample rollouts; 0: never
-
-    def __post_init__(self) -> None:
-        if self.max_steps < 0:
-            raise ConfigError(f"loop.max_steps={self.max_steps}: must be at least 1 (0: as many as loop.epochs take, else {DEFAULT_STEPS})")
-        if not 0 <= self.epochs < math.inf:
-            raise ConfigError(f"loop.epochs={self.epochs}: must be finite and not negative (0: loop.max_steps alone counts)")
-        self.max_steps = self.max_steps or (0 if self.epochs else DEFAULT_STEPS)
-        for name in ("save_every", "save_minutes", "validate_every", "table_every"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"loop.{name}={getattr(self, name)}: must be finite and not negative (0 is off)")
-
-    def over(self, order: EpochSampler) -> LoopConfig:
-        """With the number of steps that `epochs` take in this order of the examples; without `epochs` if `max_steps` are fewer."""
-        steps = order.steps_of(self.epochs) if self.epochs else 0
-        return replace(self, epochs=0.0) if 0 < self.max_steps < steps else replace(self, max_steps=steps or self.max_steps)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """The report of one training step: plain numbers (the same on every rank) and some samples."""
@@ -139,6 +109,17 @@ class Algorithm(Protocol):
         """JSON-able state to resume from, besides models and step number."""
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """The result of a recipe's `build`: an algorithm and the model that it trains."""
+
+    algorithm: Algorithm
+    model: TrainableModel
+    critic: Any = None  # saves and resumes with it
+    given_away: Callable[[], AbstractContextManager[None]] = nullcontext  # in the block servers on the same GPUs may compute; collective
+    checkpoint: str = POLICY  # folder of its checkpoints
 
 
 class Checkpointer(Protocol):

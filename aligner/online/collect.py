@@ -239,7 +239,7 @@ def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, flo
         "rollout/seconds_imbalance": _imbalance([stats.seconds for stats in collected.replica_stats]),
         **_age_metrics(collected.ages),
         **episode_metrics(collected.rollouts),
-        **health_metrics(collected),
+        **health_metrics(collected.rollouts, collected.rewards, collected.valid, collected.parts),
     } | {f"reward/{name}": part[collected.valid].double().nanmean().item() for name, part in collected.parts.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,18 +14,17 @@ from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig
 from aligner.errors import ConfigError
-from aligner.loop.loop import LoopConfig
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.training.guard import GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.online.validation import ValidationConfig
 from aligner.planner.workload import Phase, Work
 from aligner.rewards.columns import columns_read
+from aligner.rewards.config import RewardFunctionConfig
 from aligner.rewards.load import load_reward_function
 from aligner.rollout.config import EngineKind, RolloutConfig, check_engine, check_untrained
 from aligner.run import lengths
-from aligner.run.recipe import Recipe, Server, Traits, UsedModel
-from aligner.run.settings import CheckpointConfig, JobRun, check_best_metric, check_layout, check_replicas
+from aligner.run.settings import CheckpointConfig, JobRun, LoopConfig, check_best_metric, check_layout, check_replicas
+from aligner.run.traits import Kind, Server, Traits, UsedModel
 from aligner.servers.components import ActorConfig, RewardConfig, in_section
 from aligner.servers.config import ClientConfig
 from aligner.types import Prompt
@@ -34,9 +34,48 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, slots=True)
+class ValidationConfig:
+    """How a validation is judged, and what it samples besides one greedy response per prompt."""
+
+    scorer: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges responses; without a path: no accuracy
+    num_samples: int = 0  # sampled responses per prompt; 0: none
+    temperature: float = 1.0  # of the sampled responses
+    top_p: float = 1.0  # of the sampled responses: the likeliest tokens with this share of the probability; 1: off
+    k: list[int] = field(default_factory=list)  # of pass@k and best@k; empty: 1, 2, 4, ... up to num_samples
+    pass_threshold: float = 0.5  # smallest score of `scorer` with which a response counts as right
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 0:
+            raise ConfigError(f"validation.num_samples={self.num_samples}: must not be negative (0 is off)")
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"validation.temperature={self.temperature}: must be finite and above 0 (one greedy response is made anyway)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"validation.top_p={self.top_p}: must be above 0 and at most 1 (1 is off)")
+        for k in self.k:
+            if not 1 <= k <= self.num_samples:
+                raise ConfigError(f"validation.k={self.k}: {k} must be from 1 to num_samples={self.num_samples}")
+
+    @property
+    def ks(self) -> list[int]:
+        """The numbers of responses that pass@k and best@k are of."""
+        return self.k or [2**power for power in range(self.num_samples.bit_length())]
+
+    def reports(self) -> list[str]:
+        """The names of the metrics that a validation with these settings gives."""
+        has_accuracy = bool(self.scorer.path)
+        names = ["reward", "response_length", "truncated_fraction"] + ["accuracy"] * has_accuracy
+        if self.num_samples:
+            n = self.num_samples
+            names += [f"reward_mean@{n}", f"truncated@{n}", *(f"reward_best@{k}" for k in self.ks)]
+            names += [f"mean@{n}", *(f"pass@{k}" for k in self.ks)] * has_accuracy
+        return [f"validation/{name}" for name in names]
+
+
+@dataclass(kw_only=True, slots=True)
 class OnlineRun(JobRun):
     """A run that learns from its own samples. `build(job: OnlineJob)` returns a `Built`."""
 
+    kind: ClassVar[Kind] = Kind.samples
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)  # what NaN, empty updates and a gap between engine and trainer lead to
@@ -78,11 +117,6 @@ class OnlineRun(JobRun):
                     f"placement=colocated: {server.name}.num_processes={server.num_ranks} is more than the actor's "
                     f"num_processes={self.num_processes}, whose GPUs it shares; allowed: at most so many, or placement=separate"
                 )
-
-    def start(self, recipe: Recipe) -> int:
-        from aligner.jobs.samples import train  # Megatron-Core comes with it
-
-        return train(recipe, self)
 
     def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
         return load_prompts(location, self.data, tokenizer, first=first, columns=self.columns())

@@ -8,16 +8,14 @@ In a large batch a bounded number of responses is examined, spread evenly: 10 ms
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from aligner.types import FinishReason, Rollout
-
-if TYPE_CHECKING:
-    from aligner.online.collect import ScoredRollouts
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -54,8 +52,8 @@ MIN_NGRAMS = 8  # of a response that is counted
 Item = TypeVar("Item")
 
 
-def health_metrics(collected: ScoredRollouts) -> dict[str, float]:
-    """The metrics that can be told of these rollouts:
+def health_metrics(rollouts: Sequence[Rollout], rewards: Tensor, valid: Tensor, parts: Mapping[str, Tensor]) -> dict[str, float]:
+    """Metrics of rollouts with `rewards` and their `parts` by name, float32 [B] each, where `valid` (bool [B]):
 
     rollout/entropy       nats per token, estimated as minus the mean log-prob of what was sampled
     rollout/same_response the part of the prompts, one response of each, that got the most frequent response
@@ -64,9 +62,9 @@ def health_metrics(collected: ScoredRollouts) -> dict[str, float]:
     rollout/reward_{ended, truncated, empty}  mean reward of responses that ended by themselves, were cut, are empty
     reward_std/<name>     of the parts of a composed reward
     """
-    metrics = _entropy(_spread(collected.rollouts, MAX_SAMPLED)) | _same_response(collected.rollouts)
-    metrics |= _repeated(_spread(collected.rollouts, MAX_READ)) | _rewards_by_ending(collected)
-    parts = {name: part[collected.valid].double() for name, part in collected.parts.items()}
+    metrics = _entropy(_spread(rollouts, MAX_SAMPLED)) | _same_response(rollouts)
+    metrics |= _repeated(_spread(rollouts, MAX_READ)) | _rewards_by_ending(rollouts, rewards, valid)
+    parts = {name: part[valid].double() for name, part in parts.items()}
     return metrics | {f"reward_std/{name}": part.std(correction=0).item() for name, part in parts.items() if part.numel()}
 
 
@@ -96,15 +94,15 @@ def _repeated(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {"rollout/repeated_ngrams": sum(shares) / len(shares)} if shares else {}
 
 
-def _rewards_by_ending(collected: ScoredRollouts) -> dict[str, float]:
+def _rewards_by_ending(rollouts: Sequence[Rollout], rewards: Tensor, valid: Tensor) -> dict[str, float]:
     """An empty response is none of those that ended."""
-    empty = torch.tensor([_is_empty(rollout) for rollout in collected.rollouts])
-    truncated = torch.tensor([rollout.finish_reason is FinishReason.length for rollout in collected.rollouts])
+    empty = torch.tensor([_is_empty(rollout) for rollout in rollouts])
+    truncated = torch.tensor([rollout.finish_reason is FinishReason.length for rollout in rollouts])
     metrics = {"rollout/empty_fraction": empty.double().mean().item()}
     for name, rows in {"ended": ~truncated & ~empty, "truncated": truncated, "empty": empty}.items():
-        rewards = collected.rewards[rows & collected.valid]
-        if rewards.numel():
-            metrics[f"rollout/reward_{name}"] = rewards.double().mean().item()
+        judged = rewards[rows & valid]
+        if judged.numel():
+            metrics[f"rollout/reward_{name}"] = judged.double().mean().item()
     return metrics
 
 

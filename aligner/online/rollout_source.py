@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from aligner.loop.loop import Clock
+from aligner.online import validation
 from aligner.online.collect import SampleRequest, ScoredRollouts, collect_all, sample_seeds
 from aligner.online.task import OnlineTask
 from aligner.protocols import Critic
@@ -127,3 +128,23 @@ class OnPolicyRolloutSource:
     def load_state(self, state: Mapping[str, Any], version: int) -> None:
         self._cursor.load_state(state)
         self._task.engine.refit(version)
+
+
+class OnlineAlgorithm:
+    """The methods of `aligner.loop.loop.Algorithm` for one whose state is its rollout source's; subclasses set what is named here."""
+
+    policy: Any  # with `version`
+    task: OnlineTask
+    rollout_source: Any  # with `state` and `load_state`
+
+    def validate(self) -> Mapping[str, float]:
+        return validation.validate(self.task)
+
+    def finish(self) -> None:
+        """Nothing runs on after a step."""
+
+    def state(self) -> dict[str, Any]:
+        return {"rounds": self.rollout_source.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.rollout_source.load_state(state["rounds"], self.policy.version)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,9 +12,8 @@ from torch import Tensor
 from aligner.data.collate import EpochSampler
 from aligner.data.reading import Mixed
 from aligner.models.training.guard import GuardConfig
-from aligner.online import validation
 from aligner.online.collect import Scorers
-from aligner.online.validation import ValidationConfig
+from aligner.online.config import ValidationConfig
 from aligner.parallel.topology import Topology
 from aligner.protocols import Critic, RewardModel, RolloutEngine
 from aligner.reporting.formats import Column, Goal
@@ -87,27 +86,3 @@ class OnlineTask:
     def given_away(self) -> AbstractContextManager[None]:
         """In the block the servers may compute, and the actor only waits for them. Collective; `SharedDevice.given_away`."""
         return nullcontext() if self.shared is None else self.shared.given_away()
-
-    def validate(self) -> Mapping[str, float]:
-        """The metrics of `validation.validate` on the held-out prompts. Collective."""
-        return validation.validate(self)
-
-
-class OnlineAlgorithm:
-    """The methods of `aligner.loop.loop.Algorithm` for one whose state is its rollout source's; subclasses set what is named here."""
-
-    policy: Any  # with `version`
-    task: OnlineTask
-    rollout_source: Any  # with `state` and `load_state`
-
-    def validate(self) -> Mapping[str, float]:
-        return self.task.validate()
-
-    def finish(self) -> None:
-        """Nothing runs on after a step."""
-
-    def state(self) -> dict[str, Any]:
-        return {"rounds": self.rollout_source.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.rollout_source.load_state(state["rounds"], self.policy.version)

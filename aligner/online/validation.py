@@ -11,59 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from torch import Tensor
 
-from aligner.errors import ConfigError
 from aligner.online.collect import ScoredRollouts, collect, sample_rows
+from aligner.online.config import ValidationConfig
+from aligner.online.task import OnlineTask
 from aligner.protocols import RewardModel
-from aligner.rewards.config import RewardFunctionConfig
 from aligner.types import FinishReason, Rollout
 
-if TYPE_CHECKING:
-    from aligner.online.task import OnlineTask
-
 NUM_KEPT = 16  # prompts whose greedy responses a run keeps
-
-
-@dataclass(kw_only=True, slots=True)
-class ValidationConfig:
-    """How a validation is judged, and what it samples besides one greedy response per prompt."""
-
-    scorer: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges responses; without a path: no accuracy
-    num_samples: int = 0  # sampled responses per prompt; 0: none
-    temperature: float = 1.0  # of the sampled responses
-    top_p: float = 1.0  # of the sampled responses: the likeliest tokens with this share of the probability; 1: off
-    k: list[int] = field(default_factory=list)  # of pass@k and best@k; empty: 1, 2, 4, ... up to num_samples
-    pass_threshold: float = 0.5  # smallest score of `scorer` with which a response counts as right
-
-    def __post_init__(self) -> None:
-        if self.num_samples < 0:
-            raise ConfigError(f"validation.num_samples={self.num_samples}: must not be negative (0 is off)")
-        if not 0 < self.temperature < math.inf:
-            raise ConfigError(f"validation.temperature={self.temperature}: must be finite and above 0 (one greedy response is made anyway)")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"validation.top_p={self.top_p}: must be above 0 and at most 1 (1 is off)")
-        for k in self.k:
-            if not 1 <= k <= self.num_samples:
-                raise ConfigError(f"validation.k={self.k}: {k} must be from 1 to num_samples={self.num_samples}")
-
-    @property
-    def ks(self) -> list[int]:
-        """The numbers of responses that pass@k and best@k are of."""
-        return self.k or [2**power for power in range(self.num_samples.bit_length())]
-
-    def reports(self) -> list[str]:
-        """The names of the metrics that a validation with these settings gives."""
-        has_accuracy = bool(self.scorer.path)
-        names = ["reward", "response_length", "truncated_fraction"] + ["accuracy"] * has_accuracy
-        if self.num_samples:
-            n = self.num_samples
-            names += [f"reward_mean@{n}", f"truncated@{n}", *(f"reward_best@{k}" for k in self.ks)]
-            names += [f"mean@{n}", *(f"pass@{k}" for k in self.ks)] * has_accuracy
-        return [f"validation/{name}" for name in names]
 
 
 Rejudge = Callable[[ScoredRollouts], ScoredRollouts]  # rollouts with other rewards; collective

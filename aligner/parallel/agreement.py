@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import Store
 
-from aligner import __version__
 from aligner.errors import LaunchError
+from aligner.version import __version__
 
 _SHOWN = 8  # ranks that a message lists
 _MARGIN_SECONDS = 5.0  # the others wait so much longer than rank 0, whose message says who is missing

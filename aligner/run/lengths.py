@@ -14,15 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from aligner.errors import ConfigError
 
-if TYPE_CHECKING:
-    from aligner.run.settings import JobRun
-
-J = TypeVar("J", bound="JobRun")
 RESPONSE = "rollout.sampling.max_response_length"
+
+
+class Lengthy(Protocol):
+    """Settings of a run with lengths to fill in: `aligner.run.settings.JobRun`."""
+
+    data: Any
+
+    def with_lengths(self, context: Context) -> Any: ...
+
+
+J = TypeVar("J", bound=Lengthy)
 
 
 @dataclass(frozen=True, slots=True)

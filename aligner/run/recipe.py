@@ -9,27 +9,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from aligner.cluster.run_directory import POLICY
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
-from aligner.models.config import ModelConfig
-from aligner.models.training.optimizer import OptimizerConfig
-from aligner.parallel.topology import ParallelConfig
-from aligner.planner.workload import Head, Work
 from aligner.reporting.formats import Column
 from aligner.rewards.load import FORMS, UserFunction, load_reward_function
-from aligner.servers.config import ServerConfig
-
-if TYPE_CHECKING:
-    from aligner.loop.loop import Algorithm
-    from aligner.models.training.trainable import TrainableModel
-    from aligner.run.settings import JobRun
+from aligner.run.settings import JobRun
 
 Options = TypeVar("Options", bound=Enum)
 
@@ -66,57 +55,7 @@ def resolve(setting: str, value: str, options: type[Options], parameters: Sequen
     return UserFunction(f"{setting}={value}", function)
 
 
-C = TypeVar("C", bound="JobRun")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UsedModel:
-    """A model that a component loads."""
-
-    component: str
-    key: str  # of its settings
-    config: ModelConfig
-    is_scalar: bool = False  # has one number per token instead of logits
-    needs_head: bool = False  # a scalar head that is not in the files would be random, and never be trained
-    reads_text: bool = False  # it is sent texts, not token ids: its tokenizer may be another one
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Server:
-    """A component that serves the trainer, from an allocation of its own."""
-
-    name: str
-    num_ranks: int
-    parallel: ParallelConfig
-    settings: ServerConfig
-    work: Work | None  # None: a function, which needs no model
-    model: ModelConfig
-    optimizer: OptimizerConfig | None = None  # None: frozen
-    check: Callable[[ModelConfig, Any, int], None] | None = None  # (model, architecture, ranks): raises ConfigError for what it refuses
-    guest: Server | None = None  # another one, in its processes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traits:
-    """Properties of a run with these settings, for code that does not run it."""
-
-    role: str  # of the component that trains or writes: actor, trainer, writer
-    work: Work  # of one of its steps
-    head: Head = Head.language
-    has_reference: bool = False  # a frozen copy of what is trained
-    has_engine: bool = False  # it samples, as `rollout` says
-    checkpoints: Sequence[str] = (POLICY,)  # folders of a run directory's checkpoints that have to agree
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Built:
-    """The result of a recipe's `build`: an algorithm and the model that it trains."""
-
-    algorithm: Algorithm
-    model: TrainableModel
-    critic: Any = None  # saves and resumes with it
-    given_away: Callable[[], AbstractContextManager[None]] = nullcontext  # in the block servers on the same GPUs may compute; collective
-    checkpoint: str = POLICY  # folder of its checkpoints
+C = TypeVar("C", bound=JobRun)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +83,3 @@ class Recipe(Generic[C]):
             raise TypeError(
                 f"recipe {self.name}: {self.config.__name__} has no method {', '.join(missing)} (see aligner.run.settings.JobRun)"
             )
-
-    def run(self, config: C) -> int:
-        """Run it on this process, which is one rank. Returns the exit code: 0, or 75 if stopped before its last step."""
-        return config.start(self)

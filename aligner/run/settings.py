@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL
 from aligner.cluster.slurm.spec import ContainerConfig, SlurmConfig
+from aligner.data.collate import EpochSampler
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.loop.loop import LoopConfig
 from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.modules.scalar_head import Pooling
@@ -24,7 +25,7 @@ from aligner.planner.config import ClusterConfig, PlanConfig
 from aligner.planner.workload import Head, Phase, Work
 from aligner.reporting.config import LoggingConfig
 from aligner.run import lengths
-from aligner.run.recipe import Recipe, Server, Traits, UsedModel
+from aligner.run.traits import Kind, Server, Traits, UsedModel
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -104,6 +105,37 @@ class RunConfig:
             )
 
 
+DEFAULT_STEPS = 100
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopConfig:
+    """How long to train and what to do on the way."""
+
+    max_steps: int = 0  # training steps of the whole run, those before a resume included; 0: as many as epochs take, else 100
+    epochs: float = 0.0  # passes over data.train (its prompts, if the run samples) after which the run ends; 0: max_steps alone counts
+    save_every: int = 0  # steps between checkpoints, all of which stay unless checkpoint.keep says otherwise; 0: off
+    save_minutes: float = 30.0  # minutes after which another one is saved, of which the newest two stay; 0: off
+    validate_every: int = 0  # steps between validations; 0: never
+    validate_first: bool = False  # validate before the first step too
+    table_every: int = 10  # steps between tables of sample rollouts; 0: never
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 0:
+            raise ConfigError(f"loop.max_steps={self.max_steps}: must be at least 1 (0: as many as loop.epochs take, else {DEFAULT_STEPS})")
+        if not 0 <= self.epochs < math.inf:
+            raise ConfigError(f"loop.epochs={self.epochs}: must be finite and not negative (0: loop.max_steps alone counts)")
+        self.max_steps = self.max_steps or (0 if self.epochs else DEFAULT_STEPS)
+        for name in ("save_every", "save_minutes", "validate_every", "table_every"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"loop.{name}={getattr(self, name)}: must be finite and not negative (0 is off)")
+
+    def over(self, order: EpochSampler) -> LoopConfig:
+        """With the number of steps that `epochs` take in this order of the examples; without `epochs` if `max_steps` are fewer."""
+        steps = order.steps_of(self.epochs) if self.epochs else 0
+        return replace(self, epochs=0.0) if 0 < self.max_steps < steps else replace(self, max_steps=steps or self.max_steps)
+
+
 def reading(load: Callable[..., tuple[Sequence[Any], LoadReport]]) -> Callable[..., tuple[Sequence[Any], LoadReport]]:
     """The method `JobRun.read` of a recipe whose data `load(location, config.data, tokenizer, first=first)` reads."""
 
@@ -125,6 +157,7 @@ class JobRun(ABC):
     plan: PlanConfig = field(default_factory=PlanConfig)  # what `aligner plan` assumes of lengths, waits and failures
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)  # read where ALIGNER_CONTAINER names one
+    kind: ClassVar[Kind]
     num_processes: int = 1  # ranks (of an online run: of the actor), however they are started
 
     def __post_init__(self) -> None:
@@ -135,10 +168,6 @@ class JobRun(ABC):
     def examples_per_step(self) -> int:
         """Examples of data.train, or prompts, that a training step takes."""
         return next(filter(None, (getattr(self.algorithm, name, 0) for name in ("prompts_per_step", "batch_size", "rollouts_per_step"))))
-
-    @abstractmethod
-    def start(self, recipe: Recipe) -> int:
-        """Run the recipe with these settings; see `Recipe.run`."""
 
     @abstractmethod
     def traits(self) -> Traits:
@@ -187,6 +216,7 @@ class TrainerRun(JobRun):
     loop: LoopConfig = field(default_factory=LoopConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)  # what NaN, empty updates and a gap between engine and trainer lead to
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # how checkpoints are written, verified and kept
+    kind: ClassVar[Kind] = Kind.trains
     has_frozen_start: ClassVar[bool] = False  # the model that it starts from is a reference, which no checkpoint of the run holds
 
     def __post_init__(self) -> None:
@@ -199,11 +229,6 @@ class TrainerRun(JobRun):
 
     def traits(self) -> Traits:
         return self.batch_traits()
-
-    def start(self, recipe: Recipe) -> int:
-        from aligner.jobs.trains import train  # Megatron-Core comes with it
-
-        return train(recipe, self)
 
     def batch_traits(
         self, *, rows: int = 0, unit: int = 1, phases: Sequence[Phase] = (), head: Head = Head.language, has_reference: bool = False
@@ -236,6 +261,8 @@ class TrainerRun(JobRun):
 class WritingRun(JobRun):
     """A run that writes a data set instead of training. `build(job: WriterJob)` does the work and returns the exit code."""
 
+    kind: ClassVar[Kind] = Kind.writes
+
     def __post_init__(self) -> None:
         JobRun.__post_init__(self)
         for name in ("train", "validation"):
@@ -243,11 +270,6 @@ class WritingRun(JobRun):
                 raise ConfigError(f"data.{name} lists {len(location)} sources; allowed: one path, in a run that writes a data set")
         if self.data.cache:
             raise ConfigError(f"data.cache={self.data.cache}: a run that writes a data set reads it once; allowed: ''")
-
-    def start(self, recipe: Recipe) -> int:
-        from aligner.jobs.writes import write  # Megatron-Core comes with it
-
-        return write(recipe, self)
 
     @property
     def loop(self) -> LoopConfig:

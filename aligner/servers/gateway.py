@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import aiohttp
 from aiohttp import web
 
-from aligner import __version__
 from aligner.errors import ConfigError, ServerError
 from aligner.servers.access import Access, listen
 from aligner.servers.config import RequestLimits, ServerConfig
@@ -29,6 +28,7 @@ from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, AnswerError, Tensor
 from aligner.servers.seats import Seats, Server, allow_files
 from aligner.servers.upstream import Upstream, computed
 from aligner.servers.wire import Endpoint
+from aligner.version import __version__
 
 START_SECONDS = 30.0
 IDLE_CONNECTION_SECONDS = 60.0  # of a client that has shown the secret; others: see `seats`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ BatchT = TypeVar("BatchT", TokenBatch, RolloutBatch, PolicyBatch, ValueBatch, Pr
 def select_rows(batch: BatchT, start: int, stop: int) -> BatchT:
     """Rows `start` to `stop` of every tensor; fields of one entry per pair are sliced by pair."""
     rows = num_rows(batch)
-    parts: dict[str, Tensor | None] = {}
+    parts: dict[str, Any] = {}
     for f in fields(batch):
         tensor: Tensor | None = getattr(batch, f.name)
         if tensor is None:
@@ -46,7 +46,7 @@ def select_rows(batch: BatchT, start: int, stop: int) -> BatchT:
 
 def take_rows(batch: BatchT, rows: Tensor) -> BatchT:
     """The rows with these numbers (int64), in this order; where fields have one entry per pair, `rows` names whole pairs."""
-    parts: dict[str, Tensor | None] = {}
+    parts: dict[str, Any] = {}
     for f in fields(batch):
         tensor: Tensor | None = getattr(batch, f.name)
         if tensor is not None:
@@ -61,7 +61,7 @@ _PER_TOKEN = {name for name, (_, axes) in FIELDS.items() if "S" in axes}
 
 def trim_columns(batch: BatchT, width: int) -> BatchT:
     """The first `width` columns of every [B, S] (and [B, S, K]) tensor; narrower batches are padded with zeros (False) up to it."""
-    parts: dict[str, Tensor | None] = {}
+    parts: dict[str, Any] = {}
     for f in fields(batch):
         tensor: Tensor | None = getattr(batch, f.name)
         if tensor is not None and f.name in _PER_TOKEN:
@@ -78,7 +78,8 @@ def pad_columns(tensor: Tensor, width: int) -> Tensor:
 def to_device(batch: BatchT, device: torch.device) -> BatchT:
     """The same batch with every tensor on `device`."""
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return type(batch)(**{name: tensor if tensor is None else upload(tensor, device) for name, tensor in tensors.items()})
+    parts: dict[str, Any] = {name: tensor if tensor is None else upload(tensor, device) for name, tensor in tensors.items()}
+    return type(batch)(**parts)
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

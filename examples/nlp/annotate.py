@@ -1,6 +1,6 @@
 """Labels for responses, by a regression reward model. Settings: conf/annotate/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("annotate")
 

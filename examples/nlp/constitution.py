@@ -1,6 +1,6 @@
 """Constitutional AI: critiques, revisions and AI preferences. Settings: conf/constitution/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("constitution")
 

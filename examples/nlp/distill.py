@@ -1,6 +1,6 @@
 """Distillation from a teacher's stored log-probs. Settings: conf/distill/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("distill")
 

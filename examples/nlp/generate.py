@@ -1,6 +1,6 @@
 """Responses to prompts, by the built-in engine or another one. Settings: conf/generate/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("generate")
 

@@ -1,6 +1,6 @@
 """Direct preference optimisation on pairs of responses. Settings: conf/dpo/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("dpo")
 

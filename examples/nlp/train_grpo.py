@@ -1,6 +1,6 @@
 """GRPO on one component, with reward functions or a reward server. Settings: conf/grpo/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("grpo")
 

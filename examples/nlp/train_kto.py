@@ -1,6 +1,6 @@
 """Kahneman-Tversky optimisation on judged responses. Settings: conf/kto/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("kto")
 

@@ -1,6 +1,6 @@
 """Distillation on the student's own samples. Settings: conf/online_distill/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("online_distill")
 

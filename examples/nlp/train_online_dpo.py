@@ -1,6 +1,6 @@
 """DPO on pairs of the policy's own samples. Settings: conf/online_dpo/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("online_dpo")
 

@@ -1,6 +1,6 @@
 """A reward model that judges every step of a response. Settings: conf/process_reward_model/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("process_reward_model")
 

@@ -1,6 +1,6 @@
 """A reward model of attributes of responses. Settings: conf/regression_reward_model/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("regression_reward_model")
 

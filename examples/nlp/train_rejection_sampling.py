@@ -1,6 +1,6 @@
 """Supervised fine-tuning on the best of the policy's own samples. Settings: conf/rejection_sampling/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("rejection_sampling")
 

@@ -1,6 +1,6 @@
 """Train a reward model on pairs of responses. Settings: conf/reward_model/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("reward_model")
 

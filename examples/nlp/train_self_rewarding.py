@@ -1,6 +1,6 @@
 """The policy against its own judgement. Settings: conf/self_rewarding/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("self_rewarding")
 

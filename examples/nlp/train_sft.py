@@ -1,6 +1,6 @@
 """Supervised fine-tuning. Settings: conf/sft/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("sft")
 

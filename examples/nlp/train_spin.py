@@ -1,6 +1,6 @@
 """Self-play fine-tuning: the data against the policy's own responses. Settings: conf/spin/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("spin")
 

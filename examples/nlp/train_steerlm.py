@@ -1,6 +1,6 @@
 """SteerLM: fine-tuning on labelled conversations. Settings: conf/steerlm/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("steerlm")
 

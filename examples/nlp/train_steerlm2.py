@@ -1,6 +1,6 @@
 """SteerLM 2: several weighed responses to each prompt. Settings: conf/steerlm2/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("steerlm2")
 

@@ -1,6 +1,6 @@
 """Log-probs of sampled responses, for SteerLM 2. Settings: conf/proposals/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("proposals")
 

@@ -1,6 +1,6 @@
 """A teacher's log-probs of supervised records. Settings: conf/teacher_logprobs/, then key=value; see --help."""
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 
 main = program("teacher_logprobs")
 

@@ -30,8 +30,8 @@ from aligner.planner.workload import Component, Engine, Head, Phase
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.run.from_hub import fetch_named
 from aligner.run.lengths import fill
-from aligner.run.recipe import Server
 from aligner.run.settings import JobRun, WritingRun
+from aligner.run.traits import Server
 from aligner.servers.components import in_section
 
 MIB = 2**20

@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from aligner import __version__
 from aligner.algorithms.registry import composed
 from aligner.commands.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.errors import AlignerError, ConfigError, LaunchError
@@ -24,6 +23,7 @@ from aligner.run.session import prepare_environment
 from aligner.run.settings import JobRun
 from aligner.servers.components import SERVERS, in_section
 from aligner.settings.compose import fingerprint
+from aligner.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

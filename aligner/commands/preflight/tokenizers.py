@@ -11,8 +11,8 @@ from aligner.commands.preflight.items import Context, Finding, Item, Level, Wher
 from aligner.data.messages import Message
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from aligner.errors import ConfigError
-from aligner.run.recipe import UsedModel
 from aligner.run.settings import JobRun
+from aligner.run.traits import UsedModel
 from aligner.servers.components import in_section
 
 SAMPLE = "The quick brown fox: 3 + 4 = 7, naïve café, 你好.\n\tdef f(x): return x"

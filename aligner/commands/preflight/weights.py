@@ -11,8 +11,8 @@ from aligner.errors import CheckpointError
 from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.modules.scalar_head import HF_HEADS
-from aligner.run.recipe import UsedModel
 from aligner.run.settings import JobRun
+from aligner.run.traits import UsedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,6 @@ from enum import Enum
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.architecture import architecture_checks
-from aligner.models.architecture.attention_checks import OF_LINEAR, check_latent, check_linear
 from aligner.models.architecture.kinds import Activation, Normalization, ParallelResidual, PositionEmbedding
 
 
@@ -62,6 +60,8 @@ OF_EXPERTS = {
     "router_scale": 1.0,
     "weighted_expert_inputs": False,
 }
+# Sizes of gated delta nets: 0 in models without.
+OF_LINEAR = ("linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_size")
 MOST_LAYERS = 10_000  # more would take hours to build
 ROPE_FACTORS = ("rope_llama3_factor", "rope_linear_factor", "rope_yarn_factor", "rope_dynamic_factor")
 NOT_SCALED: dict[str, Any] = dict.fromkeys(ROPE_FACTORS, 0.0) | {"rope_short_factors": [], "rope_long_factors": []}
@@ -166,10 +166,10 @@ class Architecture:
         self._check_windows()
         self._check_layers()
         self._check_experts()
-        architecture_checks.check_router(self)
-        architecture_checks.check_positions_by_layer(self)
-        check_latent(self)
-        check_linear(self)
+        _check_router(self)
+        _check_positions_by_layer(self)
+        _check_latent(self)
+        _check_linear(self)
 
     def _check_sizes(self) -> None:
         for name in (
@@ -381,3 +381,99 @@ class Architecture:
                 "architecture.normalize_expert_weights=True: with experts_per_token=1 every weight is 1, which gives the router "
                 "no gradient; allowed: False"
             )
+
+
+def _check_router(a: Architecture) -> None:
+    """Raise ConfigError for ways of choosing experts that are not computed here."""
+    groups, kept, best = a.router_groups, a.router_groups_per_token, a.router_group_best
+    if a.router_bias and not a.router_sigmoid:
+        raise ConfigError("architecture.router_bias=True: is computed for sigmoid scores; allowed with router_sigmoid=True")
+    if a.router_sigmoid and a.normalize_expert_weights != (a.experts_per_token > 1):
+        raise ConfigError(
+            f"architecture.normalize_expert_weights={a.normalize_expert_weights}: sigmoid scores of several experts are normalised, "
+            f"those of one are not; allowed with experts_per_token={a.experts_per_token}: {a.experts_per_token > 1}"
+        )
+    if a.router_scale != 1 and a.normalize_expert_weights and not a.router_sigmoid:
+        raise ConfigError(f"architecture.router_scale={a.router_scale}: allowed with router_sigmoid=True or normalize_expert_weights=False")
+    if not 0 < a.router_scale < math.inf:
+        raise ConfigError(f"architecture.router_scale={a.router_scale}: must be finite and above 0")
+    if groups and (groups < 0 or a.num_experts % groups):
+        raise ConfigError(f"architecture.router_groups={groups}: must divide num_experts={a.num_experts} (0 is none)")
+    if not (1 <= kept <= groups if groups else kept == 0):
+        raise ConfigError(f"architecture.router_groups_per_token={kept}: must be from 1 to router_groups={groups}, and 0 without groups")
+    size = a.num_experts // groups if groups else 1
+    if not 1 <= best <= size:
+        raise ConfigError(f"architecture.router_group_best={best}: must be from 1 to the {size} experts of a group")
+    if groups and kept * size < a.experts_per_token:
+        raise ConfigError(
+            f"architecture.router_groups_per_token={kept}: {kept} groups of {size} experts have fewer than "
+            f"experts_per_token={a.experts_per_token}"
+        )
+    if a.weighted_expert_inputs and a.experts_per_token != 1:
+        raise ConfigError(
+            f"architecture.weighted_expert_inputs=True: is computed for one expert per token; allowed with experts_per_token="
+            f"{a.experts_per_token}: False"
+        )
+
+
+def _check_positions_by_layer(a: Architecture) -> None:
+    """Raise ConfigError for chunks, layers without rotary positions, and norms of rotated queries that do not go together."""
+    a.no_rope_layers = list(a.no_rope_layers)
+    a.check_numbers("no_rope_layers")
+    if a.attention_chunk < 0 or a.attention_chunk and a.sliding_window:
+        raise ConfigError(f"architecture.attention_chunk={a.attention_chunk}: must not be negative, and be 0 with sliding_window > 0")
+    if not 0 <= a.attention_temperature < math.inf:
+        raise ConfigError(f"architecture.attention_temperature={a.attention_temperature}: must be finite and not negative")
+    if a.attention_temperature_length < 1:
+        raise ConfigError(f"architecture.attention_temperature_length={a.attention_temperature_length}: must be at least 1")
+    if a.qk_l2_norm and (a.qk_norm or a.latent_size):
+        raise ConfigError("architecture.qk_l2_norm=True: allowed with qk_norm=False and latent_size=0")
+    for name in ("no_rope_layers", "qk_l2_norm"):
+        if getattr(a, name) and (a.position_embedding != "rope" or a.latent_size or a.rope_attention_factor != 1):
+            raise ConfigError(
+                f"architecture.{name}={getattr(a, name)}: allowed with position_embedding=rope, latent_size=0 and rope_attention_factor=1.0"
+            )
+
+
+def _check_latent(a: Architecture) -> None:
+    """Raise ConfigError for sizes that latent attention cannot have, or that are there without it."""
+    if not a.latent_size:
+        for name in ("query_latent_size", "value_head_dim"):
+            if getattr(a, name):
+                raise ConfigError(f"architecture.{name}={getattr(a, name)}: needs latent_size > 0; allowed without: 0")
+        return
+    for name, least in (("latent_size", 1), ("query_latent_size", 0)):
+        if getattr(a, name) < least:
+            raise ConfigError(f"architecture.{name}={getattr(a, name)}: must not be negative (0 is none)")
+    if not 1 <= a.value_head_dim <= a.head_dim:
+        raise ConfigError(f"architecture.value_head_dim={a.value_head_dim}: must be from 1 to head_dim={a.head_dim}")
+    fixed = {
+        "num_key_value_heads": a.num_attention_heads,
+        "position_embedding": "rope",
+        "normalization": "rms_norm",
+        **dict.fromkeys(("qkv_bias", "qk_norm", "linear_bias", "attention_gate"), False),
+    }
+    for name, needed in fixed.items():
+        if (value := getattr(a, name)) != needed:
+            raise ConfigError(f"architecture.{name}={getattr(value, 'value', value)}: allowed with latent_size={a.latent_size}: {needed}")
+
+
+def _check_linear(a: Architecture) -> None:
+    """Raise ConfigError for a gate, or layers and sizes of gated delta nets, that are not computed."""
+    a.linear_attention_layers = list(a.linear_attention_layers)
+    if a.attention_gate and a.rotary_interleaved:
+        raise ConfigError("architecture.attention_gate=True: allowed with rotary_interleaved=False")
+    if not a.linear_attention_layers:
+        for name in OF_LINEAR:
+            if getattr(a, name):
+                raise ConfigError(f"architecture.{name}={getattr(a, name)}: needs linear_attention_layers; allowed without: 0")
+        return
+    a.check_numbers("linear_attention_layers")
+    for name in OF_LINEAR:
+        if getattr(a, name) < 1:
+            raise ConfigError(f"architecture.{name}={getattr(a, name)}: must be at least 1 with linear_attention_layers")
+    if a.linear_value_heads % a.linear_key_heads:
+        raise ConfigError(f"architecture.linear_key_heads={a.linear_key_heads}: must divide linear_value_heads={a.linear_value_heads}")
+    for name in ("latent_size", "linear_bias", "sliding_window", "post_norms"):
+        if value := getattr(a, name):
+            raise ConfigError(f"architecture.{name}={value}: allowed with linear_attention_layers: {type(value)()}")

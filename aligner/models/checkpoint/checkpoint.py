@@ -160,7 +160,7 @@ def start_save(
     final = step_directory(checkpoints, request.step)
     model.wake()
     model.settle()
-    finite.check_before_save(model)
+    finite.check_before_save(model.chunks, model.optimizer, model.topology.rank)
     generators = gather_objects(generator_state())
     made: list[Path] = []
     _on_rank_0(lambda: made.append(_start(final, model, request, generators)))

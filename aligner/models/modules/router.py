@@ -16,7 +16,6 @@ share a micro-batch.) Load balancing: 2101.03961, equation 4; z-loss: 2202.08906
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -36,9 +35,6 @@ from aligner.parallel.mcore import (
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Mean, Metric
 from aligner.types import Batch, DistillationBatch, LabeledBatch, TokenOutputs
-
-if TYPE_CHECKING:
-    from aligner.models.modules.build import Transformer
 
 
 class Router(TopKRouter):
@@ -105,12 +101,12 @@ def weigh_auxiliary_losses(config: TransformerConfig, *, aux: float, z: float, c
         config.moe_z_loss_coeff = z * scale
 
 
-def routers(chunks: Sequence[Transformer]) -> list[Router]:
+def routers(chunks: Sequence[torch.nn.Module]) -> list[Router]:
     """Every router of a model's chunks, in the order of the layers."""
     return [layer.mlp.router for chunk in chunks for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
 
 
-def take_balance(chunks: Sequence[Transformer]) -> Mean:
+def take_balance(chunks: Sequence[torch.nn.Module]) -> Mean:
     """Load-balancing loss over this rank's tokens and layers since the last call (1 is perfect balance)."""
     found = routers(chunks)
     total = Mean(total=sum(float(r.balance.total) for r in found), count=round(sum(float(r.balance.count) for r in found)))
@@ -122,7 +118,7 @@ def take_balance(chunks: Sequence[Transformer]) -> Mean:
 class AuxiliaryLosses:
     """Nothing for a dense model. `aux` and `z` are the coefficients of load-balancing loss and z-loss, averages over tokens."""
 
-    def __init__(self, chunks: Sequence[Transformer], *, aux: float, z: float) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], *, aux: float, z: float) -> None:
         self._chunks = list(chunks)
         self._aux, self._z = aux, z
         self._active = bool(chunks[0].config.num_moe_experts) and bool(aux or z)

@@ -6,7 +6,7 @@ One pass reads every parameter once and allocates nothing of their size. It take
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from aligner.errors import CheckpointError
 from aligner.models.training.offload import by_device, optimizer_tensors
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects, raise_everywhere
-
-if TYPE_CHECKING:
-    from aligner.models.training.trainable import TrainableModel
 
 _SHOWN = 3  # tensors that a message names
 
@@ -38,20 +35,20 @@ def non_finite_parameters(runners: Sequence[Any], limit: float) -> str:
     return _describe(runners, limit) if int(count) else ""
 
 
-def check_before_save(model: TrainableModel) -> None:
+def check_before_save(chunks: Sequence[torch.nn.Module], optimizer: Any, rank: int) -> None:
     """Raise CheckpointError on every rank where a weight, a moment or a main weight of the optimizer on any rank is not finite."""
     own = []
-    for what, tensors in _saved(model).items():
+    for what, tensors in _saved(chunks, optimizer).items():
         bad = sum(int((~_sound(own_device, 0.0)).sum()) for own_device in by_device(tensors))
         if bad:
             own.append(f"{bad} of {len(tensors)} tensors of {what}")
-    error = f"rank {model.topology.rank}: {', '.join(own)} are not finite; nothing is saved, the checkpoints before stay" if own else ""
+    error = f"rank {rank}: {', '.join(own)} are not finite; nothing is saved, the checkpoints before stay" if own else ""
     raise_everywhere(CheckpointError(error) if error else None)
 
 
-def _saved(model: TrainableModel) -> dict[str, list[Tensor]]:
-    weights = [p.data for chunk in model.chunks for p in chunk.parameters()]
-    return {"the weights": weights, "the optimizer": optimizer_tensors(model.optimizer) if model.optimizer is not None else []}
+def _saved(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, list[Tensor]]:
+    weights = [p.data for chunk in chunks for p in chunk.parameters()]
+    return {"the weights": weights, "the optimizer": optimizer_tensors(optimizer) if optimizer is not None else []}
 
 
 @torch.no_grad()

@@ -10,8 +10,9 @@ import pytest
 
 from aligner.errors import ConfigError, RunHalted
 from aligner.loop.learnt import GapAlarm
-from aligner.loop.loop import Clock, LoopConfig, StepResult, run
+from aligner.loop.loop import Clock, StepResult, run
 from aligner.models.training.guard import GapStatistic, LogprobGapConfig
+from aligner.run.settings import LoopConfig
 
 GAP = "rollout/logprob_gap"
 

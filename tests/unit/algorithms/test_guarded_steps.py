@@ -12,9 +12,10 @@ from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.data.collate import rollout_batch
 from aligner.errors import RollBack, RunHalted
 from aligner.jobs.parts import SkippedStepsFile
-from aligner.loop.loop import Clock, LoopConfig, StepResult, run
+from aligner.loop.loop import Clock, StepResult, run
 from aligner.models.training.guard import SKIPPED, SKIPPED_IN_A_ROW, GuardConfig, NonFinite, NonFiniteReward
 from aligner.online.collect import ScoredRollouts, Scorers, collect, response_metrics
+from aligner.run.settings import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("topology")
 BAD = {1: math.nan, 2: math.inf}  # rewards by the prompt's id

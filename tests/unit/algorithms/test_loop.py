@@ -11,7 +11,8 @@ import pytest
 
 from aligner.data.collate import EpochSampler
 from aligner.errors import AlignerError, CheckpointError, ConfigError, ServerUnreachable
-from aligner.loop.loop import BY_TIME, Clock, LoopConfig, StepResult, TimeBudget, run
+from aligner.loop.loop import BY_TIME, Clock, StepResult, TimeBudget, run
+from aligner.run.settings import LoopConfig
 from aligner.types import FinishReason, SampleRow
 
 pytestmark = pytest.mark.usefixtures("topology")

@@ -10,8 +10,8 @@ import pytest
 
 from aligner.algorithms import registry, sft
 from aligner.errors import ConfigError
-from aligner.run.recipe import Traits
 from aligner.run.settings import TrainerRun, WritingRun
+from aligner.run.traits import Traits
 
 
 @pytest.fixture

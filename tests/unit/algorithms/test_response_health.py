@@ -28,7 +28,8 @@ def rollout(response: tuple[int, ...], *, prompt: int = 0, reason: FinishReason 
 
 
 def metrics(*rollouts: Rollout, rewards: list[float] | None = None, **fields) -> dict[str, float]:
-    return health_metrics(ScoredRollouts(rollouts=list(rollouts), rewards=torch.tensor(rewards or [0.0] * len(rollouts)), **fields))
+    collected = ScoredRollouts(rollouts=list(rollouts), rewards=torch.tensor(rewards or [0.0] * len(rollouts)), **fields)
+    return health_metrics(collected.rollouts, collected.rewards, collected.valid, collected.parts)
 
 
 def test_entropy_is_of_the_tokens_that_the_policy_wrote() -> None:

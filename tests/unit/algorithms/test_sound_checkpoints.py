@@ -12,12 +12,12 @@ import torch
 from aligner.cluster.run_directory import CRITIC, POLICY, RunDirectory
 from aligner.errors import CheckpointError, RunHalted
 from aligner.loop.checkpointing import RunCheckpointer, keep, load_critic
-from aligner.loop.loop import Clock, LoopConfig, StepResult, run
+from aligner.loop.loop import Clock, StepResult, run
 from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint, files
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.run.session import Session
-from aligner.run.settings import CheckpointConfig, DamagedCheckpoint
+from aligner.run.settings import CheckpointConfig, DamagedCheckpoint, LoopConfig
 from aligner.servers.ledger import Ledger
 from aligner.types import LabeledBatch
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from aligner import __version__
 from aligner.algorithms.registry import recipes
 from aligner.cluster.component import Component, activated, check_installed, interpreter, rank_environment
 from aligner.cluster.slurm.commands import runtime, srun_command
@@ -21,6 +20,7 @@ from aligner.commands.slurm import job_spec
 from aligner.errors import ConfigError
 from aligner.online.config import OnlineRun
 from aligner.settings.compose import compose
+from aligner.version import __version__
 
 ROOT = Path(__file__).parents[3]
 SERVED = ["data.train=x", "model.path=x", "reward.serve=true", "reward.function.path=a:b", "num_processes=2"]

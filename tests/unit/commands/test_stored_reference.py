@@ -19,7 +19,7 @@ from aligner.data.supervised import SupervisedExample
 from aligner.data.unpaired import UnpairedExample
 from aligner.errors import ConfigError, DataError
 from aligner.loop.epochs import ReferenceLogprobs
-from aligner.loop.loop import Clock, LoopConfig
+from aligner.loop.loop import Clock
 from aligner.losses.preference import DPOVariant
 from aligner.losses.unpaired import UnpairedLoss
 from aligner.models.config import Architecture, Dtype, Family, ModelConfig
@@ -28,7 +28,7 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.policy import ReferencePolicy
 from aligner.parallel.topology import ParallelConfig
 from aligner.reporting.config import LoggingConfig, Progress
-from aligner.run.settings import RunConfig
+from aligner.run.settings import LoopConfig, RunConfig
 
 VOCAB, PAD = 31, 0
 TOKENIZER = SimpleNamespace(pad_id=PAD, digest="words")

@@ -202,7 +202,7 @@ def test_the_best_checkpoint_needs_validation():
     from aligner.algorithms.grpo import TrainGRPO
     from aligner.algorithms.ppo import TrainPPO
     from aligner.data.config import PromptDataConfig
-    from aligner.loop.loop import LoopConfig
+    from aligner.run.settings import LoopConfig
 
     best = CheckpointConfig(best_metric="validation/reward")
     for config in (TrainGRPO, TrainPPO):

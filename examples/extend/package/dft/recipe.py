@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from aligner.algorithms import sft
-from aligner.run.recipe import Built
+from aligner.loop.loop import Built
 from aligner.telemetry.metrics import Mean
 from aligner.types import LabeledBatch, LossOutput, TokenOutputs
 

@@ -1,0 +1,72 @@
+"""Starts what a config asks for: the job of its recipe's kind, and programs whose command line is a recipe's settings.
+
+Jobs are imported when they start: Megatron-Core comes with them, and settings are refused before it is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+from aligner.algorithms.registry import recipe_of, recipes
+from aligner.cluster.exit_codes import ExitCode
+from aligner.errors import ConfigError
+from aligner.run.program import entrypoint, parse
+from aligner.run.recipe import Recipe
+from aligner.run.settings import JobRun
+from aligner.run.traits import Kind
+
+JOBS: Mapping[Kind, tuple[str, str]] = {
+    Kind.trains: ("aligner.jobs.trains", "train"),
+    Kind.samples: ("aligner.jobs.samples", "train"),
+    Kind.writes: ("aligner.jobs.writes", "write"),
+}
+SERVERS: Mapping[str, tuple[str, str]] = {  # by the section of the settings that describes the server
+    "critic": ("aligner.jobs.serves", "serve_critic"),
+    "reward": ("aligner.jobs.serves", "serve_reward_model"),
+}
+
+
+def _function(place: tuple[str, str]) -> Callable[..., Any]:
+    module, name = place
+    return getattr(import_module(module), name)  # type: ignore[no-any-return]
+
+
+def start(recipe: Recipe[Any], config: JobRun) -> int:
+    """Run the recipe on this process, which is one rank. Returns the exit code: 0, or 75 if stopped before the last step."""
+    return _function(JOBS[config.kind])(recipe, config)  # type: ignore[no-any-return]
+
+
+def program(name: str) -> Callable[..., None]:
+    """The program of a recipe: reads the command line and runs it. See `aligner.run.program.entrypoint`."""
+    recipe = recipes()[name]
+    return entrypoint(recipe.config, name, recipe.folders(), recipe.columns)(lambda config: start(recipe, config))
+
+
+def server_program(section: str) -> Callable[..., None]:
+    """The program of a server: `recipe=NAME` (default: ppo) among its arguments, or the config they choose, selects the recipe.
+
+    `section` is the one of a recipe's settings that describes the server: critic or reward.
+    """
+
+    def main(argv: Sequence[str] | None = None, program: str = "") -> None:
+        arguments = sys.argv[1:] if argv is None else argv
+        names = [one.removeprefix("recipe=") for one in arguments if one.startswith("recipe=")]
+        others = [one for one in arguments if not one.startswith("recipe=")]
+        try:
+            command = parse(others)
+            recipe = recipe_of((names or [command.config or "ppo"])[-1], command.overrides)
+            if section not in (one.name for one in fields(recipe.config)):
+                able = [one.name for one in recipes().values() if section in (field.name for field in fields(one.config))]
+                raise ConfigError(f"recipe={recipe.name}: has no {section} to serve; allowed: {', '.join(able)}")
+            if command.asks == "--multirun":
+                raise ConfigError("--multirun: a server is a part of a run; sweep with the program that trains")
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(ExitCode.refused)
+        entrypoint(recipe.config, recipe.name, recipe.folders())(lambda config: _function(SERVERS[section])(config))(others, program)
+
+    return main
