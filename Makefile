@@ -86,7 +86,7 @@ mutants: $(STAMP) ## plants faults one at a time, all of which a test must notic
 chaos: $(STAMP) ## random processes of a PPO run killed at random moments: is what comes out the same? (ARGS='--kills 100 --seed 1 --table docs/chaos.md': an hour)
 	@$(RUN_ENV) PYTHONPATH=tests $(BIN)/python tests/functional/chaos.py $(ARGS)
 
-house: $(STAMP) ## measures of the code's structure: files, lines, import depth, circles, what a GRPO run enters
+house: $(STAMP) ## measures of the code's structure against their limits in tests/house.yaml: files, lines, import depth, circles, what a GRPO run imports
 	@$(RUN_ENV) $(BIN)/python tests/house.py --grpo
 
 same-numbers: $(STAMP) ## every recipe in this checkout against BEFORE=commit, bit for bit (about ten minutes)
