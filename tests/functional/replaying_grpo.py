@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from aligner.algorithms.registry import program
+from aligner.jobs.start import program
 from aligner.rollout.engine.lifecycle import PhasedEngine
 from aligner.types import FinishReason, Prompt, Rollout, SamplingConfig
 

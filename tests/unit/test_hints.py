@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.algorithms.registry import program, recipes
+from aligner.algorithms.registry import recipes
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
+from aligner.jobs.start import program
 from aligner.losses.advantages import Estimator
 from aligner.losses.policy import Objective
 from aligner.losses.preference import DPOVariant

@@ -16,7 +16,8 @@ from aligner.algorithms.reward_model import TrainRewardModel
 from aligner.algorithms.sft import TrainSFT
 from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from aligner.errors import ConfigError
-from aligner.online.validation import ValidationConfig, best_at_k, pass_at_k, validate
+from aligner.online.config import ValidationConfig
+from aligner.online.validation import best_at_k, pass_at_k, validate
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.run.settings import CheckpointConfig, LoopConfig
 from aligner.types import FinishReason, Rollout, SamplingConfig, Scores
