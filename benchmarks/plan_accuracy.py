@@ -19,7 +19,7 @@ from aligner.commands.calibrate import KINDS, read
 from aligner.planner.calibration import STEP, error, median_and_worst
 
 FILE = Path(__file__).with_name("published_steps.yaml")
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[1] / "docs" / "plan_accuracy.md"
 
 
 MOST = 0.01  # that an error may grow

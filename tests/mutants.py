@@ -2,7 +2,7 @@
 
 The faults are data (tests/faults/AREA.yaml): the exact text of a file and what to put in its place. Each is planted in a copy of the
 checkout, its tests run there, and the first one that fails has killed it. A test process is a fork of this one, which has torch and
-Megatron-Core imported; the package itself is imported afresh, from the copy. The table is docs/mutants.md.
+Megatron-Core imported; the package itself is imported afresh, from the copy. The table is tests/mutants.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs" / "mutants.md"
+TABLE = ROOT / "tests" / "mutants.md"
 AREAS = tuple(
     (
         "losses masks data sampling optimizer checkpoints layouts refit servers config rewards algorithms guards families traces planner "
@@ -215,7 +215,7 @@ def _import_from(copy: Path) -> None:
 
 
 def table(faults: Sequence[Fault], killed_by: Mapping[str, str]) -> str:
-    """docs/mutants.md: by a fault's id, which test killed it ('' if it survived); faults that were not run have no entry."""
+    """tests/mutants.md: by a fault's id, which test killed it ('' if it survived); faults that were not run have no entry."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     killed = sum(bool(killed_by.get(fault.id)) for fault in faults)
     lines = [
@@ -242,7 +242,7 @@ def read_table(text: str) -> dict[str, str]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="ID", help="these faults or areas only; docs/mutants.md keeps its other rows")
+    parser.add_argument("--only", nargs="+", metavar="ID", help="these faults or areas only; tests/mutants.md keeps its other rows")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="faults at once")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a fault's tests; one that takes longer counts as killed")
     chosen = parser.parse_args(argv)

@@ -70,7 +70,7 @@ class GRPOConfig(PolicyGradientConfig):
     prompts_per_step: int = 64  # prompts of a training step, each with group_size responses
     group_size: int = 8  # responses per prompt
     mini_batch_size: int = 512  # responses per policy update
-    # grpo, rloo, remax, reinforce, reinforce_pp, reinforce_pp_baseline, or my_file.py:function (docs/estimators.md, docs/extending.md)
+    # grpo, rloo, remax, reinforce, reinforce_pp, reinforce_pp_baseline, or my_file.py:function (docs/critic_free.md, docs/extending.md)
     advantage_estimator: str = Estimator.grpo.value  # how advantages come from rewards: grpo compares with the group's mean
     normalize_std: bool = True  # of advantage_estimator=grpo: divide by the group's standard deviation
     std_epsilon: float = STD_EPSILON  # with normalize_std: added to the deviation; 1e-4 in TRL

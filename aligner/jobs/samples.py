@@ -226,7 +226,7 @@ def build_task(
     """
     sampling = config.rollout.sampling
     if reshaping := sampling.reshaping():
-        session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
+        session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/rollouts.md)")
     config.check_complete()
     check_installed(config.rollout)
     model = (pinned if with_reference else pinned_base)(session, "model", config.model)

@@ -39,7 +39,7 @@ class PolicyGradientConfig:
     tau_pos: float = 1.0  # of objective=sapo: steepness where the advantage is positive
     tau_neg: float = 1.05  # of objective=sapo: steepness where the advantage is negative
     entropy_coef: float = 0.0  # weight of the policy's entropy, as a bonus in the loss; 0: none
-    aggregation: Aggregation = Aggregation.token_mean  # what the mean of the loss is over: all tokens, or sequences (docs/estimators.md)
+    aggregation: Aggregation = Aggregation.token_mean  # what the mean of the loss is over: all tokens, or sequences (docs/critic_free.md)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)  # for a sampler whose log-probs are not the trainer's
     mini_batch_size: int = 128  # responses per policy update
     num_epochs: int = 1  # passes over a step's rollouts

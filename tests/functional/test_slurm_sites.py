@@ -291,7 +291,7 @@ def finishes(cluster: SlurmCluster, folder: Path, *options: str, variables: dict
 
 
 def written(kind: str) -> list[str]:
-    """Settings as docs/sites.md has them, as a shell reads them."""
+    """Settings as docs/slurm.md has them, as a shell reads them."""
     text = (ROOT / "docs" / "sites.md").read_text()
     return [shlex.split(found)[0] for found in re.findall(rf'`("?{kind}[^`]*)`', text) if "=" in found]
 

@@ -34,7 +34,6 @@ PAGES = sorted(
         *(ROOT / name for name in ("README.md", "benchmarks/README.md", "tools/README.md")),
         *(path for folder in ("docs", "examples") for path in ROOT.glob(f"{folder}/**/*.md")),
     )
-    if path.name != "mutants.md"
 )
 SOURCES = sorted(
     str(path.relative_to(ROOT))
@@ -43,7 +42,7 @@ SOURCES = sorted(
 SETTING = re.compile(r"(?<![\w./<-])(?P<key>[a-z]\w*(?:\.[a-z]\w*)+)(?:=(?P<value>[\w.+-]*\w))?")
 FILES = "bin c csv h html json jsonl log md model nemo parquet py safetensors sh sub txt yaml"  # the ends of names of files
 OTHERS = {
-    "docs/from/": r"algorithm\.adv_estimator|rollout\.name",
+    "docs/coming_from.md": r"algorithm\.adv_estimator|rollout\.name",
     "docs/models.md": r"model\.embed_tokens\.weight",
     "docs/planning.md": r"plan\.(activations|fits|peak\..+)",
     "docs/python.md": r"model\.generate",
@@ -221,7 +220,7 @@ def test_presets_that_the_docs_choose_exist() -> None:
 
 
 def test_code_that_a_page_quotes_is_in_the_file_that_it_names() -> None:
-    """A block whose first line is a comment with a path; `docs/adding_a_model.md` has such."""
+    """A block whose first line is a comment with a path; `docs/extending.md` has such."""
     quoted = []
     for page in PAGES:
         for token in MarkdownIt("commonmark").parse((ROOT / page).read_text()):

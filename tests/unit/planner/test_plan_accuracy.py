@@ -39,12 +39,12 @@ def test_jobs_are_planned_as_well_as_the_page_says():
     assert middle <= 0.10 and worst <= 0.25
     middle, worst = median_and_worst(factors("held_out"))
     assert middle <= 0.20 and worst <= 0.40
-    # The synchronous run of 32 H20 became twice as slow while the asynchronous one did not (docs/planning.md).
+    # The synchronous run of 32 H20 became twice as slow while the asynchronous one did not (docs/plan_accuracy.md).
     assert [name for name, factor in gains().items() if round(abs(factor - 1), 2) > 0.20] == ["Qwen2.5-Math 7B, DAPO ahead, 16 + 16 H20"]
 
 
 def test_the_page_has_the_figures():
-    lines = (ROOT / "docs" / "planning.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "plan_accuracy.md").read_text().splitlines()
     for wanted in (factors("calibration"), factors("held_out"), gains()):
         for name, factor in wanted.items():
             line = lines.pop(next(number for number, line in enumerate(lines) if line.startswith(f"| {name} |")))
