@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from aligner.models.config import Architecture, Family
-from aligner.models.families import llama, mapping, mixture
+from aligner.models.families import deepseek, llama, mapping
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import NameTable, rule
@@ -31,7 +31,7 @@ def _from_hf(hf: HFConfig) -> Architecture:
 
 
 def _to_hf(a: Architecture) -> dict[str, Any]:
-    return _common_to_hf(a) | {"architectures": ["Glm4ForCausalLM"], "eos_token_id": None, "pad_token_id": None}
+    return _common_to_hf(a) | {"eos_token_id": None, "pad_token_id": None}
 
 
 def _common_to_hf(a: Architecture) -> dict[str, Any]:
@@ -44,18 +44,21 @@ def _common_to_hf(a: Architecture) -> dict[str, Any]:
 def _moe_names(architecture: Architecture) -> NameTable:
     biases = mapping.QKV_BIAS if architecture.qkv_bias else {}
     norms = mapping.QK_NORM if architecture.qk_norm else {}
-    return mixture.names(architecture, mapping.QKV | biases | norms | mapping.ATTENTION_OUT)
+    return deepseek.mixture_names(architecture, mapping.QKV | biases | norms | mapping.ATTENTION_OUT)
 
 
 def _moe_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_MOE_FIXED)
     common = llama.common_from_hf(hf, Family.glm4_moe, key_value_heads=8, norm_eps=1e-5, fraction=0.5)
-    routing = mixture.from_hf(hf, groups=hf.size("n_group", absent=1), best=2, dense=1, scale=1.0, sigmoid=True)
+    routing = deepseek.mixture_from_hf(hf, groups=hf.size("n_group", absent=1), best=2, dense=1, scale=1.0, sigmoid=True)
     return replace(common, qkv_bias=hf.flag("attention_bias", False), qk_norm=hf.flag("use_qk_norm", False), **routing)
 
 
 def _moe_to_hf(a: Architecture) -> dict[str, Any]:
-    return _common_to_hf(a) | mixture.to_hf(a) | {"architectures": ["Glm4MoeForCausalLM"], "use_qk_norm": a.qk_norm}
+    return _common_to_hf(a) | deepseek.mixture_to_hf(a) | {"use_qk_norm": a.qk_norm}
 
 
-FAMILIES = {Family.glm4: HFFamily(_names, _from_hf, _to_hf), Family.glm4_moe: HFFamily(_moe_names, _moe_from_hf, _moe_to_hf)}
+FAMILIES = {
+    Family.glm4: HFFamily("Glm4ForCausalLM", _names, _from_hf, _to_hf),
+    Family.glm4_moe: HFFamily("Glm4MoeForCausalLM", _moe_names, _moe_from_hf, _moe_to_hf),
+}

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from aligner.models.config import Activation, Architecture, Family, Normalization, ParallelResidual, PositionEmbedding
-from aligner.models.families import llama, mapping, rope_scaling, windows
-from aligner.models.families.hf_config import HFConfig
+from aligner.models.families import llama, mapping
+from aligner.models.families.hf_config import HFConfig, layer_types, rope_to_hf
 from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import (
     EMBEDDING,
@@ -117,7 +117,6 @@ def _gpt2_from_hf(hf: HFConfig) -> Architecture:
 
 def _gpt2_to_hf(a: Architecture) -> dict[str, Any]:
     return _common_to_hf(a, sizes=_GPT2_SIZES, fixed=_GPT2_FIXED) | {
-        "architectures": ["GPT2LMHeadModel"],
         "scale_attn_weights": not a.attention_scale,
         "scale_attn_by_inverse_layer_idx": a.attention_scale_by_layer,
         "n_inner": a.ffn_hidden_size,
@@ -196,7 +195,6 @@ def _opt_from_hf(hf: HFConfig) -> Architecture:
 
 def _opt_to_hf(a: Architecture) -> dict[str, Any]:
     return _common_to_hf(a, fixed=_OPT_FIXED) | {
-        "architectures": ["OPTForCausalLM"],
         "do_layer_norm_before": a.pre_norms,
         "word_embed_proj_dim": a.vocabulary_width,
         "ffn_dim": a.ffn_hidden_size,
@@ -247,9 +245,8 @@ def _neox_from_hf(hf: HFConfig) -> Architecture:
 
 
 def _neox_to_hf(a: Architecture) -> dict[str, Any]:
-    rope = rope_scaling.to_hf(a)
+    rope = rope_to_hf(a)
     return _common_to_hf(a, fixed=_NEOX_FIXED) | {
-        "architectures": ["GPTNeoXForCausalLM"],
         "intermediate_size": a.ffn_hidden_size,
         "rotary_pct": a.rotary_fraction,
         "rotary_emb_base": a.rope_theta,
@@ -288,8 +285,7 @@ def _oss_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_OSS_FIXED)
     if not (limit := hf.number("swiglu_limit", 7.0)):
         raise hf.refusal("swiglu_limit", limit, "a number > 0")
-    types = [windows.FULL if number % 2 else windows.WINDOWED for number in range(hf.size("num_hidden_layers"))]
-    seen = windows.from_hf(hf, hf.optional_size("sliding_window", absent=128), types)
+    seen = hf.windows(hf.optional_size("sliding_window", absent=128), lambda number: number % 2 == 0)
     scaled = hf if hf.value("rope_scaling") or hf.value("rope_parameters") is not None else hf.part(rope_parameters=_OSS_ROPE)
     common = llama.common_from_hf(
         hf, Family.gpt_oss, key_value_heads=8, head_dim=64, norm_eps=1e-5, activation=_OSS_ACTIVATION, rope=scaled.rope(theta=150000.0)
@@ -310,20 +306,19 @@ def _oss_from_hf(hf: HFConfig) -> Architecture:
 
 def _oss_to_hf(a: Architecture) -> dict[str, Any]:
     return llama.common_to_hf(a) | {
-        "architectures": ["GptOssForCausalLM"],
         "attention_bias": a.attention_out_bias,
         "swiglu_alpha": 1.702,
         "swiglu_limit": a.glu_limit,
         "num_local_experts": a.num_experts,
         "num_experts_per_tok": a.experts_per_token,
         "sliding_window": a.sliding_window or 128,
-        "layer_types": windows.layer_types(a),
+        "layer_types": layer_types(a),
     }
 
 
 FAMILIES = {
-    Family.gpt2: HFFamily(_GPT2_NAMES, _gpt2_from_hf, _gpt2_to_hf),
-    Family.opt: HFFamily(_opt_names, _opt_from_hf, _opt_to_hf),
-    Family.gpt_neox: HFFamily(_NEOX_NAMES, _neox_from_hf, _neox_to_hf),
-    Family.gpt_oss: HFFamily(_oss_names, _oss_from_hf, _oss_to_hf),
+    Family.gpt2: HFFamily("GPT2LMHeadModel", _GPT2_NAMES, _gpt2_from_hf, _gpt2_to_hf),
+    Family.opt: HFFamily("OPTForCausalLM", _opt_names, _opt_from_hf, _opt_to_hf),
+    Family.gpt_neox: HFFamily("GPTNeoXForCausalLM", _NEOX_NAMES, _neox_from_hf, _neox_to_hf),
+    Family.gpt_oss: HFFamily("GptOssForCausalLM", _oss_names, _oss_from_hf, _oss_to_hf),
 }

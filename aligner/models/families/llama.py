@@ -8,18 +8,19 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from aligner.models.config import Activation, Architecture, Family, Normalization
-from aligner.models.families import mapping, mixture, rope_scaling, windows
-from aligner.models.families.hf_config import HFConfig
+from aligner.models.families import mapping
+from aligner.models.families.hf_config import FULL, LONGROPE, UNFACTORED, HFConfig, layer_types, rope_to_hf
 from aligner.models.families.mapping import ATTENTION_OUT_BIAS, BIASED_MLP, MLP, QKV_BIAS, Layout, NameTable, llama_like, rule
 
 
 class HFFamily(NamedTuple):
-    """How Hugging Face's files describe the models of a family; a module that describes one family alone has the same names."""
+    """How Hugging Face's files describe the models of a family."""
 
-    NAMES: NameTable | Callable[[Architecture], NameTable]  # a function if the architecture decides which weights there are
+    hf_class: str  # of its language models
+    names: NameTable | Callable[[Architecture], NameTable]  # a function if the architecture decides which weights there are
     from_hf: Callable[[HFConfig], Architecture]  # raises ConfigError for variants that are not computed here
     to_hf: Callable[[Architecture], dict[str, Any]]
-    COMPUTED: tuple[str, ...] = ()  # keys of `UNCHANGED` that it computes
+    computed: tuple[str, ...] = ()  # keys of `UNCHANGED` that it computes
 
 
 SILU = {"silu": Activation.silu, "swish": Activation.silu}
@@ -42,7 +43,7 @@ def _llama_from_hf(hf: HFConfig) -> Architecture:
 
 
 def _llama_to_hf(a: Architecture) -> dict[str, Any]:
-    return common_to_hf(a) | {"architectures": ["LlamaForCausalLM"], "attention_bias": a.attention_out_bias, "mlp_bias": a.mlp_bias}
+    return common_to_hf(a) | {"attention_bias": a.attention_out_bias, "mlp_bias": a.mlp_bias}
 
 
 def common_from_hf(
@@ -102,7 +103,7 @@ def common_to_hf(a: Architecture) -> dict[str, Any]:
         "intermediate_size": a.ffn_hidden_size,
         "vocab_size": a.vocab_size,
         "max_position_embeddings": a.max_position_embeddings,
-        **rope_scaling.to_hf(a),
+        **rope_to_hf(a),
         "rms_norm_eps": a.norm_eps,
         "tie_word_embeddings": a.tied_embeddings,
         "hidden_act": "silu",
@@ -114,22 +115,21 @@ def common_to_hf(a: Architecture) -> dict[str, Any]:
 # Mistral 7B (2310.06825) and its successors: layers that may all see a window only. Layers that differ are `ministral`'s (Ministral 8B).
 def _mistral_from_hf(hf: HFConfig) -> Architecture:
     hf.only({"layer_types": (None,)})
-    return replace(common_from_hf(hf, Family.mistral, key_value_heads=8), **windows.everywhere(hf, absent=4096))
+    return replace(common_from_hf(hf, Family.mistral, key_value_heads=8), **hf.window_everywhere(absent=4096))
 
 
 def _mistral_to_hf(a: Architecture) -> dict[str, Any]:
-    return common_to_hf(a) | {"architectures": ["MistralForCausalLM"], "sliding_window": a.sliding_window or None}
+    return common_to_hf(a) | {"sliding_window": a.sliding_window or None}
 
 
 def _ministral_from_hf(hf: HFConfig) -> Architecture:
     window = hf.optional_size("sliding_window", absent=4096)
-    types = [windows.FULL if window is None else windows.WINDOWED] * hf.size("num_hidden_layers")
-    return replace(common_from_hf(hf, Family.ministral, key_value_heads=8), **windows.from_hf(hf, window, types))
+    return replace(common_from_hf(hf, Family.ministral, key_value_heads=8), **hf.windows(window, lambda _: window is not None))
 
 
 def _ministral_to_hf(a: Architecture) -> dict[str, Any]:
-    own = {"sliding_window": a.sliding_window or None, "layer_types": windows.layer_types(a)}
-    return common_to_hf(a) | own | {"architectures": ["MinistralForCausalLM"]}
+    own = {"sliding_window": a.sliding_window or None, "layer_types": layer_types(a)}
+    return common_to_hf(a) | own
 
 
 # Mixtral: a mixture of experts in every layer; the chosen experts' weights sum to 1 (2401.04088, section 2.1). No noise in the router.
@@ -143,13 +143,12 @@ def _mixtral_from_hf(hf: HFConfig) -> Architecture:
         num_experts=hf.size("num_local_experts", "num_experts", absent=8),
         experts_per_token=hf.size("num_experts_per_tok", absent=2),
         expert_ffn_hidden_size=hf.size("intermediate_size"),
-        **windows.everywhere(hf, absent=None),
+        **hf.window_everywhere(absent=None),
     )
 
 
 def _mixtral_to_hf(a: Architecture) -> dict[str, Any]:
     return common_to_hf(a) | {
-        "architectures": ["MixtralForCausalLM"],
         "intermediate_size": a.expert_ffn_hidden_size,
         "num_local_experts": a.num_experts,
         "num_experts_per_tok": a.experts_per_token,
@@ -173,13 +172,12 @@ def _phi3_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_PHI3_FIXED)
     original = hf.size("original_max_position_embeddings", absent=_ORIGINAL_LENGTH)
     hf = hf.part(original_max_position_embeddings=original)
-    common = common_from_hf(hf, Family.phi3, norm_eps=1e-5, fraction=1.0, rope_kinds=rope_scaling.LONGROPE)
-    return replace(common, **windows.everywhere(hf, absent=None))
+    common = common_from_hf(hf, Family.phi3, norm_eps=1e-5, fraction=1.0, rope_kinds=LONGROPE)
+    return replace(common, **hf.window_everywhere(absent=None))
 
 
 def _phi3_to_hf(a: Architecture) -> dict[str, Any]:
     return common_to_hf(a) | {
-        "architectures": ["Phi3ForCausalLM"],
         "sliding_window": a.sliding_window or None,
         "original_max_position_embeddings": a.rope_original_length if a.rope_long_factors else _ORIGINAL_LENGTH,
         "resid_pdrop": 0.0,
@@ -212,7 +210,7 @@ def _nemotron_from_hf(hf: HFConfig) -> Architecture:
 
 def _nemotron_to_hf(a: Architecture) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": a.rope_theta, "partial_rotary_factor": a.rotary_fraction}
-    own = {"architectures": ["NemotronForCausalLM"], "norm_eps": a.norm_eps, "hidden_act": "relu2", "rope_parameters": rope}
+    own = {"norm_eps": a.norm_eps, "hidden_act": "relu2", "rope_parameters": rope}
     own |= {"partial_rotary_factor": a.rotary_fraction, "attention_bias": False, "mlp_bias": False}
     return {key: value for key, value in common_to_hf(a).items() if key not in ("rms_norm_eps", "rope_scaling")} | own
 
@@ -223,7 +221,7 @@ _LLAMA4_BLOCK = "feed_forward"
 _LLAMA4_EXPERT = "mlp.experts.local_experts.{expert}."
 _LLAMA4_MIXTURE = {
     "mlp.router.weight": rule(f"{_LLAMA4_BLOCK}.router.weight"),
-    **mixture.shared(f"{_LLAMA4_BLOCK}.shared_expert"),
+    **mapping.shared_expert(f"{_LLAMA4_BLOCK}.shared_expert"),
     _LLAMA4_EXPERT + "linear_fc1.weight": rule(f"{_LLAMA4_BLOCK}.experts.gate_up_proj", layout=Layout.packed_gate_up, transposed=True),
     _LLAMA4_EXPERT + "linear_fc2.weight": rule(f"{_LLAMA4_BLOCK}.experts.down_proj", transposed=True),
 }
@@ -244,16 +242,14 @@ def _llama4_names(architecture: Architecture) -> NameTable:
 def _llama4_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_LLAMA4_FIXED)
     layers = range(hf.size("num_hidden_layers"))
-    common = common_from_hf(
-        hf, Family.llama4_text, key_value_heads=8, head_dim=128, theta=5e5, norm_eps=1e-5, rope_kinds=rope_scaling.UNFACTORED
-    )
+    common = common_from_hf(hf, Family.llama4_text, key_value_heads=8, head_dim=128, theta=5e5, norm_eps=1e-5, rope_kinds=UNFACTORED)
     biases, experts = hf.flag("attention_bias", False), _moe_layers(hf, layers)
     rotates = hf.value("no_rope_layers") or _every(hf.size("no_rope_layer_interval", absent=4), layers)
     if not isinstance(rotates, list) or len(rotates) != len(layers) or any(one not in (0, 1) for one in rotates):
         raise hf.refusal("no_rope_layers", rotates, f"{len(layers)} times 1 (rotary positions) or 0 (none), one for each layer")
-    types = hf.value("layer_types") or [_CHUNKED if rotates[layer] else windows.FULL for layer in layers]
-    if not isinstance(types, list) or len(types) != len(layers) or any(kind not in (_CHUNKED, windows.FULL) for kind in types):
-        raise hf.refusal("layer_types", types, f'{len(layers)} times "{_CHUNKED}" or "{windows.FULL}", one for each layer')
+    types = hf.value("layer_types") or [_CHUNKED if rotates[layer] else FULL for layer in layers]
+    if not isinstance(types, list) or len(types) != len(layers) or any(kind not in (_CHUNKED, FULL) for kind in types):
+        raise hf.refusal("layer_types", types, f'{len(layers)} times "{_CHUNKED}" or "{FULL}", one for each layer')
     tuned = hf.value("attn_temperature_tuning")
     if not (tuned is None or type(tuned) in (bool, int)):  # early files say 4, and mean true
         raise hf.refusal("attn_temperature_tuning", tuned, "true or false")
@@ -266,7 +262,7 @@ def _llama4_from_hf(hf: HFConfig) -> Architecture:
         rotary_interleaved=True,
         qk_l2_norm=hf.flag("use_qk_norm", True),
         attention_chunk=hf.size("attention_chunk_size", absent=8192) if chunks else 0,
-        full_attention_layers=[layer for layer in layers if types[layer] == windows.FULL] if chunks else [],
+        full_attention_layers=[layer for layer in layers if types[layer] == FULL] if chunks else [],
         no_rope_layers=[layer for layer in layers if not rotates[layer]],
         attention_temperature=0.0 if tuned in (False, 0) else hf.number("attn_scale", 0.1),
         attention_temperature_length=hf.size("floor_scale", absent=8192),
@@ -300,13 +296,12 @@ def _every(interval: int, layers: range) -> list[int]:
 def _llama4_to_hf(a: Architecture) -> dict[str, Any]:
     layers = range(a.num_layers)
     return common_to_hf(a) | {
-        "architectures": ["Llama4ForCausalLM"],
         "attention_bias": a.attention_out_bias,
         "intermediate_size": a.expert_ffn_hidden_size,
         "intermediate_size_mlp": a.ffn_hidden_size,
         "use_qk_norm": a.qk_l2_norm,
         "attention_chunk_size": a.attention_chunk or 8192,
-        "layer_types": [_CHUNKED if a.chunk_of(layer) else windows.FULL for layer in layers],
+        "layer_types": [_CHUNKED if a.chunk_of(layer) else FULL for layer in layers],
         "no_rope_layers": [int(a.rotates(layer)) for layer in layers],
         "attn_temperature_tuning": a.attention_temperature > 0,
         "attn_scale": a.attention_temperature or 0.1,
@@ -318,13 +313,16 @@ def _llama4_to_hf(a: Architecture) -> dict[str, Any]:
 
 
 FAMILIES = {
-    Family.llama: HFFamily(_llama_names, _llama_from_hf, _llama_to_hf),
-    Family.mistral: HFFamily(llama_like(), _mistral_from_hf, _mistral_to_hf),
-    Family.ministral: HFFamily(llama_like(), _ministral_from_hf, _ministral_to_hf),
+    Family.llama: HFFamily("LlamaForCausalLM", _llama_names, _llama_from_hf, _llama_to_hf),
+    Family.mistral: HFFamily("MistralForCausalLM", llama_like(), _mistral_from_hf, _mistral_to_hf),
+    Family.ministral: HFFamily("MinistralForCausalLM", llama_like(), _ministral_from_hf, _ministral_to_hf),
     Family.mixtral: HFFamily(
-        llama_like(mlp=mapping.experts("block_sparse_moe", gate="w1", up="w3", down="w2")), _mixtral_from_hf, _mixtral_to_hf
+        "MixtralForCausalLM",
+        llama_like(mlp=mapping.experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
+        _mixtral_from_hf,
+        _mixtral_to_hf,
     ),
-    Family.phi3: HFFamily(_PHI3_NAMES, _phi3_from_hf, _phi3_to_hf),
-    Family.nemotron: HFFamily(_NEMOTRON_NAMES, _nemotron_from_hf, _nemotron_to_hf),
-    Family.llama4_text: HFFamily(_llama4_names, _llama4_from_hf, _llama4_to_hf),
+    Family.phi3: HFFamily("Phi3ForCausalLM", _PHI3_NAMES, _phi3_from_hf, _phi3_to_hf),
+    Family.nemotron: HFFamily("NemotronForCausalLM", _NEMOTRON_NAMES, _nemotron_from_hf, _nemotron_to_hf),
+    Family.llama4_text: HFFamily("Llama4ForCausalLM", _llama4_names, _llama4_from_hf, _llama4_to_hf),
 }

@@ -9,11 +9,14 @@ Llama's descendants share weight names: the rows from which their families' `Nam
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -276,6 +279,14 @@ def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
     }
 
 
+def shared_expert(block: str) -> dict[str, Rule]:
+    """Rows of the expert that every token passes, under `block`."""
+    return {
+        "mlp.shared_experts.linear_fc1.weight": rule(f"{block}.gate_proj.weight", f"{block}.up_proj.weight", layout=Layout.gate_up),
+        "mlp.shared_experts.linear_fc2.weight": rule(f"{block}.down_proj.weight"),
+    }
+
+
 ATTENTION_OUT_BIAS = {"self_attention.linear_proj.bias": rule("self_attn.o_proj.bias")}
 BIASED_MLP = {
     f"mlp.linear_{name}.{kind}": rule(*(f"mlp.{hf}_proj.{kind}" for hf in hf_names), layout=layout)
@@ -298,3 +309,70 @@ def llama_like(
     """
     layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | dict(out) | MLP_NORM | dict(mlp)
     return NameTable(before=BEFORE, layer=layer, dense=dense, after=FINAL_NORM | OUTPUT)
+
+
+class Size(NamedTuple):
+    """One dimension of a tensor, and the fields of `Architecture` that make it."""
+
+    value: int
+    fields: tuple[str, ...]
+
+
+_SIZE_KEYS = {  # of config.json that say a field
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "head_dim": ("head_dim", "hidden_size", "n_embd", "num_attention_heads", "n_head"),
+    "ffn_hidden_size": ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim"),
+    "expert_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+    "shared_ffn_hidden_size": ("shared_expert_intermediate_size", "n_shared_experts", "moe_intermediate_size", "intermediate_size"),
+    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "embedding_size": ("word_embed_proj_dim",),
+}
+
+
+def size_settings(hf: Mapping[str, Any], sizes: list[Size]) -> str:
+    """What a config says of these sizes."""
+    fields = [field for size in sizes for field in size.fields]
+    keys = dict.fromkeys(key for field in fields for key in _SIZE_KEYS.get(field, (field,))[: 1 if field in hf else None] if key in hf)
+    return ", ".join(f"{key}={json.dumps(hf[key])}" for key in keys)
+
+
+def expected_sizes(architecture: Architecture, table: NameTable) -> Iterator[tuple[str, list[Size]]]:
+    """Name and dimensions of every matrix of the files whose shape follows from the sizes in a simple way."""
+    known = _matrices(architecture)
+    for name in table.names(architecture):
+        module, _, kind = name.rpartition(".")
+        part = "expert " if "local_experts" in module else "shared " if "shared_experts" in module else ""
+        rows, columns = known.get(part + module.rpartition(".")[2], ((), None))
+        if not columns or kind != "weight" or (architecture.latent_size and not part and "self_attention" in module):
+            continue
+        found = table.find(name)
+        if len(found.hf_names) == 1:
+            rows = (Size(sum(row.value for row in rows), tuple(field for row in rows for field in row.fields)),)
+        stack = [] if found.expert is None else [known["router"][0][0]]
+        for hf_name, row in zip(found.hf_names, rows, strict=True):
+            yield hf_name, [*stack, *((columns, row) if found.transposed else (row, columns))]
+
+
+def _matrices(a: Architecture) -> dict[str, tuple[tuple[Size, ...], Size | None]]:
+    """By the end of Megatron's name: rows of each part, and columns."""
+
+    def size(*fields: str, by: int = 1) -> Size:
+        return Size(math.prod(getattr(a, field) for field in fields) * by, fields)
+
+    hidden, width = size("hidden_size"), size("embedding_size" if a.embedding_size else "hidden_size")
+    heads, keys = size("num_attention_heads", "head_dim"), size("num_key_value_heads", "head_dim")
+    positions = Size(a.max_position_embeddings + a.position_offset, ("max_position_embeddings",))
+    found: dict[str, tuple[tuple[Size, ...], Size | None]] = {
+        "word_embeddings": ((size("vocab_size"),), width),
+        "output_layer": ((size("vocab_size"),), width),
+        "position_embeddings": ((positions,), hidden),
+        "linear_qkv": ((size(*heads.fields, by=1 + a.attention_gate), keys, keys), hidden),
+        "linear_proj": ((hidden,), heads),
+        "router": ((size("num_experts"),), hidden),
+    }
+    for part, name in (("", "ffn_hidden_size"), ("expert ", "expert_ffn_hidden_size"), ("shared ", "shared_ffn_hidden_size")):
+        found[f"{part}linear_fc1"] = ((size(name),) * (2 if a.gated_mlp else 1), hidden)
+        found[f"{part}linear_fc2"] = ((hidden,), size(name))
+    return found

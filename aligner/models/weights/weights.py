@@ -36,9 +36,20 @@ from aligner.models.checkpoint.hf_files import (
     stored_tensors,
 )
 from aligner.models.config import Architecture
-from aligner.models.families import architecture_from_hf, architecture_to_hf, sizes, text_part, weight_names
+from aligner.models.families import architecture_from_hf, architecture_to_hf, text_part, weight_names
 from aligner.models.families.hf_config import LAYERS
-from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, NameTable, Rule, hf_shapes, shard, to_hf, to_megatron
+from aligner.models.families.mapping import (
+    EMBEDDING,
+    OUTPUT_LAYER,
+    NameTable,
+    Rule,
+    expected_sizes,
+    hf_shapes,
+    shard,
+    size_settings,
+    to_hf,
+    to_megatron,
+)
 from aligner.models.modules.build import ScalarModel, Transformer
 from aligner.models.modules.lora import MergedWeights
 from aligner.models.modules.quantised import fp8, mxfp4
@@ -130,12 +141,12 @@ class HFWeights:
 
     def check_sizes(self, architecture: Architecture, hf: Mapping[str, Any]) -> None:
         """Raise ModelFilesError, naming settings of the config `hf`, if its sizes are not those of the tensors."""
-        for name, dimensions in sizes.expected(architecture, weight_names(architecture)):
+        for name, dimensions in expected_sizes(architecture, weight_names(architecture)):
             stored, shape = self._stored.get(name, ""), tuple(size.value for size in dimensions)
             if stored and (found := self._tensors[stored].shape) != shape:
                 wrong = [size for size, own in zip_longest(dimensions, found) if size and size.value != own]
                 raise ModelFilesError(
-                    f"{self.directory / CONFIG_FILE}: {sizes.settings(hf, wrong or dimensions)}: {stored} would be {shape}, "
+                    f"{self.directory / CONFIG_FILE}: {size_settings(hf, wrong or dimensions)}: {stored} would be {shape}, "
                     f"in {self._tensors[stored].file} it is {found}"
                 )
 

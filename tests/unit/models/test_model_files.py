@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from aligner.errors import ConfigError, ModelFilesError
 from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import Architecture, Dtype, ModelConfig
-from aligner.models.families import architecture_from_hf, sizes, weight_names
+from aligner.models.families import architecture_from_hf, weight_names
+from aligner.models.families.mapping import expected_sizes
 from aligner.models.weights.weights import HFWeights, described, save_hf
 
 Change = Callable[[dict[str, torch.Tensor]], object]
@@ -282,7 +283,7 @@ def test_heads_that_are_not_what_the_class_says(make_model, tmp_path):
 @pytest.mark.parametrize("name", HF_MODELS)
 def test_expected_shapes_are_those_of_the_files(name, hf_directory):
     architecture = described(hf_directory(name))
-    found, (stored, _) = list(sizes.expected(architecture, weight_names(architecture))), stored_tensors(hf_directory(name))
+    found, (stored, _) = list(expected_sizes(architecture, weight_names(architecture))), stored_tensors(hf_directory(name))
     assert len(dict(found)) >= 4 * architecture.num_layers
     assert all(tuple(size.value for size in shape) == stored[tensor].shape for tensor, shape in found if tensor in stored)
 
