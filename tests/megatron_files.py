@@ -150,8 +150,7 @@ def nemo_config(name: str, **others: Any) -> dict[str, Any]:
 
 def to_zarr(source: Path, target: Path) -> Path:
     """The tensors of a `torch_dist` directory as Megatron-Core's former backend wrote them: in chunks, of which the last are filled up."""
-    from aligner.models.checkpoint.foreign.files import Files
-    from aligner.models.checkpoint.foreign.torch_dist import TorchDist
+    from aligner.models.checkpoint.foreign.tensors import Files, TorchDist
 
     tensors = TorchDist(Files(source), "")
     for name, shape in tensors.shapes().items():

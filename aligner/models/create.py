@@ -14,9 +14,9 @@ from aligner.hub.names import name_of
 from aligner.models.architecture import rope
 from aligner.models.architecture.kinds import PositionEmbedding
 from aligner.models.checkpoint import checkpoint
-from aligner.models.checkpoint.adapters import weights_digest
 from aligner.models.checkpoint.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_json
+from aligner.models.checkpoint.weights import weights_digest
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf, weight_names
 from aligner.models.modules.build import Transformer, build_language_model, build_scalar_model

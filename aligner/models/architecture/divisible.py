@@ -1,4 +1,6 @@
-"""Whether a model can be laid out and computed with given settings. Arithmetic only: imports no Megatron-Core."""
+"""Whether a model can be laid out and computed with given settings, and what 8-bit products (`model.fp8`) require of it. Arithmetic only:
+imports no Megatron-Core.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.config import Activation, Architecture, Layers, ModelConfig, Normalization, ParallelResidual
+from aligner.models.config import Activation, Architecture, Fp8Recipe, Layers, ModelConfig, Normalization, ParallelResidual
 from aligner.parallel.topology import ParallelConfig
 
 
@@ -203,3 +205,42 @@ def _check_uneven_stages(num_layers: int, parallel: ParallelConfig) -> None:
         f"{num_layers - first - last} of the model's num_layers={num_layers} remain for {others} equal stages; "
         f"allowed: {', '.join(map(str, allowed)) or 'none'}"
     )
+
+
+FP8_MULTIPLES = {
+    Fp8Recipe.blockwise: 128,
+    Fp8Recipe.mxfp8: 32,
+    Fp8Recipe.tensorwise: 16,
+}  # of sizes: numbers of a block; what products ask for
+FP8_FORMATS = {Fp8Recipe.blockwise: "e4m3", Fp8Recipe.mxfp8: "e4m3", Fp8Recipe.tensorwise: "hybrid"}  # e5m2: the range of gradients
+
+
+def fp8_recipe(model: ModelConfig, capability: float) -> Fp8Recipe:
+    """The recipe on GPUs of this compute capability (9.0: Hopper). MXFP8 is for Blackwell in data centres: 12.0 lacks a part of it."""
+    own = {9: Fp8Recipe.blockwise, 10: Fp8Recipe.mxfp8, 11: Fp8Recipe.mxfp8}.get(int(capability), Fp8Recipe.tensorwise)
+    return own if model.fp8_recipe is Fp8Recipe.auto else model.fp8_recipe
+
+
+def fp8_token_multiple(config: Any) -> int:
+    """Tokens of each rank are a multiple of this, by Megatron-Core's config. Blocks are whole on a rank whose tokens others gather."""
+    if config.fp8_recipe == Fp8Recipe.mxfp8:
+        return 128 if config.tp_comm_overlap else 32
+    return 128 if config.fp8_recipe == Fp8Recipe.blockwise and config.sequence_parallel else 16
+
+
+def check_fp8(a: Architecture, model: ModelConfig, parallel: ParallelConfig, recipe: Fp8Recipe) -> None:
+    """Raise ConfigError where the layers' products have sizes that `recipe` cannot scale; it names the size and the recipes that can."""
+    setting = f"model.fp8_recipe={model.fp8_recipe.value}" + (f" (here {recipe.value})" if model.fp8_recipe is Fp8Recipe.auto else "")
+    if parallel.tp_comm_overlap and recipe is Fp8Recipe.blockwise:
+        raise ConfigError(f"{setting}: has no exchange for parallel.tp_comm_overlap=true; allowed: false, or model.fp8_recipe=tensorwise")
+    heads = {"num_attention_heads": (own := a.num_attention_heads), "heads of keys and values too": own + 2 * a.num_key_value_heads}
+    sizes = {"hidden_size": a.hidden_size} | {f"{name} x head_dim": count * a.head_dim // parallel.tp for name, count in heads.items()}
+    if a.num_experts:
+        sizes["expert_ffn_hidden_size"] = a.expert_ffn_hidden_size // parallel.etp
+    if not a.num_experts or a.dense_layers:
+        sizes["ffn_hidden_size"] = a.ffn_hidden_size // parallel.tp
+    for name, size in sizes.items():
+        if size % FP8_MULTIPLES[recipe]:
+            others = [other.value for other, multiple in FP8_MULTIPLES.items() if not any(own % multiple for own in sizes.values())]
+            allowed = f"model.fp8_recipe={' or '.join(others)}" if others else "model.fp8=false"
+            raise ConfigError(f"{setting}: {name} on a rank is {size}, not a multiple of {FP8_MULTIPLES[recipe]}; allowed: {allowed}")

@@ -84,6 +84,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([torch.addcmul(first * cos, first.roll(rotated // 2, -1), sin), rest], dim=-1)
 
 
+def neighbours_apart(x: Tensor, rotated: int) -> Tensor:
+    """[..., D] whose first `rotated` dimensions are those of even number, then those of odd number."""
+    pairs = x[..., :rotated].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return pairs if rotated == x.shape[-1] else torch.cat([pairs, x[..., rotated:]], dim=-1)
+
+
 def factor_of_scores(architecture: Architecture) -> float:
     """The factor on cosines and sines where its square can be one on scores; else, of heads that are rotated in part, 1."""
     return architecture.rope_attention_factor if architecture.rotary_fraction == 1 else 1.0

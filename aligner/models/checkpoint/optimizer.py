@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import CheckpointError
-from aligner.models.training.host_adam import HostAdam
+from aligner.models.training.adam import HostAdam
 from aligner.parallel.mcore import ChainedOptimizer, DistributedOptimizer, ShardedTensor, sharded_leaves
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")  # Adam's, for each parameter; the first are the float32 weights

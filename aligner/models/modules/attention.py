@@ -31,7 +31,6 @@ from torch.nn.attention.bias import causal_lower_right
 from aligner.models.architecture import rope
 from aligner.models.config import Architecture
 from aligner.models.modules.latent_attention import as_wide, cut_heads
-from aligner.models.modules.own_layer import split_for_checkpoint
 from aligner.models.modules.shared_prompts import KeySpans, SegmentedPackedSeqParams
 from aligner.models.modules.windowed_attention import Form, attend, by_chunk, form_of, with_sinks
 from aligner.parallel.context import chunk_numbers, gather_ranks, gather_sequence, local_slots
@@ -40,6 +39,8 @@ from aligner.parallel.mcore import (
     PackedSeqParams,
     ProcessGroupCollection,
     TransformerConfig,
+    make_sharded_tensors_for_checkpoint,
+    parallel_state,
     set_tensor_model_parallel_attributes,
 )
 from aligner.types.rows import upload
@@ -293,6 +294,12 @@ class CoreAttention(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         return {} if self.sinks is None else split_for_checkpoint({"sinks": self.sinks}, prefix, sharded_offsets)
+
+
+def split_for_checkpoint(tensors: dict[str, Tensor], prefix: str, sharded_offsets: tuple) -> dict:
+    """Megatron-Core's sharded tensors of parameters whose first dimension the tensor-parallel ranks split."""
+    groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
+    return make_sharded_tensors_for_checkpoint(tensors, prefix, dict.fromkeys(tensors, 0), sharded_offsets, **groups)
 
 
 def new_sinks(config: TransformerConfig) -> torch.nn.Parameter:

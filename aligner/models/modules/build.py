@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from aligner.models.architecture import rope
+from aligner.models.architecture.divisible import fp8_token_multiple
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
-from aligner.models.modules import eight_bits
 from aligner.models.modules.batch_invariant import INVARIANT
 from aligner.models.modules.initialise import initialise
 from aligner.models.modules.layers import ORDINARY, block_spec, finish_transformer_engine
 from aligner.models.modules.lora import attach
 from aligner.models.modules.megatron_config import transformer_config
-from aligner.models.modules.narrow_embedding import narrow
-from aligner.models.modules.overlap import WeightGather
 from aligner.models.modules.scalar_head import VALUES, ScalarHead
 from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
 from aligner.models.training.placement import Splits, input_shape
@@ -33,12 +32,15 @@ from aligner.parallel import mcore
 from aligner.parallel.exact import EXACT
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
 from aligner.parallel.mcore import (
+    ColumnParallelLinear,
     GPTModel,
     LanguageModule,
     PackedSeqParams,
     TransformerConfig,
+    VocabParallelEmbedding,
     ensure_metadata_has_dp_cp_group,
     gather_from_sequence_parallel_region,
+    make_sharded_tensors_for_checkpoint,
     parallel_state,
 )
 from aligner.parallel.topology import ParallelConfig
@@ -78,6 +80,108 @@ def stages(parallel: ParallelConfig) -> list[Stage]:
 
 
 WHOLE = Stage()
+
+
+def narrow(model: GPTModel, size: int) -> None:
+    """Replace the embedding and the output layer of a chunk, as far as it has them, by ones of this width (OPT-350M)."""
+    config = model.config
+    if model.pre_process:
+        model.embedding.word_embeddings = ProjectedEmbedding(model.vocab_size, size, config=config, tp_group=model.pg_collection.tp)
+    if model.post_process:
+        model.output_layer = ColumnParallelLinear(
+            size,
+            model.vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=not model.parallel_output,
+            skip_weight_param_allocation=model.pre_process and model.share_embeddings_and_output_weights,
+            tp_group=model.pg_collection.tp,
+        )
+        model.output_projection = _whole_linear(config, config.hidden_size, size)
+        # Every tensor-parallel rank projects its part of the tokens: the gradients are summed.
+        model.output_projection.weight.sequence_parallel = config.sequence_parallel
+
+
+class ProjectedEmbedding(VocabParallelEmbedding):
+    """A vocabulary of `size` numbers a token, projected to the residual stream. The projection is whole on every tensor-parallel rank, and
+    so is its gradient: Megatron-Core splits the tokens behind it."""
+
+    def __init__(self, vocab_size: int, size: int, *, config: TransformerConfig, tp_group: Any) -> None:
+        super().__init__(vocab_size, size, init_method=config.embedding_init_method, config=config, tp_group=tp_group)
+        self.projection = _whole_linear(config, size, config.hidden_size)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """[B, S] -> [B, S, H]."""
+        return F.linear(super().forward(input_), self.projection.weight)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """For checkpoints: the rows by their rank's share, and the projection."""
+        groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
+        own = {"projection.weight": self.projection.weight}
+        projection = make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets, **groups)
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | projection
+
+
+def _whole_linear(config: TransformerConfig, inputs: int, outputs: int) -> torch.nn.Linear:
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    return torch.nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype, device=device)
+
+
+class WeightGather:
+    """Updated weights travel between data-parallel replicas while the next batch is prepared and the first layers already compute.
+
+    With a distributed optimizer (ZeRO stage 1; Rajbhandari et al. 2020, 1910.02054) a rank updates its share of each bucket of weights, and
+    an all-gather exchanges the shares. Here it is asynchronous: `start` issues it for all buckets in the order in which a forward pass
+    needs them, a layer waits for its own buckets, and everything else that reads weights calls `finish` first (`Transformer.settle`). All
+    ranks issue the same collectives in the same order. Nothing is copied, and the numbers are those of the synchronous exchange.
+
+    Megatron-Core's own hooks are not used. They issue the gathers, so that a replica without rows in a validation batch would leave the
+    others waiting, and they wait for the parameters of modules that are called: the output layer's weight and an adapter's B are read
+    without that. `runner`: the chunk's DistributedDataParallel, made with `overlap_param_gather`.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        runner.disable_forward_pre_hook(param_sync=False)
+        self._group_of = runner.param_to_bucket_group
+        everything = (*runner.bucket_groups, *runner.expert_parallel_bucket_groups)
+        order: dict[Any, None] = {}
+        for module, parameters in _readers(runner.module):
+            groups = self._groups(parameters)
+            order |= dict.fromkeys(groups)
+            if groups:
+                module.register_forward_pre_hook(lambda *_, groups=groups: _finish_gathers(groups))
+        self._groups_in_order = [*order, *(group for group in everything if group not in order)]
+        runner.module.register_forward_hook(lambda *_: self.finish())  # what heads read of the chunk
+
+    def start(self) -> None:
+        """Issue the gathers; after an update of the weights, on every rank."""
+        for group in self._groups_in_order:
+            group.start_param_sync()
+
+    def finish(self) -> None:
+        """Wait until all weights are there (on a GPU the stream waits, not the host). Does nothing where they are."""
+        _finish_gathers(self._groups_in_order)
+
+    def _groups(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
+        return list(dict.fromkeys(self._group_of[p] for p in parameters if p in self._group_of))
+
+
+def _readers(chunk: Any) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """(module, the parameters that its forward pass may read) in the order of a pass through the chunk."""
+    whole = [*([chunk.embedding] if chunk.pre_process else []), *chunk.decoder.layers]
+    inside = {id(module) for one in whole for module in one.modules()}
+    for one in whole:
+        yield one, list(one.parameters())
+    for module in chunk.modules():
+        if id(module) not in inside:
+            yield module, list(module.parameters(recurse=False))
+
+
+def _finish_gathers(groups: Iterable[Any]) -> None:
+    for group in groups:
+        if group.param_gather_handle is not None:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 @contextmanager
@@ -274,7 +378,7 @@ def _shared_config(architecture: Architecture, model: ModelConfig, parallel: Par
     """That of all chunks; with `parallel.tp_comm_overlap`, the buffers that Transformer Engine wants before a layer is made."""
     config = transformer_config(architecture, model, parallel, load=True)
     if parallel.tp_comm_overlap:
-        multiple = eight_bits.token_multiple(config) if config.fp8 else 1
+        multiple = fp8_token_multiple(config) if config.fp8 else 1
         splits = Splits(cp_size=parallel.cp, sequence_parallel_size=parallel.tp, packed=True, token_multiple=multiple)
         shape = (input_shape([model.micro_batch_tokens], splits)[1] // parallel.cp, config.hidden_size)
         mcore.initialize_user_buffers(shape, tp=parallel.tp, dtype=config.params_dtype, fp8=bool(config.fp8))

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.models.architecture.rope import neighbours_apart
 from aligner.models.config import Architecture
-from aligner.models.modules.own_layer import neighbours_apart
 from aligner.parallel.mcore import (
     ModuleSpec,
     SelfAttention,

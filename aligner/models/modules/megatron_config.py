@@ -11,9 +11,9 @@ from torch import Tensor
 from aligner.errors import ConfigError
 from aligner.models.architecture import rope
 from aligner.models.architecture.activations import ACTIVATIONS
-from aligner.models.architecture.divisible import check_divisible, check_together
+from aligner.models.architecture.divisible import FP8_FORMATS, check_divisible, check_fp8, check_together, fp8_recipe
 from aligner.models.config import Architecture, Dtype, ModelConfig, Normalization, Recompute
-from aligner.models.modules import batch_invariant, eight_bits
+from aligner.models.modules import batch_invariant
 from aligner.models.modules.fusions import Fusions, Kernel, fusions
 from aligner.parallel import mcore, platform
 from aligner.parallel.mcore import TransformerConfig
@@ -77,7 +77,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         apply_rope_fusion=fused.on(Kernel.rope),
         cross_entropy_loss_fusion=False,  # its backward pass is in bfloat16; `aligner.parallel.logprobs` has one of our own
         transformer_impl="transformer_engine" if fused.transformer_engine else "local",
-        **_eight_bits(architecture, model, parallel),
+        **_fp8(architecture, model, parallel),
         **skip,
         **_layout(parallel),
         **_experts(architecture, model, fused),
@@ -85,18 +85,18 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
     )
 
 
-def _eight_bits(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> dict[str, str]:
+def _fp8(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> dict[str, str]:
     if not model.fp8:
         return {}
     major, minor = torch.cuda.get_device_capability()
-    recipe = eight_bits.chosen(model, major + minor / 10)
-    eight_bits.check(architecture, model, parallel, recipe)
+    recipe = fp8_recipe(model, major + minor / 10)
+    check_fp8(architecture, model, parallel, recipe)
     if problem := mcore.fp8_problem(recipe.value):
         raise ConfigError(
             f"model.fp8_recipe={model.fp8_recipe.value}: transformer-engine {mcore.transformer_engine_version()} cannot compute with "
             f"{recipe.value} here: {problem}; allowed: another recipe, or model.fp8=false"
         )
-    return {"fp8": eight_bits.FORMATS[recipe], "fp8_recipe": recipe.value}
+    return {"fp8": FP8_FORMATS[recipe], "fp8_recipe": recipe.value}
 
 
 def softmax_scale(architecture: Architecture) -> float | None:

@@ -1,4 +1,4 @@
-"""Megatron-Core's distributed optimizer and learning-rate schedule from a small config."""
+"""Settings of the optimizer and its learning-rate schedule. Light: imports no Megatron-Core."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
-from typing import Any
-
-import torch
 
 from aligner.errors import ConfigError
 
@@ -92,80 +89,3 @@ class OptimizerConfig:
             return ""
         reached = f"the run has {total_steps} optimizer steps, so the learning rate rises to {self.lr * total_steps / warmup:g} only"
         return f"warning: optimizer.warmup_steps={warmup}, optimizer.lr={self.lr:g}: {reached}"
-
-
-def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dtype) -> Any:
-    """Megatron's distributed optimizer (states sharded over data-parallel ranks) for the DDP-wrapped chunks of one model."""
-    from aligner.models.training.host_adam import HostAdam
-    from aligner.parallel import mcore
-
-    settings = mcore.OptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        min_lr=config.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.beta1,
-        adam_beta2=config.beta2,
-        adam_eps=config.eps,
-        clip_grad=config.clip_grad,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        initial_loss_scale=config.initial_loss_scale,
-        min_loss_scale=config.min_loss_scale,
-        loss_scale_window=config.loss_scale_window,
-        hysteresis=1,  # every overflow halves the scale
-        params_dtype=dtype,
-        use_distributed_optimizer=config.distributed,
-        use_precision_aware_optimizer=config.precision_aware,
-        optimizer_cpu_offload=config.cpu_offload,
-        optimizer_offload_fraction=config.cpu_offload_fraction,
-        overlap_cpu_optimizer_d2h_h2d=config.cpu_offload,
-        **({"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16} if config.precision_aware else {}),
-    )
-    if config.cpu_offload:  # set afterwards: Megatron-Core asks for Transformer Engine's version first, which this does without
-        settings.use_precision_aware_optimizer = settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-        settings.store_param_remainders = False
-    with mcore.hybrid_optimizer(HostAdam):
-        optimizer = mcore.get_megatron_optimizer(settings, runners, use_gloo_process_groups=False)
-    for part in optimizer.chained_optimizers:
-        if isinstance(part, mcore.DistributedOptimizer) and not part.is_stub_optimizer:
-            _number_as_grouped(part)
-            if config.cpu_offload:
-                part.optimizer.open()
-    return optimizer
-
-
-def _number_as_grouped(part: Any) -> None:
-    """Let the places of parameters in their groups, by which states are saved and read, be those of the groups.
-
-    Megatron-Core (to 0.19) numbers a group's parameters as its buffers hold them, but the group holds those in float32 first: with the
-    float32 head of a reward model or critic on a bfloat16 model, every parameter was given another one's state.
-    """
-    places = part.model_param_group_index_map
-    for group in {group for group, _ in places.values()}:
-        members = sorted((p for p, (own, _) in places.items() if own == group), key=lambda p: (p.dtype != torch.float32, places[p][1]))
-        places.update({parameter: (group, number) for number, parameter in enumerate(members)})
-
-
-def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -> Any:
-    """Warm-up, then decay to `min_lr` over `decay_steps` (default: `total_steps`) optimizer steps."""
-    from aligner.parallel import mcore
-
-    warmup = config.warmup(total_steps)
-    decay_steps = max(config.decay_steps or total_steps, warmup + 1)
-    return mcore.OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay_steps,
-        lr_decay_style=config.decay.value,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=total_steps,
-        wd_incr_style="constant",
-        # A resumed run keeps its place in the schedule; the schedule itself is the config's, which may have grown.
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )

@@ -26,7 +26,7 @@ class Splits:
     cp_size: int = 1
     sequence_parallel_size: int = 1  # tp, where it splits the sequence too
     packed: bool = False
-    token_multiple: int = 1  # of the tokens on each rank: `aligner.models.modules.eight_bits` has what 8-bit products want
+    token_multiple: int = 1  # of the tokens on each rank: 8-bit products need one (`fp8_token_multiple`)
     segmented: bool = False  # packed rows are described to our own core attention, on the host
     share_prompts: bool = False  # packed rows with the same prompt have it once: see `aligner.models.modules.shared_prompts`
     fixed_tokens: int = 0  # where it is not 0: every packed micro-batch is filled up to so many tokens, for buffers of one shape

@@ -15,24 +15,21 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.models.modules import eight_bits
-from aligner.models.modules.build import Transformer
+from aligner.models.architecture.divisible import fp8_token_multiple
+from aligner.models.modules.build import Transformer, WeightGather
 from aligner.models.modules.fusions import note_once
-from aligner.models.modules.overlap import WeightGather
-from aligner.models.modules.route_replay import take_metrics
-from aligner.models.modules.router import AuxiliaryLosses, routers
+from aligner.models.modules.router import AuxiliaryLosses, routers, take_metrics
 from aligner.models.modules.shared_prompts import families
 from aligner.models.training import finite
 from aligner.models.training import forward as passes
-from aligner.models.training.generators import generator_state, set_generator_state
+from aligner.models.training.adam import LossScale, build_optimizer, build_scheduler, main_weights
 from aligner.models.training.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
-from aligner.models.training.host_adam import main_weights
-from aligner.models.training.loss_scale import LossScale
 from aligner.models.training.offload import HostMemory, by_device, device_tensors, gradients
-from aligner.models.training.optimizer import OptimizerConfig, build_optimizer, build_scheduler
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.placement import Splits
 from aligner.parallel import mcore, platform
 from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, gather_objects, reduce_metrics
+from aligner.parallel.mcore import tensor_parallel
 from aligner.parallel.micro_batches import MicroBatching, Plan, plan, plan_families
 from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
@@ -67,6 +64,22 @@ class Field:
     dtype: torch.dtype = torch.float32
 
 
+def generator_state() -> dict[str, Any]:
+    """The states of the generators: torch's for the CPU and the device, and Megatron-Core's."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states())}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_generator_state(state: dict[str, Any]) -> None:
+    """Restore a result of `generator_state`."""
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 class TrainableModel:
     """The chunks of one model on this rank, their optimizer (None for a frozen one) and the rows that this rank computes."""
 
@@ -88,7 +101,7 @@ class TrainableModel:
             packed=training.packing,
             segmented=self.config.transformer_impl == "local",
             share_prompts=training.share_prompts,
-            token_multiple=eight_bits.token_multiple(self.config) if self.config.fp8 else 1,
+            token_multiple=fp8_token_multiple(self.config) if self.config.fp8 else 1,
             fixed_tokens=training.micro_batch_tokens if self.config.tp_comm_overlap else 0,
         )
         if self.config.fp8:

@@ -19,7 +19,7 @@ from torch import Tensor
 from aligner.errors import CheckpointError, ModelFilesError
 from aligner.files import as_umask_says
 from aligner.models.architecture.architecture import MOST_LAYERS
-from aligner.models.checkpoint.disk_space import explain
+from aligner.models.checkpoint.files import explain
 from aligner.models.checkpoint.hf_files import (
     CONFIG_FILE,
     FP8,
@@ -52,7 +52,6 @@ from aligner.models.families.mapping import (
 )
 from aligner.models.modules.build import ScalarModel, Transformer
 from aligner.models.modules.lora import MergedWeights
-from aligner.models.modules.quantised import fp8, mxfp4
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead, read_head
 from aligner.models.weights.shards import ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
 
@@ -75,6 +74,28 @@ class WeightSource(Protocol):
 
     def head(self, name: str, shape: torch.Size) -> Tensor | None:
         """A parameter of a head; None where there is none."""
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three bits below the sign
+
+
+def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Microscaling FP4 (2310.10537): uint8 `blocks` [..., rows, groups, 16] of two numbers each, the low four bits first, and `scales`
+    [..., rows, groups], exponents of 2 plus 127, -> bfloat16 [..., groups * 32, rows], in which all of them are exact."""
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16, device=blocks.device)
+    numbers = torch.stack([table[(blocks & 0x0F).int()], table[(blocks >> 4).int()]], dim=-1).flatten(-2)
+    scaled = torch.ldexp(numbers, scales.int()[..., None] - 127)
+    return scaled.flatten(-2).transpose(-1, -2)
+
+
+def fp8(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """FP8 by blocks (DeepSeek-V3, 2412.19437, 3.3): float8 `numbers` [rows, columns], a scale for each block of so many rows and columns,
+    of which the last ones may have fewer, -> float32. Raises ValueError for another number of scales."""
+    if scales.shape != tuple(-(-size // part) for size, part in zip(numbers.shape, block, strict=True)):
+        raise ValueError(f"has {tuple(scales.shape)} scales for {tuple(numbers.shape)} in blocks of {block}")
+    rows, columns = numbers.shape
+    each = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return numbers.float() * each
 
 
 class HFWeights:

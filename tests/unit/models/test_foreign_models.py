@@ -105,8 +105,7 @@ def test_every_form_has_the_same_bits(name: str, form: str, megatron_lm, tmp_pat
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    from aligner.models.checkpoint.foreign.files import Files
-    from aligner.models.checkpoint.foreign.torch_dist import TorchDist
+    from aligner.models.checkpoint.foreign.tensors import Files, TorchDist
 
     return TorchDist(Files(path), "").shapes()
 

@@ -11,9 +11,9 @@ import torch
 from aligner.errors import CheckpointError, ConfigError, RollBack, RunHalted
 from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint
-from aligner.models.training.generators import generator_state
 from aligner.models.training.guard import SKIPPED, SKIPPED_IN_A_ROW, SPOILT, Guard, GuardConfig, NonFinite, ReportingGuard, judge_reply
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.training.trainable import generator_state
 from aligner.telemetry.metrics import Max, Mean, Sum, merge, values, without_values
 from aligner.types import LabeledBatch, LossOutput
 

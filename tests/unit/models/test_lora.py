@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from aligner.errors import CheckpointError, ConfigError
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Recompute
-from aligner.models.training.generators import generator_state, set_generator_state
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.training.trainable import generator_state, set_generator_state
 from aligner.parallel import platform
 from aligner.types import LabeledBatch
 

@@ -11,7 +11,7 @@ from hf_models import randomize
 from safetensors.torch import load_file, save_file
 
 from aligner.errors import CheckpointError, ModelFilesError
-from aligner.models.modules.quantised import fp8, mxfp4
+from aligner.models.weights.weights import fp8, mxfp4
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"vocab_size": 61, "max_position_embeddings": 128, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}

@@ -18,9 +18,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.models.checkpoint import safe_pickle
 from aligner.models.checkpoint.files import LATEST, MARKER
 from aligner.models.checkpoint.foreign import settings
-from aligner.models.checkpoint.foreign.files import Archive, Files
-from aligner.models.checkpoint.foreign.torch_dist import TorchDist
-from aligner.models.checkpoint.foreign.zarr import Zarr
+from aligner.models.checkpoint.foreign.tensors import Archive, Files, TorchDist, Zarr
 from aligner.models.checkpoint.hf_files import CONFIG_FILE
 from aligner.models.config import Architecture
 from aligner.models.families import weight_names
