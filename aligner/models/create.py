@@ -19,7 +19,8 @@ from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_js
 from aligner.models.checkpoint.weights import weights_digest
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf, weight_names
-from aligner.models.modules.build import Transformer, build_language_model, build_scalar_model
+from aligner.models.modules.build import build_language_model, build_scalar_model
+from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import check_divisible, resolve_dtype
@@ -231,14 +232,14 @@ def create_reward_model(
     return MegatronRewardModel(_ready(chunks, config, topology, training))
 
 
-def _ready(chunks: Sequence[Transformer], config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
+def _ready(chunks: Sequence[Chunk], config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
     """Load the weights first: the optimizer copies its main weights from them."""
     load_source(chunks, config)
     _start_adapters(chunks, config, topology.seed)
     return TrainableModel(chunks, topology, training)
 
 
-def _start_adapters(chunks: Sequence[Transformer], config: ModelConfig, seed: int) -> None:
+def _start_adapters(chunks: Sequence[Chunk], config: ModelConfig, seed: int) -> None:
     """Attach adapters if `config` asks for them: new ones, or those that it names (PEFT's, or a checkpoint's on the same weights)."""
     if not config.lora.is_on:
         return
@@ -256,7 +257,7 @@ def _start_adapters(chunks: Sequence[Transformer], config: ModelConfig, seed: in
         load_peft(chunks, path)
 
 
-def load_source(chunks: Sequence[Transformer], config: ModelConfig) -> None:
+def load_source(chunks: Sequence[Chunk], config: ModelConfig) -> None:
     """Fill the chunks from `config.path`, where there is one; adapters that they have add nothing afterwards."""
     source = source_directory(config)
     if source is not None:

@@ -40,7 +40,6 @@ from aligner.models.checkpoint.hf_files import CONFIG_FILE
 from aligner.models.checkpoint.weights import kind_of, load_same, load_source, load_weights, read, sharded_state
 from aligner.models.checkpoint.weights import to_marker as adapters_to_marker
 from aligner.models.families import architecture_to_hf
-from aligner.models.modules.build import ScalarModel
 from aligner.models.training import finite
 from aligner.models.training.trainable import TrainableModel, generator_state, set_generator_state
 from aligner.parallel.collectives import broadcast_object, from_rank_0, gather_objects, raise_everywhere
@@ -171,7 +170,7 @@ def start_save(
     _check_room(writing, async_save.planned_bytes(planned))
     marker: dict[str, Any] = {"kind": kind_of(model.chunks), "step": request.step, files.FINITE: True}
     marker |= adapters_to_marker(model.chunks[0])
-    if isinstance(model.chunks[0], ScalarModel):
+    if model.chunks[0].head is not None:
         marker |= model.chunks[0].head.to_marker()
     writer = async_save.FileWriter(planned, writing, in_background=in_background)
     return PendingSave(contents, final, marker, writer)
@@ -378,15 +377,10 @@ def shortage(model: TrainableModel, directory: Path, *, keep: int) -> str:
     free = from_rank_0(lambda: files.free_bytes(directory))
     if free >= size * wanted:
         return ""
+    room = f"{directory}: a checkpoint takes about {files.size_text(size)} and {files.size_text(free)} are free"
     if free < size:
-        raise ConfigError(
-            f"run.directory: {directory}: a checkpoint takes about {files.size_text(size)} and {files.size_text(free)} are free; "
-            "make room there, or name another directory"
-        )
-    return (
-        f"warning: {directory}: a checkpoint takes about {files.size_text(size)} and {files.size_text(free)} are free: "
-        f"room for {free // max(size, 1)}, the run wants {wanted} at a time (checkpoint.keep={keep})"
-    )
+        raise ConfigError(f"run.directory: {room}: not even one fits; make room there, or name another directory")
+    return f"warning: {room}: room for {free // max(size, 1)}, the run wants {wanted} at a time (checkpoint.keep={keep})"
 
 
 def _optimizer_bytes(model: TrainableModel) -> int:

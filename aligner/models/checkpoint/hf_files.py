@@ -17,6 +17,7 @@ from aligner.files import is_plain_name
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MAX_FILE_BYTES = 5 * 2**30  # of an export's weight files
 MXFP4 = "MXFP4"
 MXFP4_ENDINGS = "_blocks", "_scales"  # of the names of a tensor's two, both U8
 FP8 = "FP8"

@@ -23,8 +23,9 @@ from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.config import LoraConfig, LoraTarget
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.modules.build import ScalarModel, Transformer
+from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.initialise import global_name
+from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.lora import Adapter, make_adapters, named_adapters
 from aligner.models.modules.scalar_head import HEAD, read_head
 from aligner.models.weights.weights import fill, load_hf
@@ -32,17 +33,17 @@ from aligner.parallel.collectives import from_rank_0, raise_everywhere
 from aligner.parallel.mcore import NEEDS_COMMON_FILE, ShardedTensor, dist_checkpointing, parallel_state, version
 
 
-def kind_of(chunks: Sequence[Transformer]) -> str:
+def kind_of(chunks: Sequence[Chunk]) -> str:
     """The kind of model that a marker records."""
-    return "scalar" if isinstance(chunks[0], ScalarModel) else "language"
+    return "scalar" if chunks[0].head is not None else "language"
 
 
-def sharded_state(chunks: Sequence[Transformer]) -> dict[str, Any]:
+def sharded_state(chunks: Sequence[Chunk]) -> dict[str, Any]:
     """The saved parameters with their place in the whole model. On disk they have the whole model's names, not the chunks'."""
     return {f"model{number}": saved_state(chunk) for number, chunk in enumerate(chunks)}
 
 
-def load_source(chunks: Sequence[Transformer], source: Path, *, verify: bool = True, with_head: bool = True) -> None:
+def load_source(chunks: Sequence[Chunk], source: Path, *, verify: bool = True, with_head: bool = True) -> None:
     """Fill the chunks of a model from a Hugging Face directory, from what Megatron-LM or NeMo wrote or, as `load_weights`, from a
     checkpoint. Every rank calls it."""
     if (source / MARKER).exists():
@@ -54,7 +55,7 @@ def load_source(chunks: Sequence[Transformer], source: Path, *, verify: bool = T
         load_hf(chunks, source, with_head=with_head)
 
 
-def load_weights(chunks: Sequence[Transformer], path: Path, *, verify: bool = True, with_head: bool = True) -> None:
+def load_weights(chunks: Sequence[Chunk], path: Path, *, verify: bool = True, with_head: bool = True) -> None:
     """Fill the chunks of a model from a checkpoint of this project, written at any layout. Every rank calls it.
 
     A scalar model may start from a language model's checkpoint: its head then keeps its initialisation. The saved model's adapters are
@@ -79,7 +80,7 @@ def load_weights(chunks: Sequence[Transformer], path: Path, *, verify: bool = Tr
         merge(chunk, own, state)
 
 
-def load_same(chunks: Sequence[Transformer], path: Path, *, verify: bool = True) -> None:
+def load_same(chunks: Sequence[Chunk], path: Path, *, verify: bool = True) -> None:
     """Fill the chunks of a model like the saved one; if it has adapters, only those. Every rank calls it.
 
     Raises CheckpointError, also if the saved model had other adapters.
@@ -99,7 +100,7 @@ def _verified(path: Path, verify: bool) -> Path:
 
 
 def _read_states(
-    chunks: Sequence[Transformer], directory: Path, states: Sequence[dict[str, Any]], *, with_head: bool = True
+    chunks: Sequence[Chunk], directory: Path, states: Sequence[dict[str, Any]], *, with_head: bool = True
 ) -> list[dict[str, Any]]:
     """Read the tensors of `states` (one per chunk), except heads that the checkpoint lacks."""
     kind = read_marker(directory)["kind"]
@@ -115,12 +116,12 @@ def _read_states(
     return [loaded[name] for name in wanted]
 
 
-def _heads_absent(chunk: Transformer, directory: Path) -> tuple[str, ...]:
+def _heads_absent(chunk: Chunk, directory: Path) -> tuple[str, ...]:
     """Name prefixes of the head's parameters that the checkpoint lacks: they keep their initialisation.
 
     Raises CheckpointError if its head has another number of outputs.
     """
-    head = read_head(directory) if isinstance(chunk, ScalarModel) else None
+    head = read_head(directory) if chunk.head is not None else None
     if head is None:
         return (HEAD,)
     if head.num_outputs != chunk.head.num_outputs:
@@ -131,19 +132,19 @@ def _heads_absent(chunk: Transformer, directory: Path) -> tuple[str, ...]:
     return () if head.has_bias else (f"{HEAD}bias",)
 
 
-def _check_architecture(directory: Path, chunk: Transformer) -> None:
+def _check_architecture(directory: Path, chunk: Chunk) -> None:
     """Megatron-Core accepts vocabularies of different sizes, and checks neither norms' epsilons nor rotary bases."""
     file = directory / CONFIG_FILE
     saved = asdict(architecture_from_hf(read_json(file), where=str(file)))
     ours = asdict(architecture_from_hf(architecture_to_hf(chunk.architecture)))
-    free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if isinstance(chunk, ScalarModel) else set())
+    free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if chunk.head is not None else set())
     if differing := [
         f"{name} is {saved[name]} there and {ours[name]} here" for name in ours if saved[name] != ours[name] and name not in free
     ]:
         raise CheckpointError(f"{directory}: does not fit the model: {', '.join(differing)}")
 
 
-def _fill(chunk: Transformer, loaded: dict[str, Any], directory: Path) -> None:
+def _fill(chunk: Chunk, loaded: dict[str, Any], directory: Path) -> None:
     chunk.load_state_dict(loaded, strict=False)
     of_adapters = any(ADAPTER in name for name in loaded)
     wanted = {name for name, _ in chunk.named_parameters() if (ADAPTER in name) == of_adapters}
@@ -178,22 +179,22 @@ LORA = "lora"  # key of a marker
 _LOOKED_AT = 65536  # bytes at the beginning, the middle and the end of a file
 
 
-def whole_state(chunk: Transformer) -> dict[str, Any]:
+def whole_state(chunk: Chunk) -> dict[str, Any]:
     """All parameters of a chunk but adapters', with their place in the whole model."""
     return {name: shard for name, shard in chunk.sharded_state_dict().items() if ADAPTER not in name}
 
 
-def saved_state(chunk: Transformer) -> dict[str, Any]:
+def saved_state(chunk: Chunk) -> dict[str, Any]:
     """The part of this chunk that a checkpoint holds: the trained parameters."""
     return head_state(chunk) | adapter_state(chunk, dict(named_adapters(chunk))) if chunk.lora.is_on else whole_state(chunk)
 
 
-def head_state(chunk: Transformer) -> dict[str, Any]:
+def head_state(chunk: Chunk) -> dict[str, Any]:
     """The head's parameters of a value or reward model's last chunk; empty for other chunks."""
     return {name: shard for name, shard in chunk.sharded_state_dict().items() if name.startswith(HEAD)}
 
 
-def adapter_state(chunk: Transformer, adapters: Mapping[str, Adapter]) -> dict[str, ShardedTensor]:
+def adapter_state(chunk: Chunk, adapters: Mapping[str, Adapter]) -> dict[str, ShardedTensor]:
     """Parameters of adapters, by their names in the chunk, with their place in the whole model; `adapters` by their layer's name there."""
     found = {}
     for layer, adapter in adapters.items():
@@ -228,7 +229,7 @@ def weights_digest(source: Path) -> str:
     return content.hexdigest()
 
 
-def to_marker(chunk: Transformer) -> dict[str, Any]:
+def to_marker(chunk: Chunk) -> dict[str, Any]:
     """The adapters' entry in a checkpoint's marker; empty if the model has none."""
     lora = chunk.lora
     if not lora.is_on:
@@ -237,7 +238,7 @@ def to_marker(chunk: Transformer) -> dict[str, Any]:
     return {LORA: described, "base": chunk.base, "base_digest": chunk.base_digest}
 
 
-def check_same(marker: Mapping[str, Any], chunk: Transformer, directory: Path) -> None:
+def check_same(marker: Mapping[str, Any], chunk: Chunk, directory: Path) -> None:
     """Raise CheckpointError unless the checkpoint is of a model with the same adapters on the same weights, or both have none."""
     here, there = to_marker(chunk).get(LORA), marker.get(LORA)
     if here != there:
@@ -277,11 +278,11 @@ def base_of(marker: Mapping[str, Any], directory: Path) -> Path:
 
 
 @torch.no_grad()
-def merge(chunk: Transformer, adapters: Mapping[str, Adapter], loaded: Mapping[str, Any]) -> None:
+def merge(chunk: Chunk, adapters: Mapping[str, Adapter], loaded: Mapping[str, Any]) -> None:
     """Merge adapters into a chunk's weights. `loaded`: the adapters' parameters, and any head's, by their names in the chunk."""
     chunk.load_state_dict({name: tensor for name, tensor in loaded.items() if name.startswith(HEAD)}, strict=False)
     for layer, adapter in adapters.items():
         for own, parameter in adapter.named_parameters():
             parameter.copy_(loaded[f"{layer}{ADAPTER}{own}"])
-        weight = chunk.get_submodule(layer).weight
-        weight.copy_(adapter.merged(weight))
+        weight = linear_weight(chunk.get_submodule(layer).weight)
+        weight.write(adapter.merged(weight))

@@ -196,7 +196,9 @@ def _naming_norms(config: TransformerConfig, architecture: Architecture) -> Iter
 
 
 class Transformer(GPTModel):
-    """A GPTModel that ends at the hidden states; the output layer holds weights only."""
+    """A GPTModel that ends at the hidden states; the output layer holds weights only. A `chunk.Chunk`."""
+
+    head: ScalarHead | None = None
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aligner.models.modules.build import LanguageModel, ScalarModel
+from aligner.models.modules.chunk import LanguageChunk, ScalarChunk
 from aligner.models.modules.scalar_head import Pooling
 from aligner.models.training.placement import Placement
 from aligner.parallel.context import sum_over_ranks
@@ -20,7 +20,7 @@ from aligner.types.rows import upload
 
 
 def token_outputs(
-    module: LanguageModel, hidden: Tensor, placement: Placement, *, tokens: Tensor, mask: Tensor, temperature: float
+    module: LanguageChunk, hidden: Tensor, placement: Placement, *, tokens: Tensor, mask: Tensor, temperature: float
 ) -> TokenOutputs:
     """Log-prob and entropy of the tokens that `mask` selects, from `forward`'s hidden states.
 
@@ -39,7 +39,7 @@ def token_outputs(
 
 
 def named_outputs(
-    module: LanguageModel, hidden: Tensor, placement: Placement, *, tokens: Tensor, named: Tensor, mask: Tensor, temperature: float
+    module: LanguageChunk, hidden: Tensor, placement: Placement, *, tokens: Tensor, named: Tensor, mask: Tensor, temperature: float
 ) -> TokenOutputs:
     """As `token_outputs` without entropy, and besides topk_logprobs float32 [B, S, K] of the tokens that `named` (int64 [B, S, K]) has for
     each position. One projection serves both."""
@@ -53,7 +53,7 @@ def named_outputs(
 
 
 def topk_outputs(
-    module: LanguageModel, hidden: Tensor, placement: Placement, *, mask: Tensor, k: int, below: int, temperature: float
+    module: LanguageChunk, hidden: Tensor, placement: Placement, *, mask: Tensor, k: int, below: int, temperature: float
 ) -> TokenOutputs:
     """The `k` likeliest tokens (ids less than `below`) in place of each that `mask` selects, and their log-probs: [B, S, k], likeliest
     first. No gradient."""
@@ -65,14 +65,14 @@ def topk_outputs(
     )
 
 
-def value_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
+def value_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
     """Value of the state in which each token that `mask` selects was chosen: float32 [B, S], 0 elsewhere. Position 0 must be False."""
     hidden = module.whole_sequences(hidden, grads_are_partial=False)
     selected, places = _select(hidden, placement.next_token_of, mask)
     return TokenOutputs(values=_scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape))
 
 
-def score_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, lengths: Tensor, width: int) -> TokenOutputs:
+def score_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, lengths: Tensor, width: int) -> TokenOutputs:
     """Scores of each sequence, as the head pools: float32 [B, K]. `width` is the S of the batch; int64 `lengths` [B] are on the CPU.
 
     The mean over tokens averages their scores, which equals the score of their mean: context-parallel ranks' parts add up.
@@ -89,14 +89,14 @@ def score_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, 
     return TokenOutputs(scores=sum_over_ranks(whole.index_put((rows,), scores, accumulate=is_mean), module.pg_collection.cp))
 
 
-def step_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
+def step_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
     """Score of the step that ends at each token in `mask`, from that token's own hidden state: float32 [B, S], 0 elsewhere."""
     hidden = module.whole_sequences(hidden, grads_are_partial=False)
     selected, places = _select(hidden, placement.token_of, mask)
     return TokenOutputs(step_scores=_scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape))
 
 
-def _for_vocabulary(module: LanguageModel, hidden: Tensor, placement: Placement, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _for_vocabulary(module: LanguageChunk, hidden: Tensor, placement: Placement, mask: Tensor) -> tuple[Tensor, Tensor]:
     """As `_select`, ready to be projected onto this rank's part of the vocabulary."""
     hidden = module.whole_sequences(hidden, grads_are_partial=True)
     selected, places = _select(hidden, placement.next_token_of, mask)
@@ -106,7 +106,7 @@ def _for_vocabulary(module: LanguageModel, hidden: Tensor, placement: Placement,
     return selected, places
 
 
-def _projection(module: LanguageModel, temperature: float) -> tuple[Tensor, Projection]:
+def _projection(module: LanguageChunk, temperature: float) -> tuple[Tensor, Projection]:
     """(this rank's rows of the output layer, how they are applied)."""
     weight, start = module.vocabulary_weight()
     return weight, Projection(
@@ -128,7 +128,7 @@ def _select(hidden: Tensor, index: Tensor, mask: Tensor) -> tuple[Tensor, Tensor
     return hidden.transpose(0, 1)[tuple(upload(part, device) for part in slots)], upload(index[chosen], device)
 
 
-def _scatter(module: LanguageModel | ScalarModel, selected: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+def _scatter(module: LanguageChunk | ScalarChunk, selected: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     """[B, S, ...] with the rows of `selected` [N, ...] in these places of `shape` [B, S], 0 elsewhere."""
     rest = selected.shape[1:]
     flat = torch.zeros(shape.numel(), *rest, dtype=selected.dtype, device=selected.device).index_put((places,), selected)

@@ -31,6 +31,7 @@ from aligner.models.config import Architecture, LoraConfig, LoraTarget
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, Layout, Rule
 from aligner.models.modules.initialise import global_name
+from aligner.models.modules.linear import LinearWeight, linear_weight
 from aligner.parallel.mcore import (
     ProcessGroupCollection,
     copy_to_tensor_model_parallel_region,
@@ -91,8 +92,9 @@ class AdapterSite:
     """A linear layer of this rank's chunk that gets an adapter."""
 
     name: str  # of the layer in the chunk
-    weight: Tensor
+    weight: LinearWeight
     pairs: Pairs
+    allreduce: bool  # Megatron-Core's mark on the weight; False: its replicas are the expert-data-parallel ranks
     sizes: Mapping[str, int]  # rows of each part on this rank
     groups: int  # the fused output is so many times [a share of each part]
 
@@ -121,7 +123,7 @@ class Adapter(torch.nn.Module):
         # A whole parameter counts in gradient norms on the first tensor-parallel rank alone; of unsplit experts each rank has others.
         has_others = split_dim is not None or (self.pairs.is_expert and self.group.size() == 1)
         set_tensor_model_parallel_attributes(parameter, has_others, -1 if split_dim is None else split_dim, 1)
-        parameter.allreduce = self.site.weight.__dict__.get("allreduce", True)  # false: its replicas are the expert-data-parallel ranks
+        parameter.allreduce = self.site.allreduce
         parameter.sequence_parallel = self.splits_sequence and split_dim is None  # each rank's gradient is of its part of the sequence
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,14 +134,14 @@ class Adapter(torch.nn.Module):
         return self._expanded(hidden, {part: self._complete(b) if whole_b else b for part, b in self.b.items()})
 
     @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
-        """A copy of `weight` with the adapter in it, in its dtype, added up in float32. No communication: the shares fit."""
+    def merged(self, weight: LinearWeight) -> Tensor:
+        """`weight` with the adapter in it, dense and in its dtype, added up in float32. No communication: the shares fit."""
         one = torch.eye(self.a.shape[0], device=weight.device)
         fused = self._expanded(one, {part: b.float() for part, b in self.b.items()}).t() * self.scaling  # [rows, pairs * rank]
-        merged, a = torch.empty_like(weight, requires_grad=False), self.a.float()
-        for rows in range(0, len(weight), MERGED_ROWS):  # no whole matrix exists in float32
+        merged, a = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), self.a.float()
+        for rows in range(0, len(merged), MERGED_ROWS):  # no whole matrix exists in float32
             part = slice(rows, rows + MERGED_ROWS)
-            merged[part] = torch.addmm(weight[part].float(), fused[part], a)
+            merged[part] = torch.addmm(weight.read(torch.float32, part), fused[part], a)
         return merged
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -245,7 +247,8 @@ def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> A
         return None
     if pairs.is_expert and 1 < chunk.pg_collection.expt_tp.size() != tp:
         raise ConfigError(f"model.lora.targets: adapters of experts need parallel.etp to be 1 or parallel.tp={tp}")
-    rows, groups = [module.weight.shape[0] // len(pairs.parts)] * len(pairs.parts), 1
+    weight = linear_weight(module.weight)
+    rows, groups = [weight.shape[0] // len(pairs.parts)] * len(pairs.parts), 1
     if name.endswith("linear_qkv") and len(pairs.parts) > 1:
         groups, rest = divmod(architecture.num_key_value_heads, tp)
         if rest:
@@ -253,7 +256,8 @@ def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> A
             raise ConfigError(f"model.lora.targets: adapters of q, k and v need parallel.tp={tp} to divide the {heads} key-value heads")
         keys = groups * architecture.head_dim
         rows = [architecture.num_attention_heads * architecture.head_dim * (1 + architecture.attention_gate) // tp, keys, keys]
-    return AdapterSite(name=name, weight=module.weight, pairs=pairs, sizes=dict(zip(pairs.parts, rows, strict=True)), groups=groups)
+    sizes, allreduce = dict(zip(pairs.parts, rows, strict=True)), module.weight.__dict__.get("allreduce", True)
+    return AdapterSite(name=name, weight=weight, pairs=pairs, allreduce=allreduce, sizes=sizes, groups=groups)
 
 
 def make_adapters(chunk: Any, lora: LoraConfig) -> dict[str, Adapter]:
@@ -315,12 +319,12 @@ class MergedWeights(Mapping[str, Tensor]):
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        parameter = self._parameters[name].detach()
+        weight = linear_weight(self._parameters[name])
         if name not in self._adapters:
-            return parameter
+            return weight.read()
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next one is made
-            self._last = (name, self._adapters[name].merged(parameter))
+            self._last = (name, self._adapters[name].merged(weight))
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aligner.models.modules import heads
-from aligner.models.modules.build import LanguageModel
+from aligner.models.modules.chunk import LanguageChunk
 from aligner.models.training.forward import MicroBatch
 from aligner.models.training.offload import LockedMemory
 from aligner.models.training.trainable import Field, TrainableModel
@@ -29,12 +29,12 @@ class MegatronPolicy:
         self.temperature = temperature
 
     @property
-    def module(self) -> LanguageModel:
+    def module(self) -> LanguageChunk:
         """The whole model of a rank that holds it in one chunk."""
         return self.model.module
 
     @property
-    def chunks(self) -> list[LanguageModel]:
+    def chunks(self) -> list[LanguageChunk]:
         """This rank's parts of the model."""
         return self.model.chunks
 
@@ -124,7 +124,7 @@ class ReferencePolicy:
         """Freeze the policy's weights of now instead."""
         self._keep()
 
-    def restore(self, load: Callable[[Sequence[LanguageModel]], None]) -> None:
+    def restore(self, load: Callable[[Sequence[LanguageChunk]], None]) -> None:
         """Freeze the weights that `load` fills the module with instead; the policy's own are untouched. Collective where `load` is."""
         with self._in_place():
             load(self._policy.chunks)
@@ -153,7 +153,7 @@ class ReferencePolicy:
         self._policy.model.settle()
         return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad or self._keeps_all(chunk)]
 
-    def _keeps_all(self, chunk: LanguageModel) -> bool:
+    def _keeps_all(self, chunk: LanguageChunk) -> bool:
         return self._whole or not chunk.lora.is_on
 
 

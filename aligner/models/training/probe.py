@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from aligner.models.architecture import rope
-from aligner.models.modules.build import LanguageModel, rounded_scale
+from aligner.models.modules.build import rounded_scale
+from aligner.models.modules.chunk import LanguageChunk
 from aligner.models.modules.gated_delta_net import GatedDeltaNet
 from aligner.models.modules.latent_attention import LatentAttention
 from aligner.models.training import forward as passes
@@ -52,7 +53,7 @@ class _Look:
     """Where the tokens of one micro-batch lie, and what becomes of outputs that are in the order of its slots."""
 
     def __init__(self, model: TrainableModel, placement: Placement, rows: list[int], *, width: int, own_width: int, trace: Trace) -> None:
-        self._chunk: LanguageModel = model.chunks[-1]  # type: ignore[assignment]
+        self._chunk: LanguageChunk = model.chunks[-1]  # type: ignore[assignment]
         self._tp = self._chunk.pg_collection.tp
         self._trace = trace
         own = placement.token_of
@@ -84,7 +85,7 @@ class _Look:
 
 
 @contextmanager
-def _hooks(chunk: LanguageModel, tap: Tap) -> Iterator[None]:
+def _hooks(chunk: LanguageChunk, tap: Tap) -> Iterator[None]:
     """Show `tap` the outputs of a chunk's modules."""
     layers = chunk.decoder.layers
     hooked: list[tuple[int, _Hooked]] = [(layer.layer_number - 1, one) for layer in layers for one in _of_layer(layer)]

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import fp8_token_multiple
-from aligner.models.modules.build import Transformer, WeightGather
+from aligner.models.modules.build import WeightGather
+from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.fusions import note_once
+from aligner.models.modules.linear import weight_storage
 from aligner.models.modules.router import AuxiliaryLosses, routers, take_metrics
 from aligner.models.modules.shared_prompts import families
 from aligner.models.training import finite
@@ -83,7 +85,7 @@ def set_generator_state(state: dict[str, Any]) -> None:
 class TrainableModel:
     """The chunks of one model on this rank, their optimizer (None for a frozen one) and the rows that this rank computes."""
 
-    def __init__(self, chunks: Sequence[Transformer], topology: Topology, training: Training) -> None:
+    def __init__(self, chunks: Sequence[Chunk], topology: Topology, training: Training) -> None:
         optimizer = training.optimizer
         self.topology = topology
         self.chunks = [chunk.to(platform.device()) for chunk in chunks]
@@ -121,7 +123,7 @@ class TrainableModel:
         self._prepare_training(optimizer, training)
 
     @property
-    def module(self) -> Transformer:
+    def module(self) -> Chunk:
         """The whole model of a rank that holds it in one chunk."""
         (chunk,) = self.chunks
         return chunk
@@ -262,7 +264,7 @@ class TrainableModel:
 
     def _kept(self) -> Iterator[Tensor]:
         """What is on the device and has contents that matter, besides a few small buffers."""
-        yield from (p.data for chunk in self.chunks for p in chunk.parameters())
+        yield from weight_storage(self.chunks)
         if self.optimizer is not None:
             yield from device_tensors(self.optimizer)
 

@@ -25,6 +25,7 @@ from aligner.models.checkpoint.hf_files import (
     FP8,
     FP8_SCALES,
     INDEX_FILE,
+    MAX_FILE_BYTES,
     MXFP4,
     MXFP4_ENDINGS,
     SINGLE_FILE,
@@ -50,12 +51,11 @@ from aligner.models.families.mapping import (
     to_hf,
     to_megatron,
 )
-from aligner.models.modules.build import ScalarModel, Transformer
+from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.lora import MergedWeights
-from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead, read_head
+from aligner.models.modules.scalar_head import HEAD, HF_HEADS, read_head
 from aligner.models.weights.shards import ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
 
-MAX_FILE_BYTES = 5 * 2**30
 SLICE_BYTES = 16 * 2**20  # of a tensor whose columns are split, gathered at a time
 _LM_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
@@ -218,7 +218,7 @@ def _canonical(name: str, prefix: str) -> str:
     return name if name == _LM_HEAD else prefix + name
 
 
-def load_hf(chunks: Sequence[Transformer], directory: Path, *, with_head: bool = True) -> None:
+def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True) -> None:
     """Fill this rank's shards from a Hugging Face directory; heads that it lacks (a new value head) keep their initialisation, and all do
     without `with_head`.
 
@@ -251,9 +251,9 @@ def described(directory: Path) -> Architecture:
     return architecture
 
 
-def fill(chunks: Sequence[Transformer], source: WeightSource, *, with_head: bool = True) -> None:
+def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = True) -> None:
     """Fill this rank's shards from `source`, as `load_hf`."""
-    source.check(chunks[0].architecture, is_scalar=isinstance(chunks[0], ScalarModel))
+    source.check(chunks[0].architecture, is_scalar=chunks[0].head is not None)
     with torch.no_grad():
         for part in named_shards(chunks):
             if part.rule is not None:
@@ -262,7 +262,7 @@ def fill(chunks: Sequence[Transformer], source: WeightSource, *, with_head: bool
                 part.parameter.copy_(tensor)
 
 
-def _import(chunk: Transformer, part: ParameterShard, rule: Rule, source: WeightSource) -> Tensor:
+def _import(chunk: Chunk, part: ParameterShard, rule: Rule, source: WeightSource) -> Tensor:
     """This rank's part of a parameter."""
     group = tensor_group(chunk, part.place)
     dim, shape = part.place.split_dim, list(part.place.shape)
@@ -272,7 +272,7 @@ def _import(chunk: Transformer, part: ParameterShard, rule: Rule, source: Weight
     return full if dim is None else shard(rule.layout, full, dim=dim, num_shards=group.size(), index=group.rank())
 
 
-def export_hf(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor]]:
+def export_hf(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, full tensor in the parameter's dtype) in the order of Hugging Face's model; heads last, tied copies never.
 
     Collective over the whole component: every rank consumes the stream to its end, and every rank gets every tensor, one at a time.
@@ -307,7 +307,7 @@ def _stacked(stacks: dict[str, Tensor], name: str, part: Tensor, expert: int, co
         yield name, stacks.pop(name)
 
 
-def _gather(chunk: Transformer, place: Place, rule: Rule, tensor: Tensor) -> Tensor:
+def _gather(chunk: Chunk, place: Place, rule: Rule, tensor: Tensor) -> Tensor:
     """The full tensor, assembled in place without a second copy."""
     group = tensor_group(chunk, place)
     if place.split_dim is None or group.size() == 1:
@@ -328,13 +328,13 @@ def _gather(chunk: Transformer, place: Place, rule: Rule, tensor: Tensor) -> Ten
     return full
 
 
-def save_hf(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> None:
+def save_hf(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
     """Write `config.json` and sharded safetensors. Every rank calls it; the one `writer` writes, holding one file's tensors at a time.
 
     A reward model becomes an `AutoModelForSequenceClassification`; where it averages over tokens or scores each of them, and so for a value
     model, an `AutoModelForTokenClassification`. Raises CheckpointError naming rank and file where it cannot be written.
     """
-    architecture, config, head = chunks[0].architecture, chunks[0].config, _head(chunks[0])
+    architecture, config, head = chunks[0].architecture, chunks[0].config, chunks[0].head
     if writer:
         directory.mkdir(parents=True, exist_ok=True)
         for old in (directory / INDEX_FILE, directory / SINGLE_FILE, *directory.glob("model-*-of-*.safetensors")):
@@ -368,10 +368,6 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
         as_umask_says(path, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"writing the model failed: rank {dist.get_rank()}: {path}: {explain(error, path.parent)}") from error
-
-
-def _head(chunk: Transformer) -> ScalarHead | None:
-    return chunk.head if isinstance(chunk, ScalarModel) else None
 
 
 def _name_files(directory: Path, weight_map: dict[str, int], num_files: int, num_bytes: int) -> None:
