@@ -22,6 +22,7 @@ from aligner.models.families import architecture_from_hf, architecture_to_hf, we
 from aligner.models.modules.build import build_language_model, build_scalar_model
 from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
+from aligner.models.modules.layer_kinds import attention_of, feed_forward_of
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import check_divisible, resolve_dtype
 from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
@@ -190,13 +191,9 @@ def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelCo
 
 def _check_memory(a: Architecture, config: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError for sizes whose weights and rotary tables, of which a part is counted, cannot be in this rank's memory."""
-    mixed, linear = (a.num_layers - len(a.dense_layers)) * a.num_experts, len(a.linear_attention_layers)
-    delta_nets = linear * (a.linear_key_heads * a.linear_key_head_dim + a.linear_value_heads * a.linear_value_head_dim)
-    rows = (a.num_layers - linear) * (a.num_attention_heads * a.head_dim + a.latent_size + a.query_latent_size) + delta_nets
-    rows += mixed * a.expert_ffn_hidden_size if a.num_experts else a.num_layers * a.ffn_hidden_size
-    rows += a.max_position_embeddings if a.position_embedding is PositionEmbedding.learned else 0
-    numbers = a.hidden_size * rows + a.vocabulary_width * a.vocab_size + delta_nets * a.linear_conv_size
-    numbers += context_length(config, a) * a.rotated
+    numbers = sum(kind.numbers(a) for layer in range(a.num_layers) for kind in (attention_of(a, layer), feed_forward_of(a, layer)))
+    numbers += a.hidden_size * a.max_position_embeddings if a.position_embedding is PositionEmbedding.learned else 0
+    numbers += a.vocabulary_width * a.vocab_size + context_length(config, a) * a.rotated
     size = numbers * resolve_dtype(config.dtype).itemsize // parallel.pp // max(parallel.tp, parallel.ep * parallel.etp)
     room = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else psutil.virtual_memory().total
     if size > room:

@@ -22,7 +22,8 @@ from aligner.models.architecture.divisible import fp8_token_multiple
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.modules.batch_invariant import INVARIANT
 from aligner.models.modules.initialise import initialise
-from aligner.models.modules.layers import ORDINARY, block_spec, finish_transformer_engine
+from aligner.models.modules.layer_kinds import block_spec, finish_transformer_engine
+from aligner.models.modules.layers import ORDINARY
 from aligner.models.modules.lora import attach
 from aligner.models.modules.megatron_config import transformer_config
 from aligner.models.modules.scalar_head import VALUES, ScalarHead

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from aligner.models.config import Normalization
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout, shard
+from aligner.models.modules.layer_kinds import KINDS, SPLIT_INPUTS
 from aligner.models.modules.scalar_head import HEAD
 
-_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight", "linear_out.weight")
+_RESIDUAL = tuple(f"{name}.weight" for name in SPLIT_INPUTS)
 _DECAY = "self_attention.A_log"
-_ONES = ("self_attention.dt_bias", "self_attention.out_norm.weight")  # of a delta net, whose norm is no zero-centred one
+_ONES = tuple(f"self_attention.{name}" for kind in KINDS for name in kind.ones)
 _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12]\.)(weight|bias)(\d+)")
 _FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",

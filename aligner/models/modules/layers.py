@@ -1,9 +1,9 @@
-"""Megatron-Core's local layer specification with the modules that it lacks, plugged in through that specification (nothing is patched):
-norms for sequence parallelism, layers with other sums and norms, the core attention of `attention.py`, the router of `router.py`."""
+"""Modules that Megatron-Core's local layer specification lacks: norms that work with sequence parallelism, layers with other sums and
+norms, rotated neighbours, biases on some linear layers.
+"""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,28 +15,18 @@ from torch import Tensor
 from aligner.models.architecture import rope
 from aligner.models.config import Architecture, Normalization, ParallelResidual
 from aligner.models.modules.attention import CoreAttention, split_for_checkpoint
-from aligner.models.modules.gated_delta_net import GatedAttention, GatedDeltaNet
-from aligner.models.modules.latent_attention import LatentAttention
-from aligner.models.modules.router import Router
 from aligner.parallel.mcore import (
     ColumnParallelLinear,
-    IdentityOp,
     ModuleSpec,
     PackedSeqParams,
     RowParallelLinear,
     SelfAttention,
-    TransformerBlockSubmodules,
     TransformerConfig,
     TransformerLayer,
     build_module,
     copy_to_tensor_model_parallel_region,
-    get_gpt_layer_local_spec,
-    get_num_layers_to_build,
-    get_transformer_layer_offset,
     reduce_from_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
-    submodules_of,
-    transformer_engine_specs,
 )
 
 
@@ -254,113 +244,3 @@ class BiasedExpertOut(RowParallelLinear):
         out, bias = super().forward(input_)
         # A copy: Megatron-Core adds to the product in place, which a view of an autograd function does not allow.
         return out.clone(), bias if self.tp_group.rank() == 0 else bias - bias.detach()
-
-
-def block_spec(
-    config: TransformerConfig,
-    *,
-    vp_stage: int | None = None,
-    architecture: Architecture,
-    share_prompts: bool = False,
-    split_norms: bool = False,
-    modules: LayerModules = ORDINARY,
-) -> TransformerBlockSubmodules:
-    """The layer specification with our router, for every layer of this rank's chunk `vp_stage`: Transformer Engine's modules where the
-    config asks for them, else Megatron-Core's local ones with our `modules`, whose core attention alone knows shared prompts.
-
-    `split_norms`: no norm is fused with the linear layer behind it, whose input somebody wants to see.
-    """
-    if config.transformer_impl == "transformer_engine":
-        layer, norm = transformer_engine_specs(
-            num_experts=config.num_moe_experts,
-            qk_layernorm=architecture.qk_norm_shared,
-            grouped_experts=config.moe_grouped_gemm,
-            split_norms=split_norms,
-        )
-        if share_prompts:
-            layer.submodules.self_attention.submodules.core_attention = CoreAttention
-        kinds = {_kind(architecture, 0): layer}
-    else:
-        norm = _norm(architecture, modules)
-        numbers = {_kind(architecture, number): number for number in range(architecture.num_layers)}
-        kinds = {kind: _local_layer(config, architecture, modules, number) for kind, number in numbers.items()}
-    for spec in (spec for (mixture, *_), spec in kinds.items() if mixture):
-        submodules_of(spec.submodules.mlp).router = ModuleSpec(module=Router, params={"architecture": architecture})
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    specs = [kinds[_kind(architecture, number)] for number in numbers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=None if architecture.residual_norms else norm)
-
-
-def _kind(architecture: Architecture, layer: int) -> tuple[bool, bool]:
-    """Whether a layer, counted from 0, is a mixture of experts, whether it has rotary positions, and whether it is a delta net."""
-    return architecture.has_experts(layer), architecture.rotates(layer), architecture.is_linear(layer)
-
-
-def finish_transformer_engine(decoder: torch.nn.Module) -> None:
-    """Mend what Megatron-Core's config cannot say of Transformer Engine's modules.
-
-    Their products add weight gradients to the float32 buffers themselves: `gradient_accumulation_fusion` would ask the output layer for it
-    too, which needs Apex. And the weights of experts say that, and along which dimension, their ranks split them, which is not told to the
-    modules.
-    """
-    for name, module in decoder.named_modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
-        if ".experts." in name and name.endswith(("linear_fc1", "linear_fc2")):
-            for parameter in module.parameters():
-                if parameter.dim() == 2:
-                    parameter.tensor_model_parallel, parameter.partition_stride = True, 1
-                    parameter.partition_dim = 0 if name.endswith("linear_fc1") else 1
-
-
-def _norm(architecture: Architecture, modules: LayerModules) -> ModuleSpec:
-    return ModuleSpec(module=modules.norm, params={"kind": architecture.normalization})
-
-
-def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules, number: int) -> Any:
-    mixture, rotates, linear = _kind(architecture, number)
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if mixture else None,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=architecture.qk_norm_shared,
-        normalization=config.normalization,
-    )
-    layer, norm = copy.deepcopy(spec), _norm(architecture, modules)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm if architecture.pre_norms else IdentityOp
-    if architecture.parallel_residual is ParallelResidual.shared_norm:
-        layer.submodules.pre_mlp_layernorm = IdentityOp
-    if needs_own_layer(architecture):
-        layer.module, layer.params = OwnLayer, {"architecture": architecture, "norm": norm}
-    if needs_own_rotation(architecture):
-        own = layer.submodules.self_attention
-        own.module, own.params = OwnRotation, own.params | {"architecture": architecture}
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(module=modules.core_attention, params={"architecture": architecture})
-    attention.linear_qkv = modules.column_linear
-    attention.linear_proj = biased(modules.row_linear) if architecture.attention_out_bias else modules.row_linear
-    if architecture.qk_norm_shared:
-        attention.q_layernorm = attention.k_layernorm = norm
-    if architecture.qk_l2_norm and rotates:
-        attention.q_layernorm = attention.k_layernorm = UnitNorm
-    if architecture.qk_norm_of_heads:
-        kind = WholeNorm if architecture.qk_norm_whole else HeadNorm
-        heads = architecture.num_attention_heads, architecture.num_key_value_heads
-        attention.q_layernorm, attention.k_layernorm = (ModuleSpec(module=kind, params={"heads": count}) for count in heads)
-    if architecture.latent_size:
-        own = layer.submodules.self_attention
-        own.module, attention.linear_qkv = LatentAttention, IdentityOp
-        own.params = own.params | {"architecture": architecture, "norm": norm, "linear": modules.column_linear}
-    if mixture and architecture.expert_biases:
-        experts = submodules_of(submodules_of(layer.submodules.mlp).experts)
-        experts.linear_fc1, experts.linear_fc2 = biased(modules.column_linear), BiasedExpertOut
-    if architecture.attention_gate:
-        layer.submodules.self_attention.module = GatedAttention
-    if linear:
-        linears = {"column_linear": modules.column_linear, "row_linear": modules.row_linear}
-        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"architecture": architecture, **linears})
-    if not mixture:
-        mlp = submodules_of(layer.submodules.mlp)
-        plain = modules.column_linear, modules.row_linear
-        mlp.linear_fc1, mlp.linear_fc2 = map(biased, plain) if architecture.mlp_bias else plain
-    return layer

@@ -31,6 +31,7 @@ from aligner.models.config import Architecture, LoraConfig, LoraTarget
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, Layout, Rule
 from aligner.models.modules.initialise import global_name
+from aligner.models.modules.layer_kinds import KINDS, SPLIT_INPUTS
 from aligner.models.modules.linear import LinearWeight, linear_weight
 from aligner.parallel.mcore import (
     ProcessGroupCollection,
@@ -43,8 +44,10 @@ from aligner.parallel.mcore import (
 )
 from aligner.types.rows import upload
 
+_ALL_PARTS = {name: target for kind in KINDS for name, target in kind.linears.items()}
 _LINEAR = re.compile(
-    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(?:shared_experts\.)?(linear_(?:qkv|proj|fc1|fc2|q_proj|q_up_proj|kv_up_proj|qkvz|ba|out))\.weight"
+    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(?:shared_experts\.)?"
+    rf"({'|'.join(_ALL_PARTS)})\.weight"
 )
 _FEED_FORWARD = {"linear_fc1": {LoraTarget.fc1, LoraTarget.gate, LoraTarget.up}, "linear_fc2": {LoraTarget.fc2}}
 MERGED_ROWS = 1024  # of a weight that get their adapter at a time
@@ -58,9 +61,6 @@ _PARTS = {
     Layout.packed_gate_up: ("gate", "up"),
     Layout.alternating_gate_up: ("gate", "up"),
 }
-_ALL_PARTS = {"linear_qkv": LoraTarget.qkv, "linear_proj": LoraTarget.proj, "linear_fc1": LoraTarget.fc1, "linear_fc2": LoraTarget.fc2}
-_ALL_PARTS |= dict.fromkeys(("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"), LoraTarget.qkv)  # of latent attention
-_ALL_PARTS |= {"linear_qkvz": LoraTarget.qkv, "linear_ba": LoraTarget.qkv, "linear_out": LoraTarget.proj}  # of delta nets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,9 +235,7 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
             )
     if not trained:
         return None
-    return Pairs(
-        rule=rule, parts=parts, trained=trained, splits_output=kind not in ("linear_proj", "linear_fc2", "linear_out"), is_expert=is_expert
-    )
+    return Pairs(rule=rule, parts=parts, trained=trained, splits_output=kind not in SPLIT_INPUTS, is_expert=is_expert)
 
 
 def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> AdapterSite | None:
