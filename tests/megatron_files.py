@@ -58,8 +58,8 @@ def arguments(name: str, **others: Any) -> argparse.Namespace:
 
 def build(args: argparse.Namespace, *, tp: int = 1, pp: int = 1, first: bool = True, last: bool = True) -> Any:
     """A random GPTModel, as Megatron-LM's model provider makes it of its arguments."""
-    from aligner.models.architecture.activations import ACTIVATIONS
     from aligner.models.config import Activation
+    from aligner.models.modules.megatron_config import ACTIVATIONS
     from aligner.parallel.mcore import GPTModel, TransformerConfig, get_gpt_layer_local_spec
 
     given = vars(args).get

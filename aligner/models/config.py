@@ -1,4 +1,4 @@
-"""What a user says about a model (`ModelConfig`); `Architecture` and what it consists of are reached from here too.
+"""Settings of a model (`ModelConfig`); `Architecture` and its parts can be imported from here too.
 
 Light: imports neither Megatron-Core nor transformers.
 """
@@ -13,15 +13,16 @@ from typing import ClassVar
 
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
+from aligner.models.architecture.architecture import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, require
 from aligner.models.architecture.architecture import NOT_SCALED as NOT_SCALED
 from aligner.models.architecture.architecture import OF_EXPERTS as OF_EXPERTS
 from aligner.models.architecture.architecture import ROPE_FACTORS as ROPE_FACTORS
+from aligner.models.architecture.architecture import Activation as Activation
 from aligner.models.architecture.architecture import Architecture as Architecture
 from aligner.models.architecture.architecture import Family as Family
-from aligner.models.architecture.kinds import Activation as Activation
-from aligner.models.architecture.kinds import Normalization as Normalization
-from aligner.models.architecture.kinds import ParallelResidual as ParallelResidual
-from aligner.models.architecture.kinds import PositionEmbedding as PositionEmbedding
+from aligner.models.architecture.architecture import Normalization as Normalization
+from aligner.models.architecture.architecture import ParallelResidual as ParallelResidual
+from aligner.models.architecture.architecture import PositionEmbedding as PositionEmbedding
 
 
 class Dtype(str, Enum):
@@ -92,7 +93,7 @@ def _default_targets() -> list[LoraTarget]:
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021, 2106.09685): the weights W stay as they are, W + scaling B A is what the model computes with."""
+    """Low-rank adapters (Hu et al. 2021, 2106.09685): the weights W stay unchanged, and the model computes with W + scaling B A."""
 
     rank: int = 0  # of the adapters; 0: no adapters, every weight is trained
     alpha: float = 16.0  # scaling = alpha / rank
@@ -104,10 +105,8 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         self.targets = list(self.targets)
-        if self.rank < 0:
-            raise ConfigError(f"model.lora.rank={self.rank}: must not be negative (0 is off)")
-        if self.alpha <= 0:
-            raise ConfigError(f"model.lora.alpha={self.alpha}: must be positive")
+        require(self, "model.lora", NOT_NEGATIVE, "rank", note=" (0 is off)")
+        require(self, "model.lora", POSITIVE, "alpha")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.lora.dropout={self.dropout}: must be in [0, 1)")
         if not self.targets:
@@ -155,15 +154,10 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "logits_chunk_size", "make_vocab_divisible_by"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"model.{name}={value}: must be at least 1")
-        if self.seq_length < 0:
-            raise ConfigError(f"model.seq_length={self.seq_length}: must not be negative (0 is the model's own)")
-        for name in ("micro_batch_tokens", "router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"model.{name}={getattr(self, name)}: must not be negative (0 is off)")
+        require(self, "model", AT_LEAST_1, "micro_batch_size", "logits_chunk_size", "make_vocab_divisible_by")
+        require(self, "model", NOT_NEGATIVE, "seq_length", note=" (0 is the model's own)")
+        coefficients = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate")
+        require(self, "model", NOT_NEGATIVE, "micro_batch_tokens", *coefficients, note=" (0 is off)")
         if self.fp8 and (self.layers is Layers.torch or self.batch_invariant):
             raise ConfigError(
                 "model.fp8=true: needs Transformer Engine's layers; allowed: model.layers=auto or transformer_engine, not batch_invariant"
@@ -196,7 +190,7 @@ class ModelConfig:
 
     @property
     def tokenizer_path(self) -> str:
-        """Where the tokenizer is. Raises ConfigError where neither `tokenizer` nor `path` says."""
+        """Where the tokenizer is. Raises ConfigError if neither `tokenizer` nor `path` is set."""
         if not (self.tokenizer or self.path):
             raise ConfigError("model.tokenizer='': name a tokenizer directory, or give model.path, which holds one")
         return self.tokenizer or self.path

@@ -12,12 +12,11 @@ import torch
 from aligner.errors import ConfigError
 from aligner.hub.names import name_of
 from aligner.models.architecture import rope
-from aligner.models.architecture.kinds import PositionEmbedding
 from aligner.models.checkpoint import checkpoint
 from aligner.models.checkpoint.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_json
 from aligner.models.checkpoint.weights import weights_digest
-from aligner.models.config import Architecture, ModelConfig
+from aligner.models.config import Architecture, ModelConfig, PositionEmbedding
 from aligner.models.families import architecture_from_hf, architecture_to_hf, weight_names
 from aligner.models.modules.build import build_language_model, build_scalar_model
 from aligner.models.modules.chunk import Chunk
@@ -30,8 +29,7 @@ from aligner.models.modules.peft import load_peft
 from aligner.models.modules.scalar_head import VALUES, ScalarHead, read_head
 from aligner.models.training.guard import Guard, GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.models.training.policy import MegatronPolicy
-from aligner.models.training.reward import MegatronRewardModel, MegatronValueModel
+from aligner.models.training.policy import MegatronPolicy, MegatronRewardModel, MegatronValueModel
 from aligner.models.training.trainable import TrainableModel, Training
 from aligner.models.weights.weights import HFWeights, described
 from aligner.parallel import platform
@@ -43,7 +41,7 @@ from aligner.parallel.topology import ParallelConfig, Topology
 def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
     """The directory of the weights, `latest` resolved; None for a model with random weights. `key`: the config key of its settings.
 
-    Raises ConfigError if there is no model, CheckpointError for a damaged checkpoint.
+    Raises ConfigError if the path has no model, CheckpointError for a damaged checkpoint.
     """
     if not config.path:
         return None
@@ -66,7 +64,7 @@ def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
         base = adapter.get("base_model_name_or_path") or "the model that it was trained on"
         beside = ", or without its files if the model beside it is meant" if (path / CONFIG_FILE).exists() else ""
         raise ConfigError(  # also for one beside a model, which transformers would add to the adapter's own base
-            f"{key}.path={config.path}: an adapter ({ADAPTER_CONFIG_FILE}), which is no model by itself; allowed: {key}.path={base} with "
+            f"{key}.path={config.path}: an adapter ({ADAPTER_CONFIG_FILE}), not a model by itself; allowed: {key}.path={base} with "
             f"{key}.lora.path={config.path} {key}.lora.rank={adapter.get('r')} {key}.lora.alpha={adapter.get('lora_alpha')}{beside}"
         )
     if not (path / CONFIG_FILE).exists():
@@ -173,8 +171,8 @@ def create_value_model(
 
 
 def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, *, is_scalar: bool) -> None:
-    """Raise ConfigError for a model that cannot be built so, or whose files do not fit; say in the log whose layers it gets, what they
-    fuse, LongRoPE's choice, and which of the files' tensors are not read. Set the precision of float32 products."""
+    """Raise ConfigError for a model that cannot be built so, or whose files do not fit; log its layers, what they fuse, LongRoPE's choice,
+    and which of the files' tensors are not read. Set the precision of float32 products."""
     platform.set_float32_matmul(config.float32_matmul.value)
     check_divisible(architecture, parallel)
     dtype, source = resolve_dtype(config.dtype), source_directory(config)
@@ -206,7 +204,7 @@ def _check_memory(a: Architecture, config: ModelConfig, parallel: ParallelConfig
 
 
 def head_of(config: ModelConfig) -> ScalarHead | None:
-    """The head that the model at `config.path` has; None for a language model, and where there is no path."""
+    """The head that the model at `config.path` has; None for a language model, and without a path."""
     source = source_directory(config)
     if source is None:
         return None

@@ -23,13 +23,18 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
     else:
         stages = uneven_stages(architecture.num_layers, parallel.pp)
         also = f", or {' '.join(f'parallel.{name}={count}' for name, count in stages.items())}" if stages and parallel.vpp == 1 else ""
-        _check(parallel, "pp", lambda pp: _layer_problem(architecture, pp), architecture.num_layers, also=also)
+        _check(parallel, "pp", lambda pp: _problem("num_layers", architecture.num_layers, pp), architecture.num_layers, also=also)
         _check(parallel, "vpp", lambda vpp: _chunk_problem(architecture, parallel.pp, vpp), architecture.num_layers // parallel.pp)
-    _check(parallel, "ep", lambda ep: _expert_problem(architecture, ep), max(1, architecture.num_experts))
+    _check(parallel, "ep", lambda ep: _expert_problem(architecture, "num_experts", ep), max(1, architecture.num_experts))
     if architecture.num_experts and parallel.ep == 1 and parallel.etp != parallel.tp:
         # Megatron-Core then takes experts for ordinary parameters and leaves their gradients unreduced over the tensor-parallel ranks.
         raise ConfigError(f"parallel.etp={parallel.etp}: without expert parallelism (ep=1) it must be parallel.tp; allowed: {parallel.tp}")
-    _check(parallel, "etp", lambda etp: _expert_tensor_problem(architecture, etp), max(1, architecture.expert_ffn_hidden_size))
+    _check(
+        parallel,
+        "etp",
+        lambda etp: _expert_problem(architecture, "expert_ffn_hidden_size", etp),
+        max(1, architecture.expert_ffn_hidden_size),
+    )
     if architecture.expert_biases and parallel.etp not in (1, parallel.tp):  # the norm of gradients would count biases wrongly
         allowed = ", ".join(map(str, sorted({1, parallel.tp})))
         raise ConfigError(f"parallel.etp={parallel.etp}: with biases of experts it must be 1 or parallel.tp; allowed: {allowed}")
@@ -64,7 +69,7 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
 
 
 # Fields of an architecture that only torch's layers compute here, not Transformer Engine's, and not the compiled kernels of the rollouts:
-# what is neutral, and what a model has where they say something else.
+# the neutral value, and what a model with another value has.
 UNUSUAL: dict[str, tuple[Any, str]] = {
     "sliding_window": (0, "attention to a window"),
     "attention_chunk": (0, "attention in chunks"),
@@ -128,7 +133,7 @@ def torch_layers_reason(architecture: Architecture) -> str:
 
 def uneven_stages(num_layers: int, pp: int) -> dict[str, int]:
     """`first_stage_layers` and `last_stage_layers` for layers that `pp` stages do not divide: fewer than the others have where that is
-    possible, and as alike as can be. Empty where the stages are equal, or there are fewer layers than stages."""
+    possible, and as even as can be. Empty if the stages are equal, or the model has fewer layers than stages."""
     if num_layers % pp == 0 or num_layers < pp:
         return {}
     if pp == 2:
@@ -151,12 +156,9 @@ def _tensor_problem(architecture: Architecture, tp: int) -> str:
     """Why `tp` ranks cannot split one of the model's sizes; empty if they can split all."""
     sizes = ["num_attention_heads", "hidden_size"]
     sizes += ["ffn_hidden_size"] if architecture.dense_layers or not architecture.num_experts else []
-    sizes += ["shared_ffn_hidden_size"] if architecture.shared_ffn_hidden_size else []
-    for name in sizes:
-        if getattr(architecture, name) % tp:
-            return f"does not divide the model's {name}={getattr(architecture, name)}"
-    if architecture.linear_key_heads % tp:
-        return f"does not divide the model's linear_key_heads={architecture.linear_key_heads}"
+    for name in (*sizes, "shared_ffn_hidden_size", "linear_key_heads"):
+        if found := _problem(name, getattr(architecture, name), tp):
+            return found
     groups = architecture.num_key_value_heads
     if architecture.qk_norm_of_heads and groups % tp:
         return f"must divide the model's num_key_value_heads={groups}: each rank has the norms' weights of its heads"
@@ -166,26 +168,19 @@ def _tensor_problem(architecture: Architecture, tp: int) -> str:
     return f"does not divide the {rows} rows of the query, key and value projections" if rows % tp else ""
 
 
-def _layer_problem(architecture: Architecture, pp: int) -> str:
-    return f"does not divide the model's num_layers={architecture.num_layers}" if architecture.num_layers % pp else ""
+def _problem(name: str, size: int, count: int) -> str:
+    return f"does not divide the model's {name}={size}" if size % count else ""
+
+
+def _expert_problem(architecture: Architecture, name: str, count: int) -> str:
+    if not architecture.num_experts:
+        return "the model has no experts (num_experts=0)" if count > 1 else ""
+    return _problem(name, getattr(architecture, name), count)
 
 
 def _chunk_problem(architecture: Architecture, pp: int, vpp: int) -> str:
     layers = architecture.num_layers // pp
     return f"does not divide the {layers} of the model's num_layers={architecture.num_layers} that each stage holds" if layers % vpp else ""
-
-
-def _expert_problem(architecture: Architecture, ep: int) -> str:
-    if not architecture.num_experts:
-        return "the model has no experts (num_experts=0)" if ep > 1 else ""
-    return f"does not divide the model's num_experts={architecture.num_experts}" if architecture.num_experts % ep else ""
-
-
-def _expert_tensor_problem(architecture: Architecture, etp: int) -> str:
-    if not architecture.num_experts:
-        return "the model has no experts (num_experts=0)" if etp > 1 else ""
-    size = architecture.expert_ffn_hidden_size
-    return f"does not divide the model's expert_ffn_hidden_size={size}" if size % etp else ""
 
 
 def _check_uneven_stages(num_layers: int, parallel: ParallelConfig) -> None:

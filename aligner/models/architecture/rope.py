@@ -115,15 +115,15 @@ def score_scale(architecture: Architecture) -> float:
 
 
 def _by_wavelength(plain: Tensor, architecture: Architecture) -> Tensor:
-    """Short wavelengths as they are, long ones divided by the factor, a linear mixture between."""
+    """Short wavelengths unchanged, long ones divided by the factor, a linear mixture between."""
     factor, low, high = architecture.rope_llama3_factor, architecture.rope_low_freq_factor, architecture.rope_high_freq_factor
     turns = architecture.rope_original_length / (2 * math.pi / plain)
-    share = ((turns - low) / ((high - low) or 1e-9)).clamp(0, 1)  # a step where both are alike
+    share = ((turns - low) / ((high - low) or 1e-9)).clamp(0, 1)  # a step if both are equal
     return (1 - share) * plain / factor + share * plain
 
 
 def _yarn(plain: Tensor, size: int, architecture: Architecture) -> Tensor:
-    """Dimensions that turn more than `beta_fast` times in the original length as they are, fewer than `beta_slow` divided by the factor."""
+    """Dimensions that turn more than `beta_fast` times in the original length unchanged, fewer than `beta_slow` divided by the factor."""
 
     def dimension(turns: float) -> float:
         length = architecture.rope_original_length

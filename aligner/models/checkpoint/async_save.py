@@ -74,7 +74,7 @@ def planned_bytes(planned: Sequence[PlannedDirectory]) -> int:
 
 
 class FileWriter:
-    """Writes and hashes this rank's files of some planned directories: at once, or from a thread while training goes on."""
+    """Writes and hashes this rank's files of some planned directories: at once, or from a thread while training continues."""
 
     def __init__(self, planned: Sequence[PlannedDirectory], root: Path, *, in_background: bool) -> None:
         """With `in_background`, copy the tensors to host memory before returning; training may then change the originals."""

@@ -35,35 +35,20 @@ from aligner.errors import CheckpointError, ConfigError, describe_os_error
 from aligner.models.checkpoint import async_save, files, manifest, safe_pickle
 from aligner.models.checkpoint import optimizer as checkpoint_optimizer
 from aligner.models.checkpoint import sums as checkpoint_sums
-from aligner.models.checkpoint.files import BEST, LATEST, MARKER, read_marker, resolve, step_directory
+from aligner.models.checkpoint.files import BEST as BEST
+from aligner.models.checkpoint.files import LATEST as LATEST
+from aligner.models.checkpoint.files import MARKER as MARKER
+from aligner.models.checkpoint.files import read_marker as read_marker
+from aligner.models.checkpoint.files import resolve, step_directory
 from aligner.models.checkpoint.hf_files import CONFIG_FILE
-from aligner.models.checkpoint.weights import kind_of, load_same, load_source, load_weights, read, sharded_state
+from aligner.models.checkpoint.weights import kind_of, load_same, read, sharded_state
+from aligner.models.checkpoint.weights import load_source as load_source
+from aligner.models.checkpoint.weights import load_weights as load_weights
 from aligner.models.checkpoint.weights import to_marker as adapters_to_marker
 from aligner.models.families import architecture_to_hf
 from aligner.models.training import finite
 from aligner.models.training.trainable import TrainableModel, generator_state, set_generator_state
 from aligner.parallel.collectives import broadcast_object, from_rank_0, gather_objects, raise_everywhere
-
-__all__ = [
-    "BEST",
-    "LATEST",
-    "MARKER",
-    "PendingSave",
-    "SaveRequest",
-    "copy_tokenizer",
-    "special_ids",
-    "load",
-    "load_same",
-    "load_source",
-    "load_weights",
-    "read_marker",
-    "read_state",
-    "resolve",
-    "save",
-    "shortage",
-    "start_save",
-    "step_directory",
-]
 
 WRITE_TIMEOUT_SECONDS = 1200.0
 RESERVED = ".reserved"
@@ -150,7 +135,7 @@ def save(checkpoints: Path, model: TrainableModel, request: SaveRequest) -> Path
 def start_save(
     checkpoints: Path, model: TrainableModel, request: SaveRequest, *, in_background: bool, read_back: bool = False
 ) -> PendingSave:
-    """Begin a checkpoint of the model as it is now; `publish` of the result ends it. Every rank calls it.
+    """Begin a checkpoint of the model's current state; `publish` of the result ends it. Every rank calls it.
 
     With `in_background` it returns as soon as the state is copied to host memory. With `read_back`, `publish` reads the checkpoint back
     into host memory and compares. Raises CheckpointError if the directory is not writable or the model has a non-finite number; earlier
@@ -327,7 +312,7 @@ def _reserve(path: Path) -> None:
         try:
             os.posix_fallocate(file.fileno(), 0, RESERVED_BYTES)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot say it beforehand
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot reserve
                 raise
             file.write(bytes(RESERVED_BYTES))
 
@@ -348,7 +333,7 @@ def _load_optimizer(model: TrainableModel, directory: Path) -> None:
         raise CheckpointError(
             f"{directory}: the optimizer's state is not that of the weights ({len(named)} parameters, the first is {named[0]}). Until "
             "checkpoints had sums.json, layouts whose gradient buffers are padded between buckets were saved so: with tied embeddings "
-            "over pipeline stages, or with a number of data-parallel ranks that is no power of two. The weights are right: "
+            "over pipeline stages, or if the number of data-parallel ranks is not a power of two. The weights are right: "
             f"model.path={directory} starts a new run from them"
         )
 
@@ -380,7 +365,7 @@ def shortage(model: TrainableModel, directory: Path, *, keep: int) -> str:
     room = f"{directory}: a checkpoint takes about {files.size_text(size)} and {files.size_text(free)} are free"
     if free < size:
         raise ConfigError(f"run.directory: {room}: not even one fits; make room there, or name another directory")
-    return f"warning: {room}: room for {free // max(size, 1)}, the run wants {wanted} at a time (checkpoint.keep={keep})"
+    return f"warning: {room}: room for {free // max(size, 1)}, the run needs {wanted} at a time (checkpoint.keep={keep})"
 
 
 def _optimizer_bytes(model: TrainableModel) -> int:

@@ -54,7 +54,7 @@ def is_complete(directory: Path) -> bool:
 def resolve(path: Path) -> Path:
     """The checkpoint that `path` means: itself, what the pointer file `path` names, or what `latest` names in the directory `path`.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if it finds none.
     """
     if is_complete(path):
         return path
@@ -91,7 +91,7 @@ def write_marker(directory: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_marker(directory: Path) -> dict[str, Any]:
-    """What the marker says. Raises CheckpointError for a damaged one, or a format that this version does not read."""
+    """The content of the marker. Raises CheckpointError for a damaged one, or a format that this version does not read."""
     path = directory / MARKER
     text = path.read_bytes().decode(errors="replace")
     try:
@@ -148,7 +148,7 @@ def remove_step(folders: Sequence[Path], step: int) -> None:
         if (path := step_directory(folder, step)).exists():
             discard(gone)
             path.rename(gone)
-    for gone in reversed(hidden):  # the first one stays till the end: it says that its partners go
+    for gone in reversed(hidden):  # the first one stays till the end: it marks its partners for removal
         discard(gone)
 
 
@@ -253,7 +253,7 @@ def explain(error: Exception, directory: Path) -> str:
     text = describe_os_error(cause, directory) if isinstance(cause, OSError) else f"{directory}: {error}"
     try:
         return f"{text}; {size_text(free_bytes(directory))} are free there"
-    except OSError:  # the file system is gone: the first error says more
+    except OSError:  # the file system is gone: the first error tells more
         return text
 
 

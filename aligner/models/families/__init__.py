@@ -16,7 +16,7 @@ _LINEAGES = (llama, qwen, gemma, glm, deepseek, olmo, cohere, gpt)
 FAMILIES: dict[Family, llama.HFFamily] = {family: found for lineage in _LINEAGES for family, found in lineage.FAMILIES.items()}
 
 
-# Models of images and text whose text part is of a family: its class, and what its text_config says.
+# Models of images and text whose text part is of a family: its class, and the model_type of its text_config.
 _WITH_IMAGES = {"llama4": ("Llama4ForConditionalGeneration", Family.llama4_text.value)}
 
 
@@ -42,7 +42,7 @@ def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> A
 
 
 def text_part(hf: dict[str, Any]) -> dict[str, Any]:
-    """The config of the text part of a model of images and text, as it would be alone; any other as it is."""
+    """The config of the text part of a model of images and text, as it would be alone; any other unchanged."""
     model_type, text = hf.get("model_type"), hf.get("text_config")
     if not isinstance(model_type, str) or model_type not in _WITH_IMAGES or not isinstance(text, dict):
         return hf

@@ -24,7 +24,7 @@ def _names(architecture: Architecture) -> NameTable:
 
 
 def _common_from_hf(hf: HFConfig, family: Family, *, theta: float) -> Architecture:
-    """What Cohere 1 and 2 share; `theta`: of files that do not say."""
+    """What Cohere 1 and 2 share; `theta`: the default."""
     hf.only({"attention_bias": (False,)})
     common = llama.common_from_hf(hf, family, theta=theta, norm_eps=1e-5, eps_name="layer_norm_eps", tied=True)
     return replace(

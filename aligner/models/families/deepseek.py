@@ -35,7 +35,7 @@ _ROUTER_BIAS = {"mlp.router.expert_bias": rule("mlp.gate.e_score_correction_bias
 def mixture_names(a: Architecture, attention: Mapping[str, Rule]) -> NameTable:
     """The table of a model with these rows for its attention. Layers behind the last one predict further tokens: they are not read."""
     routed = mapping.experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-    shared = mapping.shared_expert("mlp.shared_experts") if a.shared_ffn_hidden_size else {}
+    shared = mapping.feed_forward("mlp.shared_experts", "mlp.shared_experts") if a.shared_ffn_hidden_size else {}
     mixture = (_ROUTER_BIAS if a.router_bias else {}) | shared | routed
     return NameTable(
         before=mapping.BEFORE,
@@ -47,8 +47,8 @@ def mixture_names(a: Architecture, attention: Mapping[str, Rule]) -> NameTable:
 
 
 def mixture_from_hf(hf: HFConfig, *, groups: int, best: int, dense: int, scale: float, sigmoid: bool) -> dict[str, Any]:
-    """The fields of an `Architecture`. `groups`: 0 where the file's count no longer; `best`: experts whose scores make a group's; `dense`
-    and `scale`: first layers without experts and the factor on weights of a file that does not say."""
+    """The fields of an `Architecture`. `groups`: 0 to ignore the file's; `best`: experts whose scores make a group's; `dense`
+    and `scale`: defaults of the first layers without experts and of the factor on weights."""
     inner, layers = hf.size("moe_intermediate_size"), hf.size("num_hidden_layers")
     first = hf.number("first_k_dense_replace", dense)
     return {

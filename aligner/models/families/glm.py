@@ -35,7 +35,7 @@ def _to_hf(a: Architecture) -> dict[str, Any]:
 
 
 def _common_to_hf(a: Architecture) -> dict[str, Any]:
-    """With the rotated part of heads even if they are rotated whole: files that do not say mean half."""
+    """With the rotated part of heads even if they are rotated whole: the default is half."""
     hf = llama.common_to_hf(a) | {"attention_bias": a.qkv_bias, "partial_rotary_factor": a.rotary_fraction}
     hf["rope_parameters"] |= {"partial_rotary_factor": a.rotary_fraction}
     return hf

@@ -19,7 +19,7 @@ from aligner.models.config import ROPE_FACTORS, Architecture
 
 T = TypeVar("T")
 
-# Of every family: the values that leave the model as it is, the one of a file without the key first. The last ones belong to other families
+# Of every family: the values that leave the model unchanged, the default first. The last ones belong to other families
 # (Gemma, Granite, Cohere): who writes them into a file of these means a model that is computed differently.
 UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
@@ -47,7 +47,7 @@ class Scaling:
     values: dict[str, Any]
 
     def number(self, key: str, absent: float | None = None) -> float:
-        """A finite number > 0; `absent` (None: there must be one) where the file leaves it out or says null."""
+        """A finite number > 0; `absent` (None: the key is required) if it is missing or null."""
         value = self.values.get(key)
         value = absent if value is None else value
         found = self.file.checked(f"{self.source}.{key}", value)
@@ -174,7 +174,7 @@ class HFConfig:
         return ConfigError(f"{key}={json.dumps(value)} is not supported for model_type {self.model_type}; allowed: {allowed}")
 
     def own_code(self) -> str:
-        """What to say of code that the model brings; empty if it brings none."""
+        """A remark on code that the model ships; empty if it ships none."""
         code = self._values.get("auto_map")
         return f" (its auto_map names code of its own, {json.dumps(code)}, which is never run here)" if code else ""
 
@@ -208,14 +208,14 @@ class HFConfig:
                 raise self.refusal(key, value, " or ".join(json.dumps(one) for one in allowed))
 
     def size(self, *keys: str, absent: int | None = None, null: int | None = None) -> int:
-        """A whole number >= 1, called by one of `keys`; `absent` and `null` stand in where the file leaves it out or says null."""
+        """A whole number >= 1, called by one of `keys`; `absent` and `null` are used if it is missing or null."""
         given = {key: self._values[key] for key in keys if key in self._values}
         if len({json.dumps(value) for value in given.values()}) > 1:
             texts = [f"{key}={json.dumps(value)}" for key, value in given.items()]
             raise ConfigError(f"{' and '.join(texts)} are two values of one size for model_type {self.model_type}; allowed: one")
         if not given:
             if absent is None:
-                raise ConfigError(f"there is no {keys[0]}, which every file of model_type {self.model_type} has")
+                raise ConfigError(f"{keys[0]} is missing, which every file of model_type {self.model_type} has")
             return absent
         key, value = next(iter(given.items()))
         if value is None and null is not None:
@@ -231,7 +231,7 @@ class HFConfig:
         return self._values.get(key)
 
     def optional_size(self, key: str, *, absent: int | None) -> int | None:
-        """A whole number >= 1, or None where the file says null."""
+        """A whole number >= 1, or None for null."""
         value = self._values.get(key, absent)
         return None if value is None else self.size(key, absent=value)
 
@@ -240,7 +240,7 @@ class HFConfig:
         return self.checked(key, self._values.get(key, absent))
 
     def optional_number(self, key: str, absent: float) -> float:
-        """A finite number > 0, or 0 where the file says null."""
+        """A finite number > 0, or 0 for null."""
         value = self._values.get(key, absent)
         if value is not None and value is not absent and self.checked(key, value) == 0:
             raise self.refusal(key, value, "a number > 0 or null")

@@ -65,8 +65,8 @@ def common_from_hf(
     """The fields that Llama and its descendants (Mixtral, Qwen, Gemma) share.
 
     The keyword arguments are the defaults of absent keys. 0: as many key-value heads as heads; hidden size / heads; `fraction`:
-    heads are rotated whole, and a file that says otherwise is refused. `activation`: its key, and its
-    names, the first for files that do not say. `rope`: the rotary embedding's fields; None: they are read.
+    heads are rotated whole, and other values are refused. `activation`: its key, and its names, the
+    first is the default. `rope`: the rotary embedding's fields; None: they are read.
     """
     hf.only(DROPOUT)
     heads = hf.size("num_attention_heads")
@@ -164,7 +164,7 @@ _PHI3_NAMES = NameTable(
     layer=mapping.INPUT_NORM | mapping.PACKED_QKV | mapping.ATTENTION_OUT | mapping.MLP_NORM | mapping.PACKED_MLP,
     after=mapping.FINAL_NORM | mapping.OUTPUT,
 )
-_ORIGINAL_LENGTH = 4096  # of files that do not say
+_ORIGINAL_LENGTH = 4096  # default of absent keys
 _PHI3_FIXED = {"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)}
 
 
@@ -201,7 +201,7 @@ _NEMOTRON_NAMES = NameTable(
 
 def _nemotron_from_hf(hf: HFConfig) -> Architecture:
     rope, activation = hf.rope(fraction=0.5, kinds=()), ("hidden_act", {"relu2": Activation.squared_relu})
-    # Nemotron-4's own files say `rope_percent` too, which transformers does not read.
+    # Nemotron-4's own files have `rope_percent` too, which transformers does not read.
     hf.only(BIASES | DROPOUT | {"rope_percent": (rope["rotary_fraction"],)})
     own = {"eps_name": "norm_eps", "norm_eps": 1e-5, "initializer_range": 0.0134, "activation": activation, "rope": rope}
     common = common_from_hf(hf, Family.nemotron, fraction=0.5, **own)
@@ -221,14 +221,11 @@ _LLAMA4_BLOCK = "feed_forward"
 _LLAMA4_EXPERT = "mlp.experts.local_experts.{expert}."
 _LLAMA4_MIXTURE = {
     "mlp.router.weight": rule(f"{_LLAMA4_BLOCK}.router.weight"),
-    **mapping.shared_expert(f"{_LLAMA4_BLOCK}.shared_expert"),
+    **mapping.feed_forward("mlp.shared_experts", f"{_LLAMA4_BLOCK}.shared_expert"),
     _LLAMA4_EXPERT + "linear_fc1.weight": rule(f"{_LLAMA4_BLOCK}.experts.gate_up_proj", layout=Layout.packed_gate_up, transposed=True),
     _LLAMA4_EXPERT + "linear_fc2.weight": rule(f"{_LLAMA4_BLOCK}.experts.down_proj", transposed=True),
 }
-_LLAMA4_DENSE = {
-    "mlp.linear_fc1.weight": rule(f"{_LLAMA4_BLOCK}.gate_proj.weight", f"{_LLAMA4_BLOCK}.up_proj.weight", layout=Layout.gate_up),
-    "mlp.linear_fc2.weight": rule(f"{_LLAMA4_BLOCK}.down_proj.weight"),
-}
+_LLAMA4_DENSE = mapping.feed_forward("mlp", _LLAMA4_BLOCK)
 _CHUNKED = "chunked_attention"
 _LLAMA4_FIXED = {"num_experts_per_tok": (1,)}
 
@@ -251,7 +248,7 @@ def _llama4_from_hf(hf: HFConfig) -> Architecture:
     if not isinstance(types, list) or len(types) != len(layers) or any(kind not in (_CHUNKED, FULL) for kind in types):
         raise hf.refusal("layer_types", types, f'{len(layers)} times "{_CHUNKED}" or "{FULL}", one for each layer')
     tuned = hf.value("attn_temperature_tuning")
-    if not (tuned is None or type(tuned) in (bool, int)):  # early files say 4, and mean true
+    if not (tuned is None or type(tuned) in (bool, int)):  # 4 in early files means true
         raise hf.refusal("attn_temperature_tuning", tuned, "true or false")
     chunks = _CHUNKED in types
     return replace(

@@ -82,7 +82,7 @@ class NameTable:
     """Every parameter of a family's language models, in the order of Hugging Face's model: Megatron name -> rule.
 
     Names in `layer` are relative to `decoder.layers.N.` and to `layer_prefix` (which holds `{layer}`); `{expert}` stands for the number of
-    an expert. `ignored` matches tensors in Hugging Face files that are no parameters.
+    an expert. `ignored` matches tensors in Hugging Face files that are not parameters.
     """
 
     before: Mapping[str, Rule]
@@ -224,38 +224,32 @@ def shard(layout: Layout, tensor: Tensor, *, dim: int, num_shards: int, index: i
     return tensor.chunk(num_shards, dim=dim)[index]
 
 
+def feed_forward(name: str, block: str, *, kind: str = "weight") -> dict[str, Rule]:
+    """Rows of a gated feed-forward layer whose Hugging Face layers are under `block`."""
+    return {
+        f"{name}.linear_fc1.{kind}": rule(f"{block}.gate_proj.{kind}", f"{block}.up_proj.{kind}", layout=Layout.gate_up),
+        f"{name}.linear_fc2.{kind}": rule(f"{block}.down_proj.{kind}"),
+    }
+
+
 BEFORE = {EMBEDDING: rule("model.embed_tokens.weight", layout=Layout.vocabulary)}
 FINAL_NORM = {"decoder.final_layernorm.weight": rule("model.norm.weight")}
 OUTPUT = {OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary)}
 INPUT_NORM = {"input_layernorm.weight": rule("input_layernorm.weight")}
 MLP_NORM = {"pre_mlp_layernorm.weight": rule("post_attention_layernorm.weight")}
-QKV = {
-    "self_attention.linear_qkv.weight": rule(
-        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", layout=Layout.qkv
-    )
-}
+QKV, QKV_BIAS = (
+    {f"self_attention.linear_qkv.{kind}": rule(*(f"self_attn.{one}_proj.{kind}" for one in "qkv"), layout=Layout.qkv)}
+    for kind in ("weight", "bias")
+)
 ATTENTION_OUT = {"self_attention.linear_proj.weight": rule("self_attn.o_proj.weight")}
 ATTENTION = QKV | ATTENTION_OUT
-QKV_BIAS = {
-    "self_attention.linear_qkv.bias": rule("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias", layout=Layout.qkv)
-}
-QK_NORM = {
-    "self_attention.q_layernorm.weight": rule("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": rule("self_attn.k_norm.weight"),
-}
-MLP = {
-    "mlp.linear_fc1.weight": rule("mlp.gate_proj.weight", "mlp.up_proj.weight", layout=Layout.gate_up),
-    "mlp.linear_fc2.weight": rule("mlp.down_proj.weight"),
-}
-
-
+QK_NORM = {f"self_attention.{one}_layernorm.weight": rule(f"self_attn.{one}_norm.weight") for one in "qk"}
+MLP = feed_forward("mlp", "mlp")
 PACKED_QKV = {"self_attention.linear_qkv.weight": rule("self_attn.qkv_proj.weight", layout=Layout.packed_qkv)}
 PACKED_MLP = {
     "mlp.linear_fc1.weight": rule("mlp.gate_up_proj.weight", layout=Layout.packed_gate_up),
     "mlp.linear_fc2.weight": rule("mlp.down_proj.weight"),
 }
-
-
 SANDWICH_NORMS = {
     "post_attention_layernorm.weight": rule("post_attention_layernorm.weight"),
     "pre_mlp_layernorm.weight": rule("pre_feedforward_layernorm.weight"),
@@ -263,9 +257,10 @@ SANDWICH_NORMS = {
 }
 
 
-def affine(name: str, hf_name: str, *, layout: Layout = Layout.plain) -> dict[str, Rule]:
-    """A weight and its bias."""
-    return {f"{name}.{kind}": rule(f"{hf_name}.{kind}", layout=layout) for kind in ("weight", "bias")}
+def affine(name: str, hf_name: str, *, layout: Layout = Layout.plain, transposed: bool = False) -> dict[str, Rule]:
+    """A weight and its bias; `transposed`: the weight is stored as [in, out]."""
+    weight = {f"{name}.weight": rule(f"{hf_name}.weight", layout=layout, transposed=transposed)}
+    return weight | {f"{name}.bias": rule(f"{hf_name}.bias", layout=layout)}
 
 
 def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
@@ -279,19 +274,12 @@ def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
     }
 
 
-def shared_expert(block: str) -> dict[str, Rule]:
-    """Rows of the expert that every token passes, under `block`."""
-    return {
-        "mlp.shared_experts.linear_fc1.weight": rule(f"{block}.gate_proj.weight", f"{block}.up_proj.weight", layout=Layout.gate_up),
-        "mlp.shared_experts.linear_fc2.weight": rule(f"{block}.down_proj.weight"),
-    }
-
-
 ATTENTION_OUT_BIAS = {"self_attention.linear_proj.bias": rule("self_attn.o_proj.bias")}
+_MLP_BIAS = feed_forward("mlp", "mlp", kind="bias")
 BIASED_MLP = {
-    f"mlp.linear_{name}.{kind}": rule(*(f"mlp.{hf}_proj.{kind}" for hf in hf_names), layout=layout)
-    for name, hf_names, layout in (("fc1", ("gate", "up"), Layout.gate_up), ("fc2", ("down",), Layout.plain))
-    for kind in ("weight", "bias")
+    f"{name}.{kind}": table[f"{name}.{kind}"]
+    for name in ("mlp.linear_fc1", "mlp.linear_fc2")
+    for kind, table in (("weight", MLP), ("bias", _MLP_BIAS))
 }
 
 
@@ -332,7 +320,7 @@ _SIZE_KEYS = {  # of config.json that say a field
 
 
 def size_settings(hf: Mapping[str, Any], sizes: list[Size]) -> str:
-    """What a config says of these sizes."""
+    """The entries of a config for these sizes."""
     fields = [field for size in sizes for field in size.fields]
     keys = dict.fromkeys(key for field in fields for key in _SIZE_KEYS.get(field, (field,))[: 1 if field in hf else None] if key in hf)
     return ", ".join(f"{key}={json.dumps(hf[key])}" for key in keys)

@@ -20,7 +20,7 @@ _NAMES = NameTable(
     layer=mapping.QKV | mapping.QK_NORM | mapping.ATTENTION_OUT | _NORMS | mapping.MLP,
     after=mapping.FINAL_NORM | mapping.OUTPUT,
 )
-_THETA = 5e5  # of OLMo 3's files that do not say
+_THETA = 5e5  # OLMo 3's default
 
 
 def _olmo2_from_hf(hf: HFConfig, family: Family = Family.olmo2, rope: Mapping[str, Any] | None = None) -> Architecture:

@@ -14,7 +14,7 @@ from aligner.models.families.hf_config import FULL, UNFACTORED, HFConfig, layer_
 from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import Layout, NameTable, Rule, llama_like, rule
 
-_KEY_VALUE_HEADS = 32  # of files that do not say
+_KEY_VALUE_HEADS = 32  # default of absent keys
 _FIXED = {"attention_bias": (False,)}
 
 
@@ -24,7 +24,7 @@ def _upper_windows(hf: HFConfig) -> dict[str, Any]:
 
 
 def _switched_windows(hf: HFConfig, has_window: Callable[[int, int], bool]) -> dict[str, Any]:
-    """Windows with a switch. `has_window`: whether a layer, from 0, has one in a file that does not say, given its `max_window_layers`."""
+    """Windows with a switch. `has_window`: whether a layer, from 0, has one by default, given the file's `max_window_layers`."""
     window = hf.optional_size("sliding_window", absent=4096) if hf.flag("use_sliding_window", False) else None
     bound = int(hf.number("max_window_layers", 28))
     return hf.windows(window, lambda number: window is not None and has_window(number, bound))
@@ -57,7 +57,7 @@ def _qwen3_to_hf(a: Architecture) -> dict[str, Any]:
 
 
 def _mixture(hf: HFConfig, *, normalized: bool = False) -> dict[str, Any]:
-    """The fields of Qwen's mixtures; `normalized`: whether the weights of a file that does not say are."""
+    """The fields of Qwen's mixtures; `normalized`: whether the weights are, by default."""
     layers = range(hf.size("num_hidden_layers"))
     step, listed = hf.size("decoder_sparse_step", absent=1), hf.value("mlp_only_layers") or []
     if not isinstance(listed, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
@@ -85,7 +85,7 @@ def _mixture_to_hf(a: Architecture) -> dict[str, Any]:
 
 _EXPERTS = mapping.experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 _SHARED_GATE = {"mlp.shared_experts.gate_weight": rule("mlp.shared_expert_gate.weight")}
-_SHARED_EXPERTS = _EXPERTS | mapping.shared_expert("mlp.shared_expert") | _SHARED_GATE
+_SHARED_EXPERTS = _EXPERTS | mapping.feed_forward("mlp.shared_experts", "mlp.shared_expert") | _SHARED_GATE
 
 
 def _qwen2_moe_names(architecture: Architecture) -> NameTable:
@@ -166,7 +166,7 @@ def _next_names(projections: Mapping[str, Rule], mlp: Mapping[str, Rule], dense:
 
 
 def _next_common_from_hf(hf: HFConfig, family: Family, *, key_value_heads: int = 2) -> Architecture:
-    """All but the mixtures. `key_value_heads`: of a file that does not say. Raises ConfigError for biases on attention, and for YaRN."""
+    """All but the mixtures. `key_value_heads`: the default. Raises ConfigError for biases on attention, and for YaRN."""
     hf.only(_FIXED)
     common = llama.common_from_hf(hf, family, key_value_heads=key_value_heads, head_dim=256, fraction=0.25, rope_kinds=UNFACTORED)
     linear = _linear_layers(hf, common.num_layers)

@@ -45,7 +45,7 @@ from aligner.parallel.mcore import (
 )
 from aligner.types.rows import upload
 
-Segments = Sequence[tuple[int, int, int]]  # (first slot, one beyond the last, index of the segment that it goes on from or -1)
+Segments = Sequence[tuple[int, int, int]]  # (first slot, one beyond the last, index of the segment that it continues or -1)
 
 # Grouped queries are the kernel's own business: it takes fewer keys than queries, forward and backward.
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -256,7 +256,7 @@ class CoreAttention(MegatronModule):
         return (query * scale.view(-1, *[1] * (query.dim() - 1))).to(query.dtype)
 
     def by_segment(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        """[T, heads * D] of a packed row, each segment by itself with the keys of what it goes on from."""
+        """[T, heads * D] of a packed row, each segment by itself with the keys of the segment that it continues."""
         outs = []
         for start, stop, prefix in segments:
             spans = [(start, stop)] if prefix < 0 else [segments[prefix][:2], (start, stop)]

@@ -219,8 +219,8 @@ class Transformer(GPTModel):
         self.lora = model.lora
         self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
         self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
-        self.base_digest = ""  # tells them from others
-        # Layers that are computed again give no gradient where their input wants none, as the output of a frozen embedding does.
+        self.base_digest = ""  # distinguishes these weights from others
+        # Recomputed layers give no gradient if their input requires none, as the output of a frozen embedding.
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
         learned = architecture.position_embedding == PositionEmbedding.learned
@@ -273,7 +273,7 @@ class Transformer(GPTModel):
         if self.architecture.rope_local_theta:
             rotary = self.with_local_angles(rotary, packed=packed_seq_params is not None)
         if rotary is not None and isinstance(packed_seq_params, SegmentedPackedSeqParams):
-            rotary = rotary[packed_seq_params.positions]  # slot by slot: a row goes on behind its prompt, not at 0
+            rotary = rotary[packed_seq_params.positions]  # slot by slot: a row continues behind its prompt, not at 0
             if packed_seq_params.cu_seqlens_q is None:  # [T, 1, D] for [T, heads, D]: Megatron-Core then looks for no sequences
                 rotary = rotary.squeeze(1)
         if self._embedding_needs_gradient and self.pre_process and torch.is_grad_enabled():
@@ -378,7 +378,7 @@ class ScalarModel(Transformer):
 
 
 def _shared_config(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """That of all chunks; with `parallel.tp_comm_overlap`, the buffers that Transformer Engine wants before a layer is made."""
+    """The config of all chunks; with `parallel.tp_comm_overlap`, also make the buffers that Transformer Engine needs before its layers."""
     config = transformer_config(architecture, model, parallel, load=True)
     if parallel.tp_comm_overlap:
         multiple = fp8_token_multiple(config) if config.fp8 else 1

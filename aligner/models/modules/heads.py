@@ -1,7 +1,7 @@
 """From hidden states to a loss's inputs. Only `placement.next_token_of` applies the shift: a hidden state predicts the next token.
 
 Outputs are [B, S] of the whole micro-batch on every rank. A context-parallel rank fills in its own part and the sum over ranks combines
-the parts, so losses never see a layout. Masks and lengths that say what is projected are the host's: nothing here waits for a GPU.
+the parts, so losses never see a layout. Masks and lengths that select what is projected stay on the host: nothing here waits for a GPU.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class LayerKind:
     plug: Callable[[Layer], None]  # into Megatron-Core's local specification
     linears: Mapping[str, LoraTarget]  # linear layers that can get adapters, with the target that is all of each
     traced: Mapping[str, Operation]  # modules whose outputs are operations of a trace
-    numbers: Callable[[Architecture], int]  # at least so many weights does a layer have
+    numbers: Callable[[Architecture], int]  # a lower bound of a layer's weights
     ones: tuple[str, ...] = field(default=())  # vectors that start at 1, whatever the model's norms start at
 
 
@@ -170,7 +170,7 @@ def block_spec(
     """The layer specification with our router, for every layer of this rank's chunk `vp_stage`: Transformer Engine's modules where the
     config asks for them, else Megatron-Core's local ones with our `modules`, whose core attention alone knows shared prompts.
 
-    `split_norms`: no norm is fused with the linear layer behind it, whose input somebody wants to see.
+    `split_norms`: no norm is fused with the linear layer behind it: adapters read that layer's input.
     """
     if config.transformer_impl == "transformer_engine":
         layer, norm = transformer_engine_specs(
@@ -220,7 +220,7 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
 
 
 def finish_transformer_engine(decoder: torch.nn.Module) -> None:
-    """Mend what Megatron-Core's config cannot say of Transformer Engine's modules.
+    """Set what Megatron-Core's config cannot express for Transformer Engine's modules.
 
     Their products add weight gradients to the float32 buffers themselves: `gradient_accumulation_fusion` would ask the output layer for it
     too, which needs Apex. And the weights of experts say that, and along which dimension, their ranks split them, which is not told to the

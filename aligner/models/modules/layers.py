@@ -71,7 +71,7 @@ class UnitNorm(torch.nn.Module):
 
 
 class Norm:
-    """RMSNorm or LayerNorm whose weights say whether their gradients must be summed over the tensor-parallel ranks."""
+    """RMSNorm or LayerNorm whose weights are marked if their gradients must be summed over the tensor-parallel ranks."""
 
     rms_norm: type[torch.nn.Module] = torch.nn.RMSNorm
     layer_norm: type[torch.nn.Module] = torch.nn.LayerNorm
@@ -144,7 +144,7 @@ def needs_own_rotation(architecture: Architecture) -> bool:
 
 class OwnRotation(SelfAttention):
     """Rotates neighbouring dimensions together: they are put half of the rotated ones apart, where Megatron-Core rotates them. Queries and
-    keys are reordered alike, so that scores do not change. Of heads that are rotated in part it multiplies that part by its factor."""
+    keys are reordered in the same way, so scores do not change. In heads rotated in part, that part is multiplied by its factor."""
 
     def __init__(self, *args: Any, architecture: Architecture, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -96,7 +96,7 @@ class AdapterSite:
     pairs: Pairs
     allreduce: bool  # Megatron-Core's mark on the weight; False: its replicas are the expert-data-parallel ranks
     sizes: Mapping[str, int]  # rows of each part on this rank
-    groups: int  # the fused output is so many times [a share of each part]
+    groups: int  # the fused output repeats [a share of each part] this many times
 
 
 class Adapter(torch.nn.Module):
@@ -147,7 +147,7 @@ class Adapter(torch.nn.Module):
     def _dropped(self, x: Tensor) -> Tensor:
         if not (self.training and self.dropout):
             return x
-        # What ranks have different parts of they drop differently, what all of them have alike: under sequence parallelism the generator
+        # Ranks drop differently if they hold different parts, and equally if they hold the same: with sequence parallelism the generator
         # of the layers differs by rank, though the tokens of an expert are gathered.
         apart = self.splits_sequence or not self.pairs.splits_output
         generators = tensor_parallel.get_cuda_rng_tracker()
@@ -168,7 +168,7 @@ class Adapter(torch.nn.Module):
 
     def _complete(self, parameter: Tensor) -> Tensor:
         """A replicated parameter whose gradient is summed over an expert's ranks, which hold parts of it."""
-        return _SumGradient.apply(parameter, self.group) if self.pairs.is_expert and self.group.size() > 1 else parameter
+        return copy_to_tensor_model_parallel_region(parameter, group=self.group) if self.pairs.is_expert else parameter
 
     def _expanded(self, hidden: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
         """[..., rows of the fused output on this rank]; zeros where a part has no pair."""
@@ -181,7 +181,7 @@ class Adapter(torch.nn.Module):
 
 
 def sites(chunk: Any, lora: LoraConfig) -> list[AdapterSite]:
-    """The linear layers of a chunk that `lora` names. Raises ConfigError where there is none, or one cannot be split as its weight is."""
+    """The linear layers of a chunk that `lora` names. Raises ConfigError if none matches, or one cannot be split as its weight is."""
     linears = {
         name.removesuffix(".weight"): chunk.get_submodule(name.removesuffix(".weight"))
         for name, _ in chunk.named_parameters()
@@ -330,18 +330,3 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
-
-
-class _SumGradient(torch.autograd.Function):
-    """The same tensor; its gradient is summed over the ranks of a group."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

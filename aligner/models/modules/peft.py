@@ -137,7 +137,7 @@ def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head
 
 
 def _targets(architecture: Architecture, lora: LoraConfig) -> dict[str, Any]:
-    """The fields of `adapter_config.json` that say which layers have pairs.
+    """The fields of `adapter_config.json` that select the layers with pairs.
 
     Modules go by name suffixes that only they have: GPT-2 has a c_proj in its attention and one after it. transformers 5 has the experts of
     a layer in two parameters, and PEFT takes every module that is called like an expert's projection for them: such ones, and the experts

@@ -15,7 +15,7 @@ between sampler and trainer send some tokens to other experts, which changes the
 the experts that sampled a token are those that train it (R3: Ma et al. 2025, 2510.11370). The choice alone is replayed: gate scores are
 the trainer's, at the sampler's experts and normalised over these, so gradients reach the router through them. Tokens that the sampler
 computed nothing after (the last of each row) and padding go where the router sends them. Megatron-Core's hook for it is used
-(`router_replay.get_replay_topk`, which it asks for a choice of experts), not its `RouterReplay`: that is told from outside whether a pass
+(`router_replay.get_replay_topk`, which it asks for a choice of experts), not its `RouterReplay`: that learns from outside whether a pass
 recomputes, once for all routers of the process, and in a pipeline some do while others do not.
 """
 
@@ -45,7 +45,7 @@ from aligner.types import Batch, DistillationBatch, LabeledBatch, TokenOutputs, 
 
 
 def limited(scores: Tensor, architecture: Architecture) -> Tensor:
-    """Scores [N, experts] with -inf for experts of other groups than the token's best; as they are where there are no groups."""
+    """Scores [N, experts] with -inf for experts of other groups than the token's best; unchanged if the experts have no groups."""
     if not architecture.router_groups:
         return scores
     grouped = scores.unflatten(-1, (architecture.router_groups, -1))
@@ -173,7 +173,7 @@ class GroupLimit:
     groups are scored by another number of their experts."""
 
     architecture: Architecture
-    layer_number: int = 0  # Megatron-Core 0.19 tells it
+    layer_number: int = 0  # set by Megatron-Core 0.19
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]

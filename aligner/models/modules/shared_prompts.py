@@ -22,7 +22,7 @@ from aligner.types.rows import upload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Tokens `start` to `stop` of a row, which lie together in the packed input; `prefix` is the segment that they go on from."""
+    """Tokens `start` to `stop` of a row, which lie together in the packed input; `prefix` is the segment that they continue."""
 
     row: int
     start: int
@@ -55,7 +55,7 @@ class KeySpans:
 class SegmentedPackedSeqParams(PackedSeqParams):
     """A packed input for our own core attention, known on the host: no layer reads sizes back from the device.
 
-    Megatron-Core finds no sequences in it (or one over everything, for kernels that want some), and takes each slot's rotary embedding as
+    Megatron-Core finds no sequences in it (or one over everything, for kernels that need one), and takes each slot's rotary embedding as
     it is given.
     """
 

@@ -33,7 +33,7 @@ class HostAdam(HybridDeviceOptimizer):
         super().__init__(params, **defaults | {"gpu_optimizer_cls": torch.optim.AdamW, "fused": torch.cuda.is_available()})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, for shards of float32 weights too, which are no leaves."""
+        """As torch's, also for shards of float32 weights, which are not leaves."""
         for name, value in self.defaults.items():
             param_group.setdefault(name, value)
         self.param_groups.append(param_group)
@@ -188,7 +188,7 @@ class LossScale:
 
     def __init__(self, optimizer: Any = None) -> None:
         parts = [] if optimizer is None else optimizer.chained_optimizers
-        # Every part of a chained optimizer has its own. They stay alike: an update is made in all parts or left out in all.
+        # Every part of a chained optimizer has its own. They stay equal: an update is made in all parts or in none.
         self._scalers = [part.grad_scaler for part in parts if getattr(part, "grad_scaler", None) is not None]
 
     @property
@@ -197,11 +197,11 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The factor; 1 where there is none."""
+        """The factor; 1 if disabled."""
         return float(self._scalers[0].scale) if self._scalers else 1.0
 
     def back_off(self) -> bool:
-        """After a gradient that is not finite: lower the scale. False where it is the least already, or there is none."""
+        """After a gradient that is not finite: lower the scale. False if it is already at its minimum, or disabled."""
         if not self._scalers or self.value <= float(self._scalers[0].min_scale):
             return False
         for scaler in self._scalers:
@@ -209,13 +209,13 @@ class LossScale:
         return True
 
     def state(self) -> dict[str, float] | None:
-        """What a resumed run needs, JSON-able; None where there is none."""
+        """What a resumed run needs, JSON-able; None if disabled."""
         if not self._scalers:
             return None
         return {name: float(value) for name, value in self._scalers[0].state_dict().items()}
 
     def load_state(self, state: dict[str, float] | None) -> None:
-        """Go on from a saved `state`. Keeps the initial scale where the saved model was not float16."""
+        """Continue from a saved `state`. Keeps the initial scale if the saved model was not float16."""
         if state is None:
             return
         for scaler in self._scalers:

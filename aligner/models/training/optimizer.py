@@ -8,6 +8,7 @@ from enum import Enum
 from fractions import Fraction
 
 from aligner.errors import ConfigError
+from aligner.models.architecture.architecture import AT_LEAST_1, FINITE, Range, require
 
 MAX_LR = 10.0  # a step of Adam moves a weight by about the learning rate
 
@@ -28,7 +29,7 @@ class OptimizerConfig:
     min_lr: float = 9e-8  # learning rate at the end of the decay
     decay: Decay = Decay.cosine  # shape of the learning rate after the warm-up
     warmup_fraction: float = 0.1  # part of the run's optimizer steps, rounded up, in which the learning rate rises from 0 to lr
-    warmup_steps: int = -1  # the same as a number of optimizer steps; -1: as warmup_fraction says
+    warmup_steps: int = -1  # the warm-up as a number of optimizer steps; -1: use warmup_fraction
     decay_steps: int = 0  # 0: the run's number of optimizer steps
     weight_decay: float = 0.1  # decoupled: each step takes lr * this off every weight; 0: none
     beta1: float = 0.9  # decay of the mean of gradients (Adam)
@@ -48,28 +49,19 @@ class OptimizerConfig:
         if not (0 < self.lr <= MAX_LR and 0 <= self.min_lr <= self.lr):
             raise ConfigError(f"optimizer.lr={self.lr}, min_lr={self.min_lr}: need 0 <= min_lr <= lr and 0 < lr <= {MAX_LR:g}")
         if self.warmup_steps < -1:
-            raise ConfigError(f"optimizer.warmup_steps={self.warmup_steps}: must not be negative (-1: as optimizer.warmup_fraction says)")
-        if not 0 <= self.warmup_fraction < 1:
-            raise ConfigError(f"optimizer.warmup_fraction={self.warmup_fraction}: must be at least 0 and below 1")
-        for name in ("decay_steps", "clip_grad"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"optimizer.{name}={getattr(self, name)}: must be finite and not negative")
+            raise ConfigError(f"optimizer.warmup_steps={self.warmup_steps}: must not be negative (-1: use optimizer.warmup_fraction)")
+        require(self, "optimizer", FINITE, "decay_steps", "clip_grad")
+        require(self, "optimizer", AT_LEAST_1, "loss_scale_window")
+        require(self, "optimizer", (lambda beta: 0 <= beta < 1, "must be at least 0 and below 1"), "warmup_fraction", "beta1", "beta2")
+        require(self, "optimizer", (lambda eps: 0 < eps < 1, "must be above 0 and below 1"), "eps")
+        powers: Range = (lambda scale: 0 < scale < math.inf and math.frexp(scale)[0] == 0.5, "must be a power of two")
+        require(self, "optimizer", powers, "initial_loss_scale", "min_loss_scale", note=", so that scaling rounds nothing")
         if not 0 <= self.lr * self.weight_decay < 1:
             raise ConfigError(f"optimizer.weight_decay={self.weight_decay}: must not be negative, and lr * weight_decay must be below 1")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"optimizer.{name}={getattr(self, name)}: must be at least 0 and below 1")
-        if not 0 < self.eps < 1:
-            raise ConfigError(f"optimizer.eps={self.eps}: must be above 0 and below 1")
-        for name in ("initial_loss_scale", "min_loss_scale"):
-            if not 0 < getattr(self, name) < math.inf or math.frexp(getattr(self, name))[0] != 0.5:
-                raise ConfigError(f"optimizer.{name}={getattr(self, name)}: must be a power of two, so that scaling rounds nothing")
         if self.min_loss_scale > self.initial_loss_scale:
             raise ConfigError(
                 f"optimizer.min_loss_scale={self.min_loss_scale}: must be at most initial_loss_scale={self.initial_loss_scale}"
             )
-        if self.loss_scale_window < 1:
-            raise ConfigError(f"optimizer.loss_scale_window={self.loss_scale_window}: must be at least 1")
         if self.precision_aware and not self.distributed:
             raise ConfigError("optimizer.precision_aware=true: needs optimizer.distributed=true")
         if not 0 < self.cpu_offload_fraction <= 1:

@@ -128,7 +128,7 @@ def _after(tap: Tap, operation: Operation, number: int, factor: float) -> Callab
         if operation is Operation.attention:  # the factor on cosines and sines is in its scale
             tap(Operation.queries, number, inputs[0] * factor)
             tap(Operation.keys, number, inputs[1] * factor)
-        if isinstance(output, tuple):  # with a bias that is added later, or a context that there is not
+        if isinstance(output, tuple):  # with a bias that is added later, or an empty context
             output = output[0] if output[1] is None else output[0] + output[1]
         tap(operation, number, output)
 

@@ -58,7 +58,7 @@ class Place(NamedTuple):
         return self.layer, ORDER[self.operation]
 
     def describe(self, num_layers: int) -> str:
-        """As people say it."""
+        """For reports."""
         name = self.operation.value.replace("_", " ")
         return f"layer {self.layer}, {name}" if 0 <= self.layer < num_layers else name
 

@@ -183,7 +183,7 @@ class TrainableModel:
     def train_step(self, batch: Batch, outputs: passes.Outputs, loss: Loss) -> dict[str, Metric]:
         """One optimizer step over all rows. Collective. Returns the loss's metrics over the global batch and `optim/*`.
 
-        If a loss or the gradient is not finite, the guard decides alike on all ranks. It raises RunHalted or RollBack, or omits the update.
+        If a loss or the gradient is not finite, the guard decides, equally on all ranks. It raises RunHalted or RollBack, or omits the update.
         Where only a float16 gradient has overflowed, the update is omitted and counted in `optim/overflows`, and the loss scale is lowered.
         After an omission, weights, optimizer, schedule and random generators are as before the call; no value of this batch is reported.
         An update that leaves a parameter non-finite or absurdly large cannot be undone: the guard never continues from it.
@@ -235,7 +235,7 @@ class TrainableModel:
         if self.loss_scale.is_on:
             rate |= {LOSS_SCALE: Max(maximum=self.loss_scale.value), OVERFLOWS: Sum(total=int(overflowed))}
         if grad_norm is not None:
-            # Where nothing is clipped Megatron-Core may not measure the norm, and gives 0: that would say that there was no gradient.
+            # Without clipping Megatron-Core may not measure the norm, and gives 0, which would look like no gradient.
             norm = {"optim/grad_norm": Mean(total=grad_norm, count=1)} if grad_norm or self._clips else {}
             return {**norm, **rate, SKIPPED: Sum(total=0), UPDATES: Sum(total=1)}
         made: dict[str, Metric] = {"optim/grad_norm": Mean(total=0.0, count=0), **rate, SKIPPED: Sum(total=int(not overflowed))}

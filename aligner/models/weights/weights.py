@@ -73,7 +73,7 @@ class WeightSource(Protocol):
         """A whole parameter in Megatron's layout, of this shape; rows of the vocabulary's padding are 0."""
 
     def head(self, name: str, shape: torch.Size) -> Tensor | None:
-        """A parameter of a head; None where there is none."""
+        """A parameter of a head; None if the files have no such tensor."""
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three bits below the sign
@@ -89,7 +89,7 @@ def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def fp8(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """FP8 by blocks (DeepSeek-V3, 2412.19437, 3.3): float8 `numbers` [rows, columns], a scale for each block of so many rows and columns,
+    """FP8 by blocks (DeepSeek-V3, 2412.19437, 3.3): float8 `numbers` [rows, columns], a scale for each `block` of rows and columns,
     of which the last ones may have fewer, -> float32. Raises ValueError for another number of scales."""
     if scales.shape != tuple(-(-size // part) for size, part in zip(numbers.shape, block, strict=True)):
         raise ValueError(f"has {tuple(scales.shape)} scales for {tuple(numbers.shape)} in blocks of {block}")
@@ -124,7 +124,7 @@ class HFWeights:
         self._handles: dict[Path, Any] = {}
 
     def notes(self, architecture: Architecture) -> list[str]:
-        """What a user should know of the files beside what the config says."""
+        """What a user should know about the files beyond the config."""
         notes = self._unread
         if not architecture.tied_embeddings and architecture_from_hf(read_json(self.directory / CONFIG_FILE)).tied_embeddings:
             notes = [*notes, "the config ties the output layer to the embedding, the files have another one: kept apart, also in exports"]
@@ -152,7 +152,7 @@ class HFWeights:
             raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
 
     def _read(self, stored: str, part: int | None) -> Tensor:
-        """A tensor of a file as it is, or what is at `part` of its first dimension."""
+        """A tensor of a file unchanged, or its slice at `part` of the first dimension."""
         path = self.directory / self._files[stored]
         try:
             handle = self._handles[path] = self._handles.get(path) or safe_open(path, framework="pt")
@@ -207,7 +207,7 @@ class HFWeights:
         return to_megatron(rule, tensors, architecture, shape[0])
 
     def head(self, name: str, shape: torch.Size) -> Tensor | None:
-        """A parameter of the head; None where there is none."""
+        """A parameter of the head; None if the files have no such tensor."""
         return self.get_shaped(name, tuple(shape)) if name in self._stored else None
 
 
@@ -222,7 +222,7 @@ def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True)
     """Fill this rank's shards from a Hugging Face directory; heads that it lacks (a new value head) keep their initialisation, and all do
     without `with_head`.
 
-    No communication. Raises ModelFilesError for a tensor that is missing (anywhere in the model, on every rank alike), has the wrong shape,
+    No communication. Raises ModelFilesError for a tensor that is missing (anywhere in the model; every rank raises), has the wrong shape,
     or is in the files but belongs to no parameter.
     """
     fill(chunks, HFWeights(directory, weight_names(chunks[0].architecture)), with_head=with_head)

@@ -73,7 +73,7 @@ def test_the_start_warns_where_too_few_fit(trained, tmp_path, monkeypatch):
     free(monkeypatch, int(checkpoint.estimated_bytes(model) * 2.5))
     warning = checkpoint.shortage(model, folder, keep=2)
     assert warning.startswith(f"warning: {folder}: a checkpoint takes about ")
-    assert warning.endswith("room for 2, the run wants 3 at a time (checkpoint.keep=2)")
+    assert warning.endswith("room for 2, the run needs 3 at a time (checkpoint.keep=2)")
     assert checkpoint.shortage(model, folder, keep=0) == ""  # keeps all: there is room for two
 
 

@@ -100,7 +100,7 @@ def test_a_served_model_leaves_the_decision_to_its_client(guarded, capsys):
     assert (reply[SKIPPED], reply[SKIPPED_IN_A_ROW]) == (2, 2) and math.isfinite(reply["sft/loss"])
     assert "guard: the gradient of optimizer step 1 is not finite" in capsys.readouterr().out
     judge_reply(GuardConfig(non_finite=NonFinite.skip, max_skips=2), reply, step=7)
-    with pytest.raises(RunHalted, match=r"2 updates of step 7: .*: 2 in a row \(guard.max_skips=1\)"):
+    with pytest.raises(RunHalted, match=r"2 updates of step 7: .*: 2 updates in a row \(guard.max_skips=1\)"):
         judge_reply(GuardConfig(non_finite=NonFinite.skip, max_skips=1), reply, step=7)
     with pytest.raises(RunHalted, match="the critic left out 2 updates of step 7"):
         judge_reply(GuardConfig(), reply, step=7)

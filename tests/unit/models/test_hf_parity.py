@@ -255,7 +255,9 @@ def test_quantized_weights_are_refused(hf_directory, load_policy, tmp_path):
         load_policy(broken)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "no JSON"), ("[]", "a JSON list"), ("version https://git-lfs.git", "Git LFS pointer")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not valid JSON"), ("[]", "a JSON list"), ("version https://git-lfs.git", "Git LFS pointer")]
+)
 def test_a_damaged_config_is_refused_by_name(text, message, hf_directory, load_policy, tmp_path):
     shutil.copytree(hf_directory("llama"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(text)

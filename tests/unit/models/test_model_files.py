@@ -395,7 +395,7 @@ def test_an_index_that_leads_elsewhere(file, changed, unbuilt):
     names = load_file(directory / "model.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
     message = unbuilt(directory, ModelFilesError)
-    assert f"model.safetensors.index.json: weight_map says {file!r}" in message and "allowed: the name of a file beside it" in message
+    assert f"model.safetensors.index.json: weight_map has {file!r}" in message and "allowed: the name of a file beside it" in message
 
 
 def test_a_snapshot_of_the_cache_is_made_of_links(changed, load_policy, tmp_path):
@@ -417,7 +417,7 @@ def test_an_adapter_as_a_model_leads_to_its_setting(changed, unbuilt, tmp_path):
     says = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 8, "lora_alpha": 16}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(says))
     message = unbuilt(tmp_path / "adapter")
-    assert f"model.path={tmp_path}/adapter: an adapter (adapter_config.json), which is no model by itself" in message
+    assert f"model.path={tmp_path}/adapter: an adapter (adapter_config.json), not a model by itself" in message
     assert f"allowed: model.path=org/base with model.lora.path={tmp_path}/adapter model.lora.rank=8 model.lora.alpha=16" in message
     both = changed("llama")
     (both / "adapter_config.json").write_text(json.dumps(says | {"base_model_name_or_path": None}))

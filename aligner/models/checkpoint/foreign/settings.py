@@ -209,7 +209,7 @@ def _experts(keys: _Keys, name: str, ffn_hidden_size: int) -> dict[str, Any]:
 
 
 def _of_a_family(fields: Mapping[str, Any], *, everywhere: bool, qkv: bool) -> Architecture:
-    """The first family whose Hugging Face config says exactly these fields. Raises ConfigError naming what the closest one has not."""
+    """The first family whose Hugging Face config has exactly these fields. Raises ConfigError naming the differences of the closest."""
     closest: tuple[Family, dict[str, Any]] | None = None
     for family, biases in _candidates(everywhere=everywhere, qkv=qkv):
         architecture = Architecture(family=family, **fields, **biases)

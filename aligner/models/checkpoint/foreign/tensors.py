@@ -44,7 +44,7 @@ class Files:
         return sorted(path.relative_to(self.root).as_posix() for path in found)
 
     def open(self, name: str) -> IO[bytes]:
-        """A seekable file. Raises CheckpointError where there is none."""
+        """A seekable file. Raises CheckpointError if it is missing."""
         try:
             return (self.root / name).open("rb")
         except FileNotFoundError as error:
@@ -69,7 +69,7 @@ class Files:
         try:
             content = json.loads(self.read(name))
         except ValueError as error:
-            raise CheckpointError(f"{self.where(name)} is damaged: no JSON: {error}") from error
+            raise CheckpointError(f"{self.where(name)} is not valid JSON: {error}") from error
         if not isinstance(content, dict):
             raise CheckpointError(f"{self.where(name)} is damaged: a JSON {type(content).__name__}, expected an object")
         return content
@@ -82,7 +82,7 @@ class Files:
 class Archive(Files):
     """The files of a tar. One that is compressed is unpacked into an unnamed temporary file (TMPDIR) first.
 
-    Raises CheckpointError for a file that is no tar, and for members that are no plain files or lead out of it.
+    Raises CheckpointError for a file that is not a tar, and for members that are not plain files or lead out of it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ class Archive(Files):
             self._members = {_name(path, member): member for member in self._tar if not member.isdir()}
         except (tarfile.TarError, OSError, ValueError) as error:
             self._file.close()
-            raise CheckpointError(f"{path}: is no NeMo archive, or damaged: {error}") from error
+            raise CheckpointError(f"{path}: not a NeMo archive, or damaged: {error}") from error
         except CheckpointError:
             self._file.close()
             raise
@@ -192,15 +192,15 @@ class TorchDist:
         data, where = self._stored(MetadataIndex(name, offsets))
         tensor = safe_pickle.load_as_data(io.BytesIO(data), f"{where}: {name}")
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{where}: {name} is no tensor")
+            raise CheckpointError(f"{where}: {name} is not a tensor")
         return tensor
 
     def _stored(self, index: MetadataIndex) -> tuple[bytes, str]:
         stored = self._storage.get(index)
         if stored is None:
-            raise CheckpointError(f"{self._where}: does not say where {index.fqn} is")
+            raise CheckpointError(f"{self._where}: has no place for {index.fqn}")
         if not is_plain_name(stored.relative_path):
-            raise CheckpointError(f"{self._where}: refers to {stored.relative_path!r}, which is no file beside it")
+            raise CheckpointError(f"{self._where}: refers to {stored.relative_path!r}, which is not a file beside it")
         if getattr(stored, "transform_descriptors", None):
             raise CheckpointError(f"{self._where}: {index.fqn} is compressed; allowed: files as Megatron-Core writes them")
         name = self._name(stored.relative_path)
