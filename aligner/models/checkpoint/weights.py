@@ -23,8 +23,7 @@ from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.config import LoraConfig, LoraTarget
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.modules.chunk import Chunk
-from aligner.models.modules.initialise import global_name
+from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.lora import Adapter, make_adapters, named_adapters
 from aligner.models.modules.scalar_head import HEAD, read_head

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from aligner.models.architecture import rope
 from aligner.models.architecture.divisible import fp8_token_multiple
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.modules.batch_invariant import INVARIANT
+from aligner.models.modules.chunk import WeightGather
 from aligner.models.modules.initialise import initialise
 from aligner.models.modules.layer_kinds import block_spec, finish_transformer_engine
 from aligner.models.modules.layers import ORDINARY
@@ -127,62 +128,6 @@ class ProjectedEmbedding(VocabParallelEmbedding):
 def _whole_linear(config: TransformerConfig, inputs: int, outputs: int) -> torch.nn.Linear:
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     return torch.nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype, device=device)
-
-
-class WeightGather:
-    """Updated weights travel between data-parallel replicas while the next batch is prepared and the first layers already compute.
-
-    With a distributed optimizer (ZeRO stage 1; Rajbhandari et al. 2020, 1910.02054) a rank updates its share of each bucket of weights, and
-    an all-gather exchanges the shares. Here it is asynchronous: `start` issues it for all buckets in the order in which a forward pass
-    needs them, a layer waits for its own buckets, and everything else that reads weights calls `finish` first (`Transformer.settle`). All
-    ranks issue the same collectives in the same order. Nothing is copied, and the numbers are those of the synchronous exchange.
-
-    Megatron-Core's own hooks are not used. They issue the gathers, so that a replica without rows in a validation batch would leave the
-    others waiting, and they wait for the parameters of modules that are called: the output layer's weight and an adapter's B are read
-    without that. `runner`: the chunk's DistributedDataParallel, made with `overlap_param_gather`.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        runner.disable_forward_pre_hook(param_sync=False)
-        self._group_of = runner.param_to_bucket_group
-        everything = (*runner.bucket_groups, *runner.expert_parallel_bucket_groups)
-        order: dict[Any, None] = {}
-        for module, parameters in _readers(runner.module):
-            groups = self._groups(parameters)
-            order |= dict.fromkeys(groups)
-            if groups:
-                module.register_forward_pre_hook(lambda *_, groups=groups: _finish_gathers(groups))
-        self._groups_in_order = [*order, *(group for group in everything if group not in order)]
-        runner.module.register_forward_hook(lambda *_: self.finish())  # what heads read of the chunk
-
-    def start(self) -> None:
-        """Issue the gathers; after an update of the weights, on every rank."""
-        for group in self._groups_in_order:
-            group.start_param_sync()
-
-    def finish(self) -> None:
-        """Wait until all weights are there (on a GPU the stream waits, not the host). Does nothing where they are."""
-        _finish_gathers(self._groups_in_order)
-
-    def _groups(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
-        return list(dict.fromkeys(self._group_of[p] for p in parameters if p in self._group_of))
-
-
-def _readers(chunk: Any) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """(module, the parameters that its forward pass may read) in the order of a pass through the chunk."""
-    whole = [*([chunk.embedding] if chunk.pre_process else []), *chunk.decoder.layers]
-    inside = {id(module) for one in whole for module in one.modules()}
-    for one in whole:
-        yield one, list(one.parameters())
-    for module in chunk.modules():
-        if id(module) not in inside:
-            yield module, list(module.parameters(recurse=False))
-
-
-def _finish_gathers(groups: Iterable[Any]) -> None:
-    for group in groups:
-        if group.param_gather_handle is not None:
-            group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from aligner.errors import ConfigError
 from aligner.models.config import Architecture, LoraConfig, LoraTarget
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, Layout, Rule
-from aligner.models.modules.initialise import global_name
+from aligner.models.modules.chunk import global_name
 from aligner.models.modules.layer_kinds import KINDS, SPLIT_INPUTS
 from aligner.models.modules.linear import LinearWeight, linear_weight
 from aligner.parallel.mcore import (

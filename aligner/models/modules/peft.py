@@ -21,8 +21,7 @@ from aligner.hub.names import parse
 from aligner.models.config import Architecture, Family, LoraConfig
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.modules.chunk import Chunk
-from aligner.models.modules.initialise import global_name
+from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.lora import Adapter, Pairs, named_adapters, pairs_of
 from aligner.models.modules.scalar_head import HEAD, ScalarHead
 from aligner.models.weights.shards import Place, adapter_shards, all_places, gather_plain, named_shards, places_everywhere, shard_anywhere

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import fp8_token_multiple
-from aligner.models.modules.build import WeightGather
-from aligner.models.modules.chunk import Chunk
+from aligner.models.modules.chunk import Chunk, WeightGather
 from aligner.models.modules.fusions import note_once
 from aligner.models.modules.linear import weight_storage
 from aligner.models.modules.router import AuxiliaryLosses, routers, take_metrics
-from aligner.models.modules.shared_prompts import families
+from aligner.models.modules.shared_prompts import prompt_keys
 from aligner.models.training import finite
 from aligner.models.training import forward as passes
 from aligner.models.training.adam import LossScale, build_optimizer, build_scheduler, main_weights
@@ -32,11 +31,11 @@ from aligner.models.training.placement import Splits
 from aligner.parallel import mcore, platform
 from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, gather_objects, reduce_metrics
 from aligner.parallel.mcore import tensor_parallel
-from aligner.parallel.micro_batches import MicroBatching, Plan, plan, plan_families
+from aligner.parallel.micro_batches import Family, MicroBatching, Plan, plan, plan_families
 from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Max, Mean, Metric, Sum, without_values
-from aligner.types import UNROUTED, Batch, LossOutput, PreferenceBatch, TokenBatch, TokenOutputs
+from aligner.types import UNROUTED, Batch, LossOutput, MaskedBatch, PreferenceBatch, TokenBatch, TokenOutputs
 from aligner.types.rows import num_rows, pad_columns
 
 
@@ -183,7 +182,7 @@ class TrainableModel:
     def train_step(self, batch: Batch, outputs: passes.Outputs, loss: Loss) -> dict[str, Metric]:
         """One optimizer step over all rows. Collective. Returns the loss's metrics over the global batch and `optim/*`.
 
-        If a loss or the gradient is not finite, the guard decides, equally on all ranks. It raises RunHalted or RollBack, or omits the update.
+        If a loss or the gradient is not finite, the guard decides for all ranks. It raises RunHalted or RollBack, or omits the update.
         Where only a float16 gradient has overflowed, the update is omitted and counted in `optim/overflows`, and the loss scale is lowered.
         After an omission, weights, optimizer, schedule and random generators are as before the call; no value of this batch is reported.
         An update that leaves a parameter non-finite or absurdly large cannot be undone: the guard never continues from it.
@@ -337,6 +336,26 @@ class TrainableModel:
         if len(self.chunks) > 1:  # the interleaved schedule works in groups of pp micro-batches
             count = -(-count // self.topology.pp_size) * self.topology.pp_size
         return passes.cut(batch, own, self.splits, count=count, unit=_unit(batch), fixed_shape=self.topology.pp_size > 1)
+
+
+def families(batch: MaskedBatch, *, unit: int, capacity: int) -> list[Family]:
+    """Rows of the whole batch by their prompts, `unit` neighbours always together; cut where one would have more than `capacity` tokens."""
+    lengths, prompts = batch.lengths.tolist(), prompt_keys(batch)
+    by_prompt: dict[object, list[int]] = {}
+    for start in range(0, len(lengths), unit):
+        keys = set(prompts[start : start + unit])
+        by_prompt.setdefault(keys.pop() if len(keys) == 1 else start, []).append(start)
+    found: list[Family] = []
+    for key, starts in by_prompt.items():
+        shared = key[0] - 1 if isinstance(key, tuple) else 0
+        for start in starts:
+            rows = tuple(range(start, start + unit))
+            added = sum(lengths[row] - shared for row in rows)
+            if start != starts[0] and found[-1].size + added <= capacity:
+                found[-1] = Family(rows=found[-1].rows + rows, size=found[-1].size + added)
+            else:
+                found.append(Family(rows=rows, size=shared + added))
+    return found
 
 
 def _unit(batch: Batch) -> int:

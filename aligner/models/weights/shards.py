@@ -12,8 +12,7 @@ from torch import Tensor
 
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Rule
-from aligner.models.modules.chunk import Chunk
-from aligner.models.modules.initialise import global_name
+from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.scalar_head import HEAD
 from aligner.parallel import platform

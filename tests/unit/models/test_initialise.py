@@ -51,7 +51,7 @@ def test_a_deeper_model_starts_with_the_same_layers_up_to_their_scale():
 
 
 def test_names_of_norms_that_transformer_engine_fuses():
-    from aligner.models.modules.initialise import global_name
+    from aligner.models.modules.chunk import global_name
 
     chunk = build()
     assert global_name(chunk, "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight") == "decoder.layers.1.input_layernorm.weight"

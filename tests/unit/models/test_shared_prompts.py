@@ -47,7 +47,7 @@ def test_segments_are_prompts_and_what_goes_on_from_them(topology):
 
 
 def test_families_keep_rows_of_a_prompt_together_up_to_the_capacity(topology):
-    from aligner.models.modules.shared_prompts import families
+    from aligner.models.training.trainable import families
     from aligner.parallel.micro_batches import Family
 
     found = families(GROUPS, unit=1, capacity=28)
@@ -64,7 +64,8 @@ def test_families_keep_rows_of_a_prompt_together_up_to_the_capacity(topology):
 
 def test_prompts_that_only_begin_alike_are_not_shared(topology):
     """The same first token and length, and others behind; and the same tokens of which a loss looks at some."""
-    from aligner.models.modules.shared_prompts import families, segments_of
+    from aligner.models.modules.shared_prompts import segments_of
+    from aligner.models.training.trainable import families
 
     tokens = torch.tensor([[5, 6, 7, 9], [5, 6, 8, 9], [5, 6, 8, 9]])
     mask = torch.tensor([[False, False, False, True], [False, False, False, True], [False, False, True, True]])

@@ -186,7 +186,7 @@ def test_what_cannot_replay_is_refused(settings, num_experts, message):
 def test_prompts_with_other_routes_are_not_shared(hf_directory, load_policy):
     """Rows 1 and 4 have one prompt, and one family unless a token of it was sampled by other experts; not the prompt's last, which no
     family shares."""
-    from aligner.models.modules.shared_prompts import families
+    from aligner.models.training.trainable import families
 
     batch = rollout_batch(sample(make(load_policy, hf_directory("mixtral"), replays=True)), 0)
 
