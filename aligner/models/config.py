@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
-from aligner.models.architecture.architecture import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, require
+from aligner.models.architecture.architecture import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, refuse, require
 from aligner.models.architecture.architecture import NOT_SCALED as NOT_SCALED
 from aligner.models.architecture.architecture import OF_EXPERTS as OF_EXPERTS
 from aligner.models.architecture.architecture import ROPE_FACTORS as ROPE_FACTORS
@@ -158,35 +158,28 @@ class ModelConfig:
         require(self, "model", NOT_NEGATIVE, "seq_length", note=" (0 is the model's own)")
         coefficients = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate")
         require(self, "model", NOT_NEGATIVE, "micro_batch_tokens", *coefficients, note=" (0 is off)")
-        if self.fp8 and (self.layers is Layers.torch or self.batch_invariant):
-            raise ConfigError(
-                "model.fp8=true: needs Transformer Engine's layers; allowed: model.layers=auto or transformer_engine, not batch_invariant"
-            )
-        if self.fp8_recipe is Fp8Recipe.delayed:
-            raise ConfigError(
-                "model.fp8_recipe=delayed: its scales are those of passes before, so data-parallel replicas that make different numbers of "
-                "passes wait for each other for ever, and a model that is not trained has none; allowed: auto, blockwise, mxfp8, tensorwise"
-            )
-        if self.fp8_recipe is not Fp8Recipe.auto and not self.fp8:
-            raise ConfigError(f"model.fp8_recipe={self.fp8_recipe.value}: needs model.fp8=true; allowed without: auto")
-        if self.batch_invariant and self.layers is Layers.transformer_engine:
-            raise ConfigError(
-                "model.batch_invariant=true: the sums of Transformer Engine's layers depend on the batch; allowed: layers=auto, torch"
-            )
-        if self.batch_invariant and self.lora.is_on:
-            raise ConfigError(
-                "model.batch_invariant=true: the engine computes with merged weights, whose log-probs have other last bits; "
-                "allowed with model.lora.rank=0"
-            )
-        if self.packing and not self.micro_batch_tokens:
-            raise ConfigError("model.packing=true: needs model.micro_batch_tokens, the tokens that one packed row may hold")
-        if self.share_prompts and not self.packing:
-            raise ConfigError("model.share_prompts=true: needs model.packing=true")
-        if self.share_prompts and (self.router_aux_loss_coef or self.router_z_loss_coef):
-            raise ConfigError(
-                "model.share_prompts=true: the routers' auxiliary losses are means over tokens, of which there would be fewer; "
-                "allowed with router_aux_loss_coef=0 and router_z_loss_coef=0"
-            )
+        not_torch = "needs Transformer Engine's layers; allowed: model.layers=auto or transformer_engine, not batch_invariant"
+        delayed = (
+            "its scales are those of passes before, so data-parallel replicas that make different numbers of passes wait for each other "
+            "for ever, and a model that is not trained has none; allowed: auto, blockwise, mxfp8, tensorwise"
+        )
+        merged = "the engine computes with merged weights, whose log-probs have other last bits; allowed with model.lora.rank=0"
+        means = "the routers' auxiliary losses are means over tokens, which it makes fewer; allowed if both coefficients are 0"
+        recipe, te = self.fp8_recipe, "the sums of Transformer Engine's layers depend on the batch; allowed: layers=auto, torch"
+        tokens = "needs model.micro_batch_tokens, the tokens that one packed row may hold"
+        refuse(
+            (self.fp8 and (self.layers is Layers.torch or self.batch_invariant), f"model.fp8=true: {not_torch}"),
+            (recipe is Fp8Recipe.delayed, f"model.fp8_recipe=delayed: {delayed}"),
+            (
+                recipe is not Fp8Recipe.auto and not self.fp8,
+                f"model.fp8_recipe={recipe.value}: needs model.fp8=true; allowed without: auto",
+            ),
+            (self.batch_invariant and self.layers is Layers.transformer_engine, f"model.batch_invariant=true: {te}"),
+            (self.batch_invariant and self.lora.is_on, f"model.batch_invariant=true: {merged}"),
+            (self.packing and not self.micro_batch_tokens, f"model.packing=true: {tokens}"),
+            (self.share_prompts and not self.packing, "model.share_prompts=true: needs model.packing=true"),
+            (self.share_prompts and (self.router_aux_loss_coef or self.router_z_loss_coef), f"model.share_prompts=true: {means}"),
+        )
 
     @property
     def tokenizer_path(self) -> str:

@@ -121,6 +121,13 @@ FINITE: Range = (lambda value: 0 <= value < math.inf, "must be finite and not ne
 POSITIVE: Range = (lambda value: 0 < value < math.inf, "must be finite and above 0")
 
 
+def refuse(*checks: tuple[Any, str]) -> None:
+    """Raise ConfigError with the message of the first check that is true."""
+    for wrong, message in checks:
+        if wrong:
+            raise ConfigError(message)
+
+
 def require(config: Any, key: str, allowed: Range, *names: str, note: str = "") -> None:
     """Raise ConfigError, naming setting and value, unless these fields of a section of the config are in the range."""
     holds, must = allowed

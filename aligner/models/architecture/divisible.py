@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aligner.errors import ConfigError
+from aligner.models.architecture.architecture import refuse
 from aligner.models.config import Activation, Architecture, Fp8Recipe, Layers, ModelConfig, Normalization, ParallelResidual
 from aligner.parallel.topology import ParallelConfig
 
@@ -47,25 +48,26 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
 
 def check_together(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError for settings that are valid alone but not together."""
-    if parallel.tp_comm_overlap and model.layers is Layers.torch:
-        raise ConfigError(
-            "parallel.tp_comm_overlap=true: needs Transformer Engine's layers; allowed: model.layers=auto or transformer_engine"
-        )
-    if parallel.tp_comm_overlap and not model.packing:
-        raise ConfigError("parallel.tp_comm_overlap=true: needs model.packing=true (its buffers are of micro-batches of one size)")
-    if model.batch_invariant and (problem := _variant_problem(architecture)):
-        raise ConfigError(f"model.batch_invariant=true: {problem} has no invariant form here; allowed: models without it")
-    if model.batch_invariant and architecture.num_experts:
-        raise ConfigError(
-            f"model.batch_invariant=true: not for mixtures of experts (num_experts={architecture.num_experts}): the sums over a token's "
-            "experts have no invariant form here; allowed: dense models"
-        )
-    if architecture.linear_attention_layers and parallel.cp > 1:
-        raise ConfigError(f"parallel.cp={parallel.cp}: the model's delta nets hand a state on from token to token; allowed: 1")
-    if model.share_prompts and parallel.cp > 1:
-        raise ConfigError(
-            f"model.share_prompts=true: sequences that are split over parallel.cp={parallel.cp} ranks cannot share prompts; allowed: cp=1"
-        )
+    problem, experts = _variant_problem(architecture), architecture.num_experts
+    overlap, invariant, cp = "parallel.tp_comm_overlap=true: needs", "model.batch_invariant=true:", parallel.cp
+    sums = "the sums over a token's experts have no invariant form here; allowed: dense models"
+    refuse(
+        (
+            parallel.tp_comm_overlap and model.layers is Layers.torch,
+            f"{overlap} Transformer Engine's layers; allowed: model.layers=auto or transformer_engine",
+        ),
+        (parallel.tp_comm_overlap and not model.packing, f"{overlap} model.packing=true (its buffers are of micro-batches of one size)"),
+        (model.batch_invariant and problem, f"{invariant} {problem} has no invariant form here; allowed: models without it"),
+        (model.batch_invariant and experts, f"{invariant} not for mixtures of experts (num_experts={experts}): {sums}"),
+        (
+            architecture.linear_attention_layers and cp > 1,
+            f"parallel.cp={cp}: the model's delta nets hand a state on from token to token; allowed: 1",
+        ),
+        (
+            model.share_prompts and cp > 1,
+            f"model.share_prompts=true: sequences that are split over parallel.cp={cp} ranks cannot share prompts; allowed: cp=1",
+        ),
+    )
 
 
 # Fields of an architecture that only torch's layers compute here, not Transformer Engine's, and not the compiled kernels of the rollouts:

@@ -20,7 +20,7 @@ _COMPUTED = ("logit_scale",)
 def _names(architecture: Architecture) -> NameTable:
     norms = _QK_NORM if architecture.qk_norm else {}
     layer = mapping.INPUT_NORM | mapping.QKV | norms | mapping.ATTENTION_OUT | mapping.MLP
-    return NameTable(before=mapping.BEFORE, layer=layer, after=mapping.FINAL_NORM | mapping.OUTPUT)
+    return NameTable(layer=layer)
 
 
 def _common_from_hf(hf: HFConfig, family: Family, *, theta: float) -> Architecture:

@@ -38,10 +38,8 @@ def mixture_names(a: Architecture, attention: Mapping[str, Rule]) -> NameTable:
     shared = mapping.feed_forward("mlp.shared_experts", "mlp.shared_experts") if a.shared_ffn_hidden_size else {}
     mixture = (_ROUTER_BIAS if a.router_bias else {}) | shared | routed
     return NameTable(
-        before=mapping.BEFORE,
         layer=mapping.INPUT_NORM | dict(attention) | mapping.MLP_NORM | mixture,
         dense=mapping.MLP,
-        after=mapping.FINAL_NORM | mapping.OUTPUT,
         further=rf"model\.layers\.{a.num_layers}\..*",
     )
 

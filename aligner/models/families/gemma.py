@@ -24,7 +24,7 @@ _FIXED = {"attention_bias": (False,), "use_bidirectional_attention": (None, Fals
 def _names(attention: Mapping[str, Rule]) -> NameTable:
     """The table of Gemma 2 or 3; `attention` has the rows that its attention has besides."""
     layer = mapping.INPUT_NORM | mapping.QKV | dict(attention) | mapping.ATTENTION_OUT | mapping.SANDWICH_NORMS | mapping.MLP
-    return NameTable(before=mapping.BEFORE, layer=layer, after=mapping.FINAL_NORM | mapping.OUTPUT)
+    return NameTable(layer=layer)
 
 
 def _common_from_hf(

@@ -22,7 +22,7 @@ def _names(architecture: Architecture) -> NameTable:
     biases = mapping.QKV_BIAS if architecture.qkv_bias else {}
     attention = mapping.INPUT_NORM | mapping.QKV | biases | mapping.ATTENTION_OUT | _POST_ATTENTION
     layer = attention | mapping.MLP_NORM | mapping.PACKED_MLP | _POST_MLP
-    return NameTable(before=mapping.BEFORE, layer=layer, after=mapping.FINAL_NORM | mapping.OUTPUT)
+    return NameTable(layer=layer)
 
 
 def _from_hf(hf: HFConfig) -> Architecture:

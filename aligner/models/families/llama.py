@@ -159,11 +159,7 @@ def _mixtral_to_hf(a: Architecture) -> dict[str, Any]:
 
 # Phi-3 (2404.14219) and Phi-4: query, key and value are one matrix, as are gate and up. LongRoPE (2402.13753), the only scaled rotary
 # embedding, stretches the context of some.
-_PHI3_NAMES = NameTable(
-    before=mapping.BEFORE,
-    layer=mapping.INPUT_NORM | mapping.PACKED_QKV | mapping.ATTENTION_OUT | mapping.MLP_NORM | mapping.PACKED_MLP,
-    after=mapping.FINAL_NORM | mapping.OUTPUT,
-)
+_PHI3_NAMES = NameTable(layer=mapping.INPUT_NORM | mapping.PACKED_QKV | mapping.ATTENTION_OUT | mapping.MLP_NORM | mapping.PACKED_MLP)
 _ORIGINAL_LENGTH = 4096  # default of absent keys
 _PHI3_FIXED = {"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)}
 
@@ -188,12 +184,10 @@ def _phi3_to_hf(a: Architecture) -> dict[str, Any]:
 
 # Nemotron-4 15B and 340B (2402.16819, 2406.11704): LayerNorm times 1 + weight, squared ReLU without a gate, half-rotated heads.
 _NEMOTRON_NAMES = NameTable(
-    before=mapping.BEFORE,
     layer=mapping.INPUT_NORM
     | {"input_layernorm.bias": rule("input_layernorm.bias")}
     | mapping.ATTENTION
-    | mapping.MLP_NORM
-    | {"pre_mlp_layernorm.bias": rule("post_attention_layernorm.bias")}
+    | mapping.affine("pre_mlp_layernorm", "post_attention_layernorm")
     | {"mlp.linear_fc1.weight": rule("mlp.up_proj.weight"), "mlp.linear_fc2.weight": rule("mlp.down_proj.weight")},
     after=mapping.FINAL_NORM | {"decoder.final_layernorm.bias": rule("model.norm.bias")} | mapping.OUTPUT,
 )

@@ -85,12 +85,10 @@ class NameTable:
     an expert. `ignored` matches tensors in Hugging Face files that are not parameters.
     """
 
-    before: Mapping[str, Rule]
     layer: Mapping[str, Rule]
-    after: Mapping[str, Rule]
-    dense: Mapping[str, Rule] = field(
-        default_factory=dict
-    )  # the feed-forward part of a mixture's layers without experts, instead of `layer`'s
+    before: Mapping[str, Rule] = field(default_factory=lambda: BEFORE)
+    after: Mapping[str, Rule] = field(default_factory=lambda: FINAL_NORM | OUTPUT)
+    dense: Mapping[str, Rule] = field(default_factory=dict)  # feed-forward part of a mixture's layers without experts, not `layer`'s
     linear: Mapping[str, Rule] = field(default_factory=dict)  # the attention of layers that are delta nets, instead of `layer`'s
     layer_prefix: str = "model.layers.{layer}."
     base_prefix: str = "model."  # what a file of the headless model leaves out of the names
@@ -296,7 +294,7 @@ def llama_like(
     Biases of query, key and value, and of gate and up, directly follow their weights: tensors that an engine fuses must arrive together.
     """
     layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | dict(out) | MLP_NORM | dict(mlp)
-    return NameTable(before=BEFORE, layer=layer, dense=dense, after=FINAL_NORM | OUTPUT)
+    return NameTable(layer=layer, dense=dense)
 
 
 class Size(NamedTuple):

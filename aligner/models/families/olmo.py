@@ -15,11 +15,7 @@ from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import NameTable
 
 _NORMS = {name: one for name, one in mapping.SANDWICH_NORMS.items() if name.startswith("post_")}
-_NAMES = NameTable(
-    before=mapping.BEFORE,
-    layer=mapping.QKV | mapping.QK_NORM | mapping.ATTENTION_OUT | _NORMS | mapping.MLP,
-    after=mapping.FINAL_NORM | mapping.OUTPUT,
-)
+_NAMES = NameTable(layer=mapping.QKV | mapping.QK_NORM | mapping.ATTENTION_OUT | _NORMS | mapping.MLP)
 _THETA = 5e5  # OLMo 3's default
 
 

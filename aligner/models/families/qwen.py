@@ -156,11 +156,9 @@ def _next_names(projections: Mapping[str, Rule], mlp: Mapping[str, Rule], dense:
         "self_attention.linear_out.weight": rule("linear_attn.out_proj.weight"),
     }
     return NameTable(
-        before=mapping.BEFORE,
         layer=mapping.INPUT_NORM | mapping.ATTENTION | mapping.QK_NORM | mapping.MLP_NORM | dict(mlp),
         dense=dense,
         linear=delta_net,
-        after=mapping.FINAL_NORM | mapping.OUTPUT,
         further=r"mtp\..*",
     )
 

@@ -32,8 +32,7 @@ def token_outputs(
     Returns:
         logprobs and entropy, float32 [B, S], 0 where the mask is False.
     """
-    selected, places = _for_vocabulary(module, hidden, placement, mask)
-    weight, projection = _projection(module, temperature)
+    selected, places, weight, projection = _for_vocabulary(module, hidden, placement, mask, temperature)
     logprobs, entropy = linear_logprobs(selected, weight, tokens.reshape(-1)[places], projection)
     return TokenOutputs(logprobs=_scatter(module, logprobs, places, mask.shape), entropy=_scatter(module, entropy, places, mask.shape))
 
@@ -43,8 +42,7 @@ def named_outputs(
 ) -> TokenOutputs:
     """As `token_outputs` without entropy, and besides topk_logprobs float32 [B, S, K] of the tokens that `named` (int64 [B, S, K]) has for
     each position. One projection serves both."""
-    selected, places = _for_vocabulary(module, hidden, placement, mask)
-    weight, projection = _projection(module, temperature)
+    selected, places, weight, projection = _for_vocabulary(module, hidden, placement, mask, temperature)
     wanted = torch.cat([tokens.reshape(-1)[places][:, None], named.flatten(0, 1)[places]], dim=1)
     logprobs = linear_logprobs_of(selected, weight, wanted, projection)
     return TokenOutputs(
@@ -57,8 +55,7 @@ def topk_outputs(
 ) -> TokenOutputs:
     """The `k` likeliest tokens (ids less than `below`) in place of each that `mask` selects, and their log-probs: [B, S, k], likeliest
     first. No gradient."""
-    selected, places = _for_vocabulary(module, hidden, placement, mask)
-    weight, projection = _projection(module, temperature)
+    selected, places, weight, projection = _for_vocabulary(module, hidden, placement, mask, temperature)
     found, logprobs = linear_topk(selected, weight, k, projection, below=below)
     return TokenOutputs(
         topk_tokens=_scatter(module, found, places, mask.shape), topk_logprobs=_scatter(module, logprobs, places, mask.shape)
@@ -96,20 +93,17 @@ def step_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, m
     return TokenOutputs(step_scores=_scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape))
 
 
-def _for_vocabulary(module: LanguageChunk, hidden: Tensor, placement: Placement, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_select`, ready to be projected onto this rank's part of the vocabulary."""
+def _for_vocabulary(
+    module: LanguageChunk, hidden: Tensor, placement: Placement, mask: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Projection]:
+    """As `_select`; and this rank's rows of the output layer, and how they are applied."""
     hidden = module.whole_sequences(hidden, grads_are_partial=True)
     selected, places = _select(hidden, placement.next_token_of, mask)
     if not module.config.sequence_parallel:
         # Sums the ranks' parts of the gradient. On `selected`, whose gradient is contiguous: Megatron reduces a *copy* of one that is not.
         selected = copy_to_tensor_model_parallel_region(selected)
-    return selected, places
-
-
-def _projection(module: LanguageChunk, temperature: float) -> tuple[Tensor, Projection]:
-    """(this rank's rows of the output layer, how they are applied)."""
     weight, start = module.vocabulary_weight()
-    return weight, Projection(
+    projection = Projection(
         vocab_start=start,
         group=module.pg_collection.tp,
         temperature=temperature,
@@ -119,6 +113,7 @@ def _projection(module: LanguageChunk, temperature: float) -> tuple[Tensor, Proj
         arithmetic=module.arithmetic,
         parameter=module.output_parameter,
     )
+    return selected, places, weight, projection
 
 
 def _select(hidden: Tensor, index: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

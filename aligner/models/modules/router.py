@@ -3,7 +3,7 @@
 Gradients here are sums over micro-batches and ranks that are divided once, by the loss's own count: response tokens, pairs or sequences.
 Megatron-Core's router scales its auxiliary losses for a division by *all* tokens, and by the tokens of one rank where several share a
 sequence. Here each micro-batch's auxiliary loss is multiplied by the number of its real tokens, on whatever ranks they are, and
-`weigh_auxiliary_losses` turns the later division by the loss's count into one by the tokens of the whole batch. So the objective is
+`AuxiliaryLosses.weigh` turns the later division by the loss's count into one by the tokens of the whole batch. So the objective is
 
     main loss per count  +  coefficient * (mean over the batch's tokens of their micro-batch's auxiliary loss),
 
@@ -237,27 +237,9 @@ class Router(TopKRouter):
             self.local_tokens_per_expert += real.sum(dim=0)
 
 
-def weigh_auxiliary_losses(config: TransformerConfig, *, aux: float, z: float, count: int, tokens: int) -> None:
-    """Set the coefficients for one optimizer step over a batch with `tokens` real tokens whose loss will be divided by `count`."""
-    scale = count / max(tokens, 1)
-    if aux:
-        config.moe_aux_loss_coeff = aux * scale
-    if z:
-        config.moe_z_loss_coeff = z * scale
-
-
 def routers(chunks: Sequence[torch.nn.Module]) -> list[Router]:
     """Every router of a model's chunks, in the order of the layers."""
     return [layer.mlp.router for chunk in chunks for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
-
-
-def take_balance(chunks: Sequence[torch.nn.Module]) -> Mean:
-    """Load-balancing loss over this rank's tokens and layers since the last call (1 is perfect balance)."""
-    found = routers(chunks)
-    total = Mean(total=sum(float(r.balance.total) for r in found), count=round(sum(float(r.balance.count) for r in found)))
-    for router in found:
-        router.balance = Mean(total=0.0, count=0)
-    return total
 
 
 class AuxiliaryLosses:
@@ -270,15 +252,23 @@ class AuxiliaryLosses:
 
     def weigh(self, config: TransformerConfig, batch: Batch, loss: Loss) -> None:
         """Make the division by the loss's count, which comes after the backward pass, one by the batch's tokens for these losses."""
-        if self._active:
-            weigh_auxiliary_losses(config, aux=self._aux, z=self._z, count=_count(batch, loss), tokens=int(batch.lengths.sum()))
+        if not self._active:
+            return
+        scale = _count(batch, loss) / max(int(batch.lengths.sum()), 1)
+        if self._aux:
+            config.moe_aux_loss_coeff = self._aux * scale
+        if self._z:
+            config.moe_z_loss_coeff = self._z * scale
 
     def metrics(self) -> dict[str, Metric]:
         """`moe/load_balancing_loss` of the step: the mean over tokens and layers, 1 where experts are used evenly. Collective."""
         if not (self._active and self._aux):
             return {}
-        seen = take_balance(self._chunks)
-        both = torch.tensor([seen.total, seen.count], dtype=torch.float64, device=platform.device())
+        found = [router.balance for router in routers(self._chunks)]
+        seen = [sum(float(one.total) for one in found), round(sum(float(one.count) for one in found))]
+        for router in routers(self._chunks):
+            router.balance = Mean(total=0.0, count=0)
+        both = torch.tensor(seen, dtype=torch.float64, device=platform.device())
         if dist.get_world_size() > 1:
             dist.all_reduce(both)
         return {"moe/load_balancing_loss": Mean(total=both[0].item(), count=both[1].item())}

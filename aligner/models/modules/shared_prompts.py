@@ -98,18 +98,6 @@ def _shared_with_row_before(batch: MaskedBatch) -> list[int]:
     return [0] + [key[0] - 1 if isinstance(key, tuple) and key == before else 0 for before, key in zip(keys[:-1], keys[1:], strict=True)]
 
 
-def packed_params(segments: Sequence[tuple[int, int, int]], spans: KeySpans, positions: Tensor, *, length: int) -> SegmentedPackedSeqParams:
-    """The description of a packed input [1, length] whose `segments` are on this rank, with shared prompts or without."""
-    return SegmentedPackedSeqParams(
-        qkv_format="thd",
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
-        segments=tuple(segments),
-        positions=positions.flatten(),
-        spans=spans,
-    )
-
-
 def local_segments(segments: Sequence[Segment], bounds: Sequence[int], cp_size: int) -> list[tuple[int, int, int]]:
     """(first slot, one beyond the last, index of the prefix or -1) on each context-parallel rank, which holds an equal part of every
     segment. `bounds`: where each starts in the whole input, and the end; what is behind the last segment is padding."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.models.modules.shared_prompts import Segment, SegmentedPackedSeqParams, key_spans, local_segments, packed_params, segments_of
+from aligner.models.modules.shared_prompts import Segment, SegmentedPackedSeqParams, key_spans, local_segments, segments_of
 from aligner.parallel.context import local_slots
 from aligner.parallel.mcore import PackedSeqParams
 from aligner.types import Batch, no_expert
@@ -102,7 +102,8 @@ def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None)
         packed = _packed_params(bounds, batch.tokens.device)
         if splits.segmented or splits.share_prompts:
             own = local_segments(segments, bounds, splits.cp_size)
-            packed = packed_params(own, key_spans(own, splits.cp_rank, splits.cp_size), positions, length=length)
+            described = {"segments": tuple(own), "positions": positions.flatten(), "spans": key_spans(own, splits.cp_rank, splits.cp_size)}
+            packed = SegmentedPackedSeqParams(qkv_format="thd", max_seqlen_q=length, max_seqlen_kv=length, **described)
         if splits.share_prompts and not splits.segmented:  # Transformer Engine's rotary embedding needs a sequence
             packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor([0, length], dtype=torch.int32)
     tokens = torch.where(token_of >= 0, batch.tokens.reshape(-1)[token_of.clamp(min=0)], 0)
