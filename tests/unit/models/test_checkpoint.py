@@ -13,6 +13,10 @@ import torch
 from aligner.errors import CheckpointError
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.sft import sft_loss
+from aligner.models.checkpoint import checkpoint
+from aligner.models.checkpoint import optimizer as checkpoint_optimizer
+from aligner.models.checkpoint.checkpoint import SaveRequest
+from aligner.models.checkpoint.checkpoint import save as save_checkpoint
 from aligner.models.config import Dtype
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch
@@ -49,9 +53,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def save(model, directory: Path, step: int = 2, **state) -> Path:
-    from aligner.models.checkpoint.checkpoint import SaveRequest
-    from aligner.models.checkpoint.checkpoint import save as save_checkpoint
-
     return save_checkpoint(directory, model.model, SaveRequest(step=step, state=state))
 
 
@@ -60,8 +61,6 @@ def save(model, directory: Path, step: int = 2, **state) -> Path:
     [("policy", True, Dtype.float32), ("policy", False, Dtype.float32), ("policy", True, Dtype.bfloat16), ("reward", True, Dtype.float32)],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(kind, distributed, dtype, make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     options = {"optimizer": adam(distributed=distributed), "config": {"dtype": dtype}, "training": {"micro_batch_size": 2}}
     first = make_model(kind, seed=1, **options)
     train(first, kind, range(3))
@@ -78,8 +77,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, distributed, dtype, make_m
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_rates_and_betas_are_those_of_the_run_that_goes_on(distributed, make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     first = make_model("policy", optimizer=adam(distributed=distributed))
     train(first, "policy", range(2))
     save(first, tmp_path)
@@ -91,8 +88,6 @@ def test_rates_and_betas_are_those_of_the_run_that_goes_on(distributed, make_mod
 
 
 def test_layout_of_a_checkpoint(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors", "config.json"):
@@ -116,8 +111,6 @@ def test_layout_of_a_checkpoint(make_model, tmp_path):
 
 
 def test_a_frozen_model_saves_no_optimizer(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     reward = make_model("reward")
     path = save(reward, tmp_path)
     assert not (path / "optimizer").exists()
@@ -143,8 +136,6 @@ def test_create_reads_a_checkpoint(make_model, load_policy, tmp_path):
 
 
 def test_a_value_model_starts_from_a_reward_or_a_language_model(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     batch = TokenBatch(tokens=make_batch("policy").tokens, lengths=make_batch("policy").lengths)
     reward, policy = make_model("reward", seed=1), make_model("policy", seed=2)
     value = make_model("value", seed=3)
@@ -163,8 +154,6 @@ def test_a_value_model_starts_from_a_reward_or_a_language_model(make_model, tmp_
 def test_spread_experts_of_an_optimizer_that_is_not_distributed():
     from types import SimpleNamespace
 
-    from aligner.models.checkpoint import optimizer as checkpoint_optimizer
-
     one, two = (SimpleNamespace(param_groups=[], chained_optimizers=[object()] * number) for number in (1, 2))
     for optimizer, loaded in ((one, {0: {}, 1: {}}), (two, {"optimizer": {}, 0: {}, 1: {}})):
         with pytest.raises(CheckpointError, match=r"spread over ranks otherwise \(parallel.ep\).*needs optimizer.distributed=true"):
@@ -173,8 +162,6 @@ def test_spread_experts_of_an_optimizer_that_is_not_distributed():
 
 def test_a_resumed_run_follows_its_own_configs_schedule(make_model, tmp_path):
     """More steps and a lower rate were asked for than at first: the position is the checkpoint's, the schedule the new config's."""
-    from aligner.models.checkpoint import checkpoint
-
     options = {"warmup_steps": 0, "min_lr": 0.0, "clip_grad": 1e-6}
     short = make_model("policy", optimizer=adam(lr=1.0, **options), training={"total_steps": 4})
     train(short, "policy", range(2))
@@ -186,8 +173,6 @@ def test_a_resumed_run_follows_its_own_configs_schedule(make_model, tmp_path):
 
 
 def test_a_checkpoint_from_before_the_first_step(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     for distributed in (True, False):
         first = make_model("policy", optimizer=adam(distributed=distributed), seed=1)
         save(first, tmp_path / str(distributed), step=0)
@@ -201,8 +186,6 @@ def test_a_checkpoint_from_before_the_first_step(make_model, tmp_path):
 
 
 def test_no_checkpoint_at_all(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     model = make_model("policy").model
     with pytest.raises(CheckpointError, match="absent: no checkpoint here .*no such directory"):
         checkpoint.load(model, tmp_path / "absent")
@@ -214,8 +197,6 @@ def test_no_checkpoint_at_all(make_model, tmp_path):
 
 
 def test_a_scalar_models_checkpoint_is_no_policy(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     path = save(make_model("reward"), tmp_path)
     with pytest.raises(CheckpointError, match="a scalar model's checkpoint cannot be loaded into a language model"):
         checkpoint.load(make_model("policy").model, path)
@@ -225,8 +206,6 @@ def test_a_scalar_models_checkpoint_is_no_policy(make_model, tmp_path):
     "change", [{"hidden_size": 16}, {"num_layers": 3}, {"num_layers": 1}, {"ffn_hidden_size": 32}, {"vocab_size": 60}, {"vocab_size": 90}]
 )
 def test_a_checkpoint_of_other_sizes_is_refused(change, make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     path = save(make_model("policy"), tmp_path)
     name = next(iter(change))
     with pytest.raises(CheckpointError, match=name):
@@ -234,8 +213,6 @@ def test_a_checkpoint_of_other_sizes_is_refused(change, make_model, tmp_path):
 
 
 def test_another_format_is_refused(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     path = save(make_model("policy"), tmp_path)
     marker = json.loads((path / "aligner.json").read_text())
     (path / "aligner.json").write_text(json.dumps(marker | {"format": 99}))
@@ -245,9 +222,6 @@ def test_another_format_is_refused(make_model, tmp_path):
 
 def test_loading_holds_the_optimizers_state_once(make_model, tmp_path, monkeypatch):
     """Of what was read nothing is left when the optimizer has it: a node's ranks would else need the double in host memory."""
-    from aligner.models.checkpoint import checkpoint
-    from aligner.models.checkpoint import optimizer as checkpoint_optimizer
-
     model = make_model("policy", optimizer=adam())
     train(model, "policy", range(2))
     save(model, tmp_path)

@@ -11,6 +11,10 @@ import torch
 
 from aligner.errors import CheckpointError
 from aligner.losses.sft import sft_loss
+from aligner.models.checkpoint import async_save, checkpoint
+from aligner.models.checkpoint import files as checkpoint_files
+from aligner.models.checkpoint.checkpoint import SaveRequest
+from aligner.models.checkpoint.checkpoint import save as save_checkpoint
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch
 
@@ -45,17 +49,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def save(model, directory: Path, step: int = 2, **state) -> Path:
-    from aligner.models.checkpoint.checkpoint import SaveRequest
-    from aligner.models.checkpoint.checkpoint import save as save_checkpoint
-
     return save_checkpoint(directory, model.model, SaveRequest(step=step, state=state))
 
 
 @pytest.mark.parametrize("failing", ["weights", "optimizer"])
 def test_a_failed_save_leaves_no_checkpoint(failing, make_model, tmp_path, monkeypatch):
     """The disk is full half way: `latest` still names the one before, and the next attempt succeeds."""
-    from aligner.models.checkpoint import async_save, checkpoint
-
     policy = make_model("policy", optimizer=adam())
     good = save(policy, tmp_path, step=1)
     train(policy, range(1))
@@ -85,9 +84,6 @@ def operations(patch, before) -> None:
     import os
     import shutil
 
-    from aligner.models.checkpoint import async_save
-    from aligner.models.checkpoint import files as checkpoint_files
-
     def announced(real):
         def call(*args, **kwargs):
             before()
@@ -106,8 +102,6 @@ def operations(patch, before) -> None:
 
 def test_a_save_that_is_killed_before_any_of_its_operations(make_model, tmp_path, monkeypatch):
     """Whatever was done last, the newest checkpoint is whole: the one before up to the rename, the new one from then on."""
-    from aligner.models.checkpoint import checkpoint
-    from aligner.models.checkpoint import files as checkpoint_files
 
     class Killed(BaseException):
         pass
@@ -198,8 +192,6 @@ def test_a_step_that_is_saved_again_replaces_the_first(make_model, tmp_path):
 
 def test_what_is_saved_in_the_background_is_the_state_of_that_moment(make_model, tmp_path):
     """Training goes on while the files are written: the checkpoint is the one that a synchronous save writes, and so is its resumption."""
-    from aligner.models.checkpoint import checkpoint
-
     first = make_model("policy", optimizer=adam(), seed=1)
     train(first, range(2))
     pending = checkpoint.start_save(tmp_path / "async", first.model, checkpoint.SaveRequest(step=2, state={}), in_background=True)
@@ -215,8 +207,6 @@ def test_what_is_saved_in_the_background_is_the_state_of_that_moment(make_model,
 
 
 def test_an_error_in_the_background_is_raised_at_publication(make_model, tmp_path, monkeypatch):
-    from aligner.models.checkpoint import async_save, checkpoint
-
     policy = make_model("policy", optimizer=adam())
     good = save(policy, tmp_path, step=1)
 
@@ -232,8 +222,6 @@ def test_an_error_in_the_background_is_raised_at_publication(make_model, tmp_pat
 
 def test_a_writer_that_never_ends_is_given_up(make_model, tmp_path, monkeypatch):
     from threading import Event
-
-    from aligner.models.checkpoint import async_save, checkpoint
 
     policy, released, real = make_model("policy"), Event(), async_save._write_bucket
 

@@ -19,6 +19,8 @@ import torch
 from megatron_files import chunks_of, with_common_file
 
 from aligner.errors import CheckpointError
+from aligner.models.checkpoint import safe_pickle
+from aligner.models.checkpoint.foreign.model import describe, is_foreign
 
 pytestmark = pytest.mark.cpu  # files, which no device reads
 NEMO = megatron_files.nemo_config("llama")
@@ -60,8 +62,6 @@ def test_pickles_run_nothing(file: str, copy: Path, tmp_path: Path):
 
 def _spoil_tensor(path: Path, harm: Harm) -> None:
     """Put a pickle into the place of one tensor, which is long enough for it."""
-    from aligner.models.checkpoint import safe_pickle
-
     metadata = safe_pickle.read_metadata(io.BytesIO((path / ".metadata").read_bytes()), "")
     stored = next(place for index, place in metadata.storage_data.items() if index.fqn == "embedding.word_embeddings.weight")
     buffer = io.BytesIO()
@@ -73,8 +73,6 @@ def _spoil_tensor(path: Path, harm: Harm) -> None:
 
 def test_objects_of_other_classes_stand_for_themselves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Those of Megatron's and numpy's are neither imported nor made: what is plain beside them is read."""
-    from aligner.models.checkpoint import safe_pickle
-
     module = types.ModuleType("megatron.core.transformer.enums")
     module.AttnBackend = megatron_files.AttnBackend
     monkeypatch.setitem(sys.modules, module.__name__, module)  # where pickle looks the class up
@@ -186,8 +184,6 @@ def test_damaged_arrays(key: str, value: Any, says: str, copy: Path, tmp_path: P
     ],
 )
 def test_other_forms(names: list[str], says: str, tmp_path: Path):
-    from aligner.models.checkpoint.foreign.model import describe, is_foreign
-
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

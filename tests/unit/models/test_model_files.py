@@ -16,11 +16,14 @@ from hf_models import HF_MODELS
 from safetensors.torch import load_file, save_file
 
 from aligner.errors import ConfigError, ModelFilesError
+from aligner.models import create
 from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.families import architecture_from_hf, weight_names
 from aligner.models.families.mapping import expected_sizes
+from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.models.weights.weights import HFWeights, described, save_hf
+from aligner.parallel.topology import ParallelConfig
 
 Change = Callable[[dict[str, torch.Tensor]], object]
 
@@ -52,7 +55,6 @@ def changed(hf_directory, tmp_path):
 @pytest.fixture
 def unbuilt(monkeypatch, load_policy):
     """`unbuilt(directory)`: what loading a policy raises, without anything being built."""
-    from aligner.models import create
 
     def build(*_: object, **__: object) -> None:
         raise AssertionError("built")
@@ -260,8 +262,6 @@ def test_layers_that_predict_further_tokens_are_named_once(changed, load_policy,
 
 
 def test_heads_that_are_not_what_the_class_says(make_model, tmp_path):
-    from aligner.models.modules.scalar_head import Pooling, ScalarHead
-
     for pooling, change, named in (
         (Pooling.last, lambda t: t.pop("score.weight"), "score_head.weight"),  # would be random
         (Pooling.last, lambda t: t.update({"score.bias": torch.ones(1)}), "score.bias"),  # would not be added
@@ -350,9 +350,6 @@ FROM_SCRATCH = ["hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_h
 
 @pytest.mark.parametrize("field", FROM_SCRATCH)
 def test_models_from_scratch_that_no_memory_holds(field, topology):
-    from aligner.models import create
-    from aligner.parallel.topology import ParallelConfig
-
     large = {field: 10**12} | ({"num_key_value_heads": 1, "head_dim": 2} if field == "num_attention_heads" else {})
     config = ModelConfig(architecture=Architecture(**({"vocab_size": 61} | large)))
     architecture = create.read_architecture(config, vocab_size=61)

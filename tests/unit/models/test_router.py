@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from aligner.losses.sft import sft_loss
+from aligner.models.config import Family
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel import platform
 from aligner.types import LabeledBatch, LossOutput
 
@@ -32,9 +34,6 @@ def by_sequences(outputs, batch: LabeledBatch) -> LossOutput:
 
 
 def model(make_model, aux: float, z: float):
-    from aligner.models.config import Family
-    from aligner.models.training.optimizer import OptimizerConfig
-
     sizes = EXPERTS | {"family": Family.mixtral}
     coefs = {"router_aux_loss_coef": aux, "router_z_loss_coef": z}
     optimizer = OptimizerConfig(lr=1e-9, min_lr=0.0, clip_grad=0.0, distributed=False)
@@ -94,9 +93,6 @@ def test_auxiliary_losses_have_their_weight(make_model, loss, aux, z):
 @pytest.mark.parametrize("rate", [0.0, 0.01])
 def test_biases_move_towards_an_even_load(make_model, rate):
     """By the rate, up where an expert has fewer real tokens than the mean and down where it has more; they have no gradient."""
-    from aligner.models.config import Family
-    from aligner.models.training.optimizer import OptimizerConfig
-
     sizes = EXPERTS | {"family": Family.glm4_moe, "router_sigmoid": True, "router_bias": True, "tied_embeddings": False}
     optimizer = OptimizerConfig(lr=1e-9, min_lr=0.0, distributed=False)
     policy = make_model(
