@@ -16,9 +16,7 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.mcore import tensor_parallel
 from aligner.parallel.topology import ParallelConfig
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def sizes(**changes) -> Architecture:

@@ -22,9 +22,7 @@ from aligner.parallel import mcore
 from aligner.parallel.mcore import ShardedTensor
 from aligner.types import LabeledBatch
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def test_boxes_hold_a_range_of_a_tensor_in_its_order():

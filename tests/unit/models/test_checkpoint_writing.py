@@ -7,49 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
+from model_steps import adam, same, save, train, weights_of
 
 from aligner.errors import CheckpointError
-from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import async_save, checkpoint
 from aligner.models.checkpoint import files as checkpoint_files
-from aligner.models.checkpoint.checkpoint import SaveRequest
-from aligner.models.checkpoint.checkpoint import save as save_checkpoint
-from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import LabeledBatch
 
-ROWS, WIDTH, VOCAB = 4, 12, 61
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
-
-
-def adam() -> OptimizerConfig:
-    return OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2)
-
-
-def train(model, numbers) -> list[dict[str, float]]:
-    """One step on each of the batches of these numbers."""
-    metrics = []
-    for number in numbers:
-        tokens = torch.randint(1, VOCAB, (ROWS, WIDTH), generator=torch.Generator().manual_seed(number))
-        mask = torch.arange(WIDTH).expand(ROWS, WIDTH) > 3
-        step = model.train_step(LabeledBatch(tokens=tokens, lengths=torch.full((ROWS,), WIDTH), loss_mask=mask), sft_loss)
-        metrics.append({name: metric.value() for name, metric in step.items()})
-    return metrics
-
-
-def weights_of(model) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for chunk in model.model.chunks for name, p in chunk.named_parameters()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def save(model, directory: Path, step: int = 2, **state) -> Path:
-    return save_checkpoint(directory, model.model, SaveRequest(step=step, state=state))
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 @pytest.mark.parametrize("failing", ["weights", "optimizer"])

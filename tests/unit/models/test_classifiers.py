@@ -19,13 +19,11 @@ from aligner.models.weights.weights import save_hf
 from aligner.parallel.topology import ParallelConfig
 from aligner.types import StepBatch, TokenBatch
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 TOLERANCE = 1e-4
 NAMES = ("good", "long", "kind")
 PAD = 0
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 @pytest.fixture

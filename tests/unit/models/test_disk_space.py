@@ -15,9 +15,7 @@ from aligner.models.config import Dtype
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 @pytest.fixture

@@ -17,11 +17,9 @@ from aligner.rollout.builtin.megatron import MegatronEngine
 from aligner.rollout.config import RolloutConfig
 from aligner.types import LabeledBatch
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 N, H, V = 11, 24, 1500  # more columns than a CPU converts at a time
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def inputs(dtype: torch.dtype, seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,12 +14,10 @@ from aligner.parallel import platform
 from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch, ValueBatch
 from aligner.types.rows import trim_columns
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 VOCAB, WIDTH = 61, 20
 LENGTHS = (20, 6, 13, 9, 17)
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def labeled(lengths=LENGTHS, width: int = WIDTH, prompt: int = 3) -> LabeledBatch:

@@ -14,12 +14,10 @@ from aligner.parallel import mcore
 from aligner.parallel.mcore import ColumnParallelLinear
 from aligner.parallel.topology import ParallelConfig
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
 EVERYTHING = frozenset({"rope", "experts", "permutation"})
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 @pytest.fixture

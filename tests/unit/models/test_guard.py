@@ -17,9 +17,7 @@ from aligner.models.training.trainable import generator_state
 from aligner.telemetry.metrics import Max, Mean, Sum, merge, values, without_values
 from aligner.types import LabeledBatch, LossOutput
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def make_batch(number: int) -> LabeledBatch:

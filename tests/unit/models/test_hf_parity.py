@@ -28,6 +28,8 @@ from aligner.rollout.config import RolloutConfig
 from aligner.rollout.create import create_engine
 from aligner.types import Prompt, SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 MODELS = ["llama", "llama_tied_llama3_rope", "llama_multi_head", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"]
 MODELS += ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "nemotron", "gpt2", "gpt2_scaled"]
 MODELS += ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn", "qwen2_dynamic_rope"]
@@ -44,10 +46,6 @@ TOLERANCES = {
     "qwen3_next": 1e-4,
     "qwen3_5_text": 1e-4,
 }  # transformers' own two forms of the delta rule, by chunk and by token, are 3e-5 apart
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 @torch.no_grad()

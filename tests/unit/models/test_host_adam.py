@@ -17,9 +17,7 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel import platform
 from aligner.types import LabeledBatch, ValueBatch
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def train(model, kind: str, steps: range) -> list[dict[str, float]]:

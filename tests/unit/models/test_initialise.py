@@ -13,9 +13,7 @@ from aligner.models.modules.megatron_config import transformer_config
 from aligner.parallel import mcore
 from aligner.parallel.topology import ParallelConfig
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def build(seed: int = 5, **sizes):

@@ -176,30 +176,10 @@ READ_BY_PEFT["qwen3_5_text"] = [LoraTarget.q, LoraTarget.k, LoraTarget.v, *ALL[1
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "qwen2",
-        "gpt2",
-        "mixtral",
-        "phi3",
-        "gpt_neox",
-        "opt",
-        "opt_projected",
-        "gemma2",
-        "olmo2",
-        "glm4",
-        "cohere",
-        "cohere_plus",
-        "cohere2",
-        "phi3_longrope",
-        "olmo3",
-        "deepseek_v2",
-        "deepseek_v3",
-        "qwen2_moe",
-        "llama4_text",
-        "gpt_oss",
-        "qwen3_next",
-        "qwen3_5_text",
-    ],
+    (
+        "qwen2 gpt2 mixtral phi3 gpt_neox opt opt_projected gemma2 olmo2 glm4 cohere cohere_plus cohere2 phi3_longrope olmo3 "
+        "deepseek_v2 deepseek_v3 qwen2_moe llama4_text gpt_oss qwen3_next qwen3_5_text"
+    ).split(),
 )
 def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_directory, tmp_path):
     from transformers import AutoModelForCausalLM

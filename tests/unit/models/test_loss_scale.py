@@ -15,11 +15,9 @@ from aligner.models.training.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, UPDATE
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch, LossOutput
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 ROWS, WIDTH, VOCAB = 4, 12, 61
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def batch(number: int = 0) -> LabeledBatch:

@@ -25,11 +25,9 @@ from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.models.weights.weights import HFWeights, described, save_hf
 from aligner.parallel.topology import ParallelConfig
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 Change = Callable[[dict[str, torch.Tensor]], object]
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 @pytest.fixture

@@ -14,9 +14,7 @@ from aligner.models.training.offload import HostMemory, LockedMemory, optimizer_
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch, TokenBatch
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def batch(number: int) -> LabeledBatch:

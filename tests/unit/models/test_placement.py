@@ -9,9 +9,7 @@ from aligner.errors import ConfigError
 from aligner.models.training.placement import Splits, input_shape, place
 from aligner.types import TokenBatch
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def batch() -> TokenBatch:

@@ -13,12 +13,10 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel import platform
 from aligner.types import LabeledBatch, LossOutput
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 EXPERTS = {"family": "mixtral", "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "qkv_bias": False}
 LENGTHS = (12, 5, 9, 7)
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def batch() -> LabeledBatch:

@@ -21,16 +21,14 @@ from aligner.models.training.policy import ReferencePolicy
 from aligner.parallel import platform
 from aligner.types import LabeledBatch, LossOutput, PolicyBatch, PreferenceBatch, ValueBatch
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 ROWS, WIDTH, VOCAB = 8, 20, 61
 LOSSES = {
     "policy": partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean),
     "value": partial(value_loss, clip=0.2),
     "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard),
 }
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def make_batch(kind: str):

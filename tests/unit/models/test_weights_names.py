@@ -17,9 +17,7 @@ from aligner.models.families.mapping import Layout, rule, shard, to_hf, to_megat
 from aligner.models.weights.shards import all_places, named_shards
 from aligner.parallel import platform
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 SIZES = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 4, "vocab_size": 3}

@@ -70,29 +70,10 @@ def test_a_sink_is_a_key_with_the_value_0(dtype, tolerance):
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize(
     "name",
-    [
-        "mistral",
-        "qwen3_layer_types",
-        "gemma2",
-        "gemma3_text",
-        "opt",
-        "gpt_neox",
-        "olmo2",
-        "glm4",
-        "cohere",
-        "cohere_plus",
-        "cohere2",
-        "phi3_longrope",
-        "olmo3",
-        "deepseek_v2",
-        "deepseek_v3",
-        "qwen2_moe",
-        "llama4_text",
-        "gpt_oss",
-        "qwen3_next",
-        "qwen3_next_tied",
-        "qwen3_5_text",
-    ],
+    (
+        "mistral qwen3_layer_types gemma2 gemma3_text opt gpt_neox olmo2 glm4 cohere cohere_plus cohere2 phi3_longrope olmo3 "
+        "deepseek_v2 deepseek_v3 qwen2_moe llama4_text gpt_oss qwen3_next qwen3_next_tied qwen3_5_text"
+    ).split(),
 )
 def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_directory, load_policy):
     generator = torch.Generator().manual_seed(4)
