@@ -47,10 +47,6 @@ def _cohere_from_hf(hf: HFConfig) -> Architecture:
     return replace(_common_from_hf(hf, Family.cohere, theta=5e5), qk_norm=normed, qk_norm_by_head=normed)
 
 
-def _cohere_to_hf(a: Architecture) -> dict[str, Any]:
-    return _common_to_hf(a) | {"use_qk_norm": a.qk_norm}
-
-
 def _cohere2_from_hf(hf: HFConfig) -> Architecture:
     pattern = hf.size("sliding_window_pattern", absent=4)
     seen = hf.windows(hf.optional_size("sliding_window", absent=4096), lambda number: (number + 1) % pattern)
@@ -60,12 +56,15 @@ def _cohere2_from_hf(hf: HFConfig) -> Architecture:
     return replace(common, no_rope_layers=seen["full_attention_layers"], **seen)
 
 
-def _cohere2_to_hf(a: Architecture) -> dict[str, Any]:
-    own = {"sliding_window": a.sliding_window, "layer_types": layer_types(a)}
-    return _common_to_hf(a) | own
-
-
 FAMILIES = {
-    Family.cohere: HFFamily("CohereForCausalLM", _names, _cohere_from_hf, _cohere_to_hf, _COMPUTED),
-    Family.cohere2: HFFamily("Cohere2ForCausalLM", _names, _cohere2_from_hf, _cohere2_to_hf, _COMPUTED),
+    Family.cohere: HFFamily(
+        "CohereForCausalLM", _names, _cohere_from_hf, lambda a: _common_to_hf(a) | {"use_qk_norm": a.qk_norm}, _COMPUTED
+    ),
+    Family.cohere2: HFFamily(
+        "Cohere2ForCausalLM",
+        _names,
+        _cohere2_from_hf,
+        lambda a: _common_to_hf(a) | {"sliding_window": a.sliding_window, "layer_types": layer_types(a)},
+        _COMPUTED,
+    ),
 }

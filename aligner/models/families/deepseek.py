@@ -129,8 +129,7 @@ def _v2_from_hf(hf: HFConfig) -> Architecture:
 
 def _v2_to_hf(a: Architecture) -> dict[str, Any]:
     method = next(name for name, grouped in _V2_GROUPED.items() if grouped == bool(a.router_groups))
-    own = {"topk_method": method}
-    return _common_to_hf(a) | own | {name: value for name, (value,) in _V2_FIXED.items()}
+    return _common_to_hf(a) | {"topk_method": method} | {name: value for name, (value,) in _V2_FIXED.items()}
 
 
 def _v3_from_hf(hf: HFConfig) -> Architecture:
@@ -139,12 +138,12 @@ def _v3_from_hf(hf: HFConfig) -> Architecture:
     return _common_from_hf(hf, Family.deepseek_v3, interleaved=hf.flag("rope_interleave", True), routing=routing)
 
 
-def _v3_to_hf(a: Architecture) -> dict[str, Any]:
-    own = {"rope_interleave": a.rotary_interleaved}
-    return _common_to_hf(a) | own | {name: value for name, (value,) in _V3_FIXED.items()}
-
-
 FAMILIES = {
     Family.deepseek_v2: HFFamily("DeepseekV2ForCausalLM", _names, _v2_from_hf, _v2_to_hf),
-    Family.deepseek_v3: HFFamily("DeepseekV3ForCausalLM", _names, _v3_from_hf, _v3_to_hf),
+    Family.deepseek_v3: HFFamily(
+        "DeepseekV3ForCausalLM",
+        _names,
+        _v3_from_hf,
+        lambda a: _common_to_hf(a) | {"rope_interleave": a.rotary_interleaved} | {name: value for name, (value,) in _V3_FIXED.items()},
+    ),
 }

@@ -67,10 +67,6 @@ def _common_to_hf(a: Architecture) -> dict[str, Any]:
     }
 
 
-def _gemma2_from_hf(hf: HFConfig) -> Architecture:
-    return _common_from_hf(hf, Family.gemma2, lambda number: number % 2 == 0, caps=(50.0, 30.0))
-
-
 def _gemma3_from_hf(hf: HFConfig) -> Architecture:
     pattern = hf.size("sliding_window_pattern", absent=6)
     everywhere, local = hf.two_ropes(theta=1e6, local_theta=_LOCAL_THETA, local_name="rope_local_base_freq")
@@ -85,6 +81,12 @@ def _gemma3_to_hf(a: Architecture) -> dict[str, Any]:
 
 
 FAMILIES = {
-    Family.gemma2: HFFamily("Gemma2ForCausalLM", _names({}), _gemma2_from_hf, _common_to_hf, _COMPUTED),
+    Family.gemma2: HFFamily(
+        "Gemma2ForCausalLM",
+        _names({}),
+        lambda hf: _common_from_hf(hf, Family.gemma2, lambda number: number % 2 == 0, caps=(50.0, 30.0)),
+        _common_to_hf,
+        _COMPUTED,
+    ),
     Family.gemma3_text: HFFamily("Gemma3ForCausalLM", _names(mapping.QK_NORM), _gemma3_from_hf, _gemma3_to_hf, _COMPUTED),
 }

@@ -30,10 +30,6 @@ def _from_hf(hf: HFConfig) -> Architecture:
     return replace(common, qkv_bias=hf.flag("attention_bias", True), post_norms=True, rotary_interleaved=True)
 
 
-def _to_hf(a: Architecture) -> dict[str, Any]:
-    return _common_to_hf(a) | {"eos_token_id": None, "pad_token_id": None}
-
-
 def _common_to_hf(a: Architecture) -> dict[str, Any]:
     """With the rotated part of heads even if they are rotated whole: the default is half."""
     hf = llama.common_to_hf(a) | {"attention_bias": a.qkv_bias, "partial_rotary_factor": a.rotary_fraction}
@@ -54,11 +50,9 @@ def _moe_from_hf(hf: HFConfig) -> Architecture:
     return replace(common, qkv_bias=hf.flag("attention_bias", False), qk_norm=hf.flag("use_qk_norm", False), **routing)
 
 
-def _moe_to_hf(a: Architecture) -> dict[str, Any]:
-    return _common_to_hf(a) | deepseek.mixture_to_hf(a) | {"use_qk_norm": a.qk_norm}
-
-
 FAMILIES = {
-    Family.glm4: HFFamily("Glm4ForCausalLM", _names, _from_hf, _to_hf),
-    Family.glm4_moe: HFFamily("Glm4MoeForCausalLM", _moe_names, _moe_from_hf, _moe_to_hf),
+    Family.glm4: HFFamily("Glm4ForCausalLM", _names, _from_hf, lambda a: _common_to_hf(a) | {"eos_token_id": None, "pad_token_id": None}),
+    Family.glm4_moe: HFFamily(
+        "Glm4MoeForCausalLM", _moe_names, _moe_from_hf, lambda a: _common_to_hf(a) | deepseek.mixture_to_hf(a) | {"use_qk_norm": a.qk_norm}
+    ),
 }

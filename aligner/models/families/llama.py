@@ -42,10 +42,6 @@ def _llama_from_hf(hf: HFConfig) -> Architecture:
     return replace(common_from_hf(hf, Family.llama), qkv_bias=attention, attention_out_bias=attention, mlp_bias=mlp)
 
 
-def _llama_to_hf(a: Architecture) -> dict[str, Any]:
-    return common_to_hf(a) | {"attention_bias": a.attention_out_bias, "mlp_bias": a.mlp_bias}
-
-
 def common_from_hf(
     hf: HFConfig,
     family: Family,
@@ -118,18 +114,9 @@ def _mistral_from_hf(hf: HFConfig) -> Architecture:
     return replace(common_from_hf(hf, Family.mistral, key_value_heads=8), **hf.window_everywhere(absent=4096))
 
 
-def _mistral_to_hf(a: Architecture) -> dict[str, Any]:
-    return common_to_hf(a) | {"sliding_window": a.sliding_window or None}
-
-
 def _ministral_from_hf(hf: HFConfig) -> Architecture:
     window = hf.optional_size("sliding_window", absent=4096)
     return replace(common_from_hf(hf, Family.ministral, key_value_heads=8), **hf.windows(window, lambda _: window is not None))
-
-
-def _ministral_to_hf(a: Architecture) -> dict[str, Any]:
-    own = {"sliding_window": a.sliding_window or None, "layer_types": layer_types(a)}
-    return common_to_hf(a) | own
 
 
 # Mixtral: a mixture of experts in every layer; the chosen experts' weights sum to 1 (2401.04088, section 2.1). No noise in the router.
@@ -235,7 +222,8 @@ def _llama4_from_hf(hf: HFConfig) -> Architecture:
     layers = range(hf.size("num_hidden_layers"))
     common = common_from_hf(hf, Family.llama4_text, key_value_heads=8, head_dim=128, theta=5e5, norm_eps=1e-5, rope_kinds=UNFACTORED)
     biases, experts = hf.flag("attention_bias", False), _moe_layers(hf, layers)
-    rotates = hf.value("no_rope_layers") or _every(hf.size("no_rope_layer_interval", absent=4), layers)
+    by_interval = (int((layer + 1) % hf.size("no_rope_layer_interval", absent=4) != 0) for layer in layers)
+    rotates = hf.value("no_rope_layers") or list(by_interval)
     if not isinstance(rotates, list) or len(rotates) != len(layers) or any(one not in (0, 1) for one in rotates):
         raise hf.refusal("no_rope_layers", rotates, f"{len(layers)} times 1 (rotary positions) or 0 (none), one for each layer")
     types = hf.value("layer_types") or [_CHUNKED if rotates[layer] else FULL for layer in layers]
@@ -279,11 +267,6 @@ def _moe_layers(hf: HFConfig, layers: range) -> list[int]:
     return found
 
 
-def _every(interval: int, layers: range) -> list[int]:
-    """0 for the last layer of each `interval`, 1 for the others."""
-    return [int((layer + 1) % interval != 0) for layer in layers]
-
-
 def _llama4_to_hf(a: Architecture) -> dict[str, Any]:
     layers = range(a.num_layers)
     return common_to_hf(a) | {
@@ -304,9 +287,21 @@ def _llama4_to_hf(a: Architecture) -> dict[str, Any]:
 
 
 FAMILIES = {
-    Family.llama: HFFamily("LlamaForCausalLM", _llama_names, _llama_from_hf, _llama_to_hf),
-    Family.mistral: HFFamily("MistralForCausalLM", llama_like(), _mistral_from_hf, _mistral_to_hf),
-    Family.ministral: HFFamily("MinistralForCausalLM", llama_like(), _ministral_from_hf, _ministral_to_hf),
+    Family.llama: HFFamily(
+        "LlamaForCausalLM",
+        _llama_names,
+        _llama_from_hf,
+        lambda a: common_to_hf(a) | {"attention_bias": a.attention_out_bias, "mlp_bias": a.mlp_bias},
+    ),
+    Family.mistral: HFFamily(
+        "MistralForCausalLM", llama_like(), _mistral_from_hf, lambda a: common_to_hf(a) | {"sliding_window": a.sliding_window or None}
+    ),
+    Family.ministral: HFFamily(
+        "MinistralForCausalLM",
+        llama_like(),
+        _ministral_from_hf,
+        lambda a: common_to_hf(a) | {"sliding_window": a.sliding_window or None, "layer_types": layer_types(a)},
+    ),
     Family.mixtral: HFFamily(
         "MixtralForCausalLM",
         llama_like(mlp=mapping.experts("block_sparse_moe", gate="w1", up="w3", down="w2")),

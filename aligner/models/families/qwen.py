@@ -38,22 +38,10 @@ def _windows_to_hf(architecture: Architecture) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": architecture.sliding_window, "layer_types": types}
 
 
-def _qwen2_from_hf(hf: HFConfig) -> Architecture:
-    return replace(llama.common_from_hf(hf, Family.qwen2, key_value_heads=_KEY_VALUE_HEADS), qkv_bias=True, **_upper_windows(hf))
-
-
-def _qwen2_to_hf(a: Architecture) -> dict[str, Any]:
-    return llama.common_to_hf(a) | _windows_to_hf(a)
-
-
 def _qwen3_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_FIXED)
     common = llama.common_from_hf(hf, Family.qwen3, key_value_heads=_KEY_VALUE_HEADS, head_dim=128)
     return replace(common, qk_norm=True, **_upper_windows(hf))
-
-
-def _qwen3_to_hf(a: Architecture) -> dict[str, Any]:
-    return llama.common_to_hf(a) | {"attention_bias": False} | _windows_to_hf(a)
 
 
 def _mixture(hf: HFConfig, *, normalized: bool = False) -> dict[str, Any]:
@@ -202,17 +190,8 @@ def _next_common_to_hf(a: Architecture) -> dict[str, Any]:
     return hf
 
 
-def _next_from_hf(hf: HFConfig) -> Architecture:
-    return replace(_next_common_from_hf(hf, Family.qwen3_next), **_shared_expert(hf), **_mixture(hf, normalized=True))
-
-
 def _next_to_hf(a: Architecture) -> dict[str, Any]:
-    shared = {"shared_expert_intermediate_size": a.shared_ffn_hidden_size}
-    return _next_common_to_hf(a) | _mixture_to_hf(a) | shared
-
-
-def _qwen3_5_from_hf(hf: HFConfig) -> Architecture:
-    return _next_common_from_hf(hf, Family.qwen3_5_text, key_value_heads=4)
+    return _next_common_to_hf(a) | _mixture_to_hf(a) | {"shared_expert_intermediate_size": a.shared_ffn_hidden_size}
 
 
 def _qwen3_5_moe_from_hf(hf: HFConfig) -> Architecture:
@@ -221,26 +200,39 @@ def _qwen3_5_moe_from_hf(hf: HFConfig) -> Architecture:
     return replace(common, **_shared_expert(hf), **_mixture(whole))
 
 
-def _qwen3_5_moe_to_hf(a: Architecture) -> dict[str, Any]:
-    hf = _next_common_to_hf(a) | _mixture_to_hf(a)
-    hf |= {"shared_expert_intermediate_size": a.shared_ffn_hidden_size}
-    return {key: value for key, value in hf.items() if key not in ("intermediate_size", *_UNREAD)}
-
-
 FAMILIES = {
-    Family.qwen2: HFFamily("Qwen2ForCausalLM", llama_like(attention=mapping.QKV_BIAS), _qwen2_from_hf, _qwen2_to_hf),
-    Family.qwen3: HFFamily("Qwen3ForCausalLM", llama_like(attention=mapping.QK_NORM), _qwen3_from_hf, _qwen3_to_hf),
+    Family.qwen2: HFFamily(
+        "Qwen2ForCausalLM",
+        llama_like(attention=mapping.QKV_BIAS),
+        lambda hf: replace(llama.common_from_hf(hf, Family.qwen2, key_value_heads=_KEY_VALUE_HEADS), qkv_bias=True, **_upper_windows(hf)),
+        lambda a: llama.common_to_hf(a) | _windows_to_hf(a),
+    ),
+    Family.qwen3: HFFamily(
+        "Qwen3ForCausalLM",
+        llama_like(attention=mapping.QK_NORM),
+        _qwen3_from_hf,
+        lambda a: llama.common_to_hf(a) | {"attention_bias": False} | _windows_to_hf(a),
+    ),
     Family.qwen2_moe: HFFamily("Qwen2MoeForCausalLM", _qwen2_moe_names, _qwen2_moe_from_hf, _qwen2_moe_to_hf),
     Family.qwen3_moe: HFFamily(
         "Qwen3MoeForCausalLM", llama_like(attention=mapping.QK_NORM, mlp=_EXPERTS, dense=mapping.MLP), _qwen3_moe_from_hf, _qwen3_moe_to_hf
     ),
     Family.qwen3_next: HFFamily(
-        "Qwen3NextForCausalLM", _next_names(_TWO_PROJECTIONS, _SHARED_EXPERTS, mapping.MLP), _next_from_hf, _next_to_hf
+        "Qwen3NextForCausalLM",
+        _next_names(_TWO_PROJECTIONS, _SHARED_EXPERTS, mapping.MLP),
+        lambda hf: replace(_next_common_from_hf(hf, Family.qwen3_next), **_shared_expert(hf), **_mixture(hf, normalized=True)),
+        _next_to_hf,
     ),
     Family.qwen3_5_text: HFFamily(
-        "Qwen3_5ForCausalLM", _next_names(_FOUR_PROJECTIONS, mapping.MLP, {}), _qwen3_5_from_hf, _next_common_to_hf
+        "Qwen3_5ForCausalLM",
+        _next_names(_FOUR_PROJECTIONS, mapping.MLP, {}),
+        lambda hf: _next_common_from_hf(hf, Family.qwen3_5_text, key_value_heads=4),
+        _next_common_to_hf,
     ),
     Family.qwen3_5_moe_text: HFFamily(
-        "Qwen3_5MoeForCausalLM", _next_names(_FOUR_PROJECTIONS, _SHARED_EXPERTS, {}), _qwen3_5_moe_from_hf, _qwen3_5_moe_to_hf
+        "Qwen3_5MoeForCausalLM",
+        _next_names(_FOUR_PROJECTIONS, _SHARED_EXPERTS, {}),
+        _qwen3_5_moe_from_hf,
+        lambda a: {key: value for key, value in _next_to_hf(a).items() if key not in ("intermediate_size", *_UNREAD)},
     ),
 }
