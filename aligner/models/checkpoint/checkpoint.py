@@ -11,7 +11,7 @@
       state.json     step, optimizer version, learning-rate schedule, loss scale, validation metrics, whatever the training loop adds
       config.yaml    the resolved config of the run
 
-`checkpoint_files` has the rules of publication, `checkpoint_weights` reads weights, `async_save` writes the large files. `manifest` and
+`files` has the rules of publication, `weights` reads weights, `async_save` writes the large files. `manifest` and
 `safe_pickle` check all files before anything is loaded.
 """
 

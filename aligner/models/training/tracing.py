@@ -1,7 +1,7 @@
 """The operations of a decoder-only transformer by name, and their outputs for chosen tokens: how two computations are compared.
 
-The trainer's modules (`models.probe`) and the rollout engine's decoder (`rollout.probe`) are traced under the same names, token by token,
-whatever batches, pieces and splits they compute in.
+The trainer's modules (`models.training.probe`) and the rollout engine's decoder (`rollout.builtin.probe`) are traced under the same names,
+token by token, whatever batches, pieces and splits they compute in.
 """
 
 from __future__ import annotations
