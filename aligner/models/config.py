@@ -95,10 +95,10 @@ def _default_targets() -> list[LoraTarget]:
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021, 2106.09685): the weights W stay unchanged, and the model computes with W + scaling B A."""
 
-    rank: int = 0  # of the adapters; 0: no adapters, every weight is trained
+    rank: int = 0  # rank of the adapters; 0: no adapters, every weight is trained
     alpha: float = 16.0  # scaling = alpha / rank
     rslora: bool = False  # scaling = alpha / sqrt(rank) (2312.03732)
-    dropout: float = 0.0  # of what goes into the adapters, in training
+    dropout: float = 0.0  # dropout of the adapters' inputs, in training
     targets: list[LoraTarget] = field(default_factory=_default_targets)  # linear layers that get adapters (docs/lora.md)
     path: str = ""  # an adapter to start from: PEFT's (or ORG/NAME[@REV] of the Hub), or a checkpoint's step_...; empty: B = 0
     from_hub: ClassVar[Mapping[str, Files]] = {"path": Files.model}
@@ -140,16 +140,18 @@ class ModelConfig:
     packing: bool = False  # rows of a micro-batch one after the other instead of padded side by side; needs micro_batch_tokens
     share_prompts: bool = False  # packed rows that begin with the same prompt compute it once; needs packing
     recompute: Recompute = Recompute.none  # activations that the backward pass computes again: none, those of attention, or all of a layer
-    layers: Layers = Layers.auto  # whose: transformer_engine (NVIDIA's, fused), torch; auto: the first on a GPU in 16 bits where it imports
-    batch_invariant: bool = False  # a token's log-prob has the same bits in rollouts and training, whatever is computed with it: slow
+    layers: Layers = Layers.auto  # transformer_engine (NVIDIA's, fused) or torch; auto: the first on a GPU in 16 bits if it imports
+    batch_invariant: bool = False  # a token's log-prob has the same bits in rollouts and training, whatever the batch: slow
     fp8: bool = False  # the layers' matrix products in 8 bits; not with layers=torch
-    fp8_recipe: Fp8Recipe = Fp8Recipe.auto  # what has a scale: blocks of 128 numbers, of 32 (mxfp8), tensors; auto: by the GPU
+    fp8_recipe: Fp8Recipe = (
+        Fp8Recipe.auto
+    )  # unit with its own scale: blocks of 128 numbers, of 32 (mxfp8), whole tensors; auto: depends on the GPU
     float32_matmul: Float32Matmul = Float32Matmul.highest  # float32 products: in float32, or high: on a GPU in TF32, faster
     float32_logits: bool = True  # the output layer's product is not rounded to dtype; a GPU needs torch 2.8, a CPU converts the factors
     logits_chunk_size: int = 1024  # tokens whose logits exist at a time
     make_vocab_divisible_by: int = 128  # the vocabulary is padded to a multiple of this and of parallel.tp
-    router_aux_loss_coef: float = 0.0  # of the experts' load-balancing loss, averaged over tokens
-    router_z_loss_coef: float = 0.0  # of the squared log-sum-exp of the router's logits, averaged over tokens
+    router_aux_loss_coef: float = 0.0  # coefficient of the experts' load-balancing loss, averaged over tokens
+    router_z_loss_coef: float = 0.0  # coefficient of the squared log-sum-exp of the router's logits, averaged over tokens
     router_bias_update_rate: float = 0.0  # added to the router biases of experts with too few tokens, taken from the others', each step
     lora: LoraConfig = field(default_factory=LoraConfig)
 

@@ -153,17 +153,17 @@ class Architecture:
     rope_llama3_factor: float = 0.0  # 0: off; else the factor of Llama 3.1's rotary scaling, by parts of the spectrum
     rope_linear_factor: float = 0.0  # 0: off; else every rotary frequency is divided by it
     rope_yarn_factor: float = 0.0  # 0: off; else the factor of YaRN's rotary scaling
-    rope_dynamic_factor: float = 0.0  # 0: off; else the file's factor beyond max_position_embeddings, where no sequence here is
+    rope_dynamic_factor: float = 0.0  # 0: off; else dynamic scaling's factor, which only matters beyond max_position_embeddings
     rope_original_length: int = 8192  # context length before Llama 3.1's, YaRN's or LongRoPE's scaling
-    rope_low_freq_factor: float = 1.0  # of Llama 3.1's scaling: turns in the original length up to which all of the factor counts
-    rope_high_freq_factor: float = 4.0  # of Llama 3.1's scaling: turns in the original length from which nothing is scaled
-    rope_beta_fast: float = 32.0  # of YaRN's scaling: turns in the original length from which nothing is scaled
-    rope_beta_slow: float = 1.0  # of YaRN's scaling: turns in the original length up to which all of the factor counts
-    rope_truncate: bool = True  # of YaRN's scaling: its bounds are rounded to whole dimensions
-    rope_attention_factor: float = 1.0  # of YaRN's scaling and LongRoPE's: cosines and sines are multiplied by it
-    rope_short_factors: list[float] = field(default_factory=list)  # []: off; else LongRoPE's divisors of the frequencies, one for each
-    rope_long_factors: list[float] = field(default_factory=list)  # []: off; else those of a run whose context is beyond the original one
-    rope_score_scale: float = 0.0  # of YaRN's scaling: scores are multiplied by (0.1 rope_score_scale ln(factor) + 1) squared
+    rope_low_freq_factor: float = 1.0  # Llama 3.1's scaling: frequencies with at most these turns in the original length are fully scaled
+    rope_high_freq_factor: float = 4.0  # Llama 3.1's scaling: frequencies with at least these turns are not scaled
+    rope_beta_fast: float = 32.0  # YaRN's scaling: frequencies with at least these turns in the original length are not scaled
+    rope_beta_slow: float = 1.0  # YaRN's scaling: frequencies with at most these turns in the original length are fully scaled
+    rope_truncate: bool = True  # YaRN's scaling: bounds are rounded to whole dimensions
+    rope_attention_factor: float = 1.0  # YaRN's and LongRoPE's scaling: factor on cosines and sines
+    rope_short_factors: list[float] = field(default_factory=list)  # []: off; else LongRoPE's divisor of each frequency
+    rope_long_factors: list[float] = field(default_factory=list)  # []: off; else the same for runs beyond the original context
+    rope_score_scale: float = 0.0  # YaRN's scaling: scores are multiplied by (0.1 rope_score_scale ln(factor) + 1) squared
     norm_eps: float = 1e-5  # added to the variance in every norm
     tied_embeddings: bool = True  # the output layer is the token embedding
     qkv_bias: bool = False  # biases on the query, key and value layers
@@ -172,34 +172,34 @@ class Architecture:
     initializer_range: float = 0.02  # standard deviation of random weights
     gated_mlp: bool = True  # activation(gate x) * (up x), as in SwiGLU; false: activation(up x)
     activation: Activation = Activation.silu  # non-linearity of the feed-forward layers
-    normalization: Normalization = Normalization.rms_norm  # norm of every layer; those of 1p multiply by 1 + their stored weight
-    glu_limit: float = 0.0  # 0: off; else gate x is cut there from above, up x at both ends
+    normalization: Normalization = Normalization.rms_norm  # norm of every layer; the 1p kinds multiply by 1 + their stored weight
+    glu_limit: float = 0.0  # 0: off; else an upper limit of gate x, and a limit of up x in both directions
     glu_offset: float = 0.0  # added to up x before it is multiplied
-    linear_bias: bool = False  # biases on every linear layer; `qkv_bias` is of query, key and value alone
+    linear_bias: bool = False  # biases on every linear layer; `qkv_bias` concerns query, key and value only
     attention_out_bias: bool = False  # a bias on the layer behind attention
     mlp_bias: bool = False  # biases on the feed-forward layers
     position_embedding: PositionEmbedding = PositionEmbedding.rope  # rope: rotary; learned: a table that is added to the token embeddings
     sliding_window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     attention_chunk: int = 0  # 0: off; else the positions of a chunk: a token attends to those before it in its own chunk only
     full_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of layers without sliding_window or attention_chunk
-    attention_sinks: bool = False  # each head has a learned score that no value is behind: its weights sum to less than 1
+    attention_sinks: bool = False  # each head has a learned score without a value: its weights sum to less than 1
     attention_softcap: float = 0.0  # 0: off; else attention's scores are cap * tanh(score / cap)
-    attention_scale: float = 0.0  # what attention's scores are multiplied by; 0: 1 / sqrt(head_dim)
+    attention_scale: float = 0.0  # factor on attention's scores; 0: 1 / sqrt(head_dim)
     attention_scale_by_layer: bool = False  # the scores of a layer are divided by its number, counted from 1
     rotary_fraction: float = 1.0  # part of each head's dimensions that is rotated
-    rotary_interleaved: bool = False  # neighbouring dimensions are rotated together; false: those that are half of the rotated ones apart
+    rotary_interleaved: bool = False  # neighbouring dimensions are rotated together; false: pairs that are half the rotated ones apart
     no_rope_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers that rotate nothing
     attention_temperature: float = 0.0  # 0: off; else no_rope_layers' queries grow by it times ln(1 + (position + 1) // the length below)
-    attention_temperature_length: int = 8192  # positions after which they grow
-    rope_local_theta: float = 0.0  # base of the layers with a window, which nothing scales; 0: as the others
+    attention_temperature_length: int = 8192  # positions after which attention_temperature's factor grows
+    rope_local_theta: float = 0.0  # unscaled rotary base of the layers with a window; 0: rope_theta
     position_offset: int = 0  # row of the learned table that is position 0
-    parallel_residual: ParallelResidual = ParallelResidual.none  # attention and feed-forward layer read the same and are added together
+    parallel_residual: ParallelResidual = ParallelResidual.none  # whether attention and feed-forward layer read the same input
     pre_norms: bool = True  # norms in front of attention and of the feed-forward layer
-    residual_norms: bool = False  # norms of the sums, behind each addition to the residual stream, and none in front of the output layer
-    post_norms: bool = False  # norms behind them, before they are added to the residual stream
-    qk_norm_whole: bool = False  # the norm on queries, and that on keys, is of all heads together
-    qk_norm_by_head: bool = False  # every head has weights of its own in that norm
-    embedding_size: int = 0  # width of the token embeddings and the output layer, which matrices project; 0: hidden_size, and no matrices
+    residual_norms: bool = False  # norms of the residual stream behind each addition; no norm in front of the output layer
+    post_norms: bool = False  # norms behind attention and the feed-forward layer, before the addition to the residual stream
+    qk_norm_whole: bool = False  # the norm on queries, and the one on keys, spans all heads together
+    qk_norm_by_head: bool = False  # every head has its own weights in the norms on queries and keys
+    embedding_size: int = 0  # width of token embeddings and output layer, if matrices project them; 0: hidden_size
     embedding_scale: float = 1.0  # token embeddings are multiplied by it
     logits_scale: float = 1.0  # the output layer's logits are multiplied by it
     logits_softcap: float = 0.0  # 0: off; else logits are cap * tanh(logit / cap)
@@ -209,25 +209,25 @@ class Architecture:
     normalize_expert_weights: bool = True  # a token's expert weights sum to 1
     dense_layers: list[int] = field(default_factory=list)  # numbers, from 0, of a mixture's layers without experts
     shared_ffn_hidden_size: int = 0  # width of the feed-forward layer that every token passes beside its experts; 0: none
-    shared_expert_gate: bool = False  # its output is multiplied by a sigmoid of each token's own
+    shared_expert_gate: bool = False  # the shared layer's output is multiplied by a sigmoid per token
     expert_biases: bool = False  # biases on both layers of every expert, and on the router's logits
     router_sigmoid: bool = False  # experts' scores are sigmoids of the router's logits; false: their softmax
-    router_bias: bool = False  # experts are chosen by score plus a bias of each, which no gradient trains
-    router_groups: int = 0  # groups of neighbouring experts, of the best of which a token's are chosen; 0: of all experts
+    router_bias: bool = False  # experts are chosen by score plus a bias per expert, which no gradient trains
+    router_groups: int = 0  # groups of neighbouring experts: a token's experts come from the best groups; 0: no groups
     router_groups_per_token: int = 0  # groups that a token's experts are chosen from
     router_group_best: int = 1  # a group's score is the sum of this number of its experts' best scores
     router_scale: float = 1.0  # a token's expert weights are multiplied by it
-    weighted_expert_inputs: bool = False  # a token's expert weight multiplies what its expert reads; false: what it gives
-    latent_size: int = 0  # 0: off; else what each token's keys and values are made of (multi-head latent attention)
-    query_latent_size: int = 0  # what its queries are made of; 0: of the residual stream
-    value_head_dim: int = 0  # with latent_size: of each head's values; head_dim is of its queries and keys
-    attention_gate: bool = False  # what attention gives is multiplied by a sigmoid of each token's own
-    linear_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers that are gated delta nets instead
-    linear_key_heads: int = 0  # of a delta net's queries and keys: each serves linear_value_heads / linear_key_heads heads of values
-    linear_value_heads: int = 0  # of its values, and of its state
-    linear_key_head_dim: int = 0  # of each head's queries and keys
-    linear_value_head_dim: int = 0  # of each head's values
-    linear_conv_size: int = 0  # tokens, its own included, that each query, key and value is a convolution of
+    weighted_expert_inputs: bool = False  # a token's expert weight multiplies its expert's input; false: the output
+    latent_size: int = 0  # 0: off; else the size of the latent behind keys and values (multi-head latent attention)
+    query_latent_size: int = 0  # with latent_size: the size of the latent behind queries; 0: queries come from the residual stream
+    value_head_dim: int = 0  # with latent_size: size of each head's values; head_dim is the size of queries and keys
+    attention_gate: bool = False  # attention's output is multiplied by a sigmoid per token
+    linear_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers with gated delta nets
+    linear_key_heads: int = 0  # delta nets: heads of queries and keys; each serves linear_value_heads / linear_key_heads of values
+    linear_value_heads: int = 0  # delta nets: heads of values, and of the state
+    linear_key_head_dim: int = 0  # delta nets: size of each head's queries and keys
+    linear_value_head_dim: int = 0  # delta nets: size of each head's values
+    linear_conv_size: int = 0  # delta nets: tokens under the causal convolution, the own one included
 
     def __post_init__(self) -> None:
         for name in _LISTS:

@@ -71,7 +71,7 @@ class LogprobGapConfig:
     statistic: GapStatistic = GapStatistic.mean  # which statistic of |engine log-prob - trainer log-prob| is watched, in nats per token
     warn: float = 0.0  # nats above which the run warns; 0: never
     stop: float = 0.0  # nats above which the run ends, after the step is saved; 0: never
-    patience: int = 1  # steps in a row that are above, before anything happens
+    patience: int = 1  # steps in a row above the bound, before anything happens
     repeat_every: int = 50  # steps until a warning is repeated
 
     def __post_init__(self) -> None:
@@ -91,10 +91,10 @@ class GuardConfig:
     """NaN and infinity in losses, gradients and rewards (`docs/running.md`), runs that learn nothing, a gap between engine and trainer."""
 
     non_finite: NonFinite = NonFinite.stop  # in a loss or gradient: end the run, leave the update out, or restart without the step
-    max_skips: int = 3  # updates left out one after the other; one more ends the run
-    max_roll_backs: int = 3  # in the whole run; one more ends it
+    max_skips: int = 3  # updates in a row that may be left out; one more ends the run
+    max_roll_backs: int = 3  # roll-backs in the whole run; one more ends it
     max_weight: float = 1e6  # largest magnitude of a trained parameter after an update; 0: any that is finite
-    reward: NonFiniteReward = NonFiniteReward.stop  # skip: such a response gets no weight
+    reward: NonFiniteReward = NonFiniteReward.stop  # in a reward: end the run, or skip (such a response gets no weight)
     learnt_nothing: LearntNothing = LearntNothing.stop  # what happens if updates are empty or change no weight: end the run, or warn
     learnt_nothing_steps: int = 10  # updates in a row after which guard.learnt_nothing applies; also at the end of the run
     logprob_gap: LogprobGapConfig = field(default_factory=LogprobGapConfig)

@@ -28,7 +28,7 @@ class OptimizerConfig:
     lr: float = 9e-7  # learning rate after the warm-up
     min_lr: float = 9e-8  # learning rate at the end of the decay
     decay: Decay = Decay.cosine  # shape of the learning rate after the warm-up
-    warmup_fraction: float = 0.1  # part of the run's optimizer steps, rounded up, in which the learning rate rises from 0 to lr
+    warmup_fraction: float = 0.1  # part of the run's optimizer steps, rounded up, during which the learning rate rises from 0 to lr
     warmup_steps: int = -1  # the warm-up as a number of optimizer steps; -1: use warmup_fraction
     decay_steps: int = 0  # 0: the run's number of optimizer steps
     weight_decay: float = 0.1  # decoupled: each step takes lr * this off every weight; 0: none
@@ -38,9 +38,9 @@ class OptimizerConfig:
     clip_grad: float = 1.0  # longest gradient (global L2 norm); a longer one is scaled down to it; 0: off
     distributed: bool = True  # shard the optimizer's state over data-parallel ranks
     precision_aware: bool = False  # moments in bfloat16 (needs Transformer Engine)
-    initial_loss_scale: float = 1024.0  # of model.dtype=float16: the loss's factor at first, a power of two; an overflow halves it
-    min_loss_scale: float = 1.0  # of model.dtype=float16: a gradient that overflows even with this is one that is not finite (guard)
-    loss_scale_window: int = 500  # of model.dtype=float16: updates in a row without an overflow, after which the factor doubles
+    initial_loss_scale: float = 1024.0  # with model.dtype=float16: initial factor of the loss, a power of two; an overflow halves it
+    min_loss_scale: float = 1.0  # with model.dtype=float16: smallest factor; gradients that still overflow count as not finite (guard)
+    loss_scale_window: int = 500  # with model.dtype=float16: updates in a row without an overflow, after which the factor doubles
     offload: bool = False  # between training phases the optimizer's state and the gradients wait in host memory
     cpu_offload: bool = False  # the host holds the optimizer's state and main weights, and updates them there (Megatron-Core's)
     cpu_offload_fraction: float = 1.0  # part of the parameters that optimizer.cpu_offload moves; the rest is updated on the GPU
