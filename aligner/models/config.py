@@ -143,9 +143,7 @@ class ModelConfig:
     layers: Layers = Layers.auto  # transformer_engine (NVIDIA's, fused) or torch; auto: the first on a GPU in 16 bits if it imports
     batch_invariant: bool = False  # a token's log-prob has the same bits in rollouts and training, whatever the batch: slow
     fp8: bool = False  # the layers' matrix products in 8 bits; not with layers=torch
-    fp8_recipe: Fp8Recipe = (
-        Fp8Recipe.auto
-    )  # unit with its own scale: blocks of 128 numbers, of 32 (mxfp8), whole tensors; auto: depends on the GPU
+    fp8_recipe: Fp8Recipe = Fp8Recipe.auto  # unit with a scale: 128 numbers, 32 (mxfp8), whole tensors; auto: by the GPU
     float32_matmul: Float32Matmul = Float32Matmul.highest  # float32 products: in float32, or high: on a GPU in TF32, faster
     float32_logits: bool = True  # the output layer's product is not rounded to dtype; a GPU needs torch 2.8, a CPU converts the factors
     logits_chunk_size: int = 1024  # tokens whose logits exist at a time
