@@ -230,8 +230,9 @@ class Architecture:
     linear_conv_size: int = 0  # delta nets: tokens under the causal convolution, the own one included
 
     def __post_init__(self) -> None:
-        for name in _LISTS:
-            setattr(self, name, list(getattr(self, name)))
+        self.full_attention_layers, self.no_rope_layers = list(self.full_attention_layers), list(self.no_rope_layers)
+        self.dense_layers, self.linear_attention_layers = list(self.dense_layers), list(self.linear_attention_layers)
+        self.rope_short_factors, self.rope_long_factors = list(self.rope_short_factors), list(self.rope_long_factors)
         for check in (_check_sizes, _check_positions, _check_layers, _check_parts, _check_experts, _check_latent, _check_linear):
             check(self)
 
@@ -300,7 +301,6 @@ class Architecture:
 
 
 _LAYER_LISTS = ("full_attention_layers", "dense_layers", "no_rope_layers", "linear_attention_layers")
-_LISTS = (*_LAYER_LISTS, "rope_short_factors", "rope_long_factors")
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "max_position_embeddings")
 _NUMBERS = ("norm_eps", "initializer_range", "attention_softcap", "attention_scale", "logits_softcap", "rope_local_theta")
 _NUMBERS += ("rope_score_scale", "glu_limit", "glu_offset", "attention_temperature", *ROPE_FACTORS)
