@@ -58,8 +58,8 @@ def arguments(name: str, **others: Any) -> argparse.Namespace:
 
 def build(args: argparse.Namespace, *, tp: int = 1, pp: int = 1, first: bool = True, last: bool = True) -> Any:
     """A random GPTModel, as Megatron-LM's model provider makes it of its arguments."""
-    from aligner.models.architecture.activations import ACTIVATIONS
     from aligner.models.config import Activation
+    from aligner.models.modules.megatron_config import ACTIVATIONS
     from aligner.parallel.mcore import GPTModel, TransformerConfig, get_gpt_layer_local_spec
 
     given = vars(args).get
@@ -150,8 +150,7 @@ def nemo_config(name: str, **others: Any) -> dict[str, Any]:
 
 def to_zarr(source: Path, target: Path) -> Path:
     """The tensors of a `torch_dist` directory as Megatron-Core's former backend wrote them: in chunks, of which the last are filled up."""
-    from aligner.models.checkpoint.foreign.files import Files
-    from aligner.models.checkpoint.foreign.torch_dist import TorchDist
+    from aligner.models.checkpoint.foreign.tensors import Files, TorchDist
 
     tensors = TorchDist(Files(source), "")
     for name, shape in tensors.shapes().items():

@@ -38,10 +38,10 @@ from aligner.jobs.parts import run_loop
 from aligner.jobs.sources import model_digest
 from aligner.loop.writing import Record, Writing, WrittenFiles
 from aligner.models import create
+from aligner.models.checkpoint.manifest import digest
 from aligner.models.modules.peft import WEIGHTS_FILE
 from aligner.models.training.guard import GuardConfig
 from aligner.models.training.policy import MegatronPolicy
-from aligner.models.weights.manifest import digest
 from aligner.parallel.collectives import from_rank_0
 from aligner.reporting.formats import Column
 from aligner.run.session import Session

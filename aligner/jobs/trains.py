@@ -21,8 +21,7 @@ from aligner.models.config import Architecture
 from aligner.models.modules.scalar_head import ScalarHead
 from aligner.models.training.guard import Guard
 from aligner.models.training.placement import Splits, input_shape
-from aligner.models.training.policy import MegatronPolicy, ReferencePolicy
-from aligner.models.training.reward import MegatronRewardModel
+from aligner.models.training.policy import MegatronPolicy, MegatronRewardModel, ReferencePolicy
 from aligner.models.training.trainable import TrainableModel, Training
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.run.recipe import Recipe

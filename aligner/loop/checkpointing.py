@@ -20,7 +20,7 @@ from aligner.errors import CheckpointError, ConfigError, WrongContents
 from aligner.loop.loop import BY_TIME, NEWEST_BY_TIME
 from aligner.loop.pairs import find_pair
 from aligner.models.checkpoint import checkpoint, files
-from aligner.models.checkpoint.size import shortage
+from aligner.models.checkpoint.checkpoint import shortage
 from aligner.models.training.trainable import TrainableModel
 from aligner.parallel.collectives import from_rank_0, gather_objects
 from aligner.protocols import Critic

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from aligner.errors import CheckpointError
-from aligner.models.checkpoint import files
-from aligner.models.weights import manifest
+from aligner.models.checkpoint import files, manifest
 from aligner.parallel.collectives import from_rank_0
 from aligner.run.session import Session
 

@@ -1,4 +1,4 @@
-"""What a user says about a model (`ModelConfig`); `Architecture` and what it consists of are reached from here too.
+"""Settings of a model (`ModelConfig`); `Architecture` and its parts can be imported from here too.
 
 Light: imports neither Megatron-Core nor transformers.
 """
@@ -13,15 +13,16 @@ from typing import ClassVar
 
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
+from aligner.models.architecture.architecture import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, refuse, require
 from aligner.models.architecture.architecture import NOT_SCALED as NOT_SCALED
 from aligner.models.architecture.architecture import OF_EXPERTS as OF_EXPERTS
 from aligner.models.architecture.architecture import ROPE_FACTORS as ROPE_FACTORS
+from aligner.models.architecture.architecture import Activation as Activation
 from aligner.models.architecture.architecture import Architecture as Architecture
 from aligner.models.architecture.architecture import Family as Family
-from aligner.models.architecture.kinds import Activation as Activation
-from aligner.models.architecture.kinds import Normalization as Normalization
-from aligner.models.architecture.kinds import ParallelResidual as ParallelResidual
-from aligner.models.architecture.kinds import PositionEmbedding as PositionEmbedding
+from aligner.models.architecture.architecture import Normalization as Normalization
+from aligner.models.architecture.architecture import ParallelResidual as ParallelResidual
+from aligner.models.architecture.architecture import PositionEmbedding as PositionEmbedding
 
 
 class Dtype(str, Enum):
@@ -92,22 +93,20 @@ def _default_targets() -> list[LoraTarget]:
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021, 2106.09685): the weights W stay as they are, W + scaling B A is what the model computes with."""
+    """Low-rank adapters (Hu et al. 2021, 2106.09685): the weights W stay unchanged, and the model computes with W + scaling B A."""
 
-    rank: int = 0  # of the adapters; 0: no adapters, every weight is trained
+    rank: int = 0  # rank of the adapters; 0: no adapters, every weight is trained
     alpha: float = 16.0  # scaling = alpha / rank
     rslora: bool = False  # scaling = alpha / sqrt(rank) (2312.03732)
-    dropout: float = 0.0  # of what goes into the adapters, in training
+    dropout: float = 0.0  # dropout of the adapters' inputs, in training
     targets: list[LoraTarget] = field(default_factory=_default_targets)  # linear layers that get adapters (docs/lora.md)
     path: str = ""  # an adapter to start from: PEFT's (or ORG/NAME[@REV] of the Hub), or a checkpoint's step_...; empty: B = 0
     from_hub: ClassVar[Mapping[str, Files]] = {"path": Files.model}
 
     def __post_init__(self) -> None:
         self.targets = list(self.targets)
-        if self.rank < 0:
-            raise ConfigError(f"model.lora.rank={self.rank}: must not be negative (0 is off)")
-        if self.alpha <= 0:
-            raise ConfigError(f"model.lora.alpha={self.alpha}: must be positive")
+        require(self, "model.lora", NOT_NEGATIVE, "rank", note=" (0 is off)")
+        require(self, "model.lora", POSITIVE, "alpha")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.lora.dropout={self.dropout}: must be in [0, 1)")
         if not self.targets:
@@ -141,62 +140,50 @@ class ModelConfig:
     packing: bool = False  # rows of a micro-batch one after the other instead of padded side by side; needs micro_batch_tokens
     share_prompts: bool = False  # packed rows that begin with the same prompt compute it once; needs packing
     recompute: Recompute = Recompute.none  # activations that the backward pass computes again: none, those of attention, or all of a layer
-    layers: Layers = Layers.auto  # whose: transformer_engine (NVIDIA's, fused), torch; auto: the first on a GPU in 16 bits where it imports
-    batch_invariant: bool = False  # a token's log-prob has the same bits in rollouts and training, whatever is computed with it: slow
+    layers: Layers = Layers.auto  # transformer_engine (NVIDIA's, fused) or torch; auto: the first on a GPU in 16 bits if it imports
+    batch_invariant: bool = False  # a token's log-prob has the same bits in rollouts and training, whatever the batch: slow
     fp8: bool = False  # the layers' matrix products in 8 bits; not with layers=torch
-    fp8_recipe: Fp8Recipe = Fp8Recipe.auto  # what has a scale: blocks of 128 numbers, of 32 (mxfp8), tensors; auto: by the GPU
+    fp8_recipe: Fp8Recipe = Fp8Recipe.auto  # unit with a scale: 128 numbers, 32 (mxfp8), whole tensors; auto: by the GPU
     float32_matmul: Float32Matmul = Float32Matmul.highest  # float32 products: in float32, or high: on a GPU in TF32, faster
     float32_logits: bool = True  # the output layer's product is not rounded to dtype; a GPU needs torch 2.8, a CPU converts the factors
     logits_chunk_size: int = 1024  # tokens whose logits exist at a time
     make_vocab_divisible_by: int = 128  # the vocabulary is padded to a multiple of this and of parallel.tp
-    router_aux_loss_coef: float = 0.0  # of the experts' load-balancing loss, averaged over tokens
-    router_z_loss_coef: float = 0.0  # of the squared log-sum-exp of the router's logits, averaged over tokens
+    router_aux_loss_coef: float = 0.0  # coefficient of the experts' load-balancing loss, averaged over tokens
+    router_z_loss_coef: float = 0.0  # coefficient of the squared log-sum-exp of the router's logits, averaged over tokens
     router_bias_update_rate: float = 0.0  # added to the router biases of experts with too few tokens, taken from the others', each step
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "logits_chunk_size", "make_vocab_divisible_by"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"model.{name}={value}: must be at least 1")
-        if self.seq_length < 0:
-            raise ConfigError(f"model.seq_length={self.seq_length}: must not be negative (0 is the model's own)")
-        for name in ("micro_batch_tokens", "router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"model.{name}={getattr(self, name)}: must not be negative (0 is off)")
-        if self.fp8 and (self.layers is Layers.torch or self.batch_invariant):
-            raise ConfigError(
-                "model.fp8=true: needs Transformer Engine's layers; allowed: model.layers=auto or transformer_engine, not batch_invariant"
-            )
-        if self.fp8_recipe is Fp8Recipe.delayed:
-            raise ConfigError(
-                "model.fp8_recipe=delayed: its scales are those of passes before, so data-parallel replicas that make different numbers of "
-                "passes wait for each other for ever, and a model that is not trained has none; allowed: auto, blockwise, mxfp8, tensorwise"
-            )
-        if self.fp8_recipe is not Fp8Recipe.auto and not self.fp8:
-            raise ConfigError(f"model.fp8_recipe={self.fp8_recipe.value}: needs model.fp8=true; allowed without: auto")
-        if self.batch_invariant and self.layers is Layers.transformer_engine:
-            raise ConfigError(
-                "model.batch_invariant=true: the sums of Transformer Engine's layers depend on the batch; allowed: layers=auto, torch"
-            )
-        if self.batch_invariant and self.lora.is_on:
-            raise ConfigError(
-                "model.batch_invariant=true: the engine computes with merged weights, whose log-probs have other last bits; "
-                "allowed with model.lora.rank=0"
-            )
-        if self.packing and not self.micro_batch_tokens:
-            raise ConfigError("model.packing=true: needs model.micro_batch_tokens, the tokens that one packed row may hold")
-        if self.share_prompts and not self.packing:
-            raise ConfigError("model.share_prompts=true: needs model.packing=true")
-        if self.share_prompts and (self.router_aux_loss_coef or self.router_z_loss_coef):
-            raise ConfigError(
-                "model.share_prompts=true: the routers' auxiliary losses are means over tokens, of which there would be fewer; "
-                "allowed with router_aux_loss_coef=0 and router_z_loss_coef=0"
-            )
+        require(self, "model", AT_LEAST_1, "micro_batch_size", "logits_chunk_size", "make_vocab_divisible_by")
+        require(self, "model", NOT_NEGATIVE, "seq_length", note=" (0 is the model's own)")
+        coefficients = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate")
+        require(self, "model", NOT_NEGATIVE, "micro_batch_tokens", *coefficients, note=" (0 is off)")
+        not_torch = "needs Transformer Engine's layers; allowed: model.layers=auto or transformer_engine, not batch_invariant"
+        delayed = (
+            "its scales are those of passes before, so data-parallel replicas that make different numbers of passes wait for each other "
+            "for ever, and a model that is not trained has none; allowed: auto, blockwise, mxfp8, tensorwise"
+        )
+        merged = "the engine computes with merged weights, whose log-probs have other last bits; allowed with model.lora.rank=0"
+        means = "the routers' auxiliary losses are means over tokens, which it makes fewer; allowed if both coefficients are 0"
+        recipe, te = self.fp8_recipe, "the sums of Transformer Engine's layers depend on the batch; allowed: layers=auto, torch"
+        tokens = "needs model.micro_batch_tokens, the tokens that one packed row may hold"
+        refuse(
+            (self.fp8 and (self.layers is Layers.torch or self.batch_invariant), f"model.fp8=true: {not_torch}"),
+            (recipe is Fp8Recipe.delayed, f"model.fp8_recipe=delayed: {delayed}"),
+            (
+                recipe is not Fp8Recipe.auto and not self.fp8,
+                f"model.fp8_recipe={recipe.value}: needs model.fp8=true; allowed without: auto",
+            ),
+            (self.batch_invariant and self.layers is Layers.transformer_engine, f"model.batch_invariant=true: {te}"),
+            (self.batch_invariant and self.lora.is_on, f"model.batch_invariant=true: {merged}"),
+            (self.packing and not self.micro_batch_tokens, f"model.packing=true: {tokens}"),
+            (self.share_prompts and not self.packing, "model.share_prompts=true: needs model.packing=true"),
+            (self.share_prompts and (self.router_aux_loss_coef or self.router_z_loss_coef), f"model.share_prompts=true: {means}"),
+        )
 
     @property
     def tokenizer_path(self) -> str:
-        """Where the tokenizer is. Raises ConfigError where neither `tokenizer` nor `path` says."""
+        """Where the tokenizer is. Raises ConfigError if neither `tokenizer` nor `path` is set."""
         if not (self.tokenizer or self.path):
             raise ConfigError("model.tokenizer='': name a tokenizer directory, or give model.path, which holds one")
         return self.tokenizer or self.path

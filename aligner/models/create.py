@@ -12,15 +12,16 @@ import torch
 from aligner.errors import ConfigError
 from aligner.hub.names import name_of
 from aligner.models.architecture import rope
-from aligner.models.architecture.kinds import PositionEmbedding
 from aligner.models.checkpoint import checkpoint
-from aligner.models.checkpoint.adapters import weights_digest
 from aligner.models.checkpoint.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_json
-from aligner.models.config import Architecture, ModelConfig
+from aligner.models.checkpoint.weights import weights_digest
+from aligner.models.config import Architecture, ModelConfig, PositionEmbedding
 from aligner.models.families import architecture_from_hf, architecture_to_hf, weight_names
-from aligner.models.modules.build import Transformer, build_language_model, build_scalar_model
+from aligner.models.modules.build import build_language_model, build_scalar_model
+from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
+from aligner.models.modules.layer_kinds import attention_of, feed_forward_of
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import check_divisible, resolve_dtype
 from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
@@ -28,8 +29,7 @@ from aligner.models.modules.peft import load_peft
 from aligner.models.modules.scalar_head import VALUES, ScalarHead, read_head
 from aligner.models.training.guard import Guard, GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.models.training.policy import MegatronPolicy
-from aligner.models.training.reward import MegatronRewardModel, MegatronValueModel
+from aligner.models.training.policy import MegatronPolicy, MegatronRewardModel, MegatronValueModel
 from aligner.models.training.trainable import TrainableModel, Training
 from aligner.models.weights.weights import HFWeights, described
 from aligner.parallel import platform
@@ -41,7 +41,7 @@ from aligner.parallel.topology import ParallelConfig, Topology
 def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
     """The directory of the weights, `latest` resolved; None for a model with random weights. `key`: the config key of its settings.
 
-    Raises ConfigError if there is no model, CheckpointError for a damaged checkpoint.
+    Raises ConfigError if the path has no model, CheckpointError for a damaged checkpoint.
     """
     if not config.path:
         return None
@@ -64,7 +64,7 @@ def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
         base = adapter.get("base_model_name_or_path") or "the model that it was trained on"
         beside = ", or without its files if the model beside it is meant" if (path / CONFIG_FILE).exists() else ""
         raise ConfigError(  # also for one beside a model, which transformers would add to the adapter's own base
-            f"{key}.path={config.path}: an adapter ({ADAPTER_CONFIG_FILE}), which is no model by itself; allowed: {key}.path={base} with "
+            f"{key}.path={config.path}: an adapter ({ADAPTER_CONFIG_FILE}), not a model by itself; allowed: {key}.path={base} with "
             f"{key}.lora.path={config.path} {key}.lora.rank={adapter.get('r')} {key}.lora.alpha={adapter.get('lora_alpha')}{beside}"
         )
     if not (path / CONFIG_FILE).exists():
@@ -171,8 +171,8 @@ def create_value_model(
 
 
 def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, *, is_scalar: bool) -> None:
-    """Raise ConfigError for a model that cannot be built so, or whose files do not fit; say in the log whose layers it gets, what they
-    fuse, LongRoPE's choice, and which of the files' tensors are not read. Set the precision of float32 products."""
+    """Raise ConfigError for a model that cannot be built so, or whose files do not fit; log its layers, what they fuse, LongRoPE's choice,
+    and which of the files' tensors are not read. Set the precision of float32 products."""
     platform.set_float32_matmul(config.float32_matmul.value)
     check_divisible(architecture, parallel)
     dtype, source = resolve_dtype(config.dtype), source_directory(config)
@@ -189,13 +189,9 @@ def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelCo
 
 def _check_memory(a: Architecture, config: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError for sizes whose weights and rotary tables, of which a part is counted, cannot be in this rank's memory."""
-    mixed, linear = (a.num_layers - len(a.dense_layers)) * a.num_experts, len(a.linear_attention_layers)
-    delta_nets = linear * (a.linear_key_heads * a.linear_key_head_dim + a.linear_value_heads * a.linear_value_head_dim)
-    rows = (a.num_layers - linear) * (a.num_attention_heads * a.head_dim + a.latent_size + a.query_latent_size) + delta_nets
-    rows += mixed * a.expert_ffn_hidden_size if a.num_experts else a.num_layers * a.ffn_hidden_size
-    rows += a.max_position_embeddings if a.position_embedding is PositionEmbedding.learned else 0
-    numbers = a.hidden_size * rows + a.vocabulary_width * a.vocab_size + delta_nets * a.linear_conv_size
-    numbers += context_length(config, a) * a.rotated
+    numbers = sum(kind.numbers(a) for layer in range(a.num_layers) for kind in (attention_of(a, layer), feed_forward_of(a, layer)))
+    numbers += a.hidden_size * a.max_position_embeddings if a.position_embedding is PositionEmbedding.learned else 0
+    numbers += a.vocabulary_width * a.vocab_size + context_length(config, a) * a.rotated
     size = numbers * resolve_dtype(config.dtype).itemsize // parallel.pp // max(parallel.tp, parallel.ep * parallel.etp)
     room = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else psutil.virtual_memory().total
     if size > room:
@@ -208,7 +204,7 @@ def _check_memory(a: Architecture, config: ModelConfig, parallel: ParallelConfig
 
 
 def head_of(config: ModelConfig) -> ScalarHead | None:
-    """The head that the model at `config.path` has; None for a language model, and where there is no path."""
+    """The head that the model at `config.path` has; None for a language model, and without a path."""
     source = source_directory(config)
     if source is None:
         return None
@@ -231,14 +227,14 @@ def create_reward_model(
     return MegatronRewardModel(_ready(chunks, config, topology, training))
 
 
-def _ready(chunks: Sequence[Transformer], config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
+def _ready(chunks: Sequence[Chunk], config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
     """Load the weights first: the optimizer copies its main weights from them."""
     load_source(chunks, config)
     _start_adapters(chunks, config, topology.seed)
     return TrainableModel(chunks, topology, training)
 
 
-def _start_adapters(chunks: Sequence[Transformer], config: ModelConfig, seed: int) -> None:
+def _start_adapters(chunks: Sequence[Chunk], config: ModelConfig, seed: int) -> None:
     """Attach adapters if `config` asks for them: new ones, or those that it names (PEFT's, or a checkpoint's on the same weights)."""
     if not config.lora.is_on:
         return
@@ -256,7 +252,7 @@ def _start_adapters(chunks: Sequence[Transformer], config: ModelConfig, seed: in
         load_peft(chunks, path)
 
 
-def load_source(chunks: Sequence[Transformer], config: ModelConfig) -> None:
+def load_source(chunks: Sequence[Chunk], config: ModelConfig) -> None:
     """Fill the chunks from `config.path`, where there is one; adapters that they have add nothing afterwards."""
     source = source_directory(config)
     if source is not None:

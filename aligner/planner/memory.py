@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from aligner.models.weights.weights import MAX_FILE_BYTES
+from aligner.models.checkpoint.hf_files import MAX_FILE_BYTES
 from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes

@@ -20,6 +20,7 @@ from aligner.errors import EngineError
 from aligner.models.config import Architecture
 from aligner.models.families import architecture_to_hf
 from aligner.models.modules.build import LanguageModel
+from aligner.models.modules.linear import weight_storage
 from aligner.models.training.offload import HostMemory
 from aligner.models.training.policy import MegatronPolicy
 from aligner.parallel import platform
@@ -133,7 +134,7 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     )
     rank, size = dist.get_rank(), dist.get_world_size()
     replica = Replica(index=rank // tp, count=size // tp, is_leader=rank % tp == 0)
-    parameters = HostMemory(kept=lambda: (p.data for chunk in policy.chunks for p in chunk.parameters()))
+    parameters = HostMemory(kept=lambda: weight_storage(policy.chunks))
     return StreamedEngine(foreign, stream, replica, policy=parameters if config.offload else None, at_end=directory.cleanup)
 
 

@@ -51,8 +51,8 @@ def eight_bits(folder: str, wanted: list[tuple[list[int], str, dict[str, Any], d
     """Print the recipe that Transformer Engine's context has for a layer of each model, or why it is refused."""
     package = install(Path(folder))
     from aligner.errors import ConfigError
+    from aligner.models.architecture.divisible import fp8_token_multiple
     from aligner.models.config import Architecture, Fp8Recipe, ModelConfig
-    from aligner.models.modules.eight_bits import token_multiple
     from aligner.models.modules.megatron_config import transformer_config
     from aligner.parallel import mcore
     from aligner.parallel.topology import ParallelConfig
@@ -74,7 +74,7 @@ def eight_bits(folder: str, wanted: list[tuple[list[int], str, dict[str, Any], d
                 with get_fp8_context(config, 0):
                     recipe = state.get_fp8_recipe()
                     found |= {"enabled": state.is_fp8_enabled(), "recipe": type(recipe).__name__, "stateless": not recipe.delayed()}
-                    found |= {"format": recipe.fp8_format.name, "tokens": token_multiple(config), "weights": bool(config.fp8_param)}
+                    found |= {"format": recipe.fp8_format.name, "tokens": fp8_token_multiple(config), "weights": bool(config.fp8_param)}
                     found["scales"] = (
                         "power of two"
                         if getattr(recipe, "fp8_quant_fwd_inp", None) is None or (recipe.fp8_quant_fwd_inp.power_2_scale)
@@ -152,7 +152,7 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[list[Any]]:
 
 def in_checkpoint(chunk: Any) -> dict[str, Any]:
     """Every weight's place in a distributed checkpoint, by the key there and the offset in the whole tensor; not adapters'."""
-    from aligner.models.checkpoint.adapters import whole_state
+    from aligner.models.checkpoint.weights import whole_state
     from aligner.parallel.mcore import ShardedTensorFactory, sharded_leaves
 
     found = {}

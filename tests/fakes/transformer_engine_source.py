@@ -138,7 +138,7 @@ def claimed_gpu(capability: tuple[int, int] = (9, 0), cuda: str = "12.9") -> Ite
 
 def described(chunk: Any) -> dict[str, dict[str, Any]]:
     """Every parameter by its global name: what moving weights between layouts, files and engines goes by."""
-    from aligner.models.modules.initialise import global_name
+    from aligner.models.modules.chunk import global_name
 
     marks = ("tensor_model_parallel", "partition_dim", "allreduce", "sequence_parallel", "shared_embedding")
     neutral = {"partition_dim": -1, "allreduce": True}

@@ -56,7 +56,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     archive.write_bytes(b"\0" * 600)
     assert "metadata.json is missing" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "out")
     archive.write_bytes(b"no tar" * 200)
-    assert "model.nemo: is no NeMo archive, or damaged" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "out")
+    assert "model.nemo: not a NeMo archive, or damaged" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "out")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     assert "holds a model already" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "model")

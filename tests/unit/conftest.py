@@ -49,8 +49,7 @@ def make_model(topology) -> Callable[..., Any]:
     from aligner.models.config import Architecture, Dtype, Family, ModelConfig
     from aligner.models.modules.build import LanguageModel, ScalarModel
     from aligner.models.modules.scalar_head import VALUES, ScalarHead
-    from aligner.models.training.policy import MegatronPolicy
-    from aligner.models.training.reward import MegatronRewardModel, MegatronValueModel
+    from aligner.models.training.policy import MegatronPolicy, MegatronRewardModel, MegatronValueModel
     from aligner.models.training.trainable import TrainableModel, Training
     from aligner.parallel.topology import ParallelConfig
 

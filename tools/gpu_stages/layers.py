@@ -21,7 +21,7 @@ from trl_sft_reference import Spec as SFTSpec
 from aligner.data.collate import supervised_batch
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Dtype, Layers
-from aligner.models.modules.initialise import global_name
+from aligner.models.modules.chunk import global_name
 from aligner.models.training import forward
 
 # Settings of `model` by what is compared; a test puts others in their place, where there is no Transformer Engine.

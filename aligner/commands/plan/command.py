@@ -17,8 +17,8 @@ from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs import parts
 from aligner.models import create
+from aligner.models.architecture.divisible import check_fp8, fp8_recipe
 from aligner.models.config import Architecture, Dtype, ModelConfig
-from aligner.models.modules import eight_bits
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
@@ -312,7 +312,7 @@ def _model(model: ModelConfig, architecture: Architecture, parallel: ParallelCon
     if model.fp8 and not cluster.fp8_tflops:
         raise ConfigError("model.fp8=true: the cluster's GPUs have no 8-bit matrix products (cluster.fp8_tflops=0)")
     if model.fp8:
-        eight_bits.check(architecture, model, parallel, eight_bits.chosen(model, cluster.compute_capability))
+        check_fp8(architecture, model, parallel, fp8_recipe(model, cluster.compute_capability))
     if model.dtype != Dtype.auto:
         return model
     return replace(model, dtype=Dtype.bfloat16 if cluster.device == Device.gpu else Dtype.float32)

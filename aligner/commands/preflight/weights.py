@@ -74,7 +74,7 @@ def resumed_from(config: JobRun) -> dict[str, Path]:
 
 def check_checkpoint(directory: Path) -> tuple[str, str]:
     """(a few words, kind) of a checkpoint of this project: its marker, its manifest, and that every file has its size."""
-    from aligner.models.weights import manifest
+    from aligner.models.checkpoint import manifest
 
     marker = read_marker(directory)
     entries = manifest.read(directory)

@@ -1,14 +1,58 @@
-"""What a model is: its family and sizes (`Architecture`). Light: imports neither Megatron-Core nor transformers."""
+"""What a model is: its family, its sizes and the kinds of its parts (`Architecture`). Light: imports neither Megatron-Core nor
+transformers.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.architecture.kinds import Activation, Normalization, ParallelResidual, PositionEmbedding
+
+
+class Activation(str, Enum):
+    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`,
+    `quick_gelu` x * sigmoid(1.702 x)."""
+
+    silu = "silu"
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+    squared_relu = "squared_relu"
+    relu = "relu"
+    quick_gelu = "quick_gelu"
+
+
+class Normalization(str, Enum):
+    """The norm of every layer; stored weights of `..._1p` are around 0 (the layer multiplies by 1 + weight)."""
+
+    rms_norm = "rms_norm"
+    layer_norm = "layer_norm"
+    layer_norm_1p = "layer_norm_1p"
+    rms_norm_1p = "rms_norm_1p"
+    layer_norm_no_bias = "layer_norm_no_bias"
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added to what is normalised."""
+        return self in (Normalization.layer_norm, Normalization.layer_norm_1p)
+
+
+class PositionEmbedding(str, Enum):
+    """Rotary, or a learned table of `max_position_embeddings` rows that is added to the token embeddings."""
+
+    rope = "rope"
+    learned = "learned"
+
+
+class ParallelResidual(str, Enum):
+    """Whether the feed-forward layer reads what attention reads, and both are added to it; through a norm of its own, or attention's."""
+
+    none = "none"
+    own_norm = "own_norm"
+    shared_norm = "shared_norm"
 
 
 class Family(str, Enum):
@@ -44,8 +88,8 @@ class Family(str, Enum):
     ministral = "ministral"
 
 
-# Of mixtures of experts, and what they are in dense models.
-OF_EXPERTS = {
+# Fields of mixtures of experts, with their values in dense models.
+OF_EXPERTS: dict[str, Any] = {
     "experts_per_token": 0,
     "expert_ffn_hidden_size": 0,
     "dense_layers": [],
@@ -60,11 +104,36 @@ OF_EXPERTS = {
     "router_scale": 1.0,
     "weighted_expert_inputs": False,
 }
-# Sizes of gated delta nets: 0 in models without.
 OF_LINEAR = ("linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_size")
+# By the field that switches a kind of layer on: those that need it, with their values where it is off.
+_NEEDS: dict[str, dict[str, Any]] = {
+    "num_experts": OF_EXPERTS,
+    "latent_size": {"query_latent_size": 0, "value_head_dim": 0},
+    "linear_attention_layers": dict.fromkeys(OF_LINEAR, 0),
+}
 MOST_LAYERS = 10_000  # more would take hours to build
 ROPE_FACTORS = ("rope_llama3_factor", "rope_linear_factor", "rope_yarn_factor", "rope_dynamic_factor")
 NOT_SCALED: dict[str, Any] = dict.fromkeys(ROPE_FACTORS, 0.0) | {"rope_short_factors": [], "rope_long_factors": []}
+Range = tuple[Callable[[Any], bool], str]
+AT_LEAST_1: Range = (lambda value: value >= 1, "must be at least 1")
+NOT_NEGATIVE: Range = (lambda value: value >= 0, "must not be negative")
+FINITE: Range = (lambda value: 0 <= value < math.inf, "must be finite and not negative")
+POSITIVE: Range = (lambda value: 0 < value < math.inf, "must be finite and above 0")
+
+
+def refuse(*checks: tuple[Any, str]) -> None:
+    """Raise ConfigError with the message of the first check that is true."""
+    for wrong, message in checks:
+        if wrong:
+            raise ConfigError(message)
+
+
+def require(config: Any, key: str, allowed: Range, *names: str, note: str = "") -> None:
+    """Raise ConfigError, naming setting and value, unless these fields of a section of the config are in the range."""
+    holds, must = allowed
+    for name in names:
+        if not holds(value := getattr(config, name)):
+            raise ConfigError(f"{key}.{name}={value}: {must}{note}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,17 +153,17 @@ class Architecture:
     rope_llama3_factor: float = 0.0  # 0: off; else the factor of Llama 3.1's rotary scaling, by parts of the spectrum
     rope_linear_factor: float = 0.0  # 0: off; else every rotary frequency is divided by it
     rope_yarn_factor: float = 0.0  # 0: off; else the factor of YaRN's rotary scaling
-    rope_dynamic_factor: float = 0.0  # 0: off; else the file's factor beyond max_position_embeddings, where no sequence here is
+    rope_dynamic_factor: float = 0.0  # 0: off; else dynamic scaling's factor, which only matters beyond max_position_embeddings
     rope_original_length: int = 8192  # context length before Llama 3.1's, YaRN's or LongRoPE's scaling
-    rope_low_freq_factor: float = 1.0  # of Llama 3.1's scaling: turns in the original length up to which all of the factor counts
-    rope_high_freq_factor: float = 4.0  # of Llama 3.1's scaling: turns in the original length from which nothing is scaled
-    rope_beta_fast: float = 32.0  # of YaRN's scaling: turns in the original length from which nothing is scaled
-    rope_beta_slow: float = 1.0  # of YaRN's scaling: turns in the original length up to which all of the factor counts
-    rope_truncate: bool = True  # of YaRN's scaling: its bounds are rounded to whole dimensions
-    rope_attention_factor: float = 1.0  # of YaRN's scaling and LongRoPE's: cosines and sines are multiplied by it
-    rope_short_factors: list[float] = field(default_factory=list)  # []: off; else LongRoPE's divisors of the frequencies, one for each
-    rope_long_factors: list[float] = field(default_factory=list)  # []: off; else those of a run whose context is beyond the original one
-    rope_score_scale: float = 0.0  # of YaRN's scaling: scores are multiplied by (0.1 rope_score_scale ln(factor) + 1) squared
+    rope_low_freq_factor: float = 1.0  # Llama 3.1's scaling: frequencies with at most these turns in the original length are fully scaled
+    rope_high_freq_factor: float = 4.0  # Llama 3.1's scaling: frequencies with at least these turns are not scaled
+    rope_beta_fast: float = 32.0  # YaRN's scaling: frequencies with at least these turns in the original length are not scaled
+    rope_beta_slow: float = 1.0  # YaRN's scaling: frequencies with at most these turns in the original length are fully scaled
+    rope_truncate: bool = True  # YaRN's scaling: bounds are rounded to whole dimensions
+    rope_attention_factor: float = 1.0  # YaRN's and LongRoPE's scaling: factor on cosines and sines
+    rope_short_factors: list[float] = field(default_factory=list)  # []: off; else LongRoPE's divisor of each frequency
+    rope_long_factors: list[float] = field(default_factory=list)  # []: off; else the same for runs beyond the original context
+    rope_score_scale: float = 0.0  # YaRN's scaling: scores are multiplied by (0.1 rope_score_scale ln(factor) + 1) squared
     norm_eps: float = 1e-5  # added to the variance in every norm
     tied_embeddings: bool = True  # the output layer is the token embedding
     qkv_bias: bool = False  # biases on the query, key and value layers
@@ -103,34 +172,34 @@ class Architecture:
     initializer_range: float = 0.02  # standard deviation of random weights
     gated_mlp: bool = True  # activation(gate x) * (up x), as in SwiGLU; false: activation(up x)
     activation: Activation = Activation.silu  # non-linearity of the feed-forward layers
-    normalization: Normalization = Normalization.rms_norm  # norm of every layer; those of 1p multiply by 1 + their stored weight
-    glu_limit: float = 0.0  # 0: off; else gate x is cut there from above, up x at both ends
+    normalization: Normalization = Normalization.rms_norm  # norm of every layer; the 1p kinds multiply by 1 + their stored weight
+    glu_limit: float = 0.0  # 0: off; else an upper limit of gate x, and a limit of up x in both directions
     glu_offset: float = 0.0  # added to up x before it is multiplied
-    linear_bias: bool = False  # biases on every linear layer; `qkv_bias` is of query, key and value alone
+    linear_bias: bool = False  # biases on every linear layer; `qkv_bias` concerns query, key and value only
     attention_out_bias: bool = False  # a bias on the layer behind attention
     mlp_bias: bool = False  # biases on the feed-forward layers
     position_embedding: PositionEmbedding = PositionEmbedding.rope  # rope: rotary; learned: a table that is added to the token embeddings
     sliding_window: int = 0  # tokens that a token attends to, itself included; 0: all before it
-    attention_chunk: int = 0  # 0: off; else a token attends to those before it in its chunk of so many positions alone
+    attention_chunk: int = 0  # 0: off; else the positions of a chunk: a token attends to those before it in its own chunk only
     full_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of layers without sliding_window or attention_chunk
-    attention_sinks: bool = False  # each head has a learned score that no value is behind: its weights sum to less than 1
+    attention_sinks: bool = False  # each head has a learned score without a value: its weights sum to less than 1
     attention_softcap: float = 0.0  # 0: off; else attention's scores are cap * tanh(score / cap)
-    attention_scale: float = 0.0  # what attention's scores are multiplied by; 0: 1 / sqrt(head_dim)
+    attention_scale: float = 0.0  # factor on attention's scores; 0: 1 / sqrt(head_dim)
     attention_scale_by_layer: bool = False  # the scores of a layer are divided by its number, counted from 1
     rotary_fraction: float = 1.0  # part of each head's dimensions that is rotated
-    rotary_interleaved: bool = False  # neighbouring dimensions are rotated together; false: those that are half of the rotated ones apart
+    rotary_interleaved: bool = False  # neighbouring dimensions are rotated together; false: pairs that are half the rotated ones apart
     no_rope_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers that rotate nothing
     attention_temperature: float = 0.0  # 0: off; else no_rope_layers' queries grow by it times ln(1 + (position + 1) // the length below)
-    attention_temperature_length: int = 8192  # positions after which they grow
-    rope_local_theta: float = 0.0  # base of the layers with a window, which nothing scales; 0: as the others
+    attention_temperature_length: int = 8192  # positions after which attention_temperature's factor grows
+    rope_local_theta: float = 0.0  # unscaled rotary base of the layers with a window; 0: rope_theta
     position_offset: int = 0  # row of the learned table that is position 0
-    parallel_residual: ParallelResidual = ParallelResidual.none  # attention and feed-forward layer read the same and are added together
+    parallel_residual: ParallelResidual = ParallelResidual.none  # whether attention and feed-forward layer read the same input
     pre_norms: bool = True  # norms in front of attention and of the feed-forward layer
-    residual_norms: bool = False  # norms of the sums, behind each addition to the residual stream, and none in front of the output layer
-    post_norms: bool = False  # norms behind them, before they are added to the residual stream
-    qk_norm_whole: bool = False  # the norm on queries, and that on keys, is of all heads together
-    qk_norm_by_head: bool = False  # every head has weights of its own in that norm
-    embedding_size: int = 0  # width of the token embeddings and the output layer, which matrices project; 0: hidden_size, and no matrices
+    residual_norms: bool = False  # norms of the residual stream behind each addition; no norm in front of the output layer
+    post_norms: bool = False  # norms behind attention and the feed-forward layer, before the addition to the residual stream
+    qk_norm_whole: bool = False  # the norm on queries, and the one on keys, spans all heads together
+    qk_norm_by_head: bool = False  # every head has its own weights in the norms on queries and keys
+    embedding_size: int = 0  # width of token embeddings and output layer, if matrices project them; 0: hidden_size
     embedding_scale: float = 1.0  # token embeddings are multiplied by it
     logits_scale: float = 1.0  # the output layer's logits are multiplied by it
     logits_softcap: float = 0.0  # 0: off; else logits are cap * tanh(logit / cap)
@@ -140,97 +209,37 @@ class Architecture:
     normalize_expert_weights: bool = True  # a token's expert weights sum to 1
     dense_layers: list[int] = field(default_factory=list)  # numbers, from 0, of a mixture's layers without experts
     shared_ffn_hidden_size: int = 0  # width of the feed-forward layer that every token passes beside its experts; 0: none
-    shared_expert_gate: bool = False  # its output is multiplied by a sigmoid of each token's own
+    shared_expert_gate: bool = False  # the shared layer's output is multiplied by a sigmoid per token
     expert_biases: bool = False  # biases on both layers of every expert, and on the router's logits
     router_sigmoid: bool = False  # experts' scores are sigmoids of the router's logits; false: their softmax
-    router_bias: bool = False  # experts are chosen by score plus a bias of each, which no gradient trains
-    router_groups: int = 0  # groups of neighbouring experts, of the best of which a token's are chosen; 0: of all experts
+    router_bias: bool = False  # experts are chosen by score plus a bias per expert, which no gradient trains
+    router_groups: int = 0  # groups of neighbouring experts: a token's experts come from the best groups; 0: no groups
     router_groups_per_token: int = 0  # groups that a token's experts are chosen from
-    router_group_best: int = 1  # a group's score is the sum of so many of its experts' best scores
+    router_group_best: int = 1  # a group's score is the sum of this number of its experts' best scores
     router_scale: float = 1.0  # a token's expert weights are multiplied by it
-    weighted_expert_inputs: bool = False  # a token's expert weight multiplies what its expert reads; false: what it gives
-    latent_size: int = 0  # 0: off; else what each token's keys and values are made of (multi-head latent attention)
-    query_latent_size: int = 0  # what its queries are made of; 0: of the residual stream
-    value_head_dim: int = 0  # with latent_size: of each head's values; head_dim is of its queries and keys
-    attention_gate: bool = False  # what attention gives is multiplied by a sigmoid of each token's own
-    linear_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers that are gated delta nets instead
-    linear_key_heads: int = 0  # of a delta net's queries and keys: each serves linear_value_heads / linear_key_heads heads of values
-    linear_value_heads: int = 0  # of its values, and of its state
-    linear_key_head_dim: int = 0  # of each head's queries and keys
-    linear_value_head_dim: int = 0  # of each head's values
-    linear_conv_size: int = 0  # tokens, its own included, that each query, key and value is a convolution of
+    weighted_expert_inputs: bool = False  # a token's expert weight multiplies its expert's input; false: the output
+    latent_size: int = 0  # 0: off; else the size of the latent behind keys and values (multi-head latent attention)
+    query_latent_size: int = 0  # with latent_size: the size of the latent behind queries; 0: queries come from the residual stream
+    value_head_dim: int = 0  # with latent_size: size of each head's values; head_dim is the size of queries and keys
+    attention_gate: bool = False  # attention's output is multiplied by a sigmoid per token
+    linear_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers with gated delta nets
+    linear_key_heads: int = 0  # delta nets: heads of queries and keys; each serves linear_value_heads / linear_key_heads of values
+    linear_value_heads: int = 0  # delta nets: heads of values, and of the state
+    linear_key_head_dim: int = 0  # delta nets: size of each head's queries and keys
+    linear_value_head_dim: int = 0  # delta nets: size of each head's values
+    linear_conv_size: int = 0  # delta nets: tokens under the causal convolution, the own one included
 
     def __post_init__(self) -> None:
-        self._check_sizes()
-        self._check_positions()
-        self._check_windows()
-        self._check_layers()
-        self._check_experts()
-        _check_router(self)
-        _check_positions_by_layer(self)
-        _check_latent(self)
-        _check_linear(self)
+        self.full_attention_layers, self.no_rope_layers = list(self.full_attention_layers), list(self.no_rope_layers)
+        self.dense_layers, self.linear_attention_layers = list(self.dense_layers), list(self.linear_attention_layers)
+        self.rope_short_factors, self.rope_long_factors = list(self.rope_short_factors), list(self.rope_long_factors)
+        for check in (_check_sizes, _check_positions, _check_layers, _check_parts, _check_experts, _check_latent, _check_linear):
+            check(self)
 
-    def _check_sizes(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "ffn_hidden_size",
-            "max_position_embeddings",
-        ):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"architecture.{name}={value}: must be at least 1")
-        if self.num_layers > MOST_LAYERS:
-            raise ConfigError(f"architecture.num_layers={self.num_layers}: must be at most {MOST_LAYERS}")
-        for name in (
-            "norm_eps",
-            "initializer_range",
-            "attention_softcap",
-            "attention_scale",
-            "logits_softcap",
-            "rope_local_theta",
-            "rope_score_scale",
-            "glu_limit",
-            "glu_offset",
-            *ROPE_FACTORS,
-        ):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and not negative")
-        if not 0 < self.rope_theta < math.inf:
-            raise ConfigError(f"architecture.rope_theta={self.rope_theta}: must be finite and above 0")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"architecture.num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads={self.num_attention_heads}"
-            )
-        if not self.head_dim:
-            if self.hidden_size % self.num_attention_heads:
-                raise ConfigError(
-                    f"architecture.num_attention_heads={self.num_attention_heads}: must divide hidden_size={self.hidden_size}"
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
-
-    def _check_positions(self) -> None:
-        if not 0 < self.rotary_fraction <= 1:
-            raise ConfigError(f"architecture.rotary_fraction={self.rotary_fraction}: must be in (0, 1]")
-        if self.position_embedding == PositionEmbedding.learned:
-            for name, neutral in (("rotary_fraction", 1.0), *NOT_SCALED.items()):
-                if getattr(self, name) != neutral:
-                    raise ConfigError(
-                        f"architecture.{name}={getattr(self, name)}: position_embedding=learned rotates nothing; allowed: {neutral}"
-                    )
-            return
-        self._check_rope_scaling()
-        if self.head_dim % 2:
-            raise ConfigError(f"architecture.head_dim={self.head_dim}: rotary embeddings need an even size")
-        rotated = self.head_dim * self.rotary_fraction
-        if abs(rotated - self.rotated) > 1e-6 or self.rotated % 2:
-            raise ConfigError(
-                f"architecture.rotary_fraction={self.rotary_fraction}: of head_dim={self.head_dim} it rotates {rotated} dimensions; "
-                "must be an even number"
-            )
+    def wrong(self, name: str, why: str) -> ConfigError:
+        """The error for the value of a field."""
+        value = getattr(self, name)
+        return ConfigError(f"architecture.{name}={getattr(value, 'value', value)}: {why}")
 
     @property
     def rotated(self) -> int:
@@ -277,7 +286,7 @@ class Architecture:
         return self.num_layers - len(self.linear_attention_layers)
 
     def chunk_of(self, layer: int) -> int:
-        """Positions of a chunk in this layer, counted from 0; 0: there are none."""
+        """Positions of a chunk in this layer, counted from 0; 0: the layer has no chunks."""
         return 0 if layer in self.full_attention_layers else self.attention_chunk
 
     def rotates(self, layer: int) -> bool:
@@ -286,167 +295,157 @@ class Architecture:
 
     def with_layers(self, num_layers: int) -> Architecture:
         """The same with its first layers alone, or with more of them."""
-        names = ("full_attention_layers", "dense_layers", "no_rope_layers", "linear_attention_layers")
-        lists = {name: [layer for layer in getattr(self, name) if layer < num_layers] for name in names}
+        lists = {name: [layer for layer in getattr(self, name) if layer < num_layers] for name in _LAYER_LISTS}
         sizes = {} if lists["linear_attention_layers"] else dict.fromkeys(OF_LINEAR, 0)
         return replace(self, num_layers=num_layers, **lists, **sizes)
 
-    def _check_windows(self) -> None:
-        layers = self.full_attention_layers = list(self.full_attention_layers)
-        if self.sliding_window < 0:
-            raise ConfigError(f"architecture.sliding_window={self.sliding_window}: must not be negative (0 is none)")
-        if layers and not (self.sliding_window or self.attention_chunk):
-            raise ConfigError(
-                f"architecture.full_attention_layers={layers}: needs sliding_window > 0 or attention_chunk > 0; allowed without: []"
-            )
-        self.check_numbers("full_attention_layers")
 
-    def check_numbers(self, name: str) -> None:
-        """Raise ConfigError unless the field lists numbers of layers, each once, in their order."""
-        layers = getattr(self, name)
-        if layers != sorted(set(layers)) or any(not 0 <= layer < self.num_layers for layer in layers):
-            raise ConfigError(f"architecture.{name}={layers}: must be rising numbers from 0 to num_layers-1={self.num_layers - 1}")
+_LAYER_LISTS = ("full_attention_layers", "dense_layers", "no_rope_layers", "linear_attention_layers")
+_COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "max_position_embeddings")
+_NUMBERS = ("norm_eps", "initializer_range", "attention_softcap", "attention_scale", "logits_softcap", "rope_local_theta")
+_NUMBERS += ("rope_score_scale", "glu_limit", "glu_offset", "attention_temperature", *ROPE_FACTORS)
 
-    def _check_layers(self) -> None:
-        for name in ("embedding_scale", "logits_scale"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and above 0")
-        learned = self.position_embedding == PositionEmbedding.learned
-        if self.position_offset and (self.position_offset < 0 or not learned):
-            raise ConfigError(f"architecture.position_offset={self.position_offset}: must not be negative, and be 0 for rotary positions")
-        if self.rope_local_theta and (learned or not self.sliding_window):
-            raise ConfigError(f"architecture.rope_local_theta={self.rope_local_theta}: needs rotary positions and sliding_window > 0")
-        if self.rotary_interleaved and learned:
-            raise ConfigError("architecture.rotary_interleaved=True: position_embedding=learned rotates nothing; allowed: False")
-        own = {"parallel_residual": self.parallel_residual != ParallelResidual.none, "post_norms": self.post_norms}
-        own |= {"residual_norms": self.residual_norms}
-        for name in (name for name, is_on in own.items() if is_on and self.num_experts):
-            raise ConfigError(f"architecture.{name}={getattr(self, name)}: is computed for dense models; allowed with num_experts=0")
-        if own["parallel_residual"] and (self.post_norms or not self.pre_norms):
-            raise ConfigError(
-                f"architecture.parallel_residual={self.parallel_residual.value}: allowed with pre_norms=True and post_norms=False"
-            )
-        if not self.pre_norms and not self.post_norms and not self.residual_norms:
-            raise ConfigError("architecture.pre_norms=False: needs post_norms=True: else nothing in a layer is normalised")
-        if self.residual_norms and (self.pre_norms or self.post_norms):
-            raise ConfigError("architecture.residual_norms=True: allowed with pre_norms=False and post_norms=False")
-        if self.embedding_size < 0:
-            raise ConfigError(f"architecture.embedding_size={self.embedding_size}: must not be negative (0 is hidden_size)")
-        if self.qk_norm_whole and not (self.qk_norm and self.normalization == Normalization.rms_norm):
-            raise ConfigError("architecture.qk_norm_whole=True: needs qk_norm=True and normalization=rms_norm")
-        if self.qk_norm_by_head and not (self.qk_norm and self.normalization == Normalization.layer_norm_no_bias):
-            raise ConfigError("architecture.qk_norm_by_head=True: needs qk_norm=True and normalization=layer_norm_no_bias")
 
-    def _check_rope_scaling(self) -> None:
-        scaled = {name: getattr(self, name) for name in (*ROPE_FACTORS, "rope_long_factors") if getattr(self, name)}
-        if len(scaled) > 1:
-            name, value = list(scaled.items())[-1]
-            raise ConfigError(f"architecture.{name}={value}: the rotary embedding is scaled one way; allowed with {next(iter(scaled))}: 0")
-        for name in ("rope_original_length", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and above 0")
-        if not 0 < self.rope_low_freq_factor <= self.rope_high_freq_factor < math.inf:
-            raise ConfigError(
-                f"architecture.rope_low_freq_factor={self.rope_low_freq_factor}: must be above 0 and not above "
-                f"rope_high_freq_factor={self.rope_high_freq_factor}"
-            )
-        self.rope_short_factors, self.rope_long_factors = list(self.rope_short_factors), list(self.rope_long_factors)
-        count = self.rotated // 2 if self.rope_short_factors or self.rope_long_factors else 0
-        for name in ("rope_short_factors", "rope_long_factors"):
-            factors = getattr(self, name)
-            if len(factors) != count or not all(0 < factor < math.inf for factor in factors):
-                raise ConfigError(f"architecture.{name}={factors}: must be {count} finite numbers above 0, one for each rotated pair")
+def _check_sizes(a: Architecture) -> None:
+    """Raise ConfigError for numbers out of range, and for fields whose kind of layer is off."""
+    require(a, "architecture", AT_LEAST_1, *_COUNTS, "attention_temperature_length")
+    if a.num_layers > MOST_LAYERS:
+        raise a.wrong("num_layers", f"must be at most {MOST_LAYERS}")
+    require(a, "architecture", FINITE, *_NUMBERS)
+    require(a, "architecture", POSITIVE, "rope_theta", "embedding_scale", "logits_scale", "router_scale")
+    require(a, "architecture", NOT_NEGATIVE, "sliding_window", "latent_size", "query_latent_size", note=" (0 is none)")
+    require(a, "architecture", NOT_NEGATIVE, "embedding_size", note=" (0 is hidden_size)")
+    require(a, "architecture", NOT_NEGATIVE, "num_experts", note=" (0 is a dense model)")
+    for switch, fields in _NEEDS.items():
+        for name, neutral in fields.items() if not getattr(a, switch) else ():
+            if getattr(a, name) != neutral:
+                raise a.wrong(name, f"needs {switch}{'' if switch.endswith('layers') else ' > 0'}; allowed without: {neutral}")
+    if a.num_attention_heads % a.num_key_value_heads:
+        raise a.wrong("num_key_value_heads", f"must divide num_attention_heads={a.num_attention_heads}")
+    if not a.head_dim:
+        if a.hidden_size % a.num_attention_heads:
+            raise a.wrong("num_attention_heads", f"must divide hidden_size={a.hidden_size}")
+        a.head_dim = a.hidden_size // a.num_attention_heads
 
-    def _check_experts(self) -> None:
-        if self.num_experts < 0:
-            raise ConfigError(f"architecture.num_experts={self.num_experts}: must not be negative (0 is a dense model)")
-        self.dense_layers = list(self.dense_layers)
-        if not self.num_experts:
-            for name, neutral in OF_EXPERTS.items():
-                if (value := getattr(self, name)) != neutral:
-                    raise ConfigError(f"architecture.{name}={value}: needs num_experts > 0; allowed without: {neutral}")
-            return
-        self.check_numbers("dense_layers")
-        if self.shared_ffn_hidden_size < 0 or self.shared_expert_gate > bool(self.shared_ffn_hidden_size):
-            gate, size = self.shared_expert_gate, self.shared_ffn_hidden_size
-            raise ConfigError(
-                f"architecture.shared_ffn_hidden_size={size}: must not be negative (0 is none), nor 0 with shared_expert_gate={gate}"
-            )
-        if not 1 <= self.experts_per_token <= self.num_experts:
-            raise ConfigError(f"architecture.experts_per_token={self.experts_per_token}: must be from 1 to num_experts={self.num_experts}")
-        if self.expert_ffn_hidden_size < 1:
-            raise ConfigError(f"architecture.expert_ffn_hidden_size={self.expert_ffn_hidden_size}: must be at least 1 with num_experts > 0")
-        if self.experts_per_token == 1 and self.normalize_expert_weights:
-            raise ConfigError(
-                "architecture.normalize_expert_weights=True: with experts_per_token=1 every weight is 1, which gives the router "
-                "no gradient; allowed: False"
-            )
+
+def _check_positions(a: Architecture) -> None:
+    """Raise ConfigError for rotary embeddings that are not computed."""
+    if not 0 < a.rotary_fraction <= 1:
+        raise a.wrong("rotary_fraction", "must be in (0, 1]")
+    learned = a.position_embedding == PositionEmbedding.learned
+    if a.position_offset and (a.position_offset < 0 or not learned):
+        raise a.wrong("position_offset", "must not be negative, and be 0 for rotary positions")
+    if a.rope_local_theta and (learned or not a.sliding_window):
+        raise a.wrong("rope_local_theta", "needs rotary positions and sliding_window > 0")
+    if learned:
+        for name, neutral in {"rotary_fraction": 1.0, "rotary_interleaved": False, **NOT_SCALED}.items():
+            if getattr(a, name) != neutral:
+                raise a.wrong(name, f"position_embedding=learned rotates nothing; allowed: {neutral}")
+        return
+    _check_rope_scaling(a)
+    if a.head_dim % 2:
+        raise a.wrong("head_dim", "rotary embeddings need an even size")
+    rotated = a.head_dim * a.rotary_fraction
+    if abs(rotated - a.rotated) > 1e-6 or a.rotated % 2:
+        raise a.wrong("rotary_fraction", f"of head_dim={a.head_dim} it rotates {rotated} dimensions; must be an even number")
+
+
+def _check_rope_scaling(a: Architecture) -> None:
+    scaled = [name for name in (*ROPE_FACTORS, "rope_long_factors") if getattr(a, name)]
+    if len(scaled) > 1:
+        raise a.wrong(scaled[-1], f"the rotary embedding is scaled one way; allowed with {scaled[0]}: 0")
+    require(a, "architecture", POSITIVE, "rope_original_length", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor")
+    if not 0 < a.rope_low_freq_factor <= a.rope_high_freq_factor < math.inf:
+        raise a.wrong("rope_low_freq_factor", f"must be above 0 and not above rope_high_freq_factor={a.rope_high_freq_factor}")
+    count = a.rotated // 2 if a.rope_short_factors or a.rope_long_factors else 0
+    for name in ("rope_short_factors", "rope_long_factors"):
+        factors = getattr(a, name)
+        if len(factors) != count or not all(0 < factor < math.inf for factor in factors):
+            raise a.wrong(name, f"must be {count} finite numbers above 0, one for each rotated pair")
+
+
+def _check_layers(a: Architecture) -> None:
+    """Raise ConfigError for lists of layers' numbers, windows and chunks that do not go together."""
+    if a.full_attention_layers and not (a.sliding_window or a.attention_chunk):
+        raise a.wrong("full_attention_layers", "needs sliding_window > 0 or attention_chunk > 0; allowed without: []")
+    for name in _LAYER_LISTS:
+        layers = getattr(a, name)
+        if layers != sorted(set(layers)) or any(not 0 <= layer < a.num_layers for layer in layers):
+            raise a.wrong(name, f"must be rising numbers from 0 to num_layers-1={a.num_layers - 1}")
+    if a.attention_chunk < 0 or a.attention_chunk and a.sliding_window:
+        raise a.wrong("attention_chunk", "must not be negative, and be 0 with sliding_window > 0")
+    if a.qk_l2_norm and (a.qk_norm or a.latent_size):
+        raise a.wrong("qk_l2_norm", "allowed with qk_norm=False and latent_size=0")
+    for name in ("no_rope_layers", "qk_l2_norm"):
+        if getattr(a, name) and (a.position_embedding != "rope" or a.latent_size or a.rope_attention_factor != 1):
+            raise a.wrong(name, "allowed with position_embedding=rope, latent_size=0 and rope_attention_factor=1.0")
+
+
+def _check_parts(a: Architecture) -> None:
+    """Raise ConfigError for norms and sums that do not go together."""
+    side_by_side = a.parallel_residual != ParallelResidual.none
+    for name, is_on in {"parallel_residual": side_by_side, "post_norms": a.post_norms, "residual_norms": a.residual_norms}.items():
+        if is_on and a.num_experts:
+            raise a.wrong(name, "is computed for dense models; allowed with num_experts=0")
+    if side_by_side and (a.post_norms or not a.pre_norms):
+        raise a.wrong("parallel_residual", "allowed with pre_norms=True and post_norms=False")
+    if not a.pre_norms and not a.post_norms and not a.residual_norms:
+        raise a.wrong("pre_norms", "needs post_norms=True: else nothing in a layer is normalised")
+    if a.residual_norms and (a.pre_norms or a.post_norms):
+        raise a.wrong("residual_norms", "allowed with pre_norms=False and post_norms=False")
+    if a.qk_norm_whole and not (a.qk_norm and a.normalization == Normalization.rms_norm):
+        raise a.wrong("qk_norm_whole", "needs qk_norm=True and normalization=rms_norm")
+    if a.qk_norm_by_head and not (a.qk_norm and a.normalization == Normalization.layer_norm_no_bias):
+        raise a.wrong("qk_norm_by_head", "needs qk_norm=True and normalization=layer_norm_no_bias")
+
+
+def _check_experts(a: Architecture) -> None:
+    """Raise ConfigError for mixtures of experts that are not computed."""
+    if not a.num_experts:
+        return
+    if a.shared_ffn_hidden_size < 0 or a.shared_expert_gate > bool(a.shared_ffn_hidden_size):
+        gate = a.shared_expert_gate
+        raise a.wrong("shared_ffn_hidden_size", f"must not be negative (0 is none), nor 0 with shared_expert_gate={gate}")
+    if not 1 <= a.experts_per_token <= a.num_experts:
+        raise a.wrong("experts_per_token", f"must be from 1 to num_experts={a.num_experts}")
+    require(a, "architecture", AT_LEAST_1, "expert_ffn_hidden_size", note=" with num_experts > 0")
+    if a.experts_per_token == 1 and a.normalize_expert_weights:
+        why = "with experts_per_token=1 every weight is 1, which gives the router no gradient; allowed: False"
+        raise a.wrong("normalize_expert_weights", why)
+    _check_router(a)
 
 
 def _check_router(a: Architecture) -> None:
     """Raise ConfigError for ways of choosing experts that are not computed here."""
-    groups, kept, best = a.router_groups, a.router_groups_per_token, a.router_group_best
+    groups, kept, chosen = a.router_groups, a.router_groups_per_token, a.experts_per_token
     if a.router_bias and not a.router_sigmoid:
-        raise ConfigError("architecture.router_bias=True: is computed for sigmoid scores; allowed with router_sigmoid=True")
-    if a.router_sigmoid and a.normalize_expert_weights != (a.experts_per_token > 1):
-        raise ConfigError(
-            f"architecture.normalize_expert_weights={a.normalize_expert_weights}: sigmoid scores of several experts are normalised, "
-            f"those of one are not; allowed with experts_per_token={a.experts_per_token}: {a.experts_per_token > 1}"
+        raise a.wrong("router_bias", "is computed for sigmoid scores; allowed with router_sigmoid=True")
+    if a.router_sigmoid and a.normalize_expert_weights != (chosen > 1):
+        why = (
+            f"sigmoid scores of several experts are normalised, those of one are not; allowed with experts_per_token={chosen}: {chosen > 1}"
         )
+        raise a.wrong("normalize_expert_weights", why)
     if a.router_scale != 1 and a.normalize_expert_weights and not a.router_sigmoid:
-        raise ConfigError(f"architecture.router_scale={a.router_scale}: allowed with router_sigmoid=True or normalize_expert_weights=False")
-    if not 0 < a.router_scale < math.inf:
-        raise ConfigError(f"architecture.router_scale={a.router_scale}: must be finite and above 0")
+        raise a.wrong("router_scale", "allowed with router_sigmoid=True or normalize_expert_weights=False")
     if groups and (groups < 0 or a.num_experts % groups):
-        raise ConfigError(f"architecture.router_groups={groups}: must divide num_experts={a.num_experts} (0 is none)")
+        raise a.wrong("router_groups", f"must divide num_experts={a.num_experts} (0 is none)")
     if not (1 <= kept <= groups if groups else kept == 0):
-        raise ConfigError(f"architecture.router_groups_per_token={kept}: must be from 1 to router_groups={groups}, and 0 without groups")
+        raise a.wrong("router_groups_per_token", f"must be from 1 to router_groups={groups}, and 0 without groups")
     size = a.num_experts // groups if groups else 1
-    if not 1 <= best <= size:
-        raise ConfigError(f"architecture.router_group_best={best}: must be from 1 to the {size} experts of a group")
-    if groups and kept * size < a.experts_per_token:
-        raise ConfigError(
-            f"architecture.router_groups_per_token={kept}: {kept} groups of {size} experts have fewer than "
-            f"experts_per_token={a.experts_per_token}"
-        )
-    if a.weighted_expert_inputs and a.experts_per_token != 1:
-        raise ConfigError(
-            f"architecture.weighted_expert_inputs=True: is computed for one expert per token; allowed with experts_per_token="
-            f"{a.experts_per_token}: False"
-        )
-
-
-def _check_positions_by_layer(a: Architecture) -> None:
-    """Raise ConfigError for chunks, layers without rotary positions, and norms of rotated queries that do not go together."""
-    a.no_rope_layers = list(a.no_rope_layers)
-    a.check_numbers("no_rope_layers")
-    if a.attention_chunk < 0 or a.attention_chunk and a.sliding_window:
-        raise ConfigError(f"architecture.attention_chunk={a.attention_chunk}: must not be negative, and be 0 with sliding_window > 0")
-    if not 0 <= a.attention_temperature < math.inf:
-        raise ConfigError(f"architecture.attention_temperature={a.attention_temperature}: must be finite and not negative")
-    if a.attention_temperature_length < 1:
-        raise ConfigError(f"architecture.attention_temperature_length={a.attention_temperature_length}: must be at least 1")
-    if a.qk_l2_norm and (a.qk_norm or a.latent_size):
-        raise ConfigError("architecture.qk_l2_norm=True: allowed with qk_norm=False and latent_size=0")
-    for name in ("no_rope_layers", "qk_l2_norm"):
-        if getattr(a, name) and (a.position_embedding != "rope" or a.latent_size or a.rope_attention_factor != 1):
-            raise ConfigError(
-                f"architecture.{name}={getattr(a, name)}: allowed with position_embedding=rope, latent_size=0 and rope_attention_factor=1.0"
-            )
+    if not 1 <= a.router_group_best <= size:
+        raise a.wrong("router_group_best", f"must be from 1 to the {size} experts of a group")
+    if groups and kept * size < chosen:
+        raise a.wrong("router_groups_per_token", f"{kept} groups of {size} experts have fewer than experts_per_token={chosen}")
+    if a.weighted_expert_inputs and chosen != 1:
+        raise a.wrong("weighted_expert_inputs", f"is computed for one expert per token; allowed with experts_per_token={chosen}: False")
 
 
 def _check_latent(a: Architecture) -> None:
-    """Raise ConfigError for sizes that latent attention cannot have, or that are there without it."""
+    """Raise ConfigError for models that cannot have latent attention."""
     if not a.latent_size:
-        for name in ("query_latent_size", "value_head_dim"):
-            if getattr(a, name):
-                raise ConfigError(f"architecture.{name}={getattr(a, name)}: needs latent_size > 0; allowed without: 0")
         return
-    for name, least in (("latent_size", 1), ("query_latent_size", 0)):
-        if getattr(a, name) < least:
-            raise ConfigError(f"architecture.{name}={getattr(a, name)}: must not be negative (0 is none)")
     if not 1 <= a.value_head_dim <= a.head_dim:
-        raise ConfigError(f"architecture.value_head_dim={a.value_head_dim}: must be from 1 to head_dim={a.head_dim}")
+        raise a.wrong("value_head_dim", f"must be from 1 to head_dim={a.head_dim}")
     fixed = {
         "num_key_value_heads": a.num_attention_heads,
         "position_embedding": "rope",
@@ -454,26 +453,19 @@ def _check_latent(a: Architecture) -> None:
         **dict.fromkeys(("qkv_bias", "qk_norm", "linear_bias", "attention_gate"), False),
     }
     for name, needed in fixed.items():
-        if (value := getattr(a, name)) != needed:
-            raise ConfigError(f"architecture.{name}={getattr(value, 'value', value)}: allowed with latent_size={a.latent_size}: {needed}")
+        if getattr(a, name) != needed:
+            raise a.wrong(name, f"allowed with latent_size={a.latent_size}: {needed}")
 
 
 def _check_linear(a: Architecture) -> None:
-    """Raise ConfigError for a gate, or layers and sizes of gated delta nets, that are not computed."""
-    a.linear_attention_layers = list(a.linear_attention_layers)
+    """Raise ConfigError for a gate on attention, or gated delta nets, that are not computed."""
     if a.attention_gate and a.rotary_interleaved:
-        raise ConfigError("architecture.attention_gate=True: allowed with rotary_interleaved=False")
+        raise a.wrong("attention_gate", "allowed with rotary_interleaved=False")
     if not a.linear_attention_layers:
-        for name in OF_LINEAR:
-            if getattr(a, name):
-                raise ConfigError(f"architecture.{name}={getattr(a, name)}: needs linear_attention_layers; allowed without: 0")
         return
-    a.check_numbers("linear_attention_layers")
-    for name in OF_LINEAR:
-        if getattr(a, name) < 1:
-            raise ConfigError(f"architecture.{name}={getattr(a, name)}: must be at least 1 with linear_attention_layers")
+    require(a, "architecture", AT_LEAST_1, *OF_LINEAR, note=" with linear_attention_layers")
     if a.linear_value_heads % a.linear_key_heads:
-        raise ConfigError(f"architecture.linear_key_heads={a.linear_key_heads}: must divide linear_value_heads={a.linear_value_heads}")
+        raise a.wrong("linear_key_heads", f"must divide linear_value_heads={a.linear_value_heads}")
     for name in ("latent_size", "linear_bias", "sliding_window", "post_norms"):
         if value := getattr(a, name):
-            raise ConfigError(f"architecture.{name}={value}: allowed with linear_attention_layers: {type(value)()}")
+            raise a.wrong(name, f"allowed with linear_attention_layers: {type(value)()}")

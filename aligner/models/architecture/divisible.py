@@ -1,4 +1,6 @@
-"""Whether a model can be laid out and computed with given settings. Arithmetic only: imports no Megatron-Core."""
+"""Whether a model can be laid out and computed with given settings, and what 8-bit products (`model.fp8`) require of it. Arithmetic only:
+imports no Megatron-Core.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.config import Activation, Architecture, Layers, ModelConfig, Normalization, ParallelResidual
+from aligner.models.architecture.architecture import refuse
+from aligner.models.config import Activation, Architecture, Fp8Recipe, Layers, ModelConfig, Normalization, ParallelResidual
 from aligner.parallel.topology import ParallelConfig
 
 
@@ -21,13 +24,18 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
     else:
         stages = uneven_stages(architecture.num_layers, parallel.pp)
         also = f", or {' '.join(f'parallel.{name}={count}' for name, count in stages.items())}" if stages and parallel.vpp == 1 else ""
-        _check(parallel, "pp", lambda pp: _layer_problem(architecture, pp), architecture.num_layers, also=also)
+        _check(parallel, "pp", lambda pp: _problem("num_layers", architecture.num_layers, pp), architecture.num_layers, also=also)
         _check(parallel, "vpp", lambda vpp: _chunk_problem(architecture, parallel.pp, vpp), architecture.num_layers // parallel.pp)
-    _check(parallel, "ep", lambda ep: _expert_problem(architecture, ep), max(1, architecture.num_experts))
+    _check(parallel, "ep", lambda ep: _expert_problem(architecture, "num_experts", ep), max(1, architecture.num_experts))
     if architecture.num_experts and parallel.ep == 1 and parallel.etp != parallel.tp:
         # Megatron-Core then takes experts for ordinary parameters and leaves their gradients unreduced over the tensor-parallel ranks.
         raise ConfigError(f"parallel.etp={parallel.etp}: without expert parallelism (ep=1) it must be parallel.tp; allowed: {parallel.tp}")
-    _check(parallel, "etp", lambda etp: _expert_tensor_problem(architecture, etp), max(1, architecture.expert_ffn_hidden_size))
+    _check(
+        parallel,
+        "etp",
+        lambda etp: _expert_problem(architecture, "expert_ffn_hidden_size", etp),
+        max(1, architecture.expert_ffn_hidden_size),
+    )
     if architecture.expert_biases and parallel.etp not in (1, parallel.tp):  # the norm of gradients would count biases wrongly
         allowed = ", ".join(map(str, sorted({1, parallel.tp})))
         raise ConfigError(f"parallel.etp={parallel.etp}: with biases of experts it must be 1 or parallel.tp; allowed: {allowed}")
@@ -40,29 +48,30 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
 
 def check_together(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError for settings that are valid alone but not together."""
-    if parallel.tp_comm_overlap and model.layers is Layers.torch:
-        raise ConfigError(
-            "parallel.tp_comm_overlap=true: needs Transformer Engine's layers; allowed: model.layers=auto or transformer_engine"
-        )
-    if parallel.tp_comm_overlap and not model.packing:
-        raise ConfigError("parallel.tp_comm_overlap=true: needs model.packing=true (its buffers are of micro-batches of one size)")
-    if model.batch_invariant and (problem := _variant_problem(architecture)):
-        raise ConfigError(f"model.batch_invariant=true: {problem} has no invariant form here; allowed: models without it")
-    if model.batch_invariant and architecture.num_experts:
-        raise ConfigError(
-            f"model.batch_invariant=true: not for mixtures of experts (num_experts={architecture.num_experts}): the sums over a token's "
-            "experts have no invariant form here; allowed: dense models"
-        )
-    if architecture.linear_attention_layers and parallel.cp > 1:
-        raise ConfigError(f"parallel.cp={parallel.cp}: the model's delta nets hand a state on from token to token; allowed: 1")
-    if model.share_prompts and parallel.cp > 1:
-        raise ConfigError(
-            f"model.share_prompts=true: sequences that are split over parallel.cp={parallel.cp} ranks cannot share prompts; allowed: cp=1"
-        )
+    problem, experts = _variant_problem(architecture), architecture.num_experts
+    overlap, invariant, cp = "parallel.tp_comm_overlap=true: needs", "model.batch_invariant=true:", parallel.cp
+    sums = "the sums over a token's experts have no invariant form here; allowed: dense models"
+    refuse(
+        (
+            parallel.tp_comm_overlap and model.layers is Layers.torch,
+            f"{overlap} Transformer Engine's layers; allowed: model.layers=auto or transformer_engine",
+        ),
+        (parallel.tp_comm_overlap and not model.packing, f"{overlap} model.packing=true (its buffers are of micro-batches of one size)"),
+        (model.batch_invariant and problem, f"{invariant} {problem} has no invariant form here; allowed: models without it"),
+        (model.batch_invariant and experts, f"{invariant} not for mixtures of experts (num_experts={experts}): {sums}"),
+        (
+            architecture.linear_attention_layers and cp > 1,
+            f"parallel.cp={cp}: the model's delta nets hand a state on from token to token; allowed: 1",
+        ),
+        (
+            model.share_prompts and cp > 1,
+            f"model.share_prompts=true: sequences that are split over parallel.cp={cp} ranks cannot share prompts; allowed: cp=1",
+        ),
+    )
 
 
 # Fields of an architecture that only torch's layers compute here, not Transformer Engine's, and not the compiled kernels of the rollouts:
-# what is neutral, and what a model has where they say something else.
+# the neutral value, and what a model with another value has.
 UNUSUAL: dict[str, tuple[Any, str]] = {
     "sliding_window": (0, "attention to a window"),
     "attention_chunk": (0, "attention in chunks"),
@@ -126,7 +135,7 @@ def torch_layers_reason(architecture: Architecture) -> str:
 
 def uneven_stages(num_layers: int, pp: int) -> dict[str, int]:
     """`first_stage_layers` and `last_stage_layers` for layers that `pp` stages do not divide: fewer than the others have where that is
-    possible, and as alike as can be. Empty where the stages are equal, or there are fewer layers than stages."""
+    possible, and as even as can be. Empty if the stages are equal, or the model has fewer layers than stages."""
     if num_layers % pp == 0 or num_layers < pp:
         return {}
     if pp == 2:
@@ -149,12 +158,9 @@ def _tensor_problem(architecture: Architecture, tp: int) -> str:
     """Why `tp` ranks cannot split one of the model's sizes; empty if they can split all."""
     sizes = ["num_attention_heads", "hidden_size"]
     sizes += ["ffn_hidden_size"] if architecture.dense_layers or not architecture.num_experts else []
-    sizes += ["shared_ffn_hidden_size"] if architecture.shared_ffn_hidden_size else []
-    for name in sizes:
-        if getattr(architecture, name) % tp:
-            return f"does not divide the model's {name}={getattr(architecture, name)}"
-    if architecture.linear_key_heads % tp:
-        return f"does not divide the model's linear_key_heads={architecture.linear_key_heads}"
+    for name in (*sizes, "shared_ffn_hidden_size", "linear_key_heads"):
+        if found := _problem(name, getattr(architecture, name), tp):
+            return found
     groups = architecture.num_key_value_heads
     if architecture.qk_norm_of_heads and groups % tp:
         return f"must divide the model's num_key_value_heads={groups}: each rank has the norms' weights of its heads"
@@ -164,26 +170,19 @@ def _tensor_problem(architecture: Architecture, tp: int) -> str:
     return f"does not divide the {rows} rows of the query, key and value projections" if rows % tp else ""
 
 
-def _layer_problem(architecture: Architecture, pp: int) -> str:
-    return f"does not divide the model's num_layers={architecture.num_layers}" if architecture.num_layers % pp else ""
+def _problem(name: str, size: int, count: int) -> str:
+    return f"does not divide the model's {name}={size}" if size % count else ""
+
+
+def _expert_problem(architecture: Architecture, name: str, count: int) -> str:
+    if not architecture.num_experts:
+        return "the model has no experts (num_experts=0)" if count > 1 else ""
+    return _problem(name, getattr(architecture, name), count)
 
 
 def _chunk_problem(architecture: Architecture, pp: int, vpp: int) -> str:
     layers = architecture.num_layers // pp
     return f"does not divide the {layers} of the model's num_layers={architecture.num_layers} that each stage holds" if layers % vpp else ""
-
-
-def _expert_problem(architecture: Architecture, ep: int) -> str:
-    if not architecture.num_experts:
-        return "the model has no experts (num_experts=0)" if ep > 1 else ""
-    return f"does not divide the model's num_experts={architecture.num_experts}" if architecture.num_experts % ep else ""
-
-
-def _expert_tensor_problem(architecture: Architecture, etp: int) -> str:
-    if not architecture.num_experts:
-        return "the model has no experts (num_experts=0)" if etp > 1 else ""
-    size = architecture.expert_ffn_hidden_size
-    return f"does not divide the model's expert_ffn_hidden_size={size}" if size % etp else ""
 
 
 def _check_uneven_stages(num_layers: int, parallel: ParallelConfig) -> None:
@@ -203,3 +202,42 @@ def _check_uneven_stages(num_layers: int, parallel: ParallelConfig) -> None:
         f"{num_layers - first - last} of the model's num_layers={num_layers} remain for {others} equal stages; "
         f"allowed: {', '.join(map(str, allowed)) or 'none'}"
     )
+
+
+FP8_MULTIPLES = {
+    Fp8Recipe.blockwise: 128,
+    Fp8Recipe.mxfp8: 32,
+    Fp8Recipe.tensorwise: 16,
+}  # of sizes: numbers of a block; what products ask for
+FP8_FORMATS = {Fp8Recipe.blockwise: "e4m3", Fp8Recipe.mxfp8: "e4m3", Fp8Recipe.tensorwise: "hybrid"}  # e5m2: the range of gradients
+
+
+def fp8_recipe(model: ModelConfig, capability: float) -> Fp8Recipe:
+    """The recipe on GPUs of this compute capability (9.0: Hopper). MXFP8 is for Blackwell in data centres: 12.0 lacks a part of it."""
+    own = {9: Fp8Recipe.blockwise, 10: Fp8Recipe.mxfp8, 11: Fp8Recipe.mxfp8}.get(int(capability), Fp8Recipe.tensorwise)
+    return own if model.fp8_recipe is Fp8Recipe.auto else model.fp8_recipe
+
+
+def fp8_token_multiple(config: Any) -> int:
+    """Tokens of each rank are a multiple of this, by Megatron-Core's config. Blocks are whole on a rank whose tokens others gather."""
+    if config.fp8_recipe == Fp8Recipe.mxfp8:
+        return 128 if config.tp_comm_overlap else 32
+    return 128 if config.fp8_recipe == Fp8Recipe.blockwise and config.sequence_parallel else 16
+
+
+def check_fp8(a: Architecture, model: ModelConfig, parallel: ParallelConfig, recipe: Fp8Recipe) -> None:
+    """Raise ConfigError where the layers' products have sizes that `recipe` cannot scale; it names the size and the recipes that can."""
+    setting = f"model.fp8_recipe={model.fp8_recipe.value}" + (f" (here {recipe.value})" if model.fp8_recipe is Fp8Recipe.auto else "")
+    if parallel.tp_comm_overlap and recipe is Fp8Recipe.blockwise:
+        raise ConfigError(f"{setting}: has no exchange for parallel.tp_comm_overlap=true; allowed: false, or model.fp8_recipe=tensorwise")
+    heads = {"num_attention_heads": (own := a.num_attention_heads), "heads of keys and values too": own + 2 * a.num_key_value_heads}
+    sizes = {"hidden_size": a.hidden_size} | {f"{name} x head_dim": count * a.head_dim // parallel.tp for name, count in heads.items()}
+    if a.num_experts:
+        sizes["expert_ffn_hidden_size"] = a.expert_ffn_hidden_size // parallel.etp
+    if not a.num_experts or a.dense_layers:
+        sizes["ffn_hidden_size"] = a.ffn_hidden_size // parallel.tp
+    for name, size in sizes.items():
+        if size % FP8_MULTIPLES[recipe]:
+            others = [other.value for other, multiple in FP8_MULTIPLES.items() if not any(own % multiple for own in sizes.values())]
+            allowed = f"model.fp8_recipe={' or '.join(others)}" if others else "model.fp8=false"
+            raise ConfigError(f"{setting}: {name} on a rank is {size}, not a multiple of {FP8_MULTIPLES[recipe]}; allowed: {allowed}")

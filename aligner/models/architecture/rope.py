@@ -84,6 +84,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([torch.addcmul(first * cos, first.roll(rotated // 2, -1), sin), rest], dim=-1)
 
 
+def neighbours_apart(x: Tensor, rotated: int) -> Tensor:
+    """[..., D] whose first `rotated` dimensions are those of even number, then those of odd number."""
+    pairs = x[..., :rotated].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return pairs if rotated == x.shape[-1] else torch.cat([pairs, x[..., rotated:]], dim=-1)
+
+
 def factor_of_scores(architecture: Architecture) -> float:
     """The factor on cosines and sines where its square can be one on scores; else, of heads that are rotated in part, 1."""
     return architecture.rope_attention_factor if architecture.rotary_fraction == 1 else 1.0
@@ -109,15 +115,15 @@ def score_scale(architecture: Architecture) -> float:
 
 
 def _by_wavelength(plain: Tensor, architecture: Architecture) -> Tensor:
-    """Short wavelengths as they are, long ones divided by the factor, a linear mixture between."""
+    """Short wavelengths unchanged, long ones divided by the factor, a linear mixture between."""
     factor, low, high = architecture.rope_llama3_factor, architecture.rope_low_freq_factor, architecture.rope_high_freq_factor
     turns = architecture.rope_original_length / (2 * math.pi / plain)
-    share = ((turns - low) / ((high - low) or 1e-9)).clamp(0, 1)  # a step where both are alike
+    share = ((turns - low) / ((high - low) or 1e-9)).clamp(0, 1)  # a step if both are equal
     return (1 - share) * plain / factor + share * plain
 
 
 def _yarn(plain: Tensor, size: int, architecture: Architecture) -> Tensor:
-    """Dimensions that turn more than `beta_fast` times in the original length as they are, fewer than `beta_slow` divided by the factor."""
+    """Dimensions that turn more than `beta_fast` times in the original length unchanged, fewer than `beta_slow` divided by the factor."""
 
     def dimension(turns: float) -> float:
         length = architecture.rope_original_length

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from aligner.errors import CheckpointError, describe_os_error
-from aligner.models.checkpoint.disk_space import explain
-from aligner.models.weights.manifest import Digest, digest
-from aligner.parallel.collectives import raise_everywhere
+from aligner.models.checkpoint.files import explain
+from aligner.models.checkpoint.manifest import Digest, digest
+from aligner.parallel.collectives import gather_objects, raise_everywhere
 from aligner.parallel.mcore import SAVE_PLAN, dist_checkpointing, filesystem_async
 from aligner.telemetry import recording
 
@@ -47,6 +47,9 @@ class PlannedDirectory:
         return [] if self.request.async_fn is None else self.request.async_fn.args[0]
 
 
+OVERHEAD = 1.02  # of file formats, and small files
+
+
 def plan(state: dict[str, Any], directory: Path) -> PlannedDirectory:
     """Decide which rank writes what of a sharded state. Every rank calls it. The tensors are still those of the model.
 
@@ -61,8 +64,17 @@ def plan(state: dict[str, Any], directory: Path) -> PlannedDirectory:
     return PlannedDirectory(path=directory, request=request, results={})
 
 
+def planned_bytes(planned: Sequence[PlannedDirectory]) -> int:
+    """Bytes that all ranks together will write. Collective."""
+    own = 0
+    for part in planned:
+        for _, _, (objects, tensors) in part.buckets:
+            own += sum(buffer.getbuffer().nbytes for _, buffer in objects) + sum(tensor.nbytes for _, tensor in tensors)
+    return int(sum(gather_objects(own)) * OVERHEAD)
+
+
 class FileWriter:
-    """Writes and hashes this rank's files of some planned directories: at once, or from a thread while training goes on."""
+    """Writes and hashes this rank's files of some planned directories: at once, or from a thread while training continues."""
 
     def __init__(self, planned: Sequence[PlannedDirectory], root: Path, *, in_background: bool) -> None:
         """With `in_background`, copy the tensors to host memory before returning; training may then change the originals."""

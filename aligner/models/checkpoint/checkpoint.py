@@ -11,7 +11,7 @@
       state.json     step, optimizer version, learning-rate schedule, loss scale, validation metrics, whatever the training loop adds
       config.yaml    the resolved config of the run
 
-`checkpoint_files` has the rules of publication, `checkpoint_weights` reads weights, `async_save` writes the large files. `manifest` and
+`files` has the rules of publication, `weights` reads weights, `async_save` writes the large files. `manifest` and
 `safe_pickle` check all files before anything is loaded.
 """
 
@@ -32,45 +32,29 @@ import torch.distributed as dist
 
 from aligner.data.tokenizer import model_settings
 from aligner.errors import CheckpointError, ConfigError, describe_os_error
-from aligner.models.checkpoint import adapters as checkpoint_adapters
-from aligner.models.checkpoint import async_save, disk_space, files, safe_pickle
+from aligner.models.checkpoint import async_save, files, manifest, safe_pickle
 from aligner.models.checkpoint import optimizer as checkpoint_optimizer
-from aligner.models.checkpoint import size as checkpoint_size
 from aligner.models.checkpoint import sums as checkpoint_sums
-from aligner.models.checkpoint.files import BEST, LATEST, MARKER, read_marker, resolve, step_directory
+from aligner.models.checkpoint.files import BEST as BEST
+from aligner.models.checkpoint.files import LATEST as LATEST
+from aligner.models.checkpoint.files import MARKER as MARKER
+from aligner.models.checkpoint.files import read_marker as read_marker
+from aligner.models.checkpoint.files import resolve, step_directory
 from aligner.models.checkpoint.hf_files import CONFIG_FILE
-from aligner.models.checkpoint.weights import kind_of, load_same, load_source, load_weights, read, sharded_state
+from aligner.models.checkpoint.weights import kind_of, load_same, read, sharded_state
+from aligner.models.checkpoint.weights import load_source as load_source
+from aligner.models.checkpoint.weights import load_weights as load_weights
+from aligner.models.checkpoint.weights import to_marker as adapters_to_marker
 from aligner.models.families import architecture_to_hf
-from aligner.models.modules.build import ScalarModel
 from aligner.models.training import finite
-from aligner.models.training.generators import generator_state, set_generator_state
-from aligner.models.training.trainable import TrainableModel
-from aligner.models.weights import manifest
+from aligner.models.training.trainable import TrainableModel, generator_state, set_generator_state
 from aligner.parallel.collectives import broadcast_object, from_rank_0, gather_objects, raise_everywhere
-
-__all__ = [
-    "BEST",
-    "LATEST",
-    "MARKER",
-    "PendingSave",
-    "SaveRequest",
-    "copy_tokenizer",
-    "special_ids",
-    "load",
-    "load_same",
-    "load_source",
-    "load_weights",
-    "read_marker",
-    "read_state",
-    "resolve",
-    "save",
-    "start_save",
-    "step_directory",
-]
 
 WRITE_TIMEOUT_SECONDS = 1200.0
 RESERVED = ".reserved"
 RESERVED_BYTES = 16 << 20
+MAIN_COPY_BYTES = 4  # per parameter: the optimizer's float32 weights
+ALWAYS_ROOM_FOR = 2  # checkpoints, where a run keeps all of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +135,7 @@ def save(checkpoints: Path, model: TrainableModel, request: SaveRequest) -> Path
 def start_save(
     checkpoints: Path, model: TrainableModel, request: SaveRequest, *, in_background: bool, read_back: bool = False
 ) -> PendingSave:
-    """Begin a checkpoint of the model as it is now; `publish` of the result ends it. Every rank calls it.
+    """Begin a checkpoint of the model's current state; `publish` of the result ends it. Every rank calls it.
 
     With `in_background` it returns as soon as the state is copied to host memory. With `read_back`, `publish` reads the checkpoint back
     into host memory and compares. Raises CheckpointError if the directory is not writable or the model has a non-finite number; earlier
@@ -168,10 +152,10 @@ def start_save(
     states = _states(model, with_optimizer=_has_optimizer_state(model) and not request.weights_only)
     contents = _contents(writing, model, states, read_back=read_back)
     planned = [async_save.plan(state, writing / folder) for folder, state in states.items()]
-    _check_room(writing, checkpoint_size.planned_bytes(planned))
+    _check_room(writing, async_save.planned_bytes(planned))
     marker: dict[str, Any] = {"kind": kind_of(model.chunks), "step": request.step, files.FINITE: True}
-    marker |= checkpoint_adapters.to_marker(model.chunks[0])
-    if isinstance(model.chunks[0], ScalarModel):
+    marker |= adapters_to_marker(model.chunks[0])
+    if model.chunks[0].head is not None:
         marker |= model.chunks[0].head.to_marker()
     writer = async_save.FileWriter(planned, writing, in_background=in_background)
     return PendingSave(contents, final, marker, writer)
@@ -315,7 +299,7 @@ def _start(final: Path, model: TrainableModel, request: SaveRequest, generators:
 def _check_room(writing: Path, needed: int) -> None:
     """If the planned files do not fit, clean up and raise CheckpointError on every rank."""
     try:
-        _on_rank_0(lambda: disk_space.check_room(writing, needed))
+        _on_rank_0(lambda: files.check_room(writing, needed))
     except CheckpointError:
         if dist.get_rank() == 0:
             files.discard(writing)
@@ -328,7 +312,7 @@ def _reserve(path: Path) -> None:
         try:
             os.posix_fallocate(file.fileno(), 0, RESERVED_BYTES)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot say it beforehand
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot reserve
                 raise
             file.write(bytes(RESERVED_BYTES))
 
@@ -349,6 +333,44 @@ def _load_optimizer(model: TrainableModel, directory: Path) -> None:
         raise CheckpointError(
             f"{directory}: the optimizer's state is not that of the weights ({len(named)} parameters, the first is {named[0]}). Until "
             "checkpoints had sums.json, layouts whose gradient buffers are padded between buckets were saved so: with tied embeddings "
-            "over pipeline stages, or with a number of data-parallel ranks that is no power of two. The weights are right: "
+            "over pipeline stages, or if the number of data-parallel ranks is not a power of two. The weights are right: "
             f"model.path={directory} starts a new run from them"
         )
+
+
+def estimated_bytes(model: TrainableModel) -> int:
+    """Estimated bytes of a checkpoint of the model, from its parameters. Collective."""
+    topology, config = model.topology, model.config
+    dense_copies = topology.world_size // (topology.tp_size * topology.pp_size)
+    expert_copies = topology.world_size // (config.expert_model_parallel_size * config.expert_tensor_parallel_size * topology.pp_size)
+    own = 0.0
+    for chunk in model.chunks:
+        for name, parameter in chunk.named_parameters():
+            if chunk.lora.is_on and not parameter.requires_grad:  # of a model with adapters, they are saved alone
+                continue
+            copies = expert_copies if ".experts." in name else dense_copies
+            own += parameter.numel() * (parameter.element_size() + _optimizer_bytes(model)) / copies
+    return int(sum(gather_objects(own)) * async_save.OVERHEAD)
+
+
+def shortage(model: TrainableModel, directory: Path, *, keep: int) -> str:
+    """A warning if fewer checkpoints fit than the run keeps at a time; empty if there is room. Collective.
+
+    `keep`: how many stay; 0 keeps all. An older checkpoint is removed once the new one is complete. Raises ConfigError if not one fits.
+    """
+    size, wanted = estimated_bytes(model), keep + 1 if keep else ALWAYS_ROOM_FOR
+    free = from_rank_0(lambda: files.free_bytes(directory))
+    if free >= size * wanted:
+        return ""
+    room = f"{directory}: a checkpoint takes about {files.size_text(size)} and {files.size_text(free)} are free"
+    if free < size:
+        raise ConfigError(f"run.directory: {room}: not even one fits; make room there, or name another directory")
+    return f"warning: {room}: room for {free // max(size, 1)}, the run needs {wanted} at a time (checkpoint.keep={keep})"
+
+
+def _optimizer_bytes(model: TrainableModel) -> int:
+    if model.optimizer is None:
+        return 0
+    part = model.optimizer.chained_optimizers[0]
+    moments = 2 * (part.config.exp_avg_dtype.itemsize if part.config.use_precision_aware_optimizer else torch.float32.itemsize)
+    return MAIN_COPY_BYTES + moments

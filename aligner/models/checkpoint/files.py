@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, describe_os_error
 
 MARKER = "aligner.json"
 MANIFEST = "manifest.json"
@@ -54,7 +54,7 @@ def is_complete(directory: Path) -> bool:
 def resolve(path: Path) -> Path:
     """The checkpoint that `path` means: itself, what the pointer file `path` names, or what `latest` names in the directory `path`.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if it finds none.
     """
     if is_complete(path):
         return path
@@ -91,7 +91,7 @@ def write_marker(directory: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_marker(directory: Path) -> dict[str, Any]:
-    """What the marker says. Raises CheckpointError for a damaged one, or a format that this version does not read."""
+    """The content of the marker. Raises CheckpointError for a damaged one, or a format that this version does not read."""
     path = directory / MARKER
     text = path.read_bytes().decode(errors="replace")
     try:
@@ -148,7 +148,7 @@ def remove_step(folders: Sequence[Path], step: int) -> None:
         if (path := step_directory(folder, step)).exists():
             discard(gone)
             path.rename(gone)
-    for gone in reversed(hidden):  # the first one stays till the end: it says that its partners go
+    for gone in reversed(hidden):  # the first one stays till the end: it marks its partners for removal
         discard(gone)
 
 
@@ -223,3 +223,40 @@ def _sealed(content: Mapping[str, Any]) -> str:
     """The canonical text of this content, with a checksum that detects any changed byte."""
     text = json.dumps(dict(sorted(content.items())))
     return json.dumps({**json.loads(text), "checksum": hashlib.sha256(text.encode()).hexdigest()}) + "\n"
+
+
+GIB = 2**30
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that this user may still write there; the directory need not exist yet."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    status = os.statvfs(existing)
+    return status.f_bavail * status.f_frsize
+
+
+def check_room(directory: Path, needed: int) -> None:
+    """Raise CheckpointError where the file system has less than `needed` bytes left. One rank calls it."""
+    free = free_bytes(directory)
+    if free < needed:
+        raise CheckpointError(
+            f"{directory}: a checkpoint of {size_text(needed)} does not fit, {size_text(free)} are free there; "
+            "the checkpoints before it stay. Make room, or lower checkpoint.keep"
+        )
+
+
+def explain(error: Exception, directory: Path) -> str:
+    """The cause of a failed write, with the free space: torch wraps the system's error, or leaves it out."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    text = describe_os_error(cause, directory) if isinstance(cause, OSError) else f"{directory}: {error}"
+    try:
+        return f"{text}; {size_text(free_bytes(directory))} are free there"
+    except OSError:  # the file system is gone: the first error tells more
+        return text
+
+
+def size_text(number: int) -> str:
+    """A number of bytes for people."""
+    return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / 2**20:.1f} MiB"

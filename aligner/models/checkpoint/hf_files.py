@@ -17,6 +17,7 @@ from aligner.files import is_plain_name
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MAX_FILE_BYTES = 5 * 2**30  # of an export's weight files
 MXFP4 = "MXFP4"
 MXFP4_ENDINGS = "_blocks", "_scales"  # of the names of a tensor's two, both U8
 FP8 = "FP8"
@@ -38,7 +39,7 @@ class Stored:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ModelFilesError where there is none, in one line that names the file."""
+    """The object in a JSON file. Raises ModelFilesError, in one line that names the file, if it has none."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -48,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ModelFilesError(f"{path} is damaged: no JSON: {error}") from error
+        raise ModelFilesError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelFilesError(f"{path} is damaged: a JSON {type(content).__name__}, expected an object")
     return content
@@ -62,12 +63,12 @@ def has_weights(directory: Path) -> bool:
 
 
 def index_files(path: Path) -> dict[str, str]:
-    """The file of every tensor, as an index says. Raises ModelFilesError for a damaged one, and for files that are not beside it."""
+    """The file of every tensor, from an index. Raises ModelFilesError if it is damaged, or names files that are not beside it."""
     found = read_json(path).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise ModelFilesError(f"{path} is damaged: no weight_map of names and files")
     if strange := [name for name, file in found.items() if not is_plain_name(file)]:
-        raise ModelFilesError(f"{path}: weight_map says {found[strange[0]]!r} for {strange[0]!r}; allowed: the name of a file beside it")
+        raise ModelFilesError(f"{path}: weight_map has {found[strange[0]]!r} for {strange[0]!r}; allowed: the name of a file beside it")
     return found
 
 
@@ -75,7 +76,7 @@ def stored_tensors(directory: Path) -> tuple[dict[str, Stored], int]:
     """Every tensor of a directory's safetensors files by name, and the bytes of the files. Only headers and sizes are read, and tensors
     that are there twice: what transformers reads of them depends on its version.
 
-    Raises ModelFilesError for a file that is missing, cut short or not what the index says, and for two different tensors of one name.
+    Raises ModelFilesError for a file that is missing, cut short or other than in the index, and for two different tensors of one name.
     """
     index = index_files(directory / INDEX_FILE) if (directory / INDEX_FILE).exists() else {}
     if not index and not (directory / SINGLE_FILE).exists():
@@ -87,7 +88,7 @@ def stored_tensors(directory: Path) -> tuple[dict[str, Stored], int]:
         header, size = _read_header(directory / file)
         total += size if file in named else 0
         if missing := [name for name, where in index.items() if where == file and name not in header]:
-            raise ModelFilesError(f"{directory / file}: has no {missing[0]}, which {INDEX_FILE} says it has ({len(missing)} such)")
+            raise ModelFilesError(f"{directory / file}: has no {missing[0]}, which {INDEX_FILE} expects there ({len(missing)} such)")
         for name, one in header.items():
             other = tensors.get(name, one)
             if other is not one and not is_same(directory, one, other):
@@ -98,9 +99,9 @@ def stored_tensors(directory: Path) -> tuple[dict[str, Stored], int]:
 
 
 def is_same(directory: Path, one: Stored, other: Stored) -> bool:
-    """Whether two tensors are alike to the byte. Reads them up to where they differ, once in a process."""
-    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return alike and _is_same(*((directory / t.file, t.span, (directory / t.file).stat().st_mtime_ns) for t in (one, other)))
+    """Whether two tensors are equal byte by byte. Reads them up to the first difference, once in a process."""
+    same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return same and _is_same(*((directory / t.file, t.span, (directory / t.file).stat().st_mtime_ns) for t in (one, other)))
 
 
 @lru_cache(maxsize=1024)
@@ -136,7 +137,7 @@ def as_read(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Stored], int]:
-    """(tensors by name, bytes of the file). The file must be exactly as long as its header says."""
+    """(tensors by name, bytes of the file). The file must be exactly as long as its header requires."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import CheckpointError
-from aligner.models.training.host_adam import HostAdam
+from aligner.models.training.adam import HostAdam
 from aligner.parallel.mcore import ChainedOptimizer, DistributedOptimizer, ShardedTensor, sharded_leaves
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")  # Adam's, for each parameter; the first are the float32 weights
@@ -157,7 +157,7 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
     if strangers:
         return strangers
     for part in optimizer.chained_optimizers:
-        if any(True for _ in _ranges(part)):  # it allocates the state; there is none where a rank holds padding only
+        if any(True for _ in _ranges(part)):  # it allocates the state; a rank that holds only padding has none
             if isinstance(part.optimizer, HostAdam):
                 part.optimizer.begin(step)
                 continue
@@ -177,7 +177,7 @@ def _count(loaded: Mapping[str, Tensor], prefix: str) -> int:
 
 def _pieces(weight: Any, key: str, values: Tensor, start: int) -> list[ShardedTensor]:
     """The shards that hold `values`, elements start.. of the flattened parameter whose shard, or factory of shards, is `weight`."""
-    layout = torch.empty(weight.data.shape, device="meta")  # tells where the parts that a factory makes of a parameter begin
+    layout = torch.empty(weight.data.shape, device="meta")  # gives the offsets of the parts that a factory makes of a parameter
     replica = (*weight.replica_id[:2], 0)  # no two ranks of a data-parallel group hold the same elements
     if hasattr(weight, "build_fn"):
         parts = list(sharded_leaves(replace(weight, key=key, data=layout, replica_id=replica).build()))
@@ -186,7 +186,7 @@ def _pieces(weight: Any, key: str, values: Tensor, start: int) -> list[ShardedTe
     found: list[ShardedTensor] = []
     for part in parts:
         if not part.data.is_contiguous():
-            raise CheckpointError(f"{key}: a part of this parameter is no range of its elements")
+            raise CheckpointError(f"{key}: a part of this parameter is not a range of its elements")
         first = part.data.storage_offset()
         low, high = max(start, first), min(start + values.numel(), first + part.data.numel())
         for offset, size in boxes(tuple(part.data.shape), low - first, high - first):

@@ -35,7 +35,7 @@ _ALLOWED = frozenset(
     | {(_METADATA_MODULE, name) for name in _METADATA_CLASSES}
     | {(_PLANNER_MODULE, name) for name in _PLANNER_CLASSES}
 )
-# Subclasses that only Megatron-Core of before 0.16 wrote, without anything that is needed here.
+# Subclasses that only Megatron-Core before 0.16 wrote, with nothing that is needed here.
 _FORMER = {"MCoreMetadata": (_METADATA_MODULE, "Metadata"), "MCoreSavePlan": (_PLANNER_MODULE, "SavePlan")}
 _MCORE_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 # Whose names may occur in the common state of a checkpoint of Megatron-LM. None of them is imported.
@@ -114,7 +114,7 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def load_inert(file: IO[bytes], where: str) -> Any:
-    """What a file of torch.save holds, without its tensors and with an `Inert` for every object that is no plain data.
+    """What a file of torch.save holds, without its tensors and with an `Inert` for every object that is not plain data.
 
     Nothing is imported or called. Raises CheckpointError, which calls the file `where`, if it is damaged or refers to other packages.
     """
@@ -137,7 +137,7 @@ def check(directory: Path) -> None:
         raise CheckpointError(f"{directory / _METADATA}: is not a checkpoint's metadata: {error}") from error
     for index, stored in metadata.storage_data.items():
         if not is_plain_name(stored.relative_path):
-            raise CheckpointError(f"{directory / _METADATA}: refers to {stored.relative_path!r}, which is no file beside it")
+            raise CheckpointError(f"{directory / _METADATA}: refers to {stored.relative_path!r}, which is not a file beside it")
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
             with (directory / stored.relative_path).open("rb") as file:
                 file.seek(stored.offset)

@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from aligner.errors import CheckpointError
-from aligner.models.checkpoint import adapters as checkpoint_adapters
-from aligner.models.checkpoint import safe_pickle
+from aligner.hub.names import parse
+from aligner.models.checkpoint import manifest, safe_pickle
 from aligner.models.checkpoint import sums as checkpoint_sums
 from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
+from aligner.models.config import LoraConfig, LoraTarget
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.modules.build import ScalarModel, Transformer
-from aligner.models.modules.lora import make_adapters
+from aligner.models.modules.chunk import Chunk, global_name
+from aligner.models.modules.linear import linear_weight
+from aligner.models.modules.lora import Adapter, make_adapters, named_adapters
 from aligner.models.modules.scalar_head import HEAD, read_head
-from aligner.models.weights import manifest
 from aligner.models.weights.weights import fill, load_hf
 from aligner.parallel.collectives import from_rank_0, raise_everywhere
-from aligner.parallel.mcore import NEEDS_COMMON_FILE, dist_checkpointing, version
+from aligner.parallel.mcore import NEEDS_COMMON_FILE, ShardedTensor, dist_checkpointing, parallel_state, version
 
 
-def kind_of(chunks: Sequence[Transformer]) -> str:
+def kind_of(chunks: Sequence[Chunk]) -> str:
     """The kind of model that a marker records."""
-    return "scalar" if isinstance(chunks[0], ScalarModel) else "language"
+    return "scalar" if chunks[0].head is not None else "language"
 
 
-def sharded_state(chunks: Sequence[Transformer]) -> dict[str, Any]:
+def sharded_state(chunks: Sequence[Chunk]) -> dict[str, Any]:
     """The saved parameters with their place in the whole model. On disk they have the whole model's names, not the chunks'."""
-    return {f"model{number}": checkpoint_adapters.saved_state(chunk) for number, chunk in enumerate(chunks)}
+    return {f"model{number}": saved_state(chunk) for number, chunk in enumerate(chunks)}
 
 
-def load_source(chunks: Sequence[Transformer], source: Path, *, verify: bool = True, with_head: bool = True) -> None:
+def load_source(chunks: Sequence[Chunk], source: Path, *, verify: bool = True, with_head: bool = True) -> None:
     """Fill the chunks of a model from a Hugging Face directory, from what Megatron-LM or NeMo wrote or, as `load_weights`, from a
     checkpoint. Every rank calls it."""
     if (source / MARKER).exists():
@@ -51,7 +54,7 @@ def load_source(chunks: Sequence[Transformer], source: Path, *, verify: bool = T
         load_hf(chunks, source, with_head=with_head)
 
 
-def load_weights(chunks: Sequence[Transformer], path: Path, *, verify: bool = True, with_head: bool = True) -> None:
+def load_weights(chunks: Sequence[Chunk], path: Path, *, verify: bool = True, with_head: bool = True) -> None:
     """Fill the chunks of a model from a checkpoint of this project, written at any layout. Every rank calls it.
 
     A scalar model may start from a language model's checkpoint: its head then keeps its initialisation. The saved model's adapters are
@@ -60,33 +63,30 @@ def load_weights(chunks: Sequence[Transformer], path: Path, *, verify: bool = Tr
     """
     directory = _verified(path, verify)
     marker = read_marker(directory)
-    if checkpoint_adapters.LORA not in marker:
-        states = [checkpoint_adapters.whole_state(chunk) for chunk in chunks]
+    if LORA not in marker:
+        states = [whole_state(chunk) for chunk in chunks]
         for chunk, state in zip(chunks, _read_states(chunks, directory, states, with_head=with_head), strict=True):
             _fill(chunk, state, directory)
-        found = checkpoint_sums.find(map(checkpoint_adapters.whole_state, chunks), vocabulary=chunks[0].architecture.vocab_size)
+        found = checkpoint_sums.find(map(whole_state, chunks), vocabulary=chunks[0].architecture.vocab_size)
         checkpoint_sums.compare(from_rank_0(lambda: checkpoint_sums.read(directory)), found, str(directory))
         return
     # The head is saved with the adapters: that of a critic has one output, whatever the reward model under it has.
-    load_source(chunks, checkpoint_adapters.base_of(marker, directory), verify=verify, with_head=False)
-    lora = checkpoint_adapters.saved_lora(marker)
+    load_source(chunks, base_of(marker, directory), verify=verify, with_head=False)
+    lora = saved_lora(marker)
     adapters = [make_adapters(chunk, lora) for chunk in chunks]
-    states = [
-        checkpoint_adapters.head_state(chunk) | checkpoint_adapters.adapter_state(chunk, own)
-        for chunk, own in zip(chunks, adapters, strict=True)
-    ]
+    states = [head_state(chunk) | adapter_state(chunk, own) for chunk, own in zip(chunks, adapters, strict=True)]
     for chunk, own, state in zip(chunks, adapters, _read_states(chunks, directory, states, with_head=with_head), strict=True):
-        checkpoint_adapters.merge(chunk, own, state)
+        merge(chunk, own, state)
 
 
-def load_same(chunks: Sequence[Transformer], path: Path, *, verify: bool = True) -> None:
+def load_same(chunks: Sequence[Chunk], path: Path, *, verify: bool = True) -> None:
     """Fill the chunks of a model like the saved one; if it has adapters, only those. Every rank calls it.
 
     Raises CheckpointError, also if the saved model had other adapters.
     """
     directory = _verified(path, verify)
-    checkpoint_adapters.check_same(read_marker(directory), chunks[0], directory)
-    states = [checkpoint_adapters.saved_state(chunk) for chunk in chunks]
+    check_same(read_marker(directory), chunks[0], directory)
+    states = [saved_state(chunk) for chunk in chunks]
     for chunk, state in zip(chunks, _read_states(chunks, directory, states), strict=True):
         _fill(chunk, state, directory)
 
@@ -99,7 +99,7 @@ def _verified(path: Path, verify: bool) -> Path:
 
 
 def _read_states(
-    chunks: Sequence[Transformer], directory: Path, states: Sequence[dict[str, Any]], *, with_head: bool = True
+    chunks: Sequence[Chunk], directory: Path, states: Sequence[dict[str, Any]], *, with_head: bool = True
 ) -> list[dict[str, Any]]:
     """Read the tensors of `states` (one per chunk), except heads that the checkpoint lacks."""
     kind = read_marker(directory)["kind"]
@@ -115,12 +115,12 @@ def _read_states(
     return [loaded[name] for name in wanted]
 
 
-def _heads_absent(chunk: Transformer, directory: Path) -> tuple[str, ...]:
+def _heads_absent(chunk: Chunk, directory: Path) -> tuple[str, ...]:
     """Name prefixes of the head's parameters that the checkpoint lacks: they keep their initialisation.
 
     Raises CheckpointError if its head has another number of outputs.
     """
-    head = read_head(directory) if isinstance(chunk, ScalarModel) else None
+    head = read_head(directory) if chunk.head is not None else None
     if head is None:
         return (HEAD,)
     if head.num_outputs != chunk.head.num_outputs:
@@ -131,19 +131,19 @@ def _heads_absent(chunk: Transformer, directory: Path) -> tuple[str, ...]:
     return () if head.has_bias else (f"{HEAD}bias",)
 
 
-def _check_architecture(directory: Path, chunk: Transformer) -> None:
+def _check_architecture(directory: Path, chunk: Chunk) -> None:
     """Megatron-Core accepts vocabularies of different sizes, and checks neither norms' epsilons nor rotary bases."""
     file = directory / CONFIG_FILE
     saved = asdict(architecture_from_hf(read_json(file), where=str(file)))
     ours = asdict(architecture_from_hf(architecture_to_hf(chunk.architecture)))
-    free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if isinstance(chunk, ScalarModel) else set())
+    free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if chunk.head is not None else set())
     if differing := [
         f"{name} is {saved[name]} there and {ours[name]} here" for name in ours if saved[name] != ours[name] and name not in free
     ]:
         raise CheckpointError(f"{directory}: does not fit the model: {', '.join(differing)}")
 
 
-def _fill(chunk: Transformer, loaded: dict[str, Any], directory: Path) -> None:
+def _fill(chunk: Chunk, loaded: dict[str, Any], directory: Path) -> None:
     chunk.load_state_dict(loaded, strict=False)
     of_adapters = any(ADAPTER in name for name in loaded)
     wanted = {name for name, _ in chunk.named_parameters() if (ADAPTER in name) == of_adapters}
@@ -172,3 +172,116 @@ def read(wanted: dict[str, Any], directory: Path) -> dict[str, Any]:
             return dist_checkpointing.load(wanted, str(directory))
     except (KeyError, OSError, dist_checkpointing.core.CheckpointingException, TorchCheckpointException) as error:
         raise CheckpointError(f"{directory}: cannot be read into the model: {error}") from error
+
+
+LORA = "lora"  # key of a marker
+_LOOKED_AT = 65536  # bytes at the beginning, the middle and the end of a file
+
+
+def whole_state(chunk: Chunk) -> dict[str, Any]:
+    """All parameters of a chunk but adapters', with their place in the whole model."""
+    return {name: shard for name, shard in chunk.sharded_state_dict().items() if ADAPTER not in name}
+
+
+def saved_state(chunk: Chunk) -> dict[str, Any]:
+    """The part of this chunk that a checkpoint holds: the trained parameters."""
+    return head_state(chunk) | adapter_state(chunk, dict(named_adapters(chunk))) if chunk.lora.is_on else whole_state(chunk)
+
+
+def head_state(chunk: Chunk) -> dict[str, Any]:
+    """The head's parameters of a value or reward model's last chunk; empty for other chunks."""
+    return {name: shard for name, shard in chunk.sharded_state_dict().items() if name.startswith(HEAD)}
+
+
+def adapter_state(chunk: Chunk, adapters: Mapping[str, Adapter]) -> dict[str, ShardedTensor]:
+    """Parameters of adapters, by their names in the chunk, with their place in the whole model; `adapters` by their layer's name there."""
+    found = {}
+    for layer, adapter in adapters.items():
+        if adapter.pairs.is_expert:
+            replica = parallel_state.get_expert_data_parallel_rank()
+        else:
+            replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        rank, size = adapter.group.rank(), adapter.group.size()
+        for own, parameter in adapter.named_parameters():
+            name, dim = f"{layer}{ADAPTER}{own}", parameter.partition_dim
+            offsets = [(dim, rank, size)] if dim >= 0 else []
+            same = (0, 0 if dim >= 0 else rank, replica)
+            found[name] = ShardedTensor.from_rank_offsets(global_name(chunk, name), parameter, *offsets, replica_id=same)
+    return found
+
+
+def weights_digest(source: Path) -> str:
+    """A digest of the weights in a directory, independent of its path. It reads little, however large they are.
+
+    For a checkpoint, the digest of its marker, which covers every file; for Hugging Face files, of their sizes and of some places.
+    """
+    if (source / MARKER).exists():
+        return hashlib.sha256((source / MARKER).read_bytes()).hexdigest()
+    content = hashlib.sha256()
+    for path in sorted(source.glob("*.safetensors")):
+        size = path.stat().st_size
+        content.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in (0, size // 2, max(0, size - _LOOKED_AT)):
+                file.seek(place)
+                content.update(file.read(_LOOKED_AT))
+    return content.hexdigest()
+
+
+def to_marker(chunk: Chunk) -> dict[str, Any]:
+    """The adapters' entry in a checkpoint's marker; empty if the model has none."""
+    lora = chunk.lora
+    if not lora.is_on:
+        return {}
+    described = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": [target.value for target in lora.targets]}
+    return {LORA: described, "base": chunk.base, "base_digest": chunk.base_digest}
+
+
+def check_same(marker: Mapping[str, Any], chunk: Chunk, directory: Path) -> None:
+    """Raise CheckpointError unless the checkpoint is of a model with the same adapters on the same weights, or both have none."""
+    here, there = to_marker(chunk).get(LORA), marker.get(LORA)
+    if here != there:
+        raise CheckpointError(
+            f"{directory}: was saved with {there or 'no adapters'}, the model has {here or 'none'} (model.lora): it cannot be continued so"
+        )
+    if here and marker["base_digest"] != chunk.base_digest:
+        ours, theirs = chunk.base or "random ones of this run.seed", marker["base"] or "random ones of another run.seed"
+        raise CheckpointError(
+            f"{directory}: its adapters belong to other weights ({theirs}) than this run's ({ours}): they have been replaced"
+        )
+
+
+def saved_lora(marker: Mapping[str, Any]) -> LoraConfig:
+    """The adapters that a marker describes."""
+    described = marker[LORA]
+    return LoraConfig(**{**described, "targets": [LoraTarget(target) for target in described["targets"]]})
+
+
+def base_of(marker: Mapping[str, Any], directory: Path) -> Path:
+    """The directory of the base weights of a checkpoint's adapters; those of the Hub are downloaded where its cache lacks them.
+
+    Raises CheckpointError if they are missing or have changed, and as `aligner.hub.download.fetch` does.
+    """
+    base = marker["base"]
+    if not base:
+        raise CheckpointError(f"{directory}: its adapters belong to random weights that are in no file; start such runs from model.path")
+    if (name := parse(base)) is not None:
+        from aligner.hub.download import Wanted, fetch  # huggingface_hub, which other checkpoints do not need
+
+        base = str(fetch(Wanted(key=f"base of {directory}", name=name), print).directory)
+    if not Path(base).is_dir():
+        raise CheckpointError(f"{directory}: its adapters belong to the model in {base}, which is not there; a link to it there is enough")
+    if weights_digest(Path(base)) != marker["base_digest"]:
+        raise CheckpointError(f"{directory}: its adapters belong to the model that was in {base}; other weights are there now")
+    return Path(base)
+
+
+@torch.no_grad()
+def merge(chunk: Chunk, adapters: Mapping[str, Adapter], loaded: Mapping[str, Any]) -> None:
+    """Merge adapters into a chunk's weights. `loaded`: the adapters' parameters, and any head's, by their names in the chunk."""
+    chunk.load_state_dict({name: tensor for name, tensor in loaded.items() if name.startswith(HEAD)}, strict=False)
+    for layer, adapter in adapters.items():
+        for own, parameter in adapter.named_parameters():
+            parameter.copy_(loaded[f"{layer}{ADAPTER}{own}"])
+        weight = linear_weight(chunk.get_submodule(layer).weight)
+        weight.write(adapter.merged(weight))

@@ -4,20 +4,19 @@ weights, and which of `UNCHANGED`'s keys it computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
-from aligner.models.families import cohere, deepseek, gemma, glm, gpt, llama, olmo, qwen, qwen3_next
+from aligner.models.families import cohere, deepseek, gemma, glm, gpt, llama, olmo, qwen
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 
-_LINEAGES = (llama, qwen, qwen3_next, gemma, glm, deepseek, olmo, cohere, gpt)
-FAMILIES: dict[Family, Any] = {family: found for lineage in _LINEAGES for family, found in lineage.FAMILIES.items()}
+_LINEAGES = (llama, qwen, gemma, glm, deepseek, olmo, cohere, gpt)
+FAMILIES: dict[Family, llama.HFFamily] = {family: found for lineage in _LINEAGES for family, found in lineage.FAMILIES.items()}
 
 
-# Models of images and text whose text part is of a family: its class, and what its text_config says.
+# Models of images and text whose text part is of a family: its class, and the model_type of its text_config.
 _WITH_IMAGES = {"llama4": ("Llama4ForConditionalGeneration", Family.llama4_text.value)}
 
 
@@ -36,14 +35,14 @@ def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> A
         config.check_classes()
         config.check_quantization()
         family = FAMILIES[Family[model_type]]
-        config.only({key: values for key, values in UNCHANGED.items() if key not in getattr(family, "COMPUTED", ())})
+        config.only({key: values for key, values in UNCHANGED.items() if key not in family.computed})
         return family.from_hf(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
 def text_part(hf: dict[str, Any]) -> dict[str, Any]:
-    """The config of the text part of a model of images and text, as it would be alone; any other as it is."""
+    """The config of the text part of a model of images and text, as it would be alone; any other unchanged."""
     model_type, text = hf.get("model_type"), hf.get("text_config")
     if not isinstance(model_type, str) or model_type not in _WITH_IMAGES or not isinstance(text, dict):
         return hf
@@ -56,10 +55,11 @@ def text_part(hf: dict[str, Any]) -> dict[str, Any]:
 
 def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face `config.json` of an architecture."""
-    return FAMILIES[architecture.family].to_hf(architecture)
+    family = FAMILIES[architecture.family]
+    return family.to_hf(architecture) | {"architectures": [family.hf_class]}
 
 
 def weight_names(architecture: Architecture) -> NameTable:
     """The names of an architecture's weights, Megatron's and Hugging Face's."""
-    table: NameTable | Callable[[Architecture], NameTable] = FAMILIES[architecture.family].NAMES
+    table = FAMILIES[architecture.family].names
     return table if isinstance(table, NameTable) else table(architecture)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from aligner.models.config import Architecture, Family, Normalization, ParallelResidual
-from aligner.models.families import llama, mapping, windows
-from aligner.models.families.hf_config import HFConfig
+from aligner.models.families import llama, mapping
+from aligner.models.families.hf_config import WINDOWED, HFConfig, layer_types
 from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import Layout, NameTable, rule
 
@@ -20,11 +20,11 @@ _COMPUTED = ("logit_scale",)
 def _names(architecture: Architecture) -> NameTable:
     norms = _QK_NORM if architecture.qk_norm else {}
     layer = mapping.INPUT_NORM | mapping.QKV | norms | mapping.ATTENTION_OUT | mapping.MLP
-    return NameTable(before=mapping.BEFORE, layer=layer, after=mapping.FINAL_NORM | mapping.OUTPUT)
+    return NameTable(layer=layer)
 
 
 def _common_from_hf(hf: HFConfig, family: Family, *, theta: float) -> Architecture:
-    """What Cohere 1 and 2 share; `theta`: of files that do not say."""
+    """What Cohere 1 and 2 share; `theta`: the default."""
     hf.only({"attention_bias": (False,)})
     common = llama.common_from_hf(hf, family, theta=theta, norm_eps=1e-5, eps_name="layer_norm_eps", tied=True)
     return replace(
@@ -47,26 +47,24 @@ def _cohere_from_hf(hf: HFConfig) -> Architecture:
     return replace(_common_from_hf(hf, Family.cohere, theta=5e5), qk_norm=normed, qk_norm_by_head=normed)
 
 
-def _cohere_to_hf(a: Architecture) -> dict[str, Any]:
-    return _common_to_hf(a) | {"architectures": ["CohereForCausalLM"], "use_qk_norm": a.qk_norm}
-
-
 def _cohere2_from_hf(hf: HFConfig) -> Architecture:
     pattern = hf.size("sliding_window_pattern", absent=4)
-    types = [windows.WINDOWED if (number + 1) % pattern else windows.FULL for number in range(hf.size("num_hidden_layers"))]
-    seen = windows.from_hf(hf, hf.optional_size("sliding_window", absent=4096), types)
+    seen = hf.windows(hf.optional_size("sliding_window", absent=4096), lambda number: (number + 1) % pattern)
     if not seen:
-        raise hf.refusal("layer_types", hf.value("layer_types"), f'at least one "{windows.WINDOWED}": no other layer has positions')
+        raise hf.refusal("layer_types", hf.value("layer_types"), f'at least one "{WINDOWED}": no other layer has positions')
     common = _common_from_hf(hf, Family.cohere2, theta=1e4)
     return replace(common, no_rope_layers=seen["full_attention_layers"], **seen)
 
 
-def _cohere2_to_hf(a: Architecture) -> dict[str, Any]:
-    own = {"sliding_window": a.sliding_window, "layer_types": windows.layer_types(a)}
-    return _common_to_hf(a) | own | {"architectures": ["Cohere2ForCausalLM"]}
-
-
 FAMILIES = {
-    Family.cohere: HFFamily(_names, _cohere_from_hf, _cohere_to_hf, _COMPUTED),
-    Family.cohere2: HFFamily(_names, _cohere2_from_hf, _cohere2_to_hf, _COMPUTED),
+    Family.cohere: HFFamily(
+        "CohereForCausalLM", _names, _cohere_from_hf, lambda a: _common_to_hf(a) | {"use_qk_norm": a.qk_norm}, _COMPUTED
+    ),
+    Family.cohere2: HFFamily(
+        "Cohere2ForCausalLM",
+        _names,
+        _cohere2_from_hf,
+        lambda a: _common_to_hf(a) | {"sliding_window": a.sliding_window, "layer_types": layer_types(a)},
+        _COMPUTED,
+    ),
 }

@@ -5,13 +5,13 @@ layer. 3 (2503.19786): norms on queries and keys instead of caps, and a rotary b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from aligner.models.config import Activation, Architecture, Family, Normalization
-from aligner.models.families import llama, mapping, windows
-from aligner.models.families.hf_config import HFConfig
+from aligner.models.families import llama, mapping
+from aligner.models.families.hf_config import HFConfig, layer_types, two_ropes_to_hf
 from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import NameTable, Rule
 
@@ -24,13 +24,18 @@ _FIXED = {"attention_bias": (False,), "use_bidirectional_attention": (None, Fals
 def _names(attention: Mapping[str, Rule]) -> NameTable:
     """The table of Gemma 2 or 3; `attention` has the rows that its attention has besides."""
     layer = mapping.INPUT_NORM | mapping.QKV | dict(attention) | mapping.ATTENTION_OUT | mapping.SANDWICH_NORMS | mapping.MLP
-    return NameTable(before=mapping.BEFORE, layer=layer, after=mapping.FINAL_NORM | mapping.OUTPUT)
+    return NameTable(layer=layer)
 
 
 def _common_from_hf(
-    hf: HFConfig, family: Family, types: list[str], *, caps: tuple[float, float], rope: Mapping[str, Any] | None = None
+    hf: HFConfig,
+    family: Family,
+    has_window: Callable[[int], Any],
+    *,
+    caps: tuple[float, float],
+    rope: Mapping[str, Any] | None = None,
 ) -> Architecture:
-    """What Gemma 2 and 3 share. `types`: the layers of a file that does not say; `caps`: on scores and logits likewise."""
+    """What Gemma 2 and 3 share. `has_window` and `caps` (on scores and logits) are defaults."""
     hf.only(_FIXED)
     common = llama.common_from_hf(
         hf, family, key_value_heads=4, head_dim=256, tied=True, activation=("hidden_activation", _ACTIVATIONS), rope=rope
@@ -45,7 +50,7 @@ def _common_from_hf(
         attention_scale=0.0 if scalar == common.head_dim else scalar**-0.5,
         attention_softcap=scores,
         logits_softcap=logits,
-        **windows.from_hf(hf, hf.optional_size("sliding_window", absent=4096), types),
+        **hf.windows(hf.optional_size("sliding_window", absent=4096), has_window),
     )
 
 
@@ -58,34 +63,30 @@ def _common_to_hf(a: Architecture) -> dict[str, Any]:
         "attn_logit_softcapping": a.attention_softcap or None,
         "final_logit_softcapping": a.logits_softcap or None,
         "sliding_window": a.sliding_window or 4096,
-        "layer_types": windows.layer_types(a),
+        "layer_types": layer_types(a),
     }
-
-
-def _gemma2_from_hf(hf: HFConfig) -> Architecture:
-    types = [windows.FULL if number % 2 else windows.WINDOWED for number in range(hf.size("num_hidden_layers"))]
-    return _common_from_hf(hf, Family.gemma2, types, caps=(50.0, 30.0))
-
-
-def _gemma2_to_hf(a: Architecture) -> dict[str, Any]:
-    return _common_to_hf(a) | {"architectures": ["Gemma2ForCausalLM"]}
 
 
 def _gemma3_from_hf(hf: HFConfig) -> Architecture:
     pattern = hf.size("sliding_window_pattern", absent=6)
-    types = [windows.WINDOWED if (number + 1) % pattern else windows.FULL for number in range(hf.size("num_hidden_layers"))]
-    everywhere, local = windows.two_ropes(hf, theta=1e6, local_theta=_LOCAL_THETA, local_name="rope_local_base_freq")
-    common = _common_from_hf(hf, Family.gemma3_text, types, caps=(0.0, 0.0), rope=everywhere)
+    everywhere, local = hf.two_ropes(theta=1e6, local_theta=_LOCAL_THETA, local_name="rope_local_base_freq")
+    common = _common_from_hf(hf, Family.gemma3_text, lambda number: (number + 1) % pattern, caps=(0.0, 0.0), rope=everywhere)
     return replace(common, qk_norm=True, rope_local_theta=local if common.sliding_window else 0.0)
 
 
 def _gemma3_to_hf(a: Architecture) -> dict[str, Any]:
     local = a.rope_local_theta or _LOCAL_THETA
     own = {"rope_local_base_freq": local, "use_bidirectional_attention": False}
-    return windows.two_ropes_to_hf(_common_to_hf(a), local) | own | {"architectures": ["Gemma3ForCausalLM"]}
+    return two_ropes_to_hf(_common_to_hf(a), local) | own
 
 
 FAMILIES = {
-    Family.gemma2: HFFamily(_names({}), _gemma2_from_hf, _gemma2_to_hf, _COMPUTED),
-    Family.gemma3_text: HFFamily(_names(mapping.QK_NORM), _gemma3_from_hf, _gemma3_to_hf, _COMPUTED),
+    Family.gemma2: HFFamily(
+        "Gemma2ForCausalLM",
+        _names({}),
+        lambda hf: _common_from_hf(hf, Family.gemma2, lambda number: number % 2 == 0, caps=(50.0, 30.0)),
+        _common_to_hf,
+        _COMPUTED,
+    ),
+    Family.gemma3_text: HFFamily("Gemma3ForCausalLM", _names(mapping.QK_NORM), _gemma3_from_hf, _gemma3_to_hf, _COMPUTED),
 }

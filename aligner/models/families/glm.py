@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from aligner.models.config import Architecture, Family
-from aligner.models.families import llama, mapping, mixture
+from aligner.models.families import deepseek, llama, mapping
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import NameTable, rule
@@ -22,7 +22,7 @@ def _names(architecture: Architecture) -> NameTable:
     biases = mapping.QKV_BIAS if architecture.qkv_bias else {}
     attention = mapping.INPUT_NORM | mapping.QKV | biases | mapping.ATTENTION_OUT | _POST_ATTENTION
     layer = attention | mapping.MLP_NORM | mapping.PACKED_MLP | _POST_MLP
-    return NameTable(before=mapping.BEFORE, layer=layer, after=mapping.FINAL_NORM | mapping.OUTPUT)
+    return NameTable(layer=layer)
 
 
 def _from_hf(hf: HFConfig) -> Architecture:
@@ -30,12 +30,8 @@ def _from_hf(hf: HFConfig) -> Architecture:
     return replace(common, qkv_bias=hf.flag("attention_bias", True), post_norms=True, rotary_interleaved=True)
 
 
-def _to_hf(a: Architecture) -> dict[str, Any]:
-    return _common_to_hf(a) | {"architectures": ["Glm4ForCausalLM"], "eos_token_id": None, "pad_token_id": None}
-
-
 def _common_to_hf(a: Architecture) -> dict[str, Any]:
-    """With the rotated part of heads even if they are rotated whole: files that do not say mean half."""
+    """With the rotated part of heads even if they are rotated whole: the default is half."""
     hf = llama.common_to_hf(a) | {"attention_bias": a.qkv_bias, "partial_rotary_factor": a.rotary_fraction}
     hf["rope_parameters"] |= {"partial_rotary_factor": a.rotary_fraction}
     return hf
@@ -44,18 +40,19 @@ def _common_to_hf(a: Architecture) -> dict[str, Any]:
 def _moe_names(architecture: Architecture) -> NameTable:
     biases = mapping.QKV_BIAS if architecture.qkv_bias else {}
     norms = mapping.QK_NORM if architecture.qk_norm else {}
-    return mixture.names(architecture, mapping.QKV | biases | norms | mapping.ATTENTION_OUT)
+    return deepseek.mixture_names(architecture, mapping.QKV | biases | norms | mapping.ATTENTION_OUT)
 
 
 def _moe_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_MOE_FIXED)
     common = llama.common_from_hf(hf, Family.glm4_moe, key_value_heads=8, norm_eps=1e-5, fraction=0.5)
-    routing = mixture.from_hf(hf, groups=hf.size("n_group", absent=1), best=2, dense=1, scale=1.0, sigmoid=True)
+    routing = deepseek.mixture_from_hf(hf, groups=hf.size("n_group", absent=1), best=2, dense=1, scale=1.0, sigmoid=True)
     return replace(common, qkv_bias=hf.flag("attention_bias", False), qk_norm=hf.flag("use_qk_norm", False), **routing)
 
 
-def _moe_to_hf(a: Architecture) -> dict[str, Any]:
-    return _common_to_hf(a) | mixture.to_hf(a) | {"architectures": ["Glm4MoeForCausalLM"], "use_qk_norm": a.qk_norm}
-
-
-FAMILIES = {Family.glm4: HFFamily(_names, _from_hf, _to_hf), Family.glm4_moe: HFFamily(_moe_names, _moe_from_hf, _moe_to_hf)}
+FAMILIES = {
+    Family.glm4: HFFamily("Glm4ForCausalLM", _names, _from_hf, lambda a: _common_to_hf(a) | {"eos_token_id": None, "pad_token_id": None}),
+    Family.glm4_moe: HFFamily(
+        "Glm4MoeForCausalLM", _moe_names, _moe_from_hf, lambda a: _common_to_hf(a) | deepseek.mixture_to_hf(a) | {"use_qk_norm": a.qk_norm}
+    ),
+}

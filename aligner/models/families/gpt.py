@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from aligner.models.config import Activation, Architecture, Family, Normalization, ParallelResidual, PositionEmbedding
-from aligner.models.families import llama, mapping, rope_scaling, windows
-from aligner.models.families.hf_config import HFConfig
+from aligner.models.families import llama, mapping
+from aligner.models.families.hf_config import HFConfig, layer_types, rope_to_hf
 from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import (
     EMBEDDING,
@@ -28,7 +28,7 @@ _SIZES["num_layers"] = ("num_hidden_layers",)  # our names -> the file's, the on
 
 
 def _common_from_hf(hf: HFConfig, family: Family, *, sizes: Mapping[str, tuple[str, ...]] = _SIZES, tied: bool) -> dict[str, Any]:
-    """Fields that GPT-2, OPT and GPT-NeoX share: LayerNorm, biases everywhere, no grouped queries. `tied`: of files that do not say."""
+    """Fields that GPT-2, OPT and GPT-NeoX share: LayerNorm, biases everywhere, no grouped queries. `tied`: the default."""
     found = {name: hf.size(*keys) for name, keys in sizes.items()}
     return found | {
         "family": family,
@@ -54,25 +54,13 @@ _GPT2_NAMES = NameTable(
         EMBEDDING: rule("transformer.wte.weight", layout=Layout.vocabulary),
         "embedding.position_embeddings.weight": rule("transformer.wpe.weight"),
     },
-    layer={
-        "input_layernorm.weight": rule("ln_1.weight"),
-        "input_layernorm.bias": rule("ln_1.bias"),
-        "self_attention.linear_qkv.weight": rule("attn.c_attn.weight", layout=Layout.packed_qkv, transposed=True),
-        "self_attention.linear_qkv.bias": rule("attn.c_attn.bias", layout=Layout.packed_qkv),
-        "self_attention.linear_proj.weight": rule("attn.c_proj.weight", transposed=True),
-        "self_attention.linear_proj.bias": rule("attn.c_proj.bias"),
-        "pre_mlp_layernorm.weight": rule("ln_2.weight"),
-        "pre_mlp_layernorm.bias": rule("ln_2.bias"),
-        "mlp.linear_fc1.weight": rule("mlp.c_fc.weight", transposed=True),
-        "mlp.linear_fc1.bias": rule("mlp.c_fc.bias"),
-        "mlp.linear_fc2.weight": rule("mlp.c_proj.weight", transposed=True),
-        "mlp.linear_fc2.bias": rule("mlp.c_proj.bias"),
-    },
-    after={
-        "decoder.final_layernorm.weight": rule("transformer.ln_f.weight"),
-        "decoder.final_layernorm.bias": rule("transformer.ln_f.bias"),
-        OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary),
-    },
+    layer=affine("input_layernorm", "ln_1")
+    | affine("self_attention.linear_qkv", "attn.c_attn", layout=Layout.packed_qkv, transposed=True)
+    | affine("self_attention.linear_proj", "attn.c_proj", transposed=True)
+    | affine("pre_mlp_layernorm", "ln_2")
+    | affine("mlp.linear_fc1", "mlp.c_fc", transposed=True)
+    | affine("mlp.linear_fc2", "mlp.c_proj", transposed=True),
+    after=affine("decoder.final_layernorm", "transformer.ln_f") | {OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary)},
     layer_prefix="transformer.h.{layer}.",
     base_prefix="transformer.",
     ignored=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",  # causal masks
@@ -92,7 +80,7 @@ _GPT2_SIZES = {
     "max_position_embeddings": ("n_positions", "max_position_embeddings"),
 }
 # What else of a GPT-2 config changes the numbers, and the only values of it that are computed here. Dropout is not, but every file of GPT-2
-# itself says 0.1.
+# itself has 0.1.
 _GPT2_FIXED = {
     "reorder_and_upcast_attn": (False, True),  # the order of the same sums
     "add_cross_attention": (False,),
@@ -117,7 +105,6 @@ def _gpt2_from_hf(hf: HFConfig) -> Architecture:
 
 def _gpt2_to_hf(a: Architecture) -> dict[str, Any]:
     return _common_to_hf(a, sizes=_GPT2_SIZES, fixed=_GPT2_FIXED) | {
-        "architectures": ["GPT2LMHeadModel"],
         "scale_attn_weights": not a.attention_scale,
         "scale_attn_by_inverse_layer_idx": a.attention_scale_by_layer,
         "n_inner": a.ffn_hidden_size,
@@ -164,8 +151,8 @@ def _opt_names(architecture: Architecture) -> NameTable:
 
 
 _OPT_ACTIVATIONS = {"relu": Activation.relu, "gelu": Activation.gelu}
-_OPT_EPS = 1e-5  # LayerNorm's own: no file says it
-# Dropout is not computed, but every file of OPT says 0.1.
+_OPT_EPS = 1e-5  # LayerNorm's default: no file has the key
+# Dropout is not computed, but every file of OPT has 0.1.
 _OPT_FIXED = {
     "_remove_final_layer_norm": (False,),
     "enable_bias": (True,),
@@ -196,7 +183,6 @@ def _opt_from_hf(hf: HFConfig) -> Architecture:
 
 def _opt_to_hf(a: Architecture) -> dict[str, Any]:
     return _common_to_hf(a, fixed=_OPT_FIXED) | {
-        "architectures": ["OPTForCausalLM"],
         "do_layer_norm_before": a.pre_norms,
         "word_embed_proj_dim": a.vocabulary_width,
         "ffn_dim": a.ffn_hidden_size,
@@ -247,9 +233,8 @@ def _neox_from_hf(hf: HFConfig) -> Architecture:
 
 
 def _neox_to_hf(a: Architecture) -> dict[str, Any]:
-    rope = rope_scaling.to_hf(a)
+    rope = rope_to_hf(a)
     return _common_to_hf(a, fixed=_NEOX_FIXED) | {
-        "architectures": ["GPTNeoXForCausalLM"],
         "intermediate_size": a.ffn_hidden_size,
         "rotary_pct": a.rotary_fraction,
         "rotary_emb_base": a.rope_theta,
@@ -272,7 +257,7 @@ _OSS_EXPERTS = affine("mlp.router", "mlp.router") | {
     f"{_OSS_EXPERT}linear_fc2.weight": rule("mlp.experts.down_proj", transposed=True),
     f"{_OSS_EXPERT}linear_fc2.bias": rule("mlp.experts.down_proj_bias"),
 }
-# "silu" is what files say; the model computes another one whatever they say.
+# Files have "silu"; the model computes another one whatever they have.
 _OSS_ACTIVATION = "hidden_act", MappingProxyType({"silu": Activation.quick_gelu})
 _OSS_FIXED = {"swiglu_alpha": (1.702,)}
 _OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
@@ -288,8 +273,7 @@ def _oss_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_OSS_FIXED)
     if not (limit := hf.number("swiglu_limit", 7.0)):
         raise hf.refusal("swiglu_limit", limit, "a number > 0")
-    types = [windows.FULL if number % 2 else windows.WINDOWED for number in range(hf.size("num_hidden_layers"))]
-    seen = windows.from_hf(hf, hf.optional_size("sliding_window", absent=128), types)
+    seen = hf.windows(hf.optional_size("sliding_window", absent=128), lambda number: number % 2 == 0)
     scaled = hf if hf.value("rope_scaling") or hf.value("rope_parameters") is not None else hf.part(rope_parameters=_OSS_ROPE)
     common = llama.common_from_hf(
         hf, Family.gpt_oss, key_value_heads=8, head_dim=64, norm_eps=1e-5, activation=_OSS_ACTIVATION, rope=scaled.rope(theta=150000.0)
@@ -310,20 +294,19 @@ def _oss_from_hf(hf: HFConfig) -> Architecture:
 
 def _oss_to_hf(a: Architecture) -> dict[str, Any]:
     return llama.common_to_hf(a) | {
-        "architectures": ["GptOssForCausalLM"],
         "attention_bias": a.attention_out_bias,
         "swiglu_alpha": 1.702,
         "swiglu_limit": a.glu_limit,
         "num_local_experts": a.num_experts,
         "num_experts_per_tok": a.experts_per_token,
         "sliding_window": a.sliding_window or 128,
-        "layer_types": windows.layer_types(a),
+        "layer_types": layer_types(a),
     }
 
 
 FAMILIES = {
-    Family.gpt2: HFFamily(_GPT2_NAMES, _gpt2_from_hf, _gpt2_to_hf),
-    Family.opt: HFFamily(_opt_names, _opt_from_hf, _opt_to_hf),
-    Family.gpt_neox: HFFamily(_NEOX_NAMES, _neox_from_hf, _neox_to_hf),
-    Family.gpt_oss: HFFamily(_oss_names, _oss_from_hf, _oss_to_hf),
+    Family.gpt2: HFFamily("GPT2LMHeadModel", _GPT2_NAMES, _gpt2_from_hf, _gpt2_to_hf),
+    Family.opt: HFFamily("OPTForCausalLM", _opt_names, _opt_from_hf, _opt_to_hf),
+    Family.gpt_neox: HFFamily("GPTNeoXForCausalLM", _NEOX_NAMES, _neox_from_hf, _neox_to_hf),
+    Family.gpt_oss: HFFamily("GptOssForCausalLM", _oss_names, _oss_from_hf, _oss_to_hf),
 }

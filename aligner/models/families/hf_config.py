@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import sys
 from collections import ChainMap
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.architecture import MOST_LAYERS
-from aligner.models.families.rope_scaling import LONGROPE, ROPE_KINDS, Scaling
+from aligner.models.architecture.rope import longrope_attention_factor, yarn_attention_factor
+from aligner.models.config import ROPE_FACTORS, Architecture
 
 T = TypeVar("T")
 
-# Of every family: the values that leave the model as it is, the one of a file without the key first. The last ones belong to other families
+# Of every family: the values that leave the model unchanged, the default first. The last ones belong to other families
 # (Gemma, Granite, Cohere): who writes them into a file of these means a model that is computed differently.
 UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
@@ -31,7 +33,133 @@ UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (None, 1)),
 }
 LAYERS = ("num_hidden_layers", "n_layer")
+WINDOWED, FULL = "sliding_attention", "full_attention"  # of `layer_types`
 _CLASSES = ("ForCausalLM", "LMHeadModel", "Model", "ForSequenceClassification", "ForTokenClassification")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The object of one kind, called `source` in the file."""
+
+    file: HFConfig
+    source: str
+    kind: str
+    values: dict[str, Any]
+
+    def number(self, key: str, absent: float | None = None) -> float:
+        """A finite number > 0; `absent` (None: the key is required) if it is missing or null."""
+        value = self.values.get(key)
+        value = absent if value is None else value
+        found = self.file.checked(f"{self.source}.{key}", value)
+        if not found:
+            raise self.file.refusal(f"{self.source}.{key}", value, f'a number > 0 where rope_type is "{self.kind}"')
+        return found
+
+    def factor(self) -> float:
+        """What the context is stretched by."""
+        found = self.number("factor")
+        if found < 1:
+            raise self.file.refusal(f"{self.source}.factor", found, f'at least 1 where rope_type is "{self.kind}"')
+        return found
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of finite numbers > 0, not empty."""
+        found = self.values.get(key)
+        if not isinstance(found, list) or not found or not all(self.file.checked(f"{self.source}.{key}", value) for value in found):
+            raise self.file.refusal(f"{self.source}.{key}", found, f'a list of numbers > 0 where rope_type is "{self.kind}"')
+        return [float(value) for value in found]
+
+    def original_length(self) -> int:
+        """The context length before it was stretched."""
+        key = "original_max_position_embeddings"
+        found = self.number(key)
+        if found != int(found):
+            raise self.file.refusal(f"{self.source}.{key}", found, "a whole number")
+        return int(found)
+
+
+def _llama3(scaling: Scaling) -> dict[str, Any]:
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if low > high:
+        raise scaling.file.refusal(f"{scaling.source}.low_freq_factor", low, f"at most high_freq_factor={high}")
+    return {
+        "rope_llama3_factor": scaling.factor(),
+        "rope_original_length": scaling.original_length(),
+        "rope_low_freq_factor": low,
+        "rope_high_freq_factor": high,
+    }
+
+
+def _yarn(scaling: Scaling) -> dict[str, Any]:
+    factor, values = scaling.factor(), scaling.values
+    truncate = values.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise scaling.file.refusal(f"{scaling.source}.truncate", truncate, "true or false")
+    attention = yarn_attention_factor(factor)
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        scales = (scaling.number(key) for key in ("mscale", "mscale_all_dim"))
+        numerator, denominator = (yarn_attention_factor(factor, scale) for scale in scales)
+        attention = numerator / denominator
+    return {
+        "rope_yarn_factor": factor,
+        "rope_original_length": scaling.original_length(),
+        "rope_beta_fast": scaling.number("beta_fast", 32.0),
+        "rope_beta_slow": scaling.number("beta_slow", 1.0),
+        "rope_truncate": truncate,
+        "rope_attention_factor": scaling.number("attention_factor", attention),
+    }
+
+
+def _longrope(scaling: Scaling) -> dict[str, Any]:
+    length = scaling.original_length()
+    attention = longrope_attention_factor(scaling.number("factor", scaling.file.size("max_position_embeddings") / length), length)
+    return {
+        "rope_short_factors": scaling.numbers("short_factor"),
+        "rope_long_factors": scaling.numbers("long_factor"),
+        "rope_original_length": length,
+        "rope_attention_factor": scaling.number("attention_factor", attention),
+    }
+
+
+LONGROPE = {"longrope": _longrope, "su": _longrope}  # its first name
+ROPE_KINDS: Mapping[str, Callable[[Scaling], dict[str, Any]]] = {
+    "llama3": _llama3,
+    "linear": lambda scaling: {"rope_linear_factor": scaling.factor()},
+    "yarn": _yarn,
+    "dynamic": lambda scaling: {"rope_dynamic_factor": scaling.factor()},
+}
+UNFACTORED = tuple(kind for kind in ROPE_KINDS if kind != "yarn")  # those without a factor on cosines and sines
+
+
+def rope_to_hf(a: Architecture) -> dict[str, Any]:
+    """The rotary keys of a Hugging Face config, in the old and the new place, so that transformers 4 and 5 both read them."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": a.rope_theta}
+    factor = next((name for name in ROPE_FACTORS if getattr(a, name)), "")
+    if factor:
+        rope |= {"rope_type": factor.split("_")[1], "factor": getattr(a, factor)}
+    if a.rope_llama3_factor:
+        rope |= {"low_freq_factor": a.rope_low_freq_factor, "high_freq_factor": a.rope_high_freq_factor}
+    if a.rope_yarn_factor:
+        rope |= {"beta_fast": a.rope_beta_fast, "beta_slow": a.rope_beta_slow, "truncate": a.rope_truncate}
+        if a.rope_score_scale:
+            rope["mscale_all_dim"] = a.rope_score_scale
+            rope |= {"mscale": a.rope_score_scale} if a.rope_attention_factor == 1 else {"attention_factor": a.rope_attention_factor}
+        elif a.rope_attention_factor != yarn_attention_factor(a.rope_yarn_factor):  # else left out: some readers multiply it in once more
+            rope["attention_factor"] = a.rope_attention_factor
+    if a.rope_llama3_factor or a.rope_yarn_factor:
+        rope["original_max_position_embeddings"] = a.rope_original_length
+    scaling: dict[str, Any] | None = rope if factor else None
+    if a.rope_long_factors:
+        factors = {"short_factor": a.rope_short_factors, "long_factor": a.rope_long_factors}
+        if a.rope_attention_factor != longrope_attention_factor(a.max_position_embeddings / a.rope_original_length, a.rope_original_length):
+            factors |= {"attention_factor": a.rope_attention_factor}
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": a.rope_original_length} | factors
+        scaling = {"type": "longrope"} | factors  # transformers 4 allows Phi-3 no other keys
+    fraction: dict[str, float] = {}
+    if a.rotary_fraction != 1:
+        rope["partial_rotary_factor"] = a.rotary_fraction
+        fraction = {"partial_rotary_factor": a.rotary_fraction}
+    return fraction | {"rope_parameters": rope, "rope_theta": a.rope_theta, "rope_scaling": scaling}
 
 
 class HFConfig:
@@ -46,7 +174,7 @@ class HFConfig:
         return ConfigError(f"{key}={json.dumps(value)} is not supported for model_type {self.model_type}; allowed: {allowed}")
 
     def own_code(self) -> str:
-        """What to say of code that the model brings; empty if it brings none."""
+        """A remark on code that the model ships; empty if it ships none."""
         code = self._values.get("auto_map")
         return f" (its auto_map names code of its own, {json.dumps(code)}, which is never run here)" if code else ""
 
@@ -80,14 +208,14 @@ class HFConfig:
                 raise self.refusal(key, value, " or ".join(json.dumps(one) for one in allowed))
 
     def size(self, *keys: str, absent: int | None = None, null: int | None = None) -> int:
-        """A whole number >= 1, called by one of `keys`; `absent` and `null` stand in where the file leaves it out or says null."""
+        """A whole number >= 1, called by one of `keys`; `absent` and `null` are used if it is missing or null."""
         given = {key: self._values[key] for key in keys if key in self._values}
         if len({json.dumps(value) for value in given.values()}) > 1:
             texts = [f"{key}={json.dumps(value)}" for key, value in given.items()]
             raise ConfigError(f"{' and '.join(texts)} are two values of one size for model_type {self.model_type}; allowed: one")
         if not given:
             if absent is None:
-                raise ConfigError(f"there is no {keys[0]}, which every file of model_type {self.model_type} has")
+                raise ConfigError(f"{keys[0]} is missing, which every file of model_type {self.model_type} has")
             return absent
         key, value = next(iter(given.items()))
         if value is None and null is not None:
@@ -103,7 +231,7 @@ class HFConfig:
         return self._values.get(key)
 
     def optional_size(self, key: str, *, absent: int | None) -> int | None:
-        """A whole number >= 1, or None where the file says null."""
+        """A whole number >= 1, or None for null."""
         value = self._values.get(key, absent)
         return None if value is None else self.size(key, absent=value)
 
@@ -112,7 +240,7 @@ class HFConfig:
         return self.checked(key, self._values.get(key, absent))
 
     def optional_number(self, key: str, absent: float) -> float:
-        """A finite number > 0, or 0 where the file says null."""
+        """A finite number > 0, or 0 for null."""
         value = self._values.get(key, absent)
         if value is not None and value is not absent and self.checked(key, value) == 0:
             raise self.refusal(key, value, "a number > 0 or null")
@@ -185,3 +313,51 @@ class HFConfig:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
             raise self.refusal(key, value, "a finite number >= 0")
         return float(value)
+
+    def windows(self, window: int | None, has_window: Callable[[int], Any]) -> dict[str, Any]:
+        """The fields of a model whose windowed layers see `window` tokens; `has_window`: of each layer, from 0, without `layer_types`."""
+        default = [WINDOWED if has_window(number) else FULL for number in range(self.size("num_hidden_layers"))]
+        types = self.value("layer_types")
+        if types is None:
+            types = default
+        elif not isinstance(types, list) or len(types) != len(default) or set(types) - {WINDOWED, FULL}:
+            raise self.refusal("layer_types", types, f'{len(default)} of "{FULL}" and "{WINDOWED}", one for each layer')
+        if WINDOWED not in types:
+            return {}
+        if window is None:
+            raise self.refusal("layer_types", types, f'"{FULL}" alone where no sliding_window is on')
+        return {"sliding_window": window, "full_attention_layers": [number for number, kind in enumerate(types) if kind == FULL]}
+
+    def window_everywhere(self, *, absent: int | None) -> dict[str, Any]:
+        """The fields of a model whose layers all have the same window; `absent` is that of a file without the key.
+
+        A window that holds the longest sequence is none: Phi-3's files of 128k tokens have 262144.
+        """
+        window = self.optional_size("sliding_window", absent=absent)
+        return {} if window is None or window >= self.size("max_position_embeddings") else {"sliding_window": window}
+
+    def two_ropes(self, *, theta: float, local_theta: float, local_name: str) -> tuple[dict[str, Any], float]:
+        """(the rotary fields of the layers without a window, the base of those with one), which nothing scales. The numbers are defaults;
+        `local_name`: the latter's key at the top level."""
+        kinds = self.value("rope_parameters") or {}
+        if not isinstance(kinds, dict) or set(kinds) - {FULL, WINDOWED}:
+            raise self.refusal("rope_parameters", kinds, f'one object each for "{FULL}" and "{WINDOWED}"')
+        scaling = self.value("rope_scaling") or {}
+        if not isinstance(scaling, dict) or (scaling and "rope_type" not in scaling):
+            raise self.refusal("rope_scaling", scaling, "an object with a rope_type")
+        full, local = ((kinds.get(kind) or {}) for kind in (FULL, WINDOWED))
+        if local.get("rope_type", "default") != "default":
+            raise self.refusal(f"rope_parameters.{WINDOWED}.rope_type", local["rope_type"], '"default"')
+        fields = self.part(rope_parameters=dict(full) | scaling, rope_scaling=None).rope(theta=theta)
+        of_windows = self.part(rope_parameters=local, rope_scaling=None).rope(theta=local_theta, names=(local_name, "none"))
+        return fields, of_windows["rope_theta"]
+
+
+def layer_types(architecture: Architecture) -> list[str]:
+    """The inverse of `HFConfig.windows`."""
+    return [WINDOWED if architecture.window_of(number) else FULL for number in range(architecture.num_layers)]
+
+
+def two_ropes_to_hf(hf: dict[str, Any], local_theta: float) -> dict[str, Any]:
+    """The config with the rotary keys of `HFConfig.two_ropes` instead of one set for all layers."""
+    return hf | {"rope_parameters": {FULL: hf["rope_parameters"], WINDOWED: {"rope_type": "default", "rope_theta": local_theta}}}

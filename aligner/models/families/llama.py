@@ -8,18 +8,19 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from aligner.models.config import Activation, Architecture, Family, Normalization
-from aligner.models.families import mapping, mixture, rope_scaling, windows
-from aligner.models.families.hf_config import HFConfig
+from aligner.models.families import mapping
+from aligner.models.families.hf_config import FULL, LONGROPE, UNFACTORED, HFConfig, layer_types, rope_to_hf
 from aligner.models.families.mapping import ATTENTION_OUT_BIAS, BIASED_MLP, MLP, QKV_BIAS, Layout, NameTable, llama_like, rule
 
 
 class HFFamily(NamedTuple):
-    """How Hugging Face's files describe the models of a family; a module that describes one family alone has the same names."""
+    """How Hugging Face's files describe the models of a family."""
 
-    NAMES: NameTable | Callable[[Architecture], NameTable]  # a function if the architecture decides which weights there are
+    hf_class: str  # of its language models
+    names: NameTable | Callable[[Architecture], NameTable]  # a function if the architecture decides which weights there are
     from_hf: Callable[[HFConfig], Architecture]  # raises ConfigError for variants that are not computed here
     to_hf: Callable[[Architecture], dict[str, Any]]
-    COMPUTED: tuple[str, ...] = ()  # keys of `UNCHANGED` that it computes
+    computed: tuple[str, ...] = ()  # keys of `UNCHANGED` that it computes
 
 
 SILU = {"silu": Activation.silu, "swish": Activation.silu}
@@ -41,10 +42,6 @@ def _llama_from_hf(hf: HFConfig) -> Architecture:
     return replace(common_from_hf(hf, Family.llama), qkv_bias=attention, attention_out_bias=attention, mlp_bias=mlp)
 
 
-def _llama_to_hf(a: Architecture) -> dict[str, Any]:
-    return common_to_hf(a) | {"architectures": ["LlamaForCausalLM"], "attention_bias": a.attention_out_bias, "mlp_bias": a.mlp_bias}
-
-
 def common_from_hf(
     hf: HFConfig,
     family: Family,
@@ -64,8 +61,8 @@ def common_from_hf(
     """The fields that Llama and its descendants (Mixtral, Qwen, Gemma) share.
 
     The keyword arguments are the defaults of absent keys. 0: as many key-value heads as heads; hidden size / heads; `fraction`:
-    heads are rotated whole, and a file that says otherwise is refused. `activation`: its key, and its
-    names, the first for files that do not say. `rope`: the rotary embedding's fields; None: they are read.
+    heads are rotated whole, and other values are refused. `activation`: its key, and its names, the
+    first is the default. `rope`: the rotary embedding's fields; None: they are read.
     """
     hf.only(DROPOUT)
     heads = hf.size("num_attention_heads")
@@ -102,7 +99,7 @@ def common_to_hf(a: Architecture) -> dict[str, Any]:
         "intermediate_size": a.ffn_hidden_size,
         "vocab_size": a.vocab_size,
         "max_position_embeddings": a.max_position_embeddings,
-        **rope_scaling.to_hf(a),
+        **rope_to_hf(a),
         "rms_norm_eps": a.norm_eps,
         "tie_word_embeddings": a.tied_embeddings,
         "hidden_act": "silu",
@@ -114,22 +111,12 @@ def common_to_hf(a: Architecture) -> dict[str, Any]:
 # Mistral 7B (2310.06825) and its successors: layers that may all see a window only. Layers that differ are `ministral`'s (Ministral 8B).
 def _mistral_from_hf(hf: HFConfig) -> Architecture:
     hf.only({"layer_types": (None,)})
-    return replace(common_from_hf(hf, Family.mistral, key_value_heads=8), **windows.everywhere(hf, absent=4096))
-
-
-def _mistral_to_hf(a: Architecture) -> dict[str, Any]:
-    return common_to_hf(a) | {"architectures": ["MistralForCausalLM"], "sliding_window": a.sliding_window or None}
+    return replace(common_from_hf(hf, Family.mistral, key_value_heads=8), **hf.window_everywhere(absent=4096))
 
 
 def _ministral_from_hf(hf: HFConfig) -> Architecture:
     window = hf.optional_size("sliding_window", absent=4096)
-    types = [windows.FULL if window is None else windows.WINDOWED] * hf.size("num_hidden_layers")
-    return replace(common_from_hf(hf, Family.ministral, key_value_heads=8), **windows.from_hf(hf, window, types))
-
-
-def _ministral_to_hf(a: Architecture) -> dict[str, Any]:
-    own = {"sliding_window": a.sliding_window or None, "layer_types": windows.layer_types(a)}
-    return common_to_hf(a) | own | {"architectures": ["MinistralForCausalLM"]}
+    return replace(common_from_hf(hf, Family.ministral, key_value_heads=8), **hf.windows(window, lambda _: window is not None))
 
 
 # Mixtral: a mixture of experts in every layer; the chosen experts' weights sum to 1 (2401.04088, section 2.1). No noise in the router.
@@ -143,13 +130,12 @@ def _mixtral_from_hf(hf: HFConfig) -> Architecture:
         num_experts=hf.size("num_local_experts", "num_experts", absent=8),
         experts_per_token=hf.size("num_experts_per_tok", absent=2),
         expert_ffn_hidden_size=hf.size("intermediate_size"),
-        **windows.everywhere(hf, absent=None),
+        **hf.window_everywhere(absent=None),
     )
 
 
 def _mixtral_to_hf(a: Architecture) -> dict[str, Any]:
     return common_to_hf(a) | {
-        "architectures": ["MixtralForCausalLM"],
         "intermediate_size": a.expert_ffn_hidden_size,
         "num_local_experts": a.num_experts,
         "num_experts_per_tok": a.experts_per_token,
@@ -160,12 +146,8 @@ def _mixtral_to_hf(a: Architecture) -> dict[str, Any]:
 
 # Phi-3 (2404.14219) and Phi-4: query, key and value are one matrix, as are gate and up. LongRoPE (2402.13753), the only scaled rotary
 # embedding, stretches the context of some.
-_PHI3_NAMES = NameTable(
-    before=mapping.BEFORE,
-    layer=mapping.INPUT_NORM | mapping.PACKED_QKV | mapping.ATTENTION_OUT | mapping.MLP_NORM | mapping.PACKED_MLP,
-    after=mapping.FINAL_NORM | mapping.OUTPUT,
-)
-_ORIGINAL_LENGTH = 4096  # of files that do not say
+_PHI3_NAMES = NameTable(layer=mapping.INPUT_NORM | mapping.PACKED_QKV | mapping.ATTENTION_OUT | mapping.MLP_NORM | mapping.PACKED_MLP)
+_ORIGINAL_LENGTH = 4096  # default of absent keys
 _PHI3_FIXED = {"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)}
 
 
@@ -173,13 +155,12 @@ def _phi3_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_PHI3_FIXED)
     original = hf.size("original_max_position_embeddings", absent=_ORIGINAL_LENGTH)
     hf = hf.part(original_max_position_embeddings=original)
-    common = common_from_hf(hf, Family.phi3, norm_eps=1e-5, fraction=1.0, rope_kinds=rope_scaling.LONGROPE)
-    return replace(common, **windows.everywhere(hf, absent=None))
+    common = common_from_hf(hf, Family.phi3, norm_eps=1e-5, fraction=1.0, rope_kinds=LONGROPE)
+    return replace(common, **hf.window_everywhere(absent=None))
 
 
 def _phi3_to_hf(a: Architecture) -> dict[str, Any]:
     return common_to_hf(a) | {
-        "architectures": ["Phi3ForCausalLM"],
         "sliding_window": a.sliding_window or None,
         "original_max_position_embeddings": a.rope_original_length if a.rope_long_factors else _ORIGINAL_LENGTH,
         "resid_pdrop": 0.0,
@@ -190,12 +171,10 @@ def _phi3_to_hf(a: Architecture) -> dict[str, Any]:
 
 # Nemotron-4 15B and 340B (2402.16819, 2406.11704): LayerNorm times 1 + weight, squared ReLU without a gate, half-rotated heads.
 _NEMOTRON_NAMES = NameTable(
-    before=mapping.BEFORE,
     layer=mapping.INPUT_NORM
     | {"input_layernorm.bias": rule("input_layernorm.bias")}
     | mapping.ATTENTION
-    | mapping.MLP_NORM
-    | {"pre_mlp_layernorm.bias": rule("post_attention_layernorm.bias")}
+    | mapping.affine("pre_mlp_layernorm", "post_attention_layernorm")
     | {"mlp.linear_fc1.weight": rule("mlp.up_proj.weight"), "mlp.linear_fc2.weight": rule("mlp.down_proj.weight")},
     after=mapping.FINAL_NORM | {"decoder.final_layernorm.bias": rule("model.norm.bias")} | mapping.OUTPUT,
 )
@@ -203,7 +182,7 @@ _NEMOTRON_NAMES = NameTable(
 
 def _nemotron_from_hf(hf: HFConfig) -> Architecture:
     rope, activation = hf.rope(fraction=0.5, kinds=()), ("hidden_act", {"relu2": Activation.squared_relu})
-    # Nemotron-4's own files say `rope_percent` too, which transformers does not read.
+    # Nemotron-4's own files have `rope_percent` too, which transformers does not read.
     hf.only(BIASES | DROPOUT | {"rope_percent": (rope["rotary_fraction"],)})
     own = {"eps_name": "norm_eps", "norm_eps": 1e-5, "initializer_range": 0.0134, "activation": activation, "rope": rope}
     common = common_from_hf(hf, Family.nemotron, fraction=0.5, **own)
@@ -212,7 +191,7 @@ def _nemotron_from_hf(hf: HFConfig) -> Architecture:
 
 def _nemotron_to_hf(a: Architecture) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": a.rope_theta, "partial_rotary_factor": a.rotary_fraction}
-    own = {"architectures": ["NemotronForCausalLM"], "norm_eps": a.norm_eps, "hidden_act": "relu2", "rope_parameters": rope}
+    own = {"norm_eps": a.norm_eps, "hidden_act": "relu2", "rope_parameters": rope}
     own |= {"partial_rotary_factor": a.rotary_fraction, "attention_bias": False, "mlp_bias": False}
     return {key: value for key, value in common_to_hf(a).items() if key not in ("rms_norm_eps", "rope_scaling")} | own
 
@@ -223,14 +202,11 @@ _LLAMA4_BLOCK = "feed_forward"
 _LLAMA4_EXPERT = "mlp.experts.local_experts.{expert}."
 _LLAMA4_MIXTURE = {
     "mlp.router.weight": rule(f"{_LLAMA4_BLOCK}.router.weight"),
-    **mixture.shared(f"{_LLAMA4_BLOCK}.shared_expert"),
+    **mapping.feed_forward("mlp.shared_experts", f"{_LLAMA4_BLOCK}.shared_expert"),
     _LLAMA4_EXPERT + "linear_fc1.weight": rule(f"{_LLAMA4_BLOCK}.experts.gate_up_proj", layout=Layout.packed_gate_up, transposed=True),
     _LLAMA4_EXPERT + "linear_fc2.weight": rule(f"{_LLAMA4_BLOCK}.experts.down_proj", transposed=True),
 }
-_LLAMA4_DENSE = {
-    "mlp.linear_fc1.weight": rule(f"{_LLAMA4_BLOCK}.gate_proj.weight", f"{_LLAMA4_BLOCK}.up_proj.weight", layout=Layout.gate_up),
-    "mlp.linear_fc2.weight": rule(f"{_LLAMA4_BLOCK}.down_proj.weight"),
-}
+_LLAMA4_DENSE = mapping.feed_forward("mlp", _LLAMA4_BLOCK)
 _CHUNKED = "chunked_attention"
 _LLAMA4_FIXED = {"num_experts_per_tok": (1,)}
 
@@ -244,18 +220,17 @@ def _llama4_names(architecture: Architecture) -> NameTable:
 def _llama4_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_LLAMA4_FIXED)
     layers = range(hf.size("num_hidden_layers"))
-    common = common_from_hf(
-        hf, Family.llama4_text, key_value_heads=8, head_dim=128, theta=5e5, norm_eps=1e-5, rope_kinds=rope_scaling.UNFACTORED
-    )
+    common = common_from_hf(hf, Family.llama4_text, key_value_heads=8, head_dim=128, theta=5e5, norm_eps=1e-5, rope_kinds=UNFACTORED)
     biases, experts = hf.flag("attention_bias", False), _moe_layers(hf, layers)
-    rotates = hf.value("no_rope_layers") or _every(hf.size("no_rope_layer_interval", absent=4), layers)
+    by_interval = (int((layer + 1) % hf.size("no_rope_layer_interval", absent=4) != 0) for layer in layers)
+    rotates = hf.value("no_rope_layers") or list(by_interval)
     if not isinstance(rotates, list) or len(rotates) != len(layers) or any(one not in (0, 1) for one in rotates):
         raise hf.refusal("no_rope_layers", rotates, f"{len(layers)} times 1 (rotary positions) or 0 (none), one for each layer")
-    types = hf.value("layer_types") or [_CHUNKED if rotates[layer] else windows.FULL for layer in layers]
-    if not isinstance(types, list) or len(types) != len(layers) or any(kind not in (_CHUNKED, windows.FULL) for kind in types):
-        raise hf.refusal("layer_types", types, f'{len(layers)} times "{_CHUNKED}" or "{windows.FULL}", one for each layer')
+    types = hf.value("layer_types") or [_CHUNKED if rotates[layer] else FULL for layer in layers]
+    if not isinstance(types, list) or len(types) != len(layers) or any(kind not in (_CHUNKED, FULL) for kind in types):
+        raise hf.refusal("layer_types", types, f'{len(layers)} times "{_CHUNKED}" or "{FULL}", one for each layer')
     tuned = hf.value("attn_temperature_tuning")
-    if not (tuned is None or type(tuned) in (bool, int)):  # early files say 4, and mean true
+    if not (tuned is None or type(tuned) in (bool, int)):  # 4 in early files means true
         raise hf.refusal("attn_temperature_tuning", tuned, "true or false")
     chunks = _CHUNKED in types
     return replace(
@@ -266,7 +241,7 @@ def _llama4_from_hf(hf: HFConfig) -> Architecture:
         rotary_interleaved=True,
         qk_l2_norm=hf.flag("use_qk_norm", True),
         attention_chunk=hf.size("attention_chunk_size", absent=8192) if chunks else 0,
-        full_attention_layers=[layer for layer in layers if types[layer] == windows.FULL] if chunks else [],
+        full_attention_layers=[layer for layer in layers if types[layer] == FULL] if chunks else [],
         no_rope_layers=[layer for layer in layers if not rotates[layer]],
         attention_temperature=0.0 if tuned in (False, 0) else hf.number("attn_scale", 0.1),
         attention_temperature_length=hf.size("floor_scale", absent=8192),
@@ -292,21 +267,15 @@ def _moe_layers(hf: HFConfig, layers: range) -> list[int]:
     return found
 
 
-def _every(interval: int, layers: range) -> list[int]:
-    """0 for the last layer of each `interval`, 1 for the others."""
-    return [int((layer + 1) % interval != 0) for layer in layers]
-
-
 def _llama4_to_hf(a: Architecture) -> dict[str, Any]:
     layers = range(a.num_layers)
     return common_to_hf(a) | {
-        "architectures": ["Llama4ForCausalLM"],
         "attention_bias": a.attention_out_bias,
         "intermediate_size": a.expert_ffn_hidden_size,
         "intermediate_size_mlp": a.ffn_hidden_size,
         "use_qk_norm": a.qk_l2_norm,
         "attention_chunk_size": a.attention_chunk or 8192,
-        "layer_types": [_CHUNKED if a.chunk_of(layer) else windows.FULL for layer in layers],
+        "layer_types": [_CHUNKED if a.chunk_of(layer) else FULL for layer in layers],
         "no_rope_layers": [int(a.rotates(layer)) for layer in layers],
         "attn_temperature_tuning": a.attention_temperature > 0,
         "attn_scale": a.attention_temperature or 0.1,
@@ -318,13 +287,28 @@ def _llama4_to_hf(a: Architecture) -> dict[str, Any]:
 
 
 FAMILIES = {
-    Family.llama: HFFamily(_llama_names, _llama_from_hf, _llama_to_hf),
-    Family.mistral: HFFamily(llama_like(), _mistral_from_hf, _mistral_to_hf),
-    Family.ministral: HFFamily(llama_like(), _ministral_from_hf, _ministral_to_hf),
-    Family.mixtral: HFFamily(
-        llama_like(mlp=mapping.experts("block_sparse_moe", gate="w1", up="w3", down="w2")), _mixtral_from_hf, _mixtral_to_hf
+    Family.llama: HFFamily(
+        "LlamaForCausalLM",
+        _llama_names,
+        _llama_from_hf,
+        lambda a: common_to_hf(a) | {"attention_bias": a.attention_out_bias, "mlp_bias": a.mlp_bias},
     ),
-    Family.phi3: HFFamily(_PHI3_NAMES, _phi3_from_hf, _phi3_to_hf),
-    Family.nemotron: HFFamily(_NEMOTRON_NAMES, _nemotron_from_hf, _nemotron_to_hf),
-    Family.llama4_text: HFFamily(_llama4_names, _llama4_from_hf, _llama4_to_hf),
+    Family.mistral: HFFamily(
+        "MistralForCausalLM", llama_like(), _mistral_from_hf, lambda a: common_to_hf(a) | {"sliding_window": a.sliding_window or None}
+    ),
+    Family.ministral: HFFamily(
+        "MinistralForCausalLM",
+        llama_like(),
+        _ministral_from_hf,
+        lambda a: common_to_hf(a) | {"sliding_window": a.sliding_window or None, "layer_types": layer_types(a)},
+    ),
+    Family.mixtral: HFFamily(
+        "MixtralForCausalLM",
+        llama_like(mlp=mapping.experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
+        _mixtral_from_hf,
+        _mixtral_to_hf,
+    ),
+    Family.phi3: HFFamily("Phi3ForCausalLM", _PHI3_NAMES, _phi3_from_hf, _phi3_to_hf),
+    Family.nemotron: HFFamily("NemotronForCausalLM", _NEMOTRON_NAMES, _nemotron_from_hf, _nemotron_to_hf),
+    Family.llama4_text: HFFamily("Llama4ForCausalLM", _llama4_names, _llama4_from_hf, _llama4_to_hf),
 }

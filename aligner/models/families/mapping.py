@@ -9,11 +9,14 @@ Llama's descendants share weight names: the rows from which their families' `Nam
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,15 +82,13 @@ class NameTable:
     """Every parameter of a family's language models, in the order of Hugging Face's model: Megatron name -> rule.
 
     Names in `layer` are relative to `decoder.layers.N.` and to `layer_prefix` (which holds `{layer}`); `{expert}` stands for the number of
-    an expert. `ignored` matches tensors in Hugging Face files that are no parameters.
+    an expert. `ignored` matches tensors in Hugging Face files that are not parameters.
     """
 
-    before: Mapping[str, Rule]
     layer: Mapping[str, Rule]
-    after: Mapping[str, Rule]
-    dense: Mapping[str, Rule] = field(
-        default_factory=dict
-    )  # the feed-forward part of a mixture's layers without experts, instead of `layer`'s
+    before: Mapping[str, Rule] = field(default_factory=lambda: BEFORE)
+    after: Mapping[str, Rule] = field(default_factory=lambda: FINAL_NORM | OUTPUT)
+    dense: Mapping[str, Rule] = field(default_factory=dict)  # feed-forward part of a mixture's layers without experts, not `layer`'s
     linear: Mapping[str, Rule] = field(default_factory=dict)  # the attention of layers that are delta nets, instead of `layer`'s
     layer_prefix: str = "model.layers.{layer}."
     base_prefix: str = "model."  # what a file of the headless model leaves out of the names
@@ -221,38 +222,32 @@ def shard(layout: Layout, tensor: Tensor, *, dim: int, num_shards: int, index: i
     return tensor.chunk(num_shards, dim=dim)[index]
 
 
+def feed_forward(name: str, block: str, *, kind: str = "weight") -> dict[str, Rule]:
+    """Rows of a gated feed-forward layer whose Hugging Face layers are under `block`."""
+    return {
+        f"{name}.linear_fc1.{kind}": rule(f"{block}.gate_proj.{kind}", f"{block}.up_proj.{kind}", layout=Layout.gate_up),
+        f"{name}.linear_fc2.{kind}": rule(f"{block}.down_proj.{kind}"),
+    }
+
+
 BEFORE = {EMBEDDING: rule("model.embed_tokens.weight", layout=Layout.vocabulary)}
 FINAL_NORM = {"decoder.final_layernorm.weight": rule("model.norm.weight")}
 OUTPUT = {OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary)}
 INPUT_NORM = {"input_layernorm.weight": rule("input_layernorm.weight")}
 MLP_NORM = {"pre_mlp_layernorm.weight": rule("post_attention_layernorm.weight")}
-QKV = {
-    "self_attention.linear_qkv.weight": rule(
-        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", layout=Layout.qkv
-    )
-}
+QKV, QKV_BIAS = (
+    {f"self_attention.linear_qkv.{kind}": rule(*(f"self_attn.{one}_proj.{kind}" for one in "qkv"), layout=Layout.qkv)}
+    for kind in ("weight", "bias")
+)
 ATTENTION_OUT = {"self_attention.linear_proj.weight": rule("self_attn.o_proj.weight")}
 ATTENTION = QKV | ATTENTION_OUT
-QKV_BIAS = {
-    "self_attention.linear_qkv.bias": rule("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias", layout=Layout.qkv)
-}
-QK_NORM = {
-    "self_attention.q_layernorm.weight": rule("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": rule("self_attn.k_norm.weight"),
-}
-MLP = {
-    "mlp.linear_fc1.weight": rule("mlp.gate_proj.weight", "mlp.up_proj.weight", layout=Layout.gate_up),
-    "mlp.linear_fc2.weight": rule("mlp.down_proj.weight"),
-}
-
-
+QK_NORM = {f"self_attention.{one}_layernorm.weight": rule(f"self_attn.{one}_norm.weight") for one in "qk"}
+MLP = feed_forward("mlp", "mlp")
 PACKED_QKV = {"self_attention.linear_qkv.weight": rule("self_attn.qkv_proj.weight", layout=Layout.packed_qkv)}
 PACKED_MLP = {
     "mlp.linear_fc1.weight": rule("mlp.gate_up_proj.weight", layout=Layout.packed_gate_up),
     "mlp.linear_fc2.weight": rule("mlp.down_proj.weight"),
 }
-
-
 SANDWICH_NORMS = {
     "post_attention_layernorm.weight": rule("post_attention_layernorm.weight"),
     "pre_mlp_layernorm.weight": rule("pre_feedforward_layernorm.weight"),
@@ -260,9 +255,10 @@ SANDWICH_NORMS = {
 }
 
 
-def affine(name: str, hf_name: str, *, layout: Layout = Layout.plain) -> dict[str, Rule]:
-    """A weight and its bias."""
-    return {f"{name}.{kind}": rule(f"{hf_name}.{kind}", layout=layout) for kind in ("weight", "bias")}
+def affine(name: str, hf_name: str, *, layout: Layout = Layout.plain, transposed: bool = False) -> dict[str, Rule]:
+    """A weight and its bias; `transposed`: the weight is stored as [in, out]."""
+    weight = {f"{name}.weight": rule(f"{hf_name}.weight", layout=layout, transposed=transposed)}
+    return weight | {f"{name}.bias": rule(f"{hf_name}.bias", layout=layout)}
 
 
 def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
@@ -277,10 +273,11 @@ def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
 
 
 ATTENTION_OUT_BIAS = {"self_attention.linear_proj.bias": rule("self_attn.o_proj.bias")}
+_MLP_BIAS = feed_forward("mlp", "mlp", kind="bias")
 BIASED_MLP = {
-    f"mlp.linear_{name}.{kind}": rule(*(f"mlp.{hf}_proj.{kind}" for hf in hf_names), layout=layout)
-    for name, hf_names, layout in (("fc1", ("gate", "up"), Layout.gate_up), ("fc2", ("down",), Layout.plain))
-    for kind in ("weight", "bias")
+    f"{name}.{kind}": table[f"{name}.{kind}"]
+    for name in ("mlp.linear_fc1", "mlp.linear_fc2")
+    for kind, table in (("weight", MLP), ("bias", _MLP_BIAS))
 }
 
 
@@ -297,4 +294,71 @@ def llama_like(
     Biases of query, key and value, and of gate and up, directly follow their weights: tensors that an engine fuses must arrive together.
     """
     layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | dict(out) | MLP_NORM | dict(mlp)
-    return NameTable(before=BEFORE, layer=layer, dense=dense, after=FINAL_NORM | OUTPUT)
+    return NameTable(layer=layer, dense=dense)
+
+
+class Size(NamedTuple):
+    """One dimension of a tensor, and the fields of `Architecture` that make it."""
+
+    value: int
+    fields: tuple[str, ...]
+
+
+_SIZE_KEYS = {  # of config.json that say a field
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "head_dim": ("head_dim", "hidden_size", "n_embd", "num_attention_heads", "n_head"),
+    "ffn_hidden_size": ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim"),
+    "expert_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+    "shared_ffn_hidden_size": ("shared_expert_intermediate_size", "n_shared_experts", "moe_intermediate_size", "intermediate_size"),
+    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "embedding_size": ("word_embed_proj_dim",),
+}
+
+
+def size_settings(hf: Mapping[str, Any], sizes: list[Size]) -> str:
+    """The entries of a config for these sizes."""
+    fields = [field for size in sizes for field in size.fields]
+    keys = dict.fromkeys(key for field in fields for key in _SIZE_KEYS.get(field, (field,))[: 1 if field in hf else None] if key in hf)
+    return ", ".join(f"{key}={json.dumps(hf[key])}" for key in keys)
+
+
+def expected_sizes(architecture: Architecture, table: NameTable) -> Iterator[tuple[str, list[Size]]]:
+    """Name and dimensions of every matrix of the files whose shape follows from the sizes in a simple way."""
+    known = _matrices(architecture)
+    for name in table.names(architecture):
+        module, _, kind = name.rpartition(".")
+        part = "expert " if "local_experts" in module else "shared " if "shared_experts" in module else ""
+        rows, columns = known.get(part + module.rpartition(".")[2], ((), None))
+        if not columns or kind != "weight" or (architecture.latent_size and not part and "self_attention" in module):
+            continue
+        found = table.find(name)
+        if len(found.hf_names) == 1:
+            rows = (Size(sum(row.value for row in rows), tuple(field for row in rows for field in row.fields)),)
+        stack = [] if found.expert is None else [known["router"][0][0]]
+        for hf_name, row in zip(found.hf_names, rows, strict=True):
+            yield hf_name, [*stack, *((columns, row) if found.transposed else (row, columns))]
+
+
+def _matrices(a: Architecture) -> dict[str, tuple[tuple[Size, ...], Size | None]]:
+    """By the end of Megatron's name: rows of each part, and columns."""
+
+    def size(*fields: str, by: int = 1) -> Size:
+        return Size(math.prod(getattr(a, field) for field in fields) * by, fields)
+
+    hidden, width = size("hidden_size"), size("embedding_size" if a.embedding_size else "hidden_size")
+    heads, keys = size("num_attention_heads", "head_dim"), size("num_key_value_heads", "head_dim")
+    positions = Size(a.max_position_embeddings + a.position_offset, ("max_position_embeddings",))
+    found: dict[str, tuple[tuple[Size, ...], Size | None]] = {
+        "word_embeddings": ((size("vocab_size"),), width),
+        "output_layer": ((size("vocab_size"),), width),
+        "position_embeddings": ((positions,), hidden),
+        "linear_qkv": ((size(*heads.fields, by=1 + a.attention_gate), keys, keys), hidden),
+        "linear_proj": ((hidden,), heads),
+        "router": ((size("num_experts"),), hidden),
+    }
+    for part, name in (("", "ffn_hidden_size"), ("expert ", "expert_ffn_hidden_size"), ("shared ", "shared_ffn_hidden_size")):
+        found[f"{part}linear_fc1"] = ((size(name),) * (2 if a.gated_mlp else 1), hidden)
+        found[f"{part}linear_fc2"] = ((hidden,), size(name))
+    return found

@@ -9,18 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from aligner.models.config import Architecture, Family
-from aligner.models.families import llama, mapping, windows
-from aligner.models.families.hf_config import HFConfig
+from aligner.models.families import llama, mapping
+from aligner.models.families.hf_config import HFConfig, layer_types, two_ropes_to_hf
 from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import NameTable
 
 _NORMS = {name: one for name, one in mapping.SANDWICH_NORMS.items() if name.startswith("post_")}
-_NAMES = NameTable(
-    before=mapping.BEFORE,
-    layer=mapping.QKV | mapping.QK_NORM | mapping.ATTENTION_OUT | _NORMS | mapping.MLP,
-    after=mapping.FINAL_NORM | mapping.OUTPUT,
-)
-_THETA = 5e5  # of OLMo 3's files that do not say
+_NAMES = NameTable(layer=mapping.QKV | mapping.QK_NORM | mapping.ATTENTION_OUT | _NORMS | mapping.MLP)
+_THETA = 5e5  # OLMo 3's default
 
 
 def _olmo2_from_hf(hf: HFConfig, family: Family = Family.olmo2, rope: Mapping[str, Any] | None = None) -> Architecture:
@@ -30,24 +26,23 @@ def _olmo2_from_hf(hf: HFConfig, family: Family = Family.olmo2, rope: Mapping[st
 
 
 def _olmo2_to_hf(a: Architecture) -> dict[str, Any]:
-    return llama.common_to_hf(a) | {"architectures": ["Olmo2ForCausalLM"], "attention_bias": False}
+    return llama.common_to_hf(a) | {"attention_bias": False}
 
 
 def _olmo3_from_hf(hf: HFConfig) -> Architecture:
-    types = [windows.WINDOWED if (number + 1) % 4 else windows.FULL for number in range(hf.size("num_hidden_layers"))]
-    fields, local = windows.two_ropes(hf, theta=_THETA, local_theta=_THETA, local_name="")
+    fields, local = hf.two_ropes(theta=_THETA, local_theta=_THETA, local_name="")
     common = _olmo2_from_hf(hf, Family.olmo3, fields)
-    seen = windows.from_hf(hf, hf.optional_size("sliding_window", absent=4096), types)
+    seen = hf.windows(hf.optional_size("sliding_window", absent=4096), lambda number: (number + 1) % 4)
     return replace(common, **seen, rope_local_theta=local if seen else 0.0)
 
 
 def _olmo3_to_hf(a: Architecture) -> dict[str, Any]:
-    own = {"sliding_window": a.sliding_window or 4096, "layer_types": windows.layer_types(a)}
-    hf = windows.two_ropes_to_hf(_olmo2_to_hf(a), a.rope_local_theta or _THETA)
-    return hf | own | {"architectures": ["Olmo3ForCausalLM"]}
+    own = {"sliding_window": a.sliding_window or 4096, "layer_types": layer_types(a)}
+    hf = two_ropes_to_hf(_olmo2_to_hf(a), a.rope_local_theta or _THETA)
+    return hf | own
 
 
 FAMILIES = {
-    Family.olmo2: HFFamily(_NAMES, _olmo2_from_hf, _olmo2_to_hf),
-    Family.olmo3: HFFamily(_NAMES, _olmo3_from_hf, _olmo3_to_hf),
+    Family.olmo2: HFFamily("Olmo2ForCausalLM", _NAMES, _olmo2_from_hf, _olmo2_to_hf),
+    Family.olmo3: HFFamily("Olmo3ForCausalLM", _NAMES, _olmo3_from_hf, _olmo3_to_hf),
 }

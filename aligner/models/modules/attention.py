@@ -31,7 +31,6 @@ from torch.nn.attention.bias import causal_lower_right
 from aligner.models.architecture import rope
 from aligner.models.config import Architecture
 from aligner.models.modules.latent_attention import as_wide, cut_heads
-from aligner.models.modules.own_layer import split_for_checkpoint
 from aligner.models.modules.shared_prompts import KeySpans, SegmentedPackedSeqParams
 from aligner.models.modules.windowed_attention import Form, attend, by_chunk, form_of, with_sinks
 from aligner.parallel.context import chunk_numbers, gather_ranks, gather_sequence, local_slots
@@ -40,11 +39,13 @@ from aligner.parallel.mcore import (
     PackedSeqParams,
     ProcessGroupCollection,
     TransformerConfig,
+    make_sharded_tensors_for_checkpoint,
+    parallel_state,
     set_tensor_model_parallel_attributes,
 )
 from aligner.types.rows import upload
 
-Segments = Sequence[tuple[int, int, int]]  # (first slot, one beyond the last, index of the segment that it goes on from or -1)
+Segments = Sequence[tuple[int, int, int]]  # (first slot, one beyond the last, index of the segment that it continues or -1)
 
 # Grouped queries are the kernel's own business: it takes fewer keys than queries, forward and backward.
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -255,7 +256,7 @@ class CoreAttention(MegatronModule):
         return (query * scale.view(-1, *[1] * (query.dim() - 1))).to(query.dtype)
 
     def by_segment(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        """[T, heads * D] of a packed row, each segment by itself with the keys of what it goes on from."""
+        """[T, heads * D] of a packed row, each segment by itself with the keys of the segment that it continues."""
         outs = []
         for start, stop, prefix in segments:
             spans = [(start, stop)] if prefix < 0 else [segments[prefix][:2], (start, stop)]
@@ -293,6 +294,12 @@ class CoreAttention(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         return {} if self.sinks is None else split_for_checkpoint({"sinks": self.sinks}, prefix, sharded_offsets)
+
+
+def split_for_checkpoint(tensors: dict[str, Tensor], prefix: str, sharded_offsets: tuple) -> dict:
+    """Megatron-Core's sharded tensors of parameters whose first dimension the tensor-parallel ranks split."""
+    groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
+    return make_sharded_tensors_for_checkpoint(tensors, prefix, dict.fromkeys(tensors, 0), sharded_offsets, **groups)
 
 
 def new_sinks(config: TransformerConfig) -> torch.nn.Parameter:

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.architecture import rope
+from aligner.models.architecture.divisible import fp8_token_multiple
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
-from aligner.models.modules import eight_bits
 from aligner.models.modules.batch_invariant import INVARIANT
+from aligner.models.modules.chunk import WeightGather
 from aligner.models.modules.initialise import initialise
-from aligner.models.modules.layers import ORDINARY, block_spec, finish_transformer_engine
+from aligner.models.modules.layer_kinds import block_spec, finish_transformer_engine
+from aligner.models.modules.layers import ORDINARY
 from aligner.models.modules.lora import attach
 from aligner.models.modules.megatron_config import transformer_config
-from aligner.models.modules.narrow_embedding import narrow
-from aligner.models.modules.overlap import WeightGather
 from aligner.models.modules.scalar_head import VALUES, ScalarHead
 from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
 from aligner.models.training.placement import Splits, input_shape
@@ -33,12 +34,15 @@ from aligner.parallel import mcore
 from aligner.parallel.exact import EXACT
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
 from aligner.parallel.mcore import (
+    ColumnParallelLinear,
     GPTModel,
     LanguageModule,
     PackedSeqParams,
     TransformerConfig,
+    VocabParallelEmbedding,
     ensure_metadata_has_dp_cp_group,
     gather_from_sequence_parallel_region,
+    make_sharded_tensors_for_checkpoint,
     parallel_state,
 )
 from aligner.parallel.topology import ParallelConfig
@@ -80,6 +84,52 @@ def stages(parallel: ParallelConfig) -> list[Stage]:
 WHOLE = Stage()
 
 
+def narrow(model: GPTModel, size: int) -> None:
+    """Replace the embedding and the output layer of a chunk, as far as it has them, by ones of this width (OPT-350M)."""
+    config = model.config
+    if model.pre_process:
+        model.embedding.word_embeddings = ProjectedEmbedding(model.vocab_size, size, config=config, tp_group=model.pg_collection.tp)
+    if model.post_process:
+        model.output_layer = ColumnParallelLinear(
+            size,
+            model.vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=not model.parallel_output,
+            skip_weight_param_allocation=model.pre_process and model.share_embeddings_and_output_weights,
+            tp_group=model.pg_collection.tp,
+        )
+        model.output_projection = _whole_linear(config, config.hidden_size, size)
+        # Every tensor-parallel rank projects its part of the tokens: the gradients are summed.
+        model.output_projection.weight.sequence_parallel = config.sequence_parallel
+
+
+class ProjectedEmbedding(VocabParallelEmbedding):
+    """A vocabulary of `size` numbers a token, projected to the residual stream. The projection is whole on every tensor-parallel rank, and
+    so is its gradient: Megatron-Core splits the tokens behind it."""
+
+    def __init__(self, vocab_size: int, size: int, *, config: TransformerConfig, tp_group: Any) -> None:
+        super().__init__(vocab_size, size, init_method=config.embedding_init_method, config=config, tp_group=tp_group)
+        self.projection = _whole_linear(config, size, config.hidden_size)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """[B, S] -> [B, S, H]."""
+        return F.linear(super().forward(input_), self.projection.weight)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """For checkpoints: the rows by their rank's share, and the projection."""
+        groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
+        own = {"projection.weight": self.projection.weight}
+        projection = make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets, **groups)
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | projection
+
+
+def _whole_linear(config: TransformerConfig, inputs: int, outputs: int) -> torch.nn.Linear:
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    return torch.nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype, device=device)
+
+
 @contextmanager
 def _naming_norms(config: TransformerConfig, architecture: Architecture) -> Iterator[None]:
     """While a model is made: Megatron-Core 0.19 takes the specification's norms of queries and keys only where its config has some. But in
@@ -92,7 +142,9 @@ def _naming_norms(config: TransformerConfig, architecture: Architecture) -> Iter
 
 
 class Transformer(GPTModel):
-    """A GPTModel that ends at the hidden states; the output layer holds weights only."""
+    """A GPTModel that ends at the hidden states; the output layer holds weights only. A `chunk.Chunk`."""
+
+    head: ScalarHead | None = None
 
     def __init__(
         self,
@@ -112,8 +164,8 @@ class Transformer(GPTModel):
         self.lora = model.lora
         self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
         self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
-        self.base_digest = ""  # tells them from others
-        # Layers that are computed again give no gradient where their input wants none, as the output of a frozen embedding does.
+        self.base_digest = ""  # distinguishes these weights from others
+        # Recomputed layers give no gradient if their input requires none, as the output of a frozen embedding.
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
         learned = architecture.position_embedding == PositionEmbedding.learned
@@ -166,7 +218,7 @@ class Transformer(GPTModel):
         if self.architecture.rope_local_theta:
             rotary = self.with_local_angles(rotary, packed=packed_seq_params is not None)
         if rotary is not None and isinstance(packed_seq_params, SegmentedPackedSeqParams):
-            rotary = rotary[packed_seq_params.positions]  # slot by slot: a row goes on behind its prompt, not at 0
+            rotary = rotary[packed_seq_params.positions]  # slot by slot: a row continues behind its prompt, not at 0
             if packed_seq_params.cu_seqlens_q is None:  # [T, 1, D] for [T, heads, D]: Megatron-Core then looks for no sequences
                 rotary = rotary.squeeze(1)
         if self._embedding_needs_gradient and self.pre_process and torch.is_grad_enabled():
@@ -271,10 +323,10 @@ class ScalarModel(Transformer):
 
 
 def _shared_config(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """That of all chunks; with `parallel.tp_comm_overlap`, the buffers that Transformer Engine wants before a layer is made."""
+    """The config of all chunks; with `parallel.tp_comm_overlap`, also make the buffers that Transformer Engine needs before its layers."""
     config = transformer_config(architecture, model, parallel, load=True)
     if parallel.tp_comm_overlap:
-        multiple = eight_bits.token_multiple(config) if config.fp8 else 1
+        multiple = fp8_token_multiple(config) if config.fp8 else 1
         splits = Splits(cp_size=parallel.cp, sequence_parallel_size=parallel.tp, packed=True, token_multiple=multiple)
         shape = (input_shape([model.micro_batch_tokens], splits)[1] // parallel.cp, config.hidden_size)
         mcore.initialize_user_buffers(shape, tp=parallel.tp, dtype=config.params_dtype, fp8=bool(config.fp8))

@@ -151,7 +151,7 @@ def _windows(lengths: tuple[int, ...], tail: int) -> tuple[np.ndarray, np.ndarra
 
 def convolved(x: Tensor, weight: Tensor, lengths: Sequence[int], tails: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each channel's causal convolution within its sequence: [T, C] of x [T, C] and weight [C, W]; and each sequence's last W - 1 rows,
-    [N, W - 1, C], which are the `tails` of what goes on from there. None: zeros, as in front of a sequence's first token."""
+    [N, W - 1, C], which are the `tails` of their continuations. None: zeros, as in front of a sequence's first token."""
     channels, tail = x.shape[1], weight.shape[1] - 1
     if tails is None:
         tails = x.new_zeros(len(lengths), tail, channels)

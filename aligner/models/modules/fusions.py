@@ -1,7 +1,7 @@
 """Whose modules a model's layers are made of, and which kernels they fuse: each only where what it needs can be imported.
 
-`model.layers` chooses the modules. The fusions follow from them, from the architecture and from what is installed; there is no setting for
-any of them. `table` says in the log which are on, and of the others why not.
+`model.layers` chooses the modules. The fusions follow from them, from the architecture and from what is installed; none of
+them has a setting. `table` lists in the log which are on, and why the others are off.
 """
 
 from __future__ import annotations

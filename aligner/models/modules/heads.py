@@ -1,7 +1,7 @@
 """From hidden states to a loss's inputs. Only `placement.next_token_of` applies the shift: a hidden state predicts the next token.
 
 Outputs are [B, S] of the whole micro-batch on every rank. A context-parallel rank fills in its own part and the sum over ranks combines
-the parts, so losses never see a layout. Masks and lengths that say what is projected are the host's: nothing here waits for a GPU.
+the parts, so losses never see a layout. Masks and lengths that select what is projected stay on the host: nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aligner.models.modules.build import LanguageModel, ScalarModel
+from aligner.models.modules.chunk import LanguageChunk, ScalarChunk
 from aligner.models.modules.scalar_head import Pooling
 from aligner.models.training.placement import Placement
 from aligner.parallel.context import sum_over_ranks
@@ -20,7 +20,7 @@ from aligner.types.rows import upload
 
 
 def token_outputs(
-    module: LanguageModel, hidden: Tensor, placement: Placement, *, tokens: Tensor, mask: Tensor, temperature: float
+    module: LanguageChunk, hidden: Tensor, placement: Placement, *, tokens: Tensor, mask: Tensor, temperature: float
 ) -> TokenOutputs:
     """Log-prob and entropy of the tokens that `mask` selects, from `forward`'s hidden states.
 
@@ -32,19 +32,17 @@ def token_outputs(
     Returns:
         logprobs and entropy, float32 [B, S], 0 where the mask is False.
     """
-    selected, places = _for_vocabulary(module, hidden, placement, mask)
-    weight, projection = _projection(module, temperature)
+    selected, places, weight, projection = _for_vocabulary(module, hidden, placement, mask, temperature)
     logprobs, entropy = linear_logprobs(selected, weight, tokens.reshape(-1)[places], projection)
     return TokenOutputs(logprobs=_scatter(module, logprobs, places, mask.shape), entropy=_scatter(module, entropy, places, mask.shape))
 
 
 def named_outputs(
-    module: LanguageModel, hidden: Tensor, placement: Placement, *, tokens: Tensor, named: Tensor, mask: Tensor, temperature: float
+    module: LanguageChunk, hidden: Tensor, placement: Placement, *, tokens: Tensor, named: Tensor, mask: Tensor, temperature: float
 ) -> TokenOutputs:
     """As `token_outputs` without entropy, and besides topk_logprobs float32 [B, S, K] of the tokens that `named` (int64 [B, S, K]) has for
     each position. One projection serves both."""
-    selected, places = _for_vocabulary(module, hidden, placement, mask)
-    weight, projection = _projection(module, temperature)
+    selected, places, weight, projection = _for_vocabulary(module, hidden, placement, mask, temperature)
     wanted = torch.cat([tokens.reshape(-1)[places][:, None], named.flatten(0, 1)[places]], dim=1)
     logprobs = linear_logprobs_of(selected, weight, wanted, projection)
     return TokenOutputs(
@@ -53,26 +51,25 @@ def named_outputs(
 
 
 def topk_outputs(
-    module: LanguageModel, hidden: Tensor, placement: Placement, *, mask: Tensor, k: int, below: int, temperature: float
+    module: LanguageChunk, hidden: Tensor, placement: Placement, *, mask: Tensor, k: int, below: int, temperature: float
 ) -> TokenOutputs:
     """The `k` likeliest tokens (ids less than `below`) in place of each that `mask` selects, and their log-probs: [B, S, k], likeliest
     first. No gradient."""
-    selected, places = _for_vocabulary(module, hidden, placement, mask)
-    weight, projection = _projection(module, temperature)
+    selected, places, weight, projection = _for_vocabulary(module, hidden, placement, mask, temperature)
     found, logprobs = linear_topk(selected, weight, k, projection, below=below)
     return TokenOutputs(
         topk_tokens=_scatter(module, found, places, mask.shape), topk_logprobs=_scatter(module, logprobs, places, mask.shape)
     )
 
 
-def value_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
+def value_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
     """Value of the state in which each token that `mask` selects was chosen: float32 [B, S], 0 elsewhere. Position 0 must be False."""
     hidden = module.whole_sequences(hidden, grads_are_partial=False)
     selected, places = _select(hidden, placement.next_token_of, mask)
     return TokenOutputs(values=_scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape))
 
 
-def score_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, lengths: Tensor, width: int) -> TokenOutputs:
+def score_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, lengths: Tensor, width: int) -> TokenOutputs:
     """Scores of each sequence, as the head pools: float32 [B, K]. `width` is the S of the batch; int64 `lengths` [B] are on the CPU.
 
     The mean over tokens averages their scores, which equals the score of their mean: context-parallel ranks' parts add up.
@@ -89,25 +86,26 @@ def score_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, 
     return TokenOutputs(scores=sum_over_ranks(whole.index_put((rows,), scores, accumulate=is_mean), module.pg_collection.cp))
 
 
-def step_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
+def step_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
     """Score of the step that ends at each token in `mask`, from that token's own hidden state: float32 [B, S], 0 elsewhere."""
     hidden = module.whole_sequences(hidden, grads_are_partial=False)
     selected, places = _select(hidden, placement.token_of, mask)
     return TokenOutputs(step_scores=_scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape))
 
 
-def _for_vocabulary(module: LanguageModel, hidden: Tensor, placement: Placement, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_select`, ready to be projected onto this rank's part of the vocabulary."""
+def _for_vocabulary(
+    module: LanguageChunk, hidden: Tensor, placement: Placement, mask: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Projection]:
+    """As `_select`; and this rank's rows of the output layer, and how they are applied."""
     hidden = module.whole_sequences(hidden, grads_are_partial=True)
     selected, places = _select(hidden, placement.next_token_of, mask)
     if not module.config.sequence_parallel:
         # Sums the ranks' parts of the gradient. On `selected`, whose gradient is contiguous: Megatron reduces a *copy* of one that is not.
         selected = copy_to_tensor_model_parallel_region(selected)
-    return selected, places
+    return selected, places, *_projection(module, temperature)
 
 
-def _projection(module: LanguageModel, temperature: float) -> tuple[Tensor, Projection]:
-    """(this rank's rows of the output layer, how they are applied)."""
+def _projection(module: LanguageChunk, temperature: float) -> tuple[Tensor, Projection]:
     weight, start = module.vocabulary_weight()
     return weight, Projection(
         vocab_start=start,
@@ -128,7 +126,7 @@ def _select(hidden: Tensor, index: Tensor, mask: Tensor) -> tuple[Tensor, Tensor
     return hidden.transpose(0, 1)[tuple(upload(part, device) for part in slots)], upload(index[chosen], device)
 
 
-def _scatter(module: LanguageModel | ScalarModel, selected: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+def _scatter(module: LanguageChunk | ScalarChunk, selected: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     """[B, S, ...] with the rows of `selected` [N, ...] in these places of `shape` [B, S], 0 elsewhere."""
     rest = selected.shape[1:]
     flat = torch.zeros(shape.numel(), *rest, dtype=selected.dtype, device=selected.device).index_put((places,), selected)

@@ -7,7 +7,6 @@ Standard deviations are GPT-2's and Megatron-Core's: `initializer_range`, over s
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from typing import Any
 
@@ -16,16 +15,13 @@ from torch import Tensor
 
 from aligner.models.config import Normalization
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout, shard
+from aligner.models.modules.chunk import global_name
+from aligner.models.modules.layer_kinds import KINDS, SPLIT_INPUTS
 from aligner.models.modules.scalar_head import HEAD
 
-_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight", "linear_out.weight")
+_RESIDUAL = tuple(f"{name}.weight" for name in SPLIT_INPUTS)
 _DECAY = "self_attention.A_log"
-_ONES = ("self_attention.dt_bias", "self_attention.out_norm.weight")  # of a delta net, whose norm is no zero-centred one
-_GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12]\.)(weight|bias)(\d+)")
-_FUSED_NORMS = {
-    ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
-    ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
-}
+_ONES = tuple(f"self_attention.{name}" for kind in KINDS for name in kind.ones)
 
 
 def initialise(chunks: list[Any], seed: int) -> None:
@@ -44,25 +40,6 @@ def _decays(chunk: Any, name: str, seed: int) -> Tensor:
     drawn = torch.empty(chunk.architecture.linear_value_heads, device="cpu").uniform_(0.01, 16, generator=generator)
     group = chunk.pg_collection.tp
     return drawn.log().chunk(group.size())[group.rank()]
-
-
-def global_name(chunk: Any, name: str) -> str:
-    """The parameter's name in the whole model: this chunk's layers and this rank's experts are numbered from where they start.
-
-    Transformer Engine's names for norms that it fuses with the matrix behind them are those of the norms, and those of experts that are one
-    module are the experts' own.
-    """
-    name = _GROUPED_EXPERT.sub(r"\1local_experts.\4.\2\3", name)
-    for fused, plain in _FUSED_NORMS.items():
-        name = name.replace(fused, plain)
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
-    if "local_experts" in parts:
-        place = parts.index("local_experts") + 1
-        ep = chunk.pg_collection.ep
-        parts[place] = str(int(parts[place]) + ep.rank() * (chunk.architecture.num_experts // ep.size()))
-    return ".".join(parts)
 
 
 def _fill(chunk: Any, name: str, parameter: Tensor, seed: int) -> None:

@@ -5,7 +5,7 @@ Megatron-Core's own module makes its own angles, so packed rows and shared promp
 splits the projections onto the latents over the tensor-parallel ranks, and leaves to each rank the gradient that its own heads give the
 rotated key. Here these projections are whole on every rank, and the key's gradient is summed over the heads of all.
 
-A head's rotated dimensions come first, as Megatron-Core rotates them; queries and keys are ordered alike.
+A head's rotated dimensions come first, as Megatron-Core rotates them; queries and keys have the same order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.models.architecture.rope import neighbours_apart
 from aligner.models.config import Architecture
-from aligner.models.modules.own_layer import neighbours_apart
 from aligner.parallel.mcore import (
     ModuleSpec,
     SelfAttention,
@@ -106,7 +106,7 @@ class LatentAttention(SelfAttention):
 
 
 def as_wide(value: Tensor, key: Tensor) -> Tensor:
-    """Values with zeros behind them, as wide as the keys: kernels want one width."""
+    """Values with zeros behind them, as wide as the keys: kernels need one width."""
     return F.pad(value, (0, key.shape[-1] - value.shape[-1]))
 
 

@@ -30,7 +30,9 @@ from aligner.errors import ConfigError
 from aligner.models.config import Architecture, LoraConfig, LoraTarget
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, Layout, Rule
-from aligner.models.modules.initialise import global_name
+from aligner.models.modules.chunk import global_name
+from aligner.models.modules.layer_kinds import KINDS, SPLIT_INPUTS
+from aligner.models.modules.linear import LinearWeight, linear_weight
 from aligner.parallel.mcore import (
     ProcessGroupCollection,
     copy_to_tensor_model_parallel_region,
@@ -42,8 +44,10 @@ from aligner.parallel.mcore import (
 )
 from aligner.types.rows import upload
 
+_ALL_PARTS = {name: target for kind in KINDS for name, target in kind.linears.items()}
 _LINEAR = re.compile(
-    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(?:shared_experts\.)?(linear_(?:qkv|proj|fc1|fc2|q_proj|q_up_proj|kv_up_proj|qkvz|ba|out))\.weight"
+    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(?:shared_experts\.)?"
+    rf"({'|'.join(_ALL_PARTS)})\.weight"
 )
 _FEED_FORWARD = {"linear_fc1": {LoraTarget.fc1, LoraTarget.gate, LoraTarget.up}, "linear_fc2": {LoraTarget.fc2}}
 MERGED_ROWS = 1024  # of a weight that get their adapter at a time
@@ -57,9 +61,6 @@ _PARTS = {
     Layout.packed_gate_up: ("gate", "up"),
     Layout.alternating_gate_up: ("gate", "up"),
 }
-_ALL_PARTS = {"linear_qkv": LoraTarget.qkv, "linear_proj": LoraTarget.proj, "linear_fc1": LoraTarget.fc1, "linear_fc2": LoraTarget.fc2}
-_ALL_PARTS |= dict.fromkeys(("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"), LoraTarget.qkv)  # of latent attention
-_ALL_PARTS |= {"linear_qkvz": LoraTarget.qkv, "linear_ba": LoraTarget.qkv, "linear_out": LoraTarget.proj}  # of delta nets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +92,11 @@ class AdapterSite:
     """A linear layer of this rank's chunk that gets an adapter."""
 
     name: str  # of the layer in the chunk
-    weight: Tensor
+    weight: LinearWeight
     pairs: Pairs
+    allreduce: bool  # Megatron-Core's mark on the weight; False: its replicas are the expert-data-parallel ranks
     sizes: Mapping[str, int]  # rows of each part on this rank
-    groups: int  # the fused output is so many times [a share of each part]
+    groups: int  # the fused output repeats [a share of each part] this many times
 
 
 class Adapter(torch.nn.Module):
@@ -121,7 +123,7 @@ class Adapter(torch.nn.Module):
         # A whole parameter counts in gradient norms on the first tensor-parallel rank alone; of unsplit experts each rank has others.
         has_others = split_dim is not None or (self.pairs.is_expert and self.group.size() == 1)
         set_tensor_model_parallel_attributes(parameter, has_others, -1 if split_dim is None else split_dim, 1)
-        parameter.allreduce = self.site.weight.__dict__.get("allreduce", True)  # false: its replicas are the expert-data-parallel ranks
+        parameter.allreduce = self.site.allreduce
         parameter.sequence_parallel = self.splits_sequence and split_dim is None  # each rank's gradient is of its part of the sequence
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,20 +134,20 @@ class Adapter(torch.nn.Module):
         return self._expanded(hidden, {part: self._complete(b) if whole_b else b for part, b in self.b.items()})
 
     @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
-        """A copy of `weight` with the adapter in it, in its dtype, added up in float32. No communication: the shares fit."""
+    def merged(self, weight: LinearWeight) -> Tensor:
+        """`weight` with the adapter in it, dense and in its dtype, added up in float32. No communication: the shares fit."""
         one = torch.eye(self.a.shape[0], device=weight.device)
         fused = self._expanded(one, {part: b.float() for part, b in self.b.items()}).t() * self.scaling  # [rows, pairs * rank]
-        merged, a = torch.empty_like(weight, requires_grad=False), self.a.float()
-        for rows in range(0, len(weight), MERGED_ROWS):  # no whole matrix exists in float32
+        merged, a = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), self.a.float()
+        for rows in range(0, len(merged), MERGED_ROWS):  # no whole matrix exists in float32
             part = slice(rows, rows + MERGED_ROWS)
-            merged[part] = torch.addmm(weight[part].float(), fused[part], a)
+            merged[part] = torch.addmm(weight.read(torch.float32, part), fused[part], a)
         return merged
 
     def _dropped(self, x: Tensor) -> Tensor:
         if not (self.training and self.dropout):
             return x
-        # What ranks have different parts of they drop differently, what all of them have alike: under sequence parallelism the generator
+        # Ranks drop differently if they hold different parts, and equally if they hold the same: with sequence parallelism the generator
         # of the layers differs by rank, though the tokens of an expert are gathered.
         apart = self.splits_sequence or not self.pairs.splits_output
         generators = tensor_parallel.get_cuda_rng_tracker()
@@ -166,7 +168,7 @@ class Adapter(torch.nn.Module):
 
     def _complete(self, parameter: Tensor) -> Tensor:
         """A replicated parameter whose gradient is summed over an expert's ranks, which hold parts of it."""
-        return _SumGradient.apply(parameter, self.group) if self.pairs.is_expert and self.group.size() > 1 else parameter
+        return copy_to_tensor_model_parallel_region(parameter, group=self.group) if self.pairs.is_expert else parameter
 
     def _expanded(self, hidden: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
         """[..., rows of the fused output on this rank]; zeros where a part has no pair."""
@@ -179,7 +181,7 @@ class Adapter(torch.nn.Module):
 
 
 def sites(chunk: Any, lora: LoraConfig) -> list[AdapterSite]:
-    """The linear layers of a chunk that `lora` names. Raises ConfigError where there is none, or one cannot be split as its weight is."""
+    """The linear layers of a chunk that `lora` names. Raises ConfigError if none matches, or one cannot be split as its weight is."""
     linears = {
         name.removesuffix(".weight"): chunk.get_submodule(name.removesuffix(".weight"))
         for name, _ in chunk.named_parameters()
@@ -233,9 +235,7 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
             )
     if not trained:
         return None
-    return Pairs(
-        rule=rule, parts=parts, trained=trained, splits_output=kind not in ("linear_proj", "linear_fc2", "linear_out"), is_expert=is_expert
-    )
+    return Pairs(rule=rule, parts=parts, trained=trained, splits_output=kind not in SPLIT_INPUTS, is_expert=is_expert)
 
 
 def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> AdapterSite | None:
@@ -245,7 +245,8 @@ def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> A
         return None
     if pairs.is_expert and 1 < chunk.pg_collection.expt_tp.size() != tp:
         raise ConfigError(f"model.lora.targets: adapters of experts need parallel.etp to be 1 or parallel.tp={tp}")
-    rows, groups = [module.weight.shape[0] // len(pairs.parts)] * len(pairs.parts), 1
+    weight = linear_weight(module.weight)
+    rows, groups = [weight.shape[0] // len(pairs.parts)] * len(pairs.parts), 1
     if name.endswith("linear_qkv") and len(pairs.parts) > 1:
         groups, rest = divmod(architecture.num_key_value_heads, tp)
         if rest:
@@ -253,7 +254,8 @@ def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> A
             raise ConfigError(f"model.lora.targets: adapters of q, k and v need parallel.tp={tp} to divide the {heads} key-value heads")
         keys = groups * architecture.head_dim
         rows = [architecture.num_attention_heads * architecture.head_dim * (1 + architecture.attention_gate) // tp, keys, keys]
-    return AdapterSite(name=name, weight=module.weight, pairs=pairs, sizes=dict(zip(pairs.parts, rows, strict=True)), groups=groups)
+    sizes, allreduce = dict(zip(pairs.parts, rows, strict=True)), module.weight.__dict__.get("allreduce", True)
+    return AdapterSite(name=name, weight=weight, pairs=pairs, allreduce=allreduce, sizes=sizes, groups=groups)
 
 
 def make_adapters(chunk: Any, lora: LoraConfig) -> dict[str, Adapter]:
@@ -315,12 +317,12 @@ class MergedWeights(Mapping[str, Tensor]):
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        parameter = self._parameters[name].detach()
+        weight = linear_weight(self._parameters[name])
         if name not in self._adapters:
-            return parameter
+            return weight.read()
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next one is made
-            self._last = (name, self._adapters[name].merged(parameter))
+            self._last = (name, self._adapters[name].merged(weight))
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -328,18 +330,3 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
-
-
-class _SumGradient(torch.autograd.Function):
-    """The same tensor; its gradient is summed over the ranks of a group."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

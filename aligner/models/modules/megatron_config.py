@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.models.architecture import rope
-from aligner.models.architecture.activations import ACTIVATIONS
-from aligner.models.architecture.divisible import check_divisible, check_together
-from aligner.models.config import Architecture, Dtype, ModelConfig, Normalization, Recompute
-from aligner.models.modules import batch_invariant, eight_bits
+from aligner.models.architecture.divisible import FP8_FORMATS, check_divisible, check_fp8, check_together, fp8_recipe
+from aligner.models.config import Activation, Architecture, Dtype, ModelConfig, Normalization, Recompute
+from aligner.models.modules import batch_invariant
 from aligner.models.modules.fusions import Fusions, Kernel, fusions
 from aligner.parallel import mcore, platform
 from aligner.parallel.mcore import TransformerConfig
 from aligner.parallel.topology import ParallelConfig
 
 __all__ = ["check_divisible", "resolve_dtype", "transformer_config"]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+# The non-linearities of feed-forward layers, the trainer's and the engine's.
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.silu: F.silu,
+    Activation.gelu: F.gelu,
+    Activation.gelu_tanh: _gelu_tanh,
+    Activation.squared_relu: _squared_relu,
+    Activation.relu: F.relu,
+    Activation.quick_gelu: _quick_gelu,
+}
+
+
+def activation_of(architecture: Architecture) -> Callable[[Tensor], Tensor]:
+    """What comes between a feed-forward layer's two matrices: [..., inner] of [gate x; up x] side by side, or of up x."""
+    activation = ACTIVATIONS[architecture.activation]
+    if not architecture.gated_mlp:
+        return activation
+    return partial(_gated, activation=activation, limit=architecture.glu_limit, offset=architecture.glu_offset)
+
+
+def _gated(inner: Tensor, *, activation: Callable[[Tensor], Tensor], limit: float, offset: float) -> Tensor:
+    """activation(gate x) * (up x + offset), both cut at the limit if there is one."""
+    gate, up = inner.chunk(2, dim=-1)
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return activation(gate) * (up + offset if offset else up)
 
 
 def resolve_dtype(dtype: Dtype) -> torch.dtype:
@@ -53,7 +94,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
         attention_output_gate=architecture.attention_gate,
-        hetereogenous_dist_checkpoint=bool(architecture.linear_attention_layers),  # layers that are alike would be saved as one tensor
+        hetereogenous_dist_checkpoint=bool(architecture.linear_attention_layers),  # equal layers would be saved as one tensor
         # Megatron-Core sums such norms' gradients over tensor-parallel ranks; those of all heads are each rank's own.
         qk_layernorm=architecture.qk_norm_shared,
         no_rope_freq=[int(not architecture.rotates(layer)) for layer in range(architecture.num_layers)]
@@ -77,7 +118,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         apply_rope_fusion=fused.on(Kernel.rope),
         cross_entropy_loss_fusion=False,  # its backward pass is in bfloat16; `aligner.parallel.logprobs` has one of our own
         transformer_impl="transformer_engine" if fused.transformer_engine else "local",
-        **_eight_bits(architecture, model, parallel),
+        **_fp8(architecture, model, parallel),
         **skip,
         **_layout(parallel),
         **_experts(architecture, model, fused),
@@ -85,23 +126,23 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
     )
 
 
-def _eight_bits(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> dict[str, str]:
+def _fp8(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> dict[str, str]:
     if not model.fp8:
         return {}
     major, minor = torch.cuda.get_device_capability()
-    recipe = eight_bits.chosen(model, major + minor / 10)
-    eight_bits.check(architecture, model, parallel, recipe)
+    recipe = fp8_recipe(model, major + minor / 10)
+    check_fp8(architecture, model, parallel, recipe)
     if problem := mcore.fp8_problem(recipe.value):
         raise ConfigError(
             f"model.fp8_recipe={model.fp8_recipe.value}: transformer-engine {mcore.transformer_engine_version()} cannot compute with "
             f"{recipe.value} here: {problem}; allowed: another recipe, or model.fp8=false"
         )
-    return {"fp8": eight_bits.FORMATS[recipe], "fp8_recipe": recipe.value}
+    return {"fp8": FP8_FORMATS[recipe], "fp8_recipe": recipe.value}
 
 
 def softmax_scale(architecture: Architecture) -> float | None:
     """What scores are multiplied by; None is 1 / sqrt(head_dim). A factor on all cosines and sines is its square on scores."""
-    if architecture.latent_size:  # Megatron-Core is told the values' size; of each head a part is rotated
+    if architecture.latent_size:  # Megatron-Core's config has the values' size; of each head a part is rotated
         return rope.score_scale(architecture)
     scale, factor = architecture.attention_scale, rope.factor_of_scores(architecture)
     return (scale or 1 / math.sqrt(architecture.head_dim)) * factor**2 if scale or factor != 1 else None

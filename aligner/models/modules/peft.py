@@ -21,8 +21,7 @@ from aligner.hub.names import parse
 from aligner.models.config import Architecture, Family, LoraConfig
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.modules.build import ScalarModel, Transformer
-from aligner.models.modules.initialise import global_name
+from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.lora import Adapter, Pairs, named_adapters, pairs_of
 from aligner.models.modules.scalar_head import HEAD, ScalarHead
 from aligner.models.weights.shards import Place, adapter_shards, all_places, gather_plain, named_shards, places_everywhere, shard_anywhere
@@ -76,7 +75,7 @@ def _of_layer(prefix: str, pairs: Pairs) -> Iterator[Projection]:
         yield Projection(name=name, a=f"{prefix}a", block=block, b=tuple(f"{prefix}b.{part}" for part in parts))
 
 
-def export_adapters(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor]]:
+def export_adapters(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
     """(PEFT's name, full tensor) of a head's parameters and of every A and B. Collective: every rank consumes it to its end."""
     chunk = chunks[0]
     own = adapter_shards(chunks)
@@ -87,7 +86,7 @@ def export_adapters(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor
         held = own[name][1].detach() if name in own else None
         return gather_plain(chunk, place, shard_anywhere(chunk, place, held))
 
-    if isinstance(chunk, ScalarModel):
+    if chunk.head is not None:
         heads = {part.place.name: part.parameter.detach() for part in named_shards(chunks) if part.place.name.startswith(HEAD)}
         for place in all_places(chunks):
             if place.name.startswith(HEAD):
@@ -97,15 +96,14 @@ def export_adapters(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor
         yield f"{_PREFIX}{one.name}.lora_B.weight", torch.cat([whole(name) for name in one.b])
 
 
-def save_peft(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> None:
+def save_peft(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
     """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads. Every rank calls it; the one `writer` writes."""
     tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in export_adapters(chunks) if writer}
     if not writer:
         return
     directory.mkdir(parents=True, exist_ok=True)
     as_umask_says(directory / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    head = chunks[0].head if isinstance(chunks[0], ScalarModel) else None
-    config = peft_config(chunks[0].architecture, chunks[0].lora, base=chunks[0].base, head=head)
+    config = peft_config(chunks[0].architecture, chunks[0].lora, base=chunks[0].base, head=chunks[0].head)
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -138,7 +136,7 @@ def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head
 
 
 def _targets(architecture: Architecture, lora: LoraConfig) -> dict[str, Any]:
-    """The fields of `adapter_config.json` that say which layers have pairs.
+    """The fields of `adapter_config.json` that select the layers with pairs.
 
     Modules go by name suffixes that only they have: GPT-2 has a c_proj in its attention and one after it. transformers 5 has the experts of
     a layer in two parameters, and PEFT takes every module that is called like an expert's projection for them: such ones, and the experts
@@ -163,12 +161,12 @@ def _ending(name: str, parts: int) -> str:
     return ".".join(name.split(".")[-parts:])
 
 
-def _head_name(chunk: ScalarModel, name: str) -> str:
+def _head_name(chunk: Chunk, name: str) -> str:
     """PEFT's name of one of the head's parameters."""
     return f"{_PREFIX}{chunk.head.hf_name(name, chunk.architecture.family)}"
 
 
-def load_peft(chunks: Sequence[Transformer], directory: Path) -> None:
+def load_peft(chunks: Sequence[Chunk], directory: Path) -> None:
     """Fill this rank's adapters from a PEFT directory, and a head that was trained with them. No communication.
 
     Raises CheckpointError where the files are missing, damaged or hold other tensors than the model's adapters, ConfigError where the rank
@@ -208,7 +206,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, stored
 
 
-def _saved_head(chunk: Transformer, config: Mapping[str, Any], directory: Path) -> dict[str, str]:
+def _saved_head(chunk: Chunk, config: Mapping[str, Any], directory: Path) -> dict[str, str]:
     """Our names of a head's parameters that were saved with the adapter, by PEFT's names.
 
     Raises ConfigError where other modules than the model's head were saved.
@@ -216,8 +214,8 @@ def _saved_head(chunk: Transformer, config: Mapping[str, Any], directory: Path) 
     saved = config.get("modules_to_save") or []
     if not saved:
         return {}
-    head = _head_module(chunk.head, chunk.architecture) if isinstance(chunk, ScalarModel) else None
-    if not isinstance(chunk, ScalarModel) or head not in saved or not set(saved) <= {head, *_USUAL_HEADS}:
+    head = None if chunk.head is None else _head_module(chunk.head, chunk.architecture)
+    if chunk.head is None or head not in saved or not set(saved) <= {head, *_USUAL_HEADS}:
         allowed = "none" if head is None else f"none, [{head}]"
         raise ConfigError(f"model.lora.path={directory}: modules_to_save={saved} is not supported; allowed: {allowed}")
     return {_head_name(chunk, name): name for name in (f"{HEAD}weight", *([f"{HEAD}bias"] if chunk.head.has_bias else []))}

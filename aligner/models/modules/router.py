@@ -3,27 +3,34 @@
 Gradients here are sums over micro-batches and ranks that are divided once, by the loss's own count: response tokens, pairs or sequences.
 Megatron-Core's router scales its auxiliary losses for a division by *all* tokens, and by the tokens of one rank where several share a
 sequence. Here each micro-batch's auxiliary loss is multiplied by the number of its real tokens, on whatever ranks they are, and
-`weigh_auxiliary_losses` turns the later division by the loss's count into one by the tokens of the whole batch. So the objective is
+`AuxiliaryLosses.weigh` turns the later division by the loss's count into one by the tokens of the whole batch. So the objective is
 
     main loss per count  +  coefficient * (mean over the batch's tokens of their micro-batch's auxiliary loss),
 
 whatever the layout. (A load-balancing loss is quadratic in a micro-batch's routing, so unlike everything else it does depend on which rows
 share a micro-batch.) Load balancing: 2101.03961, equation 4; z-loss: 2202.08906, equation 5.
 
-`AuxiliaryLosses` are those of one model in training: their weight in each step, and what is reported of them.
+The experts that a sampler chose can be replayed in training, or compared with the router's own choice. Small differences of arithmetic
+between sampler and trainer send some tokens to other experts, which changes their log-probs far more than the rounding did. With replay
+the experts that sampled a token are those that train it (R3: Ma et al. 2025, 2510.11370). The choice alone is replayed: gate scores are
+the trainer's, at the sampler's experts and normalised over these, so gradients reach the router through them. Tokens that the sampler
+computed nothing after (the last of each row) and padding go where the router sends them. Megatron-Core's hook for it is used
+(`router_replay.get_replay_topk`, which it asks for a choice of experts), not its `RouterReplay`: that learns from outside whether a pass
+recomputes, once for all routers of the process, and in a pipeline some do while others do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from aligner.models.config import Architecture
-from aligner.models.modules.expert_groups import GroupLimit
-from aligner.models.modules.route_replay import LayerRoutes, routed
 from aligner.parallel import platform
 from aligner.parallel.mcore import (
     MoEAuxLossAutoScaler,
@@ -34,7 +41,145 @@ from aligner.parallel.mcore import (
 )
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Mean, Metric
-from aligner.types import Batch, DistillationBatch, LabeledBatch, TokenOutputs
+from aligner.types import Batch, DistillationBatch, LabeledBatch, TokenOutputs, no_expert
+
+
+def limited(scores: Tensor, architecture: Architecture) -> Tensor:
+    """Scores [N, experts] with -inf for experts of other groups than the token's best; unchanged if the experts have no groups."""
+    if not architecture.router_groups:
+        return scores
+    grouped = scores.unflatten(-1, (architecture.router_groups, -1))
+    of_groups = grouped.topk(architecture.router_group_best, dim=-1).values.sum(dim=-1)
+    kept = of_groups.topk(architecture.router_groups_per_token, dim=-1).indices
+    others = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, kept, False)
+    return grouped.masked_fill(others[..., None], -torch.inf).flatten(-2)
+
+
+MISMATCH = "rollout/route_mismatch"  # routes that are trained with other experts than sampled
+REPLACED = "rollout/route_replaced"  # routes where the trainer's own choice would have been another
+
+Choose = Callable[..., tuple[Tensor, Tensor]]  # (scores, k, groups, groups per token) -> the k best scores and their experts
+
+
+class Choice(Protocol):
+    """What Megatron-Core's router asks for each token's experts."""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Choose
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Replayed:
+    """`Choice` of the experts in `routes` int64 [N, k], where a token `has_route` (bool [N, 1]); elsewhere of `own`, or Megatron-Core's."""
+
+    def __init__(self, routes: Tensor, has_route: Tensor, own: Choice | None) -> None:
+        self._routes, self._has_route, self._own = routes, has_route, own
+        self.own_experts: Tensor | None = None  # int64 [N, k], what would have been chosen
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Choose
+    ) -> tuple[Tensor, Tensor]:
+        if self._own is None:
+            _, self.own_experts = choose(scores, topk, num_groups, group_topk)
+        else:
+            _, self.own_experts = self._own.get_replay_topk(scores, topk, num_groups, group_topk, choose)
+        experts = torch.where(self._has_route, self._routes, self.own_experts)
+        return scores.gather(1, experts), experts
+
+
+class LayerRoutes:
+    """The routes that the micro-batches of one router were given, and what became of them.
+
+    Layers that are recomputed make their first pass in training without gradient. Their second ones follow in the order of the first, since
+    a chunk's micro-batches come back in the order in which they went.
+    """
+
+    def __init__(self) -> None:
+        self.replays = False
+        self._given: Tensor | None = None
+        self._again: deque[Tensor | None] = deque()
+        self.counts: Tensor | None = None  # float64 [3]: routes, of these mismatched, of these replaced; in training
+
+    def give(self, routes: Tensor | None) -> None:
+        """Those of the micro-batch that comes next, [N, k]."""
+        self._given = routes
+
+    def forget(self) -> None:
+        """No micro-batch is under way."""
+        self._given = None
+        self._again.clear()
+
+    def take(self, *, training: bool) -> tuple[Tensor | None, bool]:
+        """The routes of this pass, and whether it is the first over its micro-batch."""
+        if training and not torch.is_grad_enabled():
+            self._again.append(self._given)
+        elif training and self._again:
+            return self._again.popleft(), False
+        return self._given, True
+
+    def count(self, chosen: Tensor, routes: Tensor, has_route: Tensor, own_experts: Tensor | None) -> None:
+        """Compare what was `chosen` (bool [N, experts]), and what the router would have, with `routes` [N, k]: as sets."""
+        wanted = torch.zeros_like(chosen).scatter_(1, routes.where(has_route, 0), True)
+        own = wanted if own_experts is None else torch.zeros_like(chosen).scatter_(1, own_experts, True)
+        differ = [((one != wanted).any(1, keepdim=True) & has_route).sum() for one in (chosen, own)]
+        found = torch.stack([has_route.sum(), *differ]).double()
+        self.counts = found if self.counts is None else self.counts + found
+
+
+def routed(router: Any, routing: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """What `routing()` of `router` gives (gate scores and choice, [N, experts] each), with the routes that its micro-batch was given."""
+    layer: LayerRoutes = router.routes
+    given, is_first = layer.take(training=router.training)
+    if given is None:
+        return routing()
+    routes = given.long()
+    has_route = routes[:, :1] != no_expert(given.dtype)
+    own = router.router_replay
+    replayed = Replayed(routes, has_route, own) if layer.replays else None
+    router.router_replay = replayed or own
+    try:
+        scores, chosen = routing()
+    finally:
+        router.router_replay = own
+    if is_first and router.training:
+        layer.count(chosen.bool(), routes, has_route, None if replayed is None else replayed.own_experts)
+    return scores, chosen
+
+
+def give(routers: Sequence[Any], routes: Tensor | None) -> None:
+    """The routes of the next micro-batch's tokens, [..., layers, k] in the order in which the routers see them, to each of a chunk."""
+    for router in routers:
+        router.routes.give(None if routes is None else routes[..., router.layer_number - 1, :].flatten(0, -2))
+
+
+def take_metrics(routers: Sequence[Any]) -> dict[str, Metric]:
+    """Shares of all routes (one for each token and layer) since the last call. Collective."""
+    found = [router.routes.counts for router in routers if router.routes.counts is not None]
+    total = torch.stack(found).sum(0) if found else torch.zeros(3, dtype=torch.float64, device=platform.device())
+    for router in routers:
+        router.routes.counts = None
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    count, mismatched, replaced = total.tolist()
+    metrics: dict[str, Metric] = {MISMATCH: Mean(total=mismatched, count=round(count))}
+    if routers and routers[0].routes.replays:
+        metrics[REPLACED] = Mean(total=replaced, count=round(count))
+    return metrics
+
+
+@dataclass(slots=True)
+class GroupLimit:
+    """`Choice` of a token's experts from its best groups alone, as in DeepSeek (2405.04434, 2.2.2; 2412.19437, 2.1.2). Megatron-Core's own
+    groups are scored by another number of their experts."""
+
+    architecture: Architecture
+    layer_number: int = 0  # set by Megatron-Core 0.19
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """(scores, experts) [N, topk], of the best groups."""
+        return choose(limited(scores, self.architecture), topk, num_groups, group_topk)
 
 
 class Router(TopKRouter):
@@ -92,27 +237,9 @@ class Router(TopKRouter):
             self.local_tokens_per_expert += real.sum(dim=0)
 
 
-def weigh_auxiliary_losses(config: TransformerConfig, *, aux: float, z: float, count: int, tokens: int) -> None:
-    """Set the coefficients for one optimizer step over a batch with `tokens` real tokens whose loss will be divided by `count`."""
-    scale = count / max(tokens, 1)
-    if aux:
-        config.moe_aux_loss_coeff = aux * scale
-    if z:
-        config.moe_z_loss_coeff = z * scale
-
-
 def routers(chunks: Sequence[torch.nn.Module]) -> list[Router]:
     """Every router of a model's chunks, in the order of the layers."""
     return [layer.mlp.router for chunk in chunks for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
-
-
-def take_balance(chunks: Sequence[torch.nn.Module]) -> Mean:
-    """Load-balancing loss over this rank's tokens and layers since the last call (1 is perfect balance)."""
-    found = routers(chunks)
-    total = Mean(total=sum(float(r.balance.total) for r in found), count=round(sum(float(r.balance.count) for r in found)))
-    for router in found:
-        router.balance = Mean(total=0.0, count=0)
-    return total
 
 
 class AuxiliaryLosses:
@@ -125,15 +252,23 @@ class AuxiliaryLosses:
 
     def weigh(self, config: TransformerConfig, batch: Batch, loss: Loss) -> None:
         """Make the division by the loss's count, which comes after the backward pass, one by the batch's tokens for these losses."""
-        if self._active:
-            weigh_auxiliary_losses(config, aux=self._aux, z=self._z, count=_count(batch, loss), tokens=int(batch.lengths.sum()))
+        if not self._active:
+            return
+        scale = _count(batch, loss) / max(int(batch.lengths.sum()), 1)
+        if self._aux:
+            config.moe_aux_loss_coeff = self._aux * scale
+        if self._z:
+            config.moe_z_loss_coeff = self._z * scale
 
     def metrics(self) -> dict[str, Metric]:
         """`moe/load_balancing_loss` of the step: the mean over tokens and layers, 1 where experts are used evenly. Collective."""
         if not (self._active and self._aux):
             return {}
-        seen = take_balance(self._chunks)
-        both = torch.tensor([seen.total, seen.count], dtype=torch.float64, device=platform.device())
+        found = [router.balance for router in routers(self._chunks)]
+        seen = [sum(float(one.total) for one in found), round(sum(float(one.count) for one in found))]
+        for router in routers(self._chunks):
+            router.balance = Mean(total=0.0, count=0)
+        both = torch.tensor(seen, dtype=torch.float64, device=platform.device())
         if dist.get_world_size() > 1:
             dist.all_reduce(both)
         return {"moe/load_balancing_loss": Mean(total=both[0].item(), count=both[1].item())}

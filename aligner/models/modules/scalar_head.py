@@ -56,7 +56,7 @@ class ScalarHead:
             "label2id": {name: number for number, name in enumerate(self.outputs)},
             "problem_type": "regression",
             "classifier_dropout": 0.0,
-            "pooling": self.pooling.value,  # ours: the class does not say whether tokens are averaged
+            "pooling": self.pooling.value,  # ours: the class leaves open whether tokens are averaged
         }
 
     def hf_name(self, name: str, family: Family) -> str:
@@ -78,9 +78,7 @@ def read_head(directory: Path) -> ScalarHead | None:
         if marker["kind"] != "scalar":
             return None
         if "pooling" not in marker:
-            raise CheckpointError(
-                f"{directory}: its marker does not say how the head pools: it was written by an older version; train it again"
-            )
+            raise CheckpointError(f"{directory}: its marker has no pooling of the head: an older version wrote it; train it again")
         return ScalarHead(outputs=tuple(marker["outputs"]), pooling=Pooling(marker["pooling"]))
     config = read_json(directory / CONFIG_FILE)
     (name, *_) = config.get("architectures") or ("",)

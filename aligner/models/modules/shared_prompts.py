@@ -15,14 +15,13 @@ from torch import Tensor
 
 from aligner.parallel.context import chunk_numbers
 from aligner.parallel.mcore import PackedSeqParams
-from aligner.parallel.micro_batches import Family
 from aligner.types import UNROUTED, Batch, MaskedBatch, TokenBatch
 from aligner.types.rows import upload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Tokens `start` to `stop` of a row, which lie together in the packed input; `prefix` is the segment that they go on from."""
+    """Tokens `start` to `stop` of a row, which lie together in the packed input; `prefix` is the segment that they continue."""
 
     row: int
     start: int
@@ -55,7 +54,7 @@ class KeySpans:
 class SegmentedPackedSeqParams(PackedSeqParams):
     """A packed input for our own core attention, known on the host: no layer reads sizes back from the device.
 
-    Megatron-Core finds no sequences in it (or one over everything, for kernels that want some), and takes each slot's rotary embedding as
+    Megatron-Core finds no sequences in it (or one over everything, for kernels that need one), and takes each slot's rotary embedding as
     it is given.
     """
 
@@ -81,27 +80,7 @@ def segments_of(batch: Batch, *, share: bool) -> list[Segment]:
     return found
 
 
-def families(batch: MaskedBatch, *, unit: int, capacity: int) -> list[Family]:
-    """Rows of the whole batch by their prompts, `unit` neighbours always together; cut where one would have more than `capacity` tokens."""
-    lengths, prompts = batch.lengths.tolist(), _prompt_keys(batch)
-    by_prompt: dict[object, list[int]] = {}
-    for start in range(0, len(lengths), unit):
-        keys = set(prompts[start : start + unit])
-        by_prompt.setdefault(keys.pop() if len(keys) == 1 else start, []).append(start)
-    found: list[Family] = []
-    for key, starts in by_prompt.items():
-        shared = key[0] - 1 if isinstance(key, tuple) else 0
-        for start in starts:
-            rows = tuple(range(start, start + unit))
-            added = sum(lengths[row] - shared for row in rows)
-            if start != starts[0] and found[-1].size + added <= capacity:
-                found[-1] = Family(rows=found[-1].rows + rows, size=found[-1].size + added)
-            else:
-                found.append(Family(rows=rows, size=shared + added))
-    return found
-
-
-def _prompt_keys(batch: MaskedBatch) -> list[object]:
+def prompt_keys(batch: MaskedBatch) -> list[object]:
     """A row's (prompt length, prompt); the row's own number where it has no prompt of two tokens or more before what a loss looks at.
 
     Prompts whose shared tokens went to other experts are not the same.
@@ -115,20 +94,8 @@ def _prompt_keys(batch: MaskedBatch) -> list[object]:
 
 def _shared_with_row_before(batch: MaskedBatch) -> list[int]:
     """How many tokens each row shares with the one before it; 0 where that has another prompt."""
-    keys = _prompt_keys(batch)
+    keys = prompt_keys(batch)
     return [0] + [key[0] - 1 if isinstance(key, tuple) and key == before else 0 for before, key in zip(keys[:-1], keys[1:], strict=True)]
-
-
-def packed_params(segments: Sequence[tuple[int, int, int]], spans: KeySpans, positions: Tensor, *, length: int) -> SegmentedPackedSeqParams:
-    """The description of a packed input [1, length] whose `segments` are on this rank, with shared prompts or without."""
-    return SegmentedPackedSeqParams(
-        qkv_format="thd",
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
-        segments=tuple(segments),
-        positions=positions.flatten(),
-        spans=spans,
-    )
 
 
 def local_segments(segments: Sequence[Segment], bounds: Sequence[int], cp_size: int) -> list[tuple[int, int, int]]:

@@ -37,7 +37,7 @@ class Form:
         return not (self.window or self.chunk or self.softcap or self.sinks)
 
     def within(self, length: int) -> Form:
-        """The same for sequences of at most `length` tokens: a window or chunk that holds them whole is none."""
+        """The same for sequences of at most `length` tokens: a window or chunk that holds them whole has no effect."""
         return replace(self, window=self.window if self.window < length else 0, chunk=self.chunk if self.chunk < length else 0)
 
 
@@ -81,7 +81,7 @@ def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: 
     """Queries, keys and values whose attention without sinks begins with that of [B, heads, L, D] and [B, groups, T, D] with `sinks`
     [heads]: for kernels, which write no scores out.
 
-    One more key comes first, whose value is 0. Queries say in further dimensions which of a group's heads they are of; there that key has
+    One more key comes first, whose value is 0. Further dimensions of a query mark its head in the group; there that key has
     the heads' sinks, in two parts, the second of which is what the type rounds off the first.
     """
     share = query.shape[1] // key.shape[1]

@@ -37,18 +37,14 @@ def non_finite_parameters(runners: Sequence[Any], limit: float) -> str:
 
 def check_before_save(chunks: Sequence[torch.nn.Module], optimizer: Any, rank: int) -> None:
     """Raise CheckpointError on every rank where a weight, a moment or a main weight of the optimizer on any rank is not finite."""
-    own = []
-    for what, tensors in _saved(chunks, optimizer).items():
+    weights = [p.data for chunk in chunks for p in chunk.parameters()]
+    own, saved = [], {"the weights": weights, "the optimizer": optimizer_tensors(optimizer) if optimizer is not None else []}
+    for what, tensors in saved.items():
         bad = sum(int((~_sound(own_device, 0.0)).sum()) for own_device in by_device(tensors))
         if bad:
             own.append(f"{bad} of {len(tensors)} tensors of {what}")
     error = f"rank {rank}: {', '.join(own)} are not finite; nothing is saved, the checkpoints before stay" if own else ""
     raise_everywhere(CheckpointError(error) if error else None)
-
-
-def _saved(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, list[Tensor]]:
-    weights = [p.data for chunk in chunks for p in chunk.parameters()]
-    return {"the weights": weights, "the optimizer": optimizer_tensors(optimizer) if optimizer is not None else []}
 
 
 @torch.no_grad()

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.models.modules.route_replay import give
-from aligner.models.modules.router import routers
+from aligner.models.modules.router import give, routers
 from aligner.models.training.placement import Placement, Splits, in_slots, input_lengths, input_shape, place
 from aligner.parallel import platform
 from aligner.parallel.mcore import DistributedDataParallel, get_forward_backward_func

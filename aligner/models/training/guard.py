@@ -11,12 +11,12 @@ fault). By then main weights and moments have changed too, and no copy of them i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from aligner.errors import ConfigError, RollBack, RunHalted
+from aligner.models.architecture.architecture import AT_LEAST_1, FINITE, NOT_NEGATIVE, require
 
 UPDATES = "optim/updates"  # that were made
 SKIPPED = "optim/skipped"
@@ -69,20 +69,16 @@ class LogprobGapConfig:
     """The alarm over the gap between engine and trainer: see `docs/agreement.md`."""
 
     statistic: GapStatistic = GapStatistic.mean  # which statistic of |engine log-prob - trainer log-prob| is watched, in nats per token
-    warn: float = 0.0  # nats above which it is said; 0: never
+    warn: float = 0.0  # nats above which the run warns; 0: never
     stop: float = 0.0  # nats above which the run ends, after the step is saved; 0: never
-    patience: int = 1  # steps in a row that are above, before anything happens
+    patience: int = 1  # steps in a row above the bound, before anything happens
     repeat_every: int = 50  # steps until a warning is repeated
 
     def __post_init__(self) -> None:
-        for name in ("warn", "stop"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"guard.logprob_gap.{name}={getattr(self, name)}: must be finite and not negative (0 is off)")
+        require(self, "guard.logprob_gap", FINITE, "warn", "stop", note=" (0 is off)")
         if 0 < self.stop <= self.warn:
             raise ConfigError(f"guard.logprob_gap.stop={self.stop}: must be above warn={self.warn}, or 0")
-        for name in ("patience", "repeat_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"guard.logprob_gap.{name}={getattr(self, name)}: must be at least 1")
+        require(self, "guard.logprob_gap", AT_LEAST_1, "patience", "repeat_every")
 
     @property
     def is_on(self) -> bool:
@@ -95,22 +91,18 @@ class GuardConfig:
     """NaN and infinity in losses, gradients and rewards (`docs/running.md`), runs that learn nothing, a gap between engine and trainer."""
 
     non_finite: NonFinite = NonFinite.stop  # in a loss or gradient: end the run, leave the update out, or restart without the step
-    max_skips: int = 3  # updates left out one after the other; one more ends the run
-    max_roll_backs: int = 3  # in the whole run; one more ends it
+    max_skips: int = 3  # updates in a row that may be left out; one more ends the run
+    max_roll_backs: int = 3  # roll-backs in the whole run; one more ends it
     max_weight: float = 1e6  # largest magnitude of a trained parameter after an update; 0: any that is finite
-    reward: NonFiniteReward = NonFiniteReward.stop  # skip: such a response gets no weight
-    learnt_nothing: LearntNothing = LearntNothing.stop  # a run whose updates are empty, or change no weight: end it, or say so
-    learnt_nothing_steps: int = 10  # in a row, after which that is decided; and at the end of the run
+    reward: NonFiniteReward = NonFiniteReward.stop  # in a reward: end the run, or skip (such a response gets no weight)
+    learnt_nothing: LearntNothing = LearntNothing.stop  # what happens if updates are empty or change no weight: end the run, or warn
+    learnt_nothing_steps: int = 10  # updates in a row after which guard.learnt_nothing applies; also at the end of the run
     logprob_gap: LogprobGapConfig = field(default_factory=LogprobGapConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_skips", "max_roll_backs"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"guard.{name}={getattr(self, name)}: must not be negative")
-        if not 0 <= self.max_weight < math.inf:
-            raise ConfigError(f"guard.max_weight={self.max_weight}: must be finite and not negative (0: any finite weight)")
-        if self.learnt_nothing_steps < 1:
-            raise ConfigError(f"guard.learnt_nothing_steps={self.learnt_nothing_steps}: must be at least 1")
+        require(self, "guard", NOT_NEGATIVE, "max_skips", "max_roll_backs")
+        require(self, "guard", FINITE, "max_weight", note=" (0: any finite weight)")
+        require(self, "guard", AT_LEAST_1, "learnt_nothing_steps")
 
 
 class Guard:
@@ -127,13 +119,8 @@ class Guard:
 
     def refuse(self, what: str) -> None:
         """An update was not made. Returns if the run continues without it. Raises RunHalted, or RollBack for the current step."""
-        if self._config.non_finite is NonFinite.roll_back:
-            raise RollBack(what)
-        if self._config.non_finite is NonFinite.stop:
-            raise RunHalted(f"{what} (guard.non_finite=stop)")
         self.skipped_in_a_row += 1
-        if self.skipped_in_a_row > self._config.max_skips:
-            raise RunHalted(f"{what}: {self.skipped_in_a_row} updates in a row (guard.max_skips={self._config.max_skips})")
+        _leave_out(self._config, what, self.skipped_in_a_row)
 
     def spoilt(self, what: str) -> None:
         """An update was made and left bad parameters. Raises RunHalted or RollBack."""
@@ -150,6 +137,16 @@ class ReportingGuard(Guard):
     def spoilt(self, what: str) -> None:
         self.skipped_in_a_row += 1  # every later update is one of these weights too
         print(f"guard: {what}; this is reported, and these weights are not saved", flush=True)
+
+
+def _leave_out(config: GuardConfig, what: str, in_a_row: int, step: int | None = None) -> None:
+    """Return if the run continues without an update (of training step `step`), the last of `in_a_row` left out."""
+    if config.non_finite is NonFinite.roll_back:
+        raise RollBack(what, step)
+    if config.non_finite is NonFinite.stop:
+        raise RunHalted(f"{what} (guard.non_finite=stop)")
+    if in_a_row > config.max_skips:
+        raise RunHalted(f"{what}: {in_a_row} updates in a row (guard.max_skips={config.max_skips})")
 
 
 def _give_up(config: GuardConfig, what: str, step: int | None = None) -> None:
@@ -173,10 +170,4 @@ def judge_reply(config: GuardConfig, metrics: Mapping[str, float], *, step: int)
     if not skipped:
         return
     what = f"the critic left out {skipped} updates of step {step}: their losses or gradients were not finite (see the critic's log)"
-    if config.non_finite is NonFinite.roll_back:
-        raise RollBack(what, step)
-    if config.non_finite is NonFinite.stop:
-        raise RunHalted(f"{what} (guard.non_finite=stop)")
-    in_a_row = int(metrics[SKIPPED_IN_A_ROW])
-    if in_a_row > config.max_skips:
-        raise RunHalted(f"{what}: {in_a_row} in a row (guard.max_skips={config.max_skips})")
+    _leave_out(config, what, int(metrics[SKIPPED_IN_A_ROW]), step)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.models.modules.shared_prompts import Segment, SegmentedPackedSeqParams, key_spans, local_segments, packed_params, segments_of
+from aligner.models.modules.shared_prompts import Segment, SegmentedPackedSeqParams, key_spans, local_segments, segments_of
 from aligner.parallel.context import local_slots
 from aligner.parallel.mcore import PackedSeqParams
 from aligner.types import Batch, no_expert
@@ -26,10 +26,10 @@ class Splits:
     cp_size: int = 1
     sequence_parallel_size: int = 1  # tp, where it splits the sequence too
     packed: bool = False
-    token_multiple: int = 1  # of the tokens on each rank: `aligner.models.modules.eight_bits` has what 8-bit products want
+    token_multiple: int = 1  # of the tokens on each rank: 8-bit products need one (`fp8_token_multiple`)
     segmented: bool = False  # packed rows are described to our own core attention, on the host
     share_prompts: bool = False  # packed rows with the same prompt have it once: see `aligner.models.modules.shared_prompts`
-    fixed_tokens: int = 0  # where it is not 0: every packed micro-batch is filled up to so many tokens, for buffers of one shape
+    fixed_tokens: int = 0  # if not 0: every packed micro-batch is padded to this number of tokens, for buffers of one shape
 
     @property
     def row_multiple(self) -> int:
@@ -52,7 +52,7 @@ class Placement:
     """The model's input on this rank, [rows, L] slots, and what each slot holds.
 
     `token_of` and `next_token_of` are flat positions (row * S + t) in the micro-batch's [B, S] tensors: of the slot's own token, and of the
-    token that its hidden state predicts; -1 where there is none (padding, and the last token of a sequence). They stay on the host, which
+    token that its hidden state predicts; -1 for no token (padding, and the last token of a sequence). They stay on the host, which
     chooses by them what is projected: of a mask on a GPU it would have to ask how much it selects.
     """
 
@@ -102,8 +102,9 @@ def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None)
         packed = _packed_params(bounds, batch.tokens.device)
         if splits.segmented or splits.share_prompts:
             own = local_segments(segments, bounds, splits.cp_size)
-            packed = packed_params(own, key_spans(own, splits.cp_rank, splits.cp_size), positions, length=length)
-        if splits.share_prompts and not splits.segmented:  # Transformer Engine's rotary embedding wants a sequence
+            described = {"segments": tuple(own), "positions": positions.flatten(), "spans": key_spans(own, splits.cp_rank, splits.cp_size)}
+            packed = SegmentedPackedSeqParams(qkv_format="thd", max_seqlen_q=length, max_seqlen_kv=length, **described)
+        if splits.share_prompts and not splits.segmented:  # Transformer Engine's rotary embedding needs a sequence
             packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor([0, length], dtype=torch.int32)
     tokens = torch.where(token_of >= 0, batch.tokens.reshape(-1)[token_of.clamp(min=0)], 0)
     return Placement(

@@ -1,7 +1,8 @@
-"""The policy: a language model that gives log-probs, takes optimizer steps and streams its weights."""
+"""Models by what they compute: the policy (log-probs), the value model or critic (values), the reward model (scores)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from aligner.models.modules import heads
-from aligner.models.modules.build import LanguageModel
+from aligner.models.modules.chunk import LanguageChunk
+from aligner.models.modules.scalar_head import ScalarHead
 from aligner.models.training.forward import MicroBatch
 from aligner.models.training.offload import LockedMemory
 from aligner.models.training.trainable import Field, TrainableModel
@@ -18,23 +20,49 @@ from aligner.models.weights.weights import export_hf
 from aligner.parallel import platform
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Metric
-from aligner.types import UNROUTED, Batch, DistillationBatch, MaskedBatch, TokenOutputs
+from aligner.types import (
+    UNROUTED,
+    Batch,
+    DistillationBatch,
+    LabeledBatch,
+    MaskedBatch,
+    PreferenceBatch,
+    StepBatch,
+    TokenBatch,
+    TokenOutputs,
+    ValueBatch,
+)
 
 
-class MegatronPolicy:
-    """`aligner.protocols.Policy` on a Megatron-Core language model. Methods are collective over the component."""
+class _Trained(ABC):
+    """A model with its outputs. Methods are collective over the component."""
+
+    def __init__(self, model: TrainableModel) -> None:
+        self.model = model
+
+    def train_step(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
+        """One optimizer step on a loss of the model's outputs. Returns metrics over the global batch."""
+        return self.model.train_step(batch, self._outputs, loss)
+
+    @abstractmethod
+    def _outputs(self, hidden: Tensor, part: MicroBatch) -> TokenOutputs:
+        """What a loss reads, from the last hidden states."""
+
+
+class MegatronPolicy(_Trained):
+    """`aligner.protocols.Policy` on a Megatron-Core language model."""
 
     def __init__(self, model: TrainableModel, *, temperature: float = 1.0) -> None:
-        self.model = model
+        super().__init__(model)
         self.temperature = temperature
 
     @property
-    def module(self) -> LanguageModel:
+    def module(self) -> LanguageChunk:
         """The whole model of a rank that holds it in one chunk."""
         return self.model.module
 
     @property
-    def chunks(self) -> list[LanguageModel]:
+    def chunks(self) -> list[LanguageChunk]:
         """This rank's parts of the model."""
         return self.model.chunks
 
@@ -69,10 +97,6 @@ class MegatronPolicy:
         return TokenOutputs(
             **self.model.run_fields(batch, self._outputs, {"logprobs": Field(shape=shape[:1]), "topk_logprobs": Field(shape=shape)})
         )
-
-    def train_step(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
-        """One optimizer step on a loss of log-probs (and entropy). Returns metrics over the global batch."""
-        return self.model.train_step(batch, self._outputs, loss)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream of (Hugging Face name, full tensor), one at a time."""
@@ -121,10 +145,10 @@ class ReferencePolicy:
             return self._policy.topk(_own_routes(batch), k, below=below)
 
     def renew(self) -> None:
-        """Freeze the policy's weights of now instead."""
+        """Freeze the policy's current weights instead."""
         self._keep()
 
-    def restore(self, load: Callable[[Sequence[LanguageModel]], None]) -> None:
+    def restore(self, load: Callable[[Sequence[LanguageChunk]], None]) -> None:
         """Freeze the weights that `load` fills the module with instead; the policy's own are untouched. Collective where `load` is."""
         with self._in_place():
             load(self._policy.chunks)
@@ -153,10 +177,53 @@ class ReferencePolicy:
         self._policy.model.settle()
         return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad or self._keeps_all(chunk)]
 
-    def _keeps_all(self, chunk: LanguageModel) -> bool:
+    def _keeps_all(self, chunk: LanguageChunk) -> bool:
         return self._whole or not chunk.lora.is_on
 
 
 def _own_routes(batch: MaskedBatch) -> MaskedBatch:
     """The batch without its sampler's."""
     return batch if isinstance(batch, UNROUTED) else replace(batch, routes=None)
+
+
+class MegatronValueModel(_Trained):
+    """A critic: a transformer with a scalar head, trained on returns. Values are aligned with the token that is chosen in the state."""
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """Float32 [B, S] on the CPU; position 0 and padding are 0. No gradient."""
+        return self.model.run(batch, self._outputs, "values")
+
+    def _outputs(self, hidden: Tensor, part: MicroBatch) -> TokenOutputs:
+        module, batch = self.model.chunks[-1], part.host
+        if isinstance(batch, ValueBatch):
+            return heads.value_outputs(module, hidden, part.placement, mask=batch.loss_mask)
+        positions = torch.arange(batch.tokens.shape[1])
+        mask = (positions > 0) & (positions < batch.lengths[:, None])
+        return heads.value_outputs(module, hidden, part.placement, mask=mask)
+
+
+ScoredBatch = TokenBatch | PreferenceBatch | LabeledBatch
+
+
+class MegatronRewardModel(_Trained):
+    """Scores of whole sequences (prompt and response), or of their steps, by a linear head on the last token, the mean of all, or the ends
+    of steps."""
+
+    @property
+    def head(self) -> ScalarHead:
+        """The model's head."""
+        return self.model.chunks[-1].head
+
+    def scores(self, batch: ScoredBatch) -> Tensor:
+        """Float32 [B, K] on the CPU. No gradient."""
+        return self.model.run(batch, self._outputs, "scores")
+
+    def step_scores(self, batch: StepBatch) -> Tensor:
+        """Float32 [B, S] on the CPU: of the steps that end at the tokens in `loss_mask`; 0 elsewhere. No gradient."""
+        return self.model.run(batch, self._outputs, "step_scores")
+
+    def _outputs(self, hidden: Tensor, part: MicroBatch) -> TokenOutputs:
+        module, batch = self.model.chunks[-1], part.host
+        if isinstance(batch, StepBatch):
+            return heads.step_outputs(module, hidden, part.placement, mask=batch.loss_mask)
+        return heads.score_outputs(module, hidden, part.placement, lengths=batch.lengths, width=batch.tokens.shape[1])

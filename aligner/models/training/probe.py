@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from aligner.models.architecture import rope
-from aligner.models.modules.build import LanguageModel, rounded_scale
-from aligner.models.modules.gated_delta_net import GatedDeltaNet
-from aligner.models.modules.latent_attention import LatentAttention
+from aligner.models.config import Architecture
+from aligner.models.modules.build import rounded_scale
+from aligner.models.modules.chunk import LanguageChunk
+from aligner.models.modules.layer_kinds import attention_of
 from aligner.models.training import forward as passes
 from aligner.models.training.placement import Placement
 from aligner.models.training.tracing import SPLIT, Operation, Place, Tap, Trace
@@ -52,7 +53,7 @@ class _Look:
     """Where the tokens of one micro-batch lie, and what becomes of outputs that are in the order of its slots."""
 
     def __init__(self, model: TrainableModel, placement: Placement, rows: list[int], *, width: int, own_width: int, trace: Trace) -> None:
-        self._chunk: LanguageModel = model.chunks[-1]  # type: ignore[assignment]
+        self._chunk: LanguageChunk = model.chunks[-1]  # type: ignore[assignment]
         self._tp = self._chunk.pg_collection.tp
         self._trace = trace
         own = placement.token_of
@@ -84,10 +85,10 @@ class _Look:
 
 
 @contextmanager
-def _hooks(chunk: LanguageModel, tap: Tap) -> Iterator[None]:
+def _hooks(chunk: LanguageChunk, tap: Tap) -> Iterator[None]:
     """Show `tap` the outputs of a chunk's modules."""
     layers = chunk.decoder.layers
-    hooked: list[tuple[int, _Hooked]] = [(layer.layer_number - 1, one) for layer in layers for one in _of_layer(layer)]
+    hooked: list[tuple[int, _Hooked]] = [(layer.layer_number - 1, one) for layer in layers for one in _of_layer(chunk.architecture, layer)]
     if chunk.post_process and chunk.decoder.final_layernorm is not None:
         hooked.append((chunk.architecture.num_layers, (chunk.decoder.final_layernorm, Operation.final_norm, False)))
     with ExitStack() as stack:
@@ -102,33 +103,20 @@ def _hooks(chunk: LanguageModel, tap: Tap) -> Iterator[None]:
         yield
 
 
-def _of_layer(layer: Any) -> list[_Hooked]:
-    attention = layer.self_attention
-    of_attention: list[_Hooked] = []
-    if isinstance(attention, GatedDeltaNet):
-        of_attention = [(attention.linear_out, Operation.projection, False)]
-    else:
-        of_attention += [(attention.linear_qkv, Operation.qkv, False), (attention.core_attention, Operation.attention, False)]
-        of_attention += [(attention.linear_proj, Operation.projection, False)]
+def _of_layer(architecture: Architecture, layer: Any) -> list[_Hooked]:
+    number = layer.layer_number - 1
     found: list[_Hooked] = [
         (layer.input_layernorm, Operation.input_norm, False),
-        *of_attention,
         (layer.pre_mlp_layernorm, Operation.attention_residual, True),
         (layer.pre_mlp_layernorm, Operation.mlp_norm, False),
         (layer.mlp, Operation.mlp, False),
         (layer, Operation.residual, False),
     ]
-    found += [(norm, op, False) for norm, op in _query_norms(attention) if norm is not None]
-    if not hasattr(layer.mlp, "router"):
+    found += [(getattr(layer.self_attention, name), what, False) for name, what in attention_of(architecture, number).traced.items()]
+    if not architecture.has_experts(number):
         found.append((layer.mlp.linear_fc2, Operation.activation, True))
-    # What stands in for a norm that is fused with the linear layer behind it gives back what it is given.
-    return [one for one in found if one[2] or not isinstance(one[0], IdentityOp)]
-
-
-def _query_norms(attention: Any) -> list[tuple[torch.nn.Module | None, Operation]]:
-    if isinstance(attention, LatentAttention | GatedDeltaNet):  # its norms are of what all heads share, or of no queries
-        return []
-    return [(attention.q_layernorm, Operation.q_norm), (attention.k_layernorm, Operation.k_norm)]
+    # What stands in for a norm that is fused with the linear layer behind it returns its input.
+    return [one for one in found if one[2] or not (one[0] is None or isinstance(one[0], IdentityOp))]
 
 
 def _before(tap: Tap, operation: Operation, number: int) -> Callable:
@@ -140,7 +128,7 @@ def _after(tap: Tap, operation: Operation, number: int, factor: float) -> Callab
         if operation is Operation.attention:  # the factor on cosines and sines is in its scale
             tap(Operation.queries, number, inputs[0] * factor)
             tap(Operation.keys, number, inputs[1] * factor)
-        if isinstance(output, tuple):  # with a bias that is added later, or a context that there is not
+        if isinstance(output, tuple):  # with a bias that is added later, or an empty context
             output = output[0] if output[1] is None else output[0] + output[1]
         tap(operation, number, output)
 

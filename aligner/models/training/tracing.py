@@ -1,7 +1,7 @@
 """The operations of a decoder-only transformer by name, and their outputs for chosen tokens: how two computations are compared.
 
-The trainer's modules (`models.probe`) and the rollout engine's decoder (`rollout.probe`) are traced under the same names, token by token,
-whatever batches, pieces and splits they compute in.
+The trainer's modules (`models.training.probe`) and the rollout engine's decoder (`rollout.builtin.probe`) are traced under the same names,
+token by token, whatever batches, pieces and splits they compute in.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Place(NamedTuple):
         return self.layer, ORDER[self.operation]
 
     def describe(self, num_layers: int) -> str:
-        """As people say it."""
+        """For reports."""
         name = self.operation.value.replace("_", " ")
         return f"layer {self.layer}, {name}" if 0 <= self.layer < num_layers else name
 

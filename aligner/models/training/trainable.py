@@ -15,29 +15,27 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.models.modules import eight_bits
-from aligner.models.modules.build import Transformer
+from aligner.models.architecture.divisible import fp8_token_multiple
+from aligner.models.modules.chunk import Chunk, WeightGather
 from aligner.models.modules.fusions import note_once
-from aligner.models.modules.overlap import WeightGather
-from aligner.models.modules.route_replay import take_metrics
-from aligner.models.modules.router import AuxiliaryLosses, routers
-from aligner.models.modules.shared_prompts import families
+from aligner.models.modules.linear import weight_storage
+from aligner.models.modules.router import AuxiliaryLosses, routers, take_metrics
+from aligner.models.modules.shared_prompts import prompt_keys
 from aligner.models.training import finite
 from aligner.models.training import forward as passes
-from aligner.models.training.generators import generator_state, set_generator_state
+from aligner.models.training.adam import LossScale, build_optimizer, build_scheduler, main_weights
 from aligner.models.training.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
-from aligner.models.training.host_adam import main_weights
-from aligner.models.training.loss_scale import LossScale
 from aligner.models.training.offload import HostMemory, by_device, device_tensors, gradients
-from aligner.models.training.optimizer import OptimizerConfig, build_optimizer, build_scheduler
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.placement import Splits
 from aligner.parallel import mcore, platform
 from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, gather_objects, reduce_metrics
-from aligner.parallel.micro_batches import MicroBatching, Plan, plan, plan_families
+from aligner.parallel.mcore import tensor_parallel
+from aligner.parallel.micro_batches import Family, MicroBatching, Plan, plan, plan_families
 from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Max, Mean, Metric, Sum, without_values
-from aligner.types import UNROUTED, Batch, LossOutput, PreferenceBatch, TokenBatch, TokenOutputs
+from aligner.types import UNROUTED, Batch, LossOutput, MaskedBatch, PreferenceBatch, TokenBatch, TokenOutputs
 from aligner.types.rows import num_rows, pad_columns
 
 
@@ -67,10 +65,26 @@ class Field:
     dtype: torch.dtype = torch.float32
 
 
+def generator_state() -> dict[str, Any]:
+    """The states of the generators: torch's for the CPU and the device, and Megatron-Core's."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states())}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_generator_state(state: dict[str, Any]) -> None:
+    """Restore a result of `generator_state`."""
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 class TrainableModel:
     """The chunks of one model on this rank, their optimizer (None for a frozen one) and the rows that this rank computes."""
 
-    def __init__(self, chunks: Sequence[Transformer], topology: Topology, training: Training) -> None:
+    def __init__(self, chunks: Sequence[Chunk], topology: Topology, training: Training) -> None:
         optimizer = training.optimizer
         self.topology = topology
         self.chunks = [chunk.to(platform.device()) for chunk in chunks]
@@ -88,7 +102,7 @@ class TrainableModel:
             packed=training.packing,
             segmented=self.config.transformer_impl == "local",
             share_prompts=training.share_prompts,
-            token_multiple=eight_bits.token_multiple(self.config) if self.config.fp8 else 1,
+            token_multiple=fp8_token_multiple(self.config) if self.config.fp8 else 1,
             fixed_tokens=training.micro_batch_tokens if self.config.tp_comm_overlap else 0,
         )
         if self.config.fp8:
@@ -108,7 +122,7 @@ class TrainableModel:
         self._prepare_training(optimizer, training)
 
     @property
-    def module(self) -> Transformer:
+    def module(self) -> Chunk:
         """The whole model of a rank that holds it in one chunk."""
         (chunk,) = self.chunks
         return chunk
@@ -168,7 +182,7 @@ class TrainableModel:
     def train_step(self, batch: Batch, outputs: passes.Outputs, loss: Loss) -> dict[str, Metric]:
         """One optimizer step over all rows. Collective. Returns the loss's metrics over the global batch and `optim/*`.
 
-        If a loss or the gradient is not finite, the guard decides alike on all ranks. It raises RunHalted or RollBack, or omits the update.
+        If a loss or the gradient is not finite, the guard decides for all ranks. It raises RunHalted or RollBack, or omits the update.
         Where only a float16 gradient has overflowed, the update is omitted and counted in `optim/overflows`, and the loss scale is lowered.
         After an omission, weights, optimizer, schedule and random generators are as before the call; no value of this batch is reported.
         An update that leaves a parameter non-finite or absurdly large cannot be undone: the guard never continues from it.
@@ -220,7 +234,7 @@ class TrainableModel:
         if self.loss_scale.is_on:
             rate |= {LOSS_SCALE: Max(maximum=self.loss_scale.value), OVERFLOWS: Sum(total=int(overflowed))}
         if grad_norm is not None:
-            # Where nothing is clipped Megatron-Core may not measure the norm, and gives 0: that would say that there was no gradient.
+            # Without clipping Megatron-Core may not measure the norm, and gives 0, which would look like no gradient.
             norm = {"optim/grad_norm": Mean(total=grad_norm, count=1)} if grad_norm or self._clips else {}
             return {**norm, **rate, SKIPPED: Sum(total=0), UPDATES: Sum(total=1)}
         made: dict[str, Metric] = {"optim/grad_norm": Mean(total=0.0, count=0), **rate, SKIPPED: Sum(total=int(not overflowed))}
@@ -249,7 +263,7 @@ class TrainableModel:
 
     def _kept(self) -> Iterator[Tensor]:
         """What is on the device and has contents that matter, besides a few small buffers."""
-        yield from (p.data for chunk in self.chunks for p in chunk.parameters())
+        yield from weight_storage(self.chunks)
         if self.optimizer is not None:
             yield from device_tensors(self.optimizer)
 
@@ -322,6 +336,26 @@ class TrainableModel:
         if len(self.chunks) > 1:  # the interleaved schedule works in groups of pp micro-batches
             count = -(-count // self.topology.pp_size) * self.topology.pp_size
         return passes.cut(batch, own, self.splits, count=count, unit=_unit(batch), fixed_shape=self.topology.pp_size > 1)
+
+
+def families(batch: MaskedBatch, *, unit: int, capacity: int) -> list[Family]:
+    """Rows of the whole batch by their prompts, `unit` neighbours always together; cut where one would have more than `capacity` tokens."""
+    lengths, prompts = batch.lengths.tolist(), prompt_keys(batch)
+    by_prompt: dict[object, list[int]] = {}
+    for start in range(0, len(lengths), unit):
+        keys = set(prompts[start : start + unit])
+        by_prompt.setdefault(keys.pop() if len(keys) == 1 else start, []).append(start)
+    found: list[Family] = []
+    for key, starts in by_prompt.items():
+        shared = key[0] - 1 if isinstance(key, tuple) else 0
+        for start in starts:
+            rows = tuple(range(start, start + unit))
+            added = sum(lengths[row] - shared for row in rows)
+            if start != starts[0] and found[-1].size + added <= capacity:
+                found[-1] = Family(rows=found[-1].rows + rows, size=found[-1].size + added)
+            else:
+                found.append(Family(rows=rows, size=shared + added))
+    return found
 
 
 def _unit(batch: Batch) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,12 +12,10 @@ from torch import Tensor
 
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Rule
-from aligner.models.modules.initialise import global_name
+from aligner.models.modules.chunk import Chunk, global_name
+from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.scalar_head import HEAD
 from aligner.parallel import platform
-
-if TYPE_CHECKING:
-    from aligner.models.modules.build import Transformer
 
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
@@ -49,7 +46,7 @@ class ParameterShard:
     rule: Rule | None  # the Hugging Face tensors that the whole holds; None for a head, which Hugging Face models do not have
 
 
-def named_shards(chunks: Sequence[Transformer]) -> list[ParameterShard]:
+def named_shards(chunks: Sequence[Chunk]) -> list[ParameterShard]:
     """Every parameter of this rank's chunks but those of adapters. No communication."""
     found = []
     for chunk in chunks:
@@ -66,7 +63,7 @@ def named_shards(chunks: Sequence[Transformer]) -> list[ParameterShard]:
     return found
 
 
-def adapter_shards(chunks: Sequence[Transformer]) -> dict[str, tuple[Place, Tensor]]:
+def adapter_shards(chunks: Sequence[Chunk]) -> dict[str, tuple[Place, Tensor]]:
     """Every parameter of this rank's adapters by its global name. No communication."""
     found = {}
     for chunk in chunks:
@@ -78,13 +75,14 @@ def adapter_shards(chunks: Sequence[Transformer]) -> dict[str, tuple[Place, Tens
     return found
 
 
-def _place(chunk: Transformer, name: str, parameter: Tensor, *, is_copy: bool = False) -> Place:
+def _place(chunk: Chunk, name: str, parameter: Tensor, *, is_copy: bool = False) -> Place:
+    weight = linear_weight(parameter)
     return Place(
         name=name,
         stage=chunk.pg_collection.pp.rank(),
         expert_rank=chunk.pg_collection.ep.rank() if _EXPERT.fullmatch(name) else None,
-        shape=tuple(parameter.shape),
-        dtype=parameter.dtype,
+        shape=tuple(weight.shape),
+        dtype=weight.dtype,
         split_dim=parameter.partition_dim if is_split(parameter) and parameter.partition_dim >= 0 else None,
         is_copy=is_copy,
     )
@@ -96,12 +94,12 @@ def is_split(parameter: Tensor) -> bool:
     return "tensor_model_parallel" in parameter.__dict__ and parameter.tensor_model_parallel
 
 
-def all_places(chunks: Sequence[Transformer]) -> list[Place]:
+def all_places(chunks: Sequence[Chunk]) -> list[Place]:
     """Every parameter of the whole model once, in Hugging Face's order, heads last. Collective over each pipeline-parallel group."""
     return places_everywhere(chunks, [shard.place for shard in named_shards(chunks) if not shard.place.is_copy])
 
 
-def places_everywhere(chunks: Sequence[Transformer], here: Sequence[Place]) -> list[Place]:
+def places_everywhere(chunks: Sequence[Chunk], here: Sequence[Place]) -> list[Place]:
     """The places of this rank and those of all other stages and expert-parallel ranks, in an order that is the same everywhere."""
     first = chunks[0]
     mine = [place for own in here for place in _on_all_expert_ranks(own, first)]
@@ -114,7 +112,7 @@ def places_everywhere(chunks: Sequence[Transformer], here: Sequence[Place]) -> l
     return sorted((place for stage in stages for place in stage), key=lambda place: (order.get(place.name, len(order)), place.name))
 
 
-def _on_all_expert_ranks(place: Place, chunk: Transformer) -> list[Place]:
+def _on_all_expert_ranks(place: Place, chunk: Chunk) -> list[Place]:
     """An expert's place and those of its like on the other expert-parallel ranks, which hold as many experts each."""
     expert = _EXPERT.fullmatch(place.name)
     if expert is None:
@@ -125,12 +123,12 @@ def _on_all_expert_ranks(place: Place, chunk: Transformer) -> list[Place]:
     return [replace(place, name=f"{expert[1]}{rank * per_rank + slot}{expert[3]}", expert_rank=rank) for rank in range(ep.size())]
 
 
-def tensor_group(chunk: Transformer, place: Place) -> dist.ProcessGroup:
+def tensor_group(chunk: Chunk, place: Place) -> dist.ProcessGroup:
     """The ranks that hold the shards of a split parameter."""
     return chunk.pg_collection.expt_tp if place.is_expert else chunk.pg_collection.tp
 
 
-def shard_anywhere(chunk: Transformer, place: Place, own: Tensor | None) -> Tensor:
+def shard_anywhere(chunk: Chunk, place: Place, own: Tensor | None) -> Tensor:
     """The shard with this rank's tensor-parallel index, on every pipeline stage and expert-parallel rank; `own` where it is held here.
 
     Collective: every rank calls it for the same places in the same order. Not to be written to: it may be the parameter itself.
@@ -144,7 +142,7 @@ def shard_anywhere(chunk: Transformer, place: Place, own: Tensor | None) -> Tens
     return own
 
 
-def gather_plain(chunk: Transformer, place: Place, shard: Tensor) -> Tensor:
+def gather_plain(chunk: Chunk, place: Place, shard: Tensor) -> Tensor:
     """The full tensor of which every tensor-parallel rank holds an equal share along the place's dimension. Collective."""
     group = tensor_group(chunk, place)
     if place.split_dim is None or group.size() == 1:

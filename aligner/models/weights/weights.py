@@ -19,12 +19,13 @@ from torch import Tensor
 from aligner.errors import CheckpointError, ModelFilesError
 from aligner.files import as_umask_says
 from aligner.models.architecture.architecture import MOST_LAYERS
-from aligner.models.checkpoint.disk_space import explain
+from aligner.models.checkpoint.files import explain
 from aligner.models.checkpoint.hf_files import (
     CONFIG_FILE,
     FP8,
     FP8_SCALES,
     INDEX_FILE,
+    MAX_FILE_BYTES,
     MXFP4,
     MXFP4_ENDINGS,
     SINGLE_FILE,
@@ -36,16 +37,25 @@ from aligner.models.checkpoint.hf_files import (
     stored_tensors,
 )
 from aligner.models.config import Architecture
-from aligner.models.families import architecture_from_hf, architecture_to_hf, sizes, text_part, weight_names
+from aligner.models.families import architecture_from_hf, architecture_to_hf, text_part, weight_names
 from aligner.models.families.hf_config import LAYERS
-from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, NameTable, Rule, hf_shapes, shard, to_hf, to_megatron
-from aligner.models.modules.build import ScalarModel, Transformer
+from aligner.models.families.mapping import (
+    EMBEDDING,
+    OUTPUT_LAYER,
+    NameTable,
+    Rule,
+    expected_sizes,
+    hf_shapes,
+    shard,
+    size_settings,
+    to_hf,
+    to_megatron,
+)
+from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.lora import MergedWeights
-from aligner.models.modules.quantised import fp8, mxfp4
-from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead, read_head
+from aligner.models.modules.scalar_head import HEAD, HF_HEADS, read_head
 from aligner.models.weights.shards import ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
 
-MAX_FILE_BYTES = 5 * 2**30
 SLICE_BYTES = 16 * 2**20  # of a tensor whose columns are split, gathered at a time
 _LM_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
@@ -63,7 +73,29 @@ class WeightSource(Protocol):
         """A whole parameter in Megatron's layout, of this shape; rows of the vocabulary's padding are 0."""
 
     def head(self, name: str, shape: torch.Size) -> Tensor | None:
-        """A parameter of a head; None where there is none."""
+        """A parameter of a head; None if the files have no such tensor."""
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three bits below the sign
+
+
+def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Microscaling FP4 (2310.10537): uint8 `blocks` [..., rows, groups, 16] of two numbers each, the low four bits first, and `scales`
+    [..., rows, groups], exponents of 2 plus 127, -> bfloat16 [..., groups * 32, rows], in which all of them are exact."""
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16, device=blocks.device)
+    numbers = torch.stack([table[(blocks & 0x0F).int()], table[(blocks >> 4).int()]], dim=-1).flatten(-2)
+    scaled = torch.ldexp(numbers, scales.int()[..., None] - 127)
+    return scaled.flatten(-2).transpose(-1, -2)
+
+
+def fp8(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """FP8 by blocks (DeepSeek-V3, 2412.19437, 3.3): float8 `numbers` [rows, columns], a scale for each `block` of rows and columns,
+    of which the last ones may have fewer, -> float32. Raises ValueError for another number of scales."""
+    if scales.shape != tuple(-(-size // part) for size, part in zip(numbers.shape, block, strict=True)):
+        raise ValueError(f"has {tuple(scales.shape)} scales for {tuple(numbers.shape)} in blocks of {block}")
+    rows, columns = numbers.shape
+    each = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return numbers.float() * each
 
 
 class HFWeights:
@@ -92,7 +124,7 @@ class HFWeights:
         self._handles: dict[Path, Any] = {}
 
     def notes(self, architecture: Architecture) -> list[str]:
-        """What a user should know of the files beside what the config says."""
+        """What a user should know about the files beyond the config."""
         notes = self._unread
         if not architecture.tied_embeddings and architecture_from_hf(read_json(self.directory / CONFIG_FILE)).tied_embeddings:
             notes = [*notes, "the config ties the output layer to the embedding, the files have another one: kept apart, also in exports"]
@@ -120,7 +152,7 @@ class HFWeights:
             raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
 
     def _read(self, stored: str, part: int | None) -> Tensor:
-        """A tensor of a file as it is, or what is at `part` of its first dimension."""
+        """A tensor of a file unchanged, or its slice at `part` of the first dimension."""
         path = self.directory / self._files[stored]
         try:
             handle = self._handles[path] = self._handles.get(path) or safe_open(path, framework="pt")
@@ -130,12 +162,12 @@ class HFWeights:
 
     def check_sizes(self, architecture: Architecture, hf: Mapping[str, Any]) -> None:
         """Raise ModelFilesError, naming settings of the config `hf`, if its sizes are not those of the tensors."""
-        for name, dimensions in sizes.expected(architecture, weight_names(architecture)):
+        for name, dimensions in expected_sizes(architecture, weight_names(architecture)):
             stored, shape = self._stored.get(name, ""), tuple(size.value for size in dimensions)
             if stored and (found := self._tensors[stored].shape) != shape:
                 wrong = [size for size, own in zip_longest(dimensions, found) if size and size.value != own]
                 raise ModelFilesError(
-                    f"{self.directory / CONFIG_FILE}: {sizes.settings(hf, wrong or dimensions)}: {stored} would be {shape}, "
+                    f"{self.directory / CONFIG_FILE}: {size_settings(hf, wrong or dimensions)}: {stored} would be {shape}, "
                     f"in {self._tensors[stored].file} it is {found}"
                 )
 
@@ -175,7 +207,7 @@ class HFWeights:
         return to_megatron(rule, tensors, architecture, shape[0])
 
     def head(self, name: str, shape: torch.Size) -> Tensor | None:
-        """A parameter of the head; None where there is none."""
+        """A parameter of the head; None if the files have no such tensor."""
         return self.get_shaped(name, tuple(shape)) if name in self._stored else None
 
 
@@ -186,11 +218,11 @@ def _canonical(name: str, prefix: str) -> str:
     return name if name == _LM_HEAD else prefix + name
 
 
-def load_hf(chunks: Sequence[Transformer], directory: Path, *, with_head: bool = True) -> None:
+def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True) -> None:
     """Fill this rank's shards from a Hugging Face directory; heads that it lacks (a new value head) keep their initialisation, and all do
     without `with_head`.
 
-    No communication. Raises ModelFilesError for a tensor that is missing (anywhere in the model, on every rank alike), has the wrong shape,
+    No communication. Raises ModelFilesError for a tensor that is missing (anywhere in the model; every rank raises), has the wrong shape,
     or is in the files but belongs to no parameter.
     """
     fill(chunks, HFWeights(directory, weight_names(chunks[0].architecture)), with_head=with_head)
@@ -219,9 +251,9 @@ def described(directory: Path) -> Architecture:
     return architecture
 
 
-def fill(chunks: Sequence[Transformer], source: WeightSource, *, with_head: bool = True) -> None:
+def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = True) -> None:
     """Fill this rank's shards from `source`, as `load_hf`."""
-    source.check(chunks[0].architecture, is_scalar=isinstance(chunks[0], ScalarModel))
+    source.check(chunks[0].architecture, is_scalar=chunks[0].head is not None)
     with torch.no_grad():
         for part in named_shards(chunks):
             if part.rule is not None:
@@ -230,7 +262,7 @@ def fill(chunks: Sequence[Transformer], source: WeightSource, *, with_head: bool
                 part.parameter.copy_(tensor)
 
 
-def _import(chunk: Transformer, part: ParameterShard, rule: Rule, source: WeightSource) -> Tensor:
+def _import(chunk: Chunk, part: ParameterShard, rule: Rule, source: WeightSource) -> Tensor:
     """This rank's part of a parameter."""
     group = tensor_group(chunk, part.place)
     dim, shape = part.place.split_dim, list(part.place.shape)
@@ -240,7 +272,7 @@ def _import(chunk: Transformer, part: ParameterShard, rule: Rule, source: Weight
     return full if dim is None else shard(rule.layout, full, dim=dim, num_shards=group.size(), index=group.rank())
 
 
-def export_hf(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor]]:
+def export_hf(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, full tensor in the parameter's dtype) in the order of Hugging Face's model; heads last, tied copies never.
 
     Collective over the whole component: every rank consumes the stream to its end, and every rank gets every tensor, one at a time.
@@ -275,7 +307,7 @@ def _stacked(stacks: dict[str, Tensor], name: str, part: Tensor, expert: int, co
         yield name, stacks.pop(name)
 
 
-def _gather(chunk: Transformer, place: Place, rule: Rule, tensor: Tensor) -> Tensor:
+def _gather(chunk: Chunk, place: Place, rule: Rule, tensor: Tensor) -> Tensor:
     """The full tensor, assembled in place without a second copy."""
     group = tensor_group(chunk, place)
     if place.split_dim is None or group.size() == 1:
@@ -296,13 +328,13 @@ def _gather(chunk: Transformer, place: Place, rule: Rule, tensor: Tensor) -> Ten
     return full
 
 
-def save_hf(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> None:
+def save_hf(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
     """Write `config.json` and sharded safetensors. Every rank calls it; the one `writer` writes, holding one file's tensors at a time.
 
     A reward model becomes an `AutoModelForSequenceClassification`; where it averages over tokens or scores each of them, and so for a value
     model, an `AutoModelForTokenClassification`. Raises CheckpointError naming rank and file where it cannot be written.
     """
-    architecture, config, head = chunks[0].architecture, chunks[0].config, _head(chunks[0])
+    architecture, config, head = chunks[0].architecture, chunks[0].config, chunks[0].head
     if writer:
         directory.mkdir(parents=True, exist_ok=True)
         for old in (directory / INDEX_FILE, directory / SINGLE_FILE, *directory.glob("model-*-of-*.safetensors")):
@@ -336,10 +368,6 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
         as_umask_says(path, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"writing the model failed: rank {dist.get_rank()}: {path}: {explain(error, path.parent)}") from error
-
-
-def _head(chunk: Transformer) -> ScalarHead | None:
-    return chunk.head if isinstance(chunk, ScalarModel) else None
 
 
 def _name_files(directory: Path, weight_map: dict[str, int], num_files: int, num_bytes: int) -> None:

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.architecture import rope
-from aligner.models.architecture.activations import activation_of
+from aligner.models.architecture.rope import neighbours_apart
 from aligner.models.config import Architecture, ParallelResidual
 from aligner.models.modules.build import rounded_scale
 from aligner.models.modules.latent_attention import LATENT_EPS
-from aligner.models.modules.own_layer import neighbours_apart
+from aligner.models.modules.megatron_config import activation_of
 from aligner.models.modules.windowed_attention import form_of
 from aligner.models.training.tracing import Operation, Tap
 from aligner.parallel.logprobs import float32_product, row_sums, shaped

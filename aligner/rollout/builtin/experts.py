@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.config import Architecture
-from aligner.models.modules.expert_groups import limited
+from aligner.models.modules.router import limited
 from aligner.rollout.builtin.weights import Affine, FeedForward
 
 Inner = Callable[[Tensor, FeedForward], Tensor]  # an expert's inner activations [..., F / tp] of tokens [..., H]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from aligner.errors import EngineError
 from aligner.models.modules.build import LanguageModel
+from aligner.models.modules.linear import weight_storage
 from aligner.models.modules.lora import MergedWeights
 from aligner.models.training.offload import HostMemory
 from aligner.parallel import platform
@@ -116,7 +117,7 @@ class OwnWeights:
         )
         storages = (tensor.untyped_storage() for tensor in self._tensors.values())
         self._storages = {storage._cdata: (storage, storage.nbytes()) for storage in storages}  # experts may share one
-        self._training = HostMemory(kept=lambda: (p.data for chunk in chunks for p in chunk.parameters())) if takes_turns else None
+        self._training = HostMemory(kept=lambda: weight_storage(chunks)) if takes_turns else None
         self.model: ModelWeights = by_role(self._tensors, architecture)
 
     def allocate(self) -> None:

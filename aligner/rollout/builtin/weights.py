@@ -16,7 +16,7 @@ from aligner.models.config import Architecture, ParallelResidual, PositionEmbedd
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, OUTPUT_PROJECTION, PROJECTION, Layout
 from aligner.models.modules.build import LanguageModel
-from aligner.models.modules.initialise import global_name
+from aligner.models.modules.chunk import global_name
 from aligner.models.weights.shards import Place, all_places, tensor_group
 from aligner.parallel.reshard import Move, Sharding, even, grouped, padded, replicated
 

@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch.torch_version import TorchVersion
 
+from aligner.models.modules import attention
+from aligner.models.modules.attention import _attend_to_past, all_runs, takes_all_runs
+from aligner.models.modules.shared_prompts import key_spans
+from aligner.parallel.context import chunk_numbers, local_slots
 from aligner.types import TokenBatch
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("past", [0, 9])
 def test_queries_of_a_late_chunk(groups, past, topology):
-    from aligner.models.modules.attention import _attend_to_past
-
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 6, 8, generator=generator, requires_grad=True)
     k, v = (torch.randn(2, groups, past + 6, 8, generator=generator, requires_grad=True) for _ in range(2))
@@ -31,8 +33,6 @@ def test_queries_of_a_late_chunk(groups, past, topology):
 
 
 def test_late_chunk_in_bfloat16(topology):
-    from aligner.models.modules.attention import _attend_to_past
-
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, 16, generator=generator).bfloat16().requires_grad_() for n in (8, 32, 32))
     mask = torch.ones(8, 32, dtype=torch.bool).tril(24)
@@ -44,8 +44,6 @@ def test_late_chunk_in_bfloat16(topology):
 
 def test_chunks_of_a_sequence():
     """Of 4 ranks, rank 1 holds the second and the seventh of eight chunks."""
-    from aligner.parallel.context import chunk_numbers, local_slots
-
     assert [chunk_numbers(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
     assert chunk_numbers(0, 1) == (0,)
     assert local_slots(16, 1, 4).tolist() == [2, 3, 12, 13]
@@ -71,9 +69,6 @@ def kernel_of_runs(query, key, value, queries, keys, most_queries, most_keys, dr
     "segments", [[(0, 5, -1), (5, 6, -1), (6, 14, -1)], [(0, 4, -1), (4, 9, 0), (9, 11, 0), (11, 13, -1), (13, 14, -1)]]
 )
 def test_all_runs_of_a_packed_row_in_one_call(segments, groups, monkeypatch, topology):
-    from aligner.models.modules import attention
-    from aligner.models.modules.shared_prompts import key_spans
-
     monkeypatch.setattr(attention, "_kernel_of_runs", kernel_of_runs)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(14, 4, 8, generator=generator, requires_grad=True)
@@ -91,10 +86,6 @@ def test_all_runs_of_a_packed_row_in_one_call(segments, groups, monkeypatch, top
 @pytest.mark.parametrize("cp", [2, 3])
 def test_all_runs_of_a_context_parallel_rank_in_one_call(cp, monkeypatch, topology):
     """Every rank's two chunks of each sequence attend to the gathered keys as they do in the whole sequence."""
-    from aligner.models.modules import attention
-    from aligner.models.modules.shared_prompts import key_spans
-    from aligner.parallel.context import local_slots
-
     monkeypatch.setattr(attention, "_kernel_of_runs", kernel_of_runs)
     bounds = [0, 2 * cp, 8 * cp]  # chunks of one token, and of three
     generator = torch.Generator().manual_seed(0)
@@ -111,9 +102,6 @@ def test_all_runs_of_a_context_parallel_rank_in_one_call(cp, monkeypatch, topolo
 
 def test_the_kernel_takes_what_it_is_given(topology):
     """torch's own operator, on tensors without contents: its arguments and the shape of what it gives."""
-    from aligner.models.modules.attention import all_runs, takes_all_runs
-    from aligner.models.modules.shared_prompts import key_spans
-
     spans = key_spans([(0, 4, -1), (4, 9, 0), (9, 11, 0)], 0, 1).to(torch.device("meta"))
     query, key, value = (torch.empty(11, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
     assert all_runs(query, key, value, spans, 0.125).shape == (11, 4, 64)
@@ -154,8 +142,6 @@ def test_no_layer_reads_the_bounds_of_packed_rows_back(make_model, monkeypatch):
 @pytest.mark.skipif(torch.__version__ < "2.9", reason="the kernels to compare with came with torch 2.9")
 def test_grouped_queries_before_torch_2_9(monkeypatch: pytest.MonkeyPatch):
     """Its kernels take as many heads of keys as of queries; outputs and gradients are those of the kernels that take fewer."""
-    from aligner.models.modules import attention
-
     names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
     random = torch.Generator().manual_seed(1)
     q, grad = (torch.randn(2, 6, 5, 8, generator=random) for _ in range(2))

@@ -7,12 +7,16 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Dtype, Family, ModelConfig
+from aligner.models.create import read_architecture
+from aligner.models.families import FAMILIES
+from aligner.models.modules.build import LanguageModel, ScalarModel, padded_vocab_size
+from aligner.models.modules.megatron_config import check_divisible, resolve_dtype
+from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.parallel.mcore import tensor_parallel
 from aligner.parallel.topology import ParallelConfig
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def sizes(**changes) -> Architecture:
@@ -34,16 +38,12 @@ def sizes(**changes) -> Architecture:
     ],
 )
 def test_impossible_layouts_are_named(architecture, tp, message):
-    from aligner.models.modules.megatron_config import check_divisible
-
     with pytest.raises(ConfigError) as caught:
         check_divisible(architecture, ParallelConfig(tp=tp))
     assert message in str(caught.value)
 
 
 def test_possible_layouts_pass():
-    from aligner.models.modules.megatron_config import check_divisible
-
     for tp in (1, 2, 4):  # fewer key-value heads than ranks are allowed
         check_divisible(sizes(num_attention_heads=4, num_key_value_heads=2), ParallelConfig(tp=tp))
 
@@ -53,8 +53,6 @@ def test_possible_layouts_pass():
     [(61, 8, 1, 64), (64, 8, 1, 64), (65, 8, 1, 72), (61, 8, 4, 64), (65, 8, 4, 72), (61, 1, 1, 61), (61, 1, 2, 62), (61, 128, 2, 128)],
 )
 def test_padded_vocabulary(vocab, divisor, tp, padded):
-    from aligner.models.modules.build import padded_vocab_size
-
     assert padded_vocab_size(vocab, divisor=divisor, tp=tp) == padded
 
 
@@ -92,8 +90,6 @@ def test_config_errors_name_field_and_value(kind, values, message):
 
 
 def test_vocabulary_weight_has_no_padding():
-    from aligner.models.modules.build import LanguageModel
-
     for tied in (True, False):
         module = LanguageModel(sizes(tied_embeddings=tied), ModelConfig(), ParallelConfig(), load=False)
         weight, start = module.vocabulary_weight()
@@ -104,9 +100,6 @@ def test_vocabulary_weight_has_no_padding():
 
 
 def test_scalar_models_have_the_same_float32_head_and_no_output_layer():
-    from aligner.models.modules.build import ScalarModel
-    from aligner.models.modules.scalar_head import Pooling, ScalarHead
-
     config = ModelConfig(dtype=Dtype.bfloat16)
     head = ScalarHead(outputs=("a", "b", "c"), pooling=Pooling.tokens)
     one, other = (ScalarModel(sizes(tied_embeddings=False), config, ParallelConfig(), load=False, head=head) for _ in range(2))
@@ -117,9 +110,6 @@ def test_scalar_models_have_the_same_float32_head_and_no_output_layer():
 
 
 def test_random_weights_follow_the_initializer_range():
-    from aligner.models.modules.build import LanguageModel
-    from aligner.parallel.mcore import tensor_parallel
-
     def weight(std: float) -> torch.Tensor:
         tensor_parallel.model_parallel_cuda_manual_seed(7)
         torch.manual_seed(7)
@@ -132,15 +122,11 @@ def test_random_weights_follow_the_initializer_range():
 
 
 def test_dtype_of_the_platform():
-    from aligner.models.modules.megatron_config import resolve_dtype
-
     assert resolve_dtype(Dtype.auto) == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
     assert resolve_dtype(Dtype.float32) == torch.float32 and resolve_dtype(Dtype.bfloat16) == torch.bfloat16
 
 
 def test_families_are_complete():
-    from aligner.models.families import FAMILIES
-
     assert set(FAMILIES) == set(Family)
 
 
@@ -154,14 +140,10 @@ def test_families_are_complete():
 )
 def test_a_model_that_its_family_cannot_describe(changes, message):
     """It would train well and export as another model."""
-    from aligner.models.create import read_architecture
-
     with pytest.raises(ConfigError, match=message):
         read_architecture(ModelConfig(architecture=sizes(**changes)), vocab_size=61)
 
 
 def test_vocabulary_of_the_tokenizer_where_the_config_gives_none():
-    from aligner.models.create import read_architecture
-
     assert read_architecture(ModelConfig(architecture=sizes(vocab_size=0)), vocab_size=45) == sizes(vocab_size=45)
     assert read_architecture(ModelConfig(architecture=sizes(vocab_size=50)), vocab_size=45) == sizes(vocab_size=50)

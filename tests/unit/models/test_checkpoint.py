@@ -4,55 +4,18 @@ from __future__ import annotations
 
 import json
 import weakref
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from model_steps import adam, make_batch, same, save, train, weights_of
 
 from aligner.errors import CheckpointError
-from aligner.losses.reward import BradleyTerry, bradley_terry_loss
-from aligner.losses.sft import sft_loss
+from aligner.models.checkpoint import checkpoint
+from aligner.models.checkpoint import optimizer as checkpoint_optimizer
 from aligner.models.config import Dtype
-from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch
+from aligner.types import TokenBatch
 
-ROWS, WIDTH, VOCAB = 4, 12, 61
-LOSSES = {"policy": sft_loss, "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard)}
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
-
-
-def adam(**changes) -> OptimizerConfig:
-    return OptimizerConfig(**({"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2} | changes))
-
-
-def make_batch(kind: str, number: int = 0):
-    tokens = torch.randint(1, VOCAB, (ROWS, WIDTH), generator=torch.Generator().manual_seed(number))
-    common = {"tokens": tokens, "lengths": torch.full((ROWS,), WIDTH), "loss_mask": torch.arange(WIDTH).expand(ROWS, WIDTH) > 3}
-    return PreferenceBatch(**common, margins=torch.zeros(ROWS // 2)) if kind == "reward" else LabeledBatch(**common)
-
-
-def train(model, kind: str, numbers) -> list[dict[str, float]]:
-    steps = [model.train_step(make_batch(kind, number), LOSSES[kind]) for number in numbers]
-    return [{name: metric.value() for name, metric in step.items()} for step in steps]
-
-
-def weights_of(model) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for chunk in model.model.chunks for name, p in chunk.named_parameters()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def save(model, directory: Path, step: int = 2, **state) -> Path:
-    from aligner.models.checkpoint.checkpoint import SaveRequest
-    from aligner.models.checkpoint.checkpoint import save as save_checkpoint
-
-    return save_checkpoint(directory, model.model, SaveRequest(step=step, state=state))
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 @pytest.mark.parametrize(
@@ -60,28 +23,24 @@ def save(model, directory: Path, step: int = 2, **state) -> Path:
     [("policy", True, Dtype.float32), ("policy", False, Dtype.float32), ("policy", True, Dtype.bfloat16), ("reward", True, Dtype.float32)],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(kind, distributed, dtype, make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     options = {"optimizer": adam(distributed=distributed), "config": {"dtype": dtype}, "training": {"micro_batch_size": 2}}
     first = make_model(kind, seed=1, **options)
-    train(first, kind, range(3))
+    train(first, range(3), kind)
     save(first, tmp_path, step=3, position=12, nested={"kl_coef": 0.25})
-    noise, metrics = torch.rand(4), train(first, kind, range(3, 6))
+    noise, metrics = torch.rand(4), train(first, range(3, 6), kind)
     resumed = make_model(kind, seed=2, **options)  # other random weights
-    train(resumed, kind, range(1))  # and an optimizer with a past of its own
+    train(resumed, range(1), kind)  # and an optimizer with a past of its own
     assert checkpoint.load(resumed.model, tmp_path) == {"position": 12, "nested": {"kl_coef": 0.25}}
     assert resumed.model.version == 3
     assert torch.equal(torch.rand(4), noise)
-    assert train(resumed, kind, range(3, 6)) == metrics
+    assert train(resumed, range(3, 6), kind) == metrics
     assert same(weights_of(resumed), weights_of(first)) and resumed.model.version == 6
 
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_rates_and_betas_are_those_of_the_run_that_goes_on(distributed, make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     first = make_model("policy", optimizer=adam(distributed=distributed))
-    train(first, "policy", range(2))
+    train(first, range(2))
     save(first, tmp_path)
     own = {"lr": 3e-3, "min_lr": 2e-3, "beta1": 0.6, "beta2": 0.7, "eps": 1e-6}
     resumed = make_model("policy", optimizer=adam(distributed=distributed, **own))
@@ -91,14 +50,12 @@ def test_rates_and_betas_are_those_of_the_run_that_goes_on(distributed, make_mod
 
 
 def test_layout_of_a_checkpoint(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors", "config.json"):
         (tokenizer / name).write_text(name)
     policy = make_model("policy", optimizer=adam())
-    train(policy, "policy", range(2))
+    train(policy, range(2))
     request = checkpoint.SaveRequest(step=7, state={"epoch": 1}, config_yaml="a: 1\n", tokenizer=tokenizer)
     path = checkpoint.save(tmp_path / "checkpoints", policy.model, request)
     assert path == tmp_path / "checkpoints" / "step_000007"
@@ -116,8 +73,6 @@ def test_layout_of_a_checkpoint(make_model, tmp_path):
 
 
 def test_a_frozen_model_saves_no_optimizer(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     reward = make_model("reward")
     path = save(reward, tmp_path)
     assert not (path / "optimizer").exists()
@@ -131,7 +86,7 @@ def test_a_frozen_model_saves_no_optimizer(make_model, tmp_path):
 
 def test_create_reads_a_checkpoint(make_model, load_policy, tmp_path):
     policy = make_model("policy", optimizer=adam())
-    train(policy, "policy", range(1))
+    train(policy, range(1))
     path = save(policy, tmp_path)
     (tmp_path / "best").write_text(path.name + "\n")
     for source in (path, tmp_path, tmp_path / "best"):
@@ -143,8 +98,6 @@ def test_create_reads_a_checkpoint(make_model, load_policy, tmp_path):
 
 
 def test_a_value_model_starts_from_a_reward_or_a_language_model(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     batch = TokenBatch(tokens=make_batch("policy").tokens, lengths=make_batch("policy").lengths)
     reward, policy = make_model("reward", seed=1), make_model("policy", seed=2)
     value = make_model("value", seed=3)
@@ -163,8 +116,6 @@ def test_a_value_model_starts_from_a_reward_or_a_language_model(make_model, tmp_
 def test_spread_experts_of_an_optimizer_that_is_not_distributed():
     from types import SimpleNamespace
 
-    from aligner.models.checkpoint import optimizer as checkpoint_optimizer
-
     one, two = (SimpleNamespace(param_groups=[], chained_optimizers=[object()] * number) for number in (1, 2))
     for optimizer, loaded in ((one, {0: {}, 1: {}}), (two, {"optimizer": {}, 0: {}, 1: {}})):
         with pytest.raises(CheckpointError, match=r"spread over ranks otherwise \(parallel.ep\).*needs optimizer.distributed=true"):
@@ -173,27 +124,23 @@ def test_spread_experts_of_an_optimizer_that_is_not_distributed():
 
 def test_a_resumed_run_follows_its_own_configs_schedule(make_model, tmp_path):
     """More steps and a lower rate were asked for than at first: the position is the checkpoint's, the schedule the new config's."""
-    from aligner.models.checkpoint import checkpoint
-
     options = {"warmup_steps": 0, "min_lr": 0.0, "clip_grad": 1e-6}
     short = make_model("policy", optimizer=adam(lr=1.0, **options), training={"total_steps": 4})
-    train(short, "policy", range(2))
+    train(short, range(2))
     save(short, tmp_path)
     longer = make_model("policy", optimizer=adam(lr=0.5, **options), training={"total_steps": 6})
     checkpoint.load(longer.model, tmp_path)
-    (metrics,) = train(longer, "policy", range(2, 3))
+    (metrics,) = train(longer, range(2, 3))
     assert metrics["optim/lr"] == pytest.approx(0.25)  # cosine, third of six steps: half of 0.5
 
 
 def test_a_checkpoint_from_before_the_first_step(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     for distributed in (True, False):
         first = make_model("policy", optimizer=adam(distributed=distributed), seed=1)
         save(first, tmp_path / str(distributed), step=0)
         second = make_model("policy", optimizer=adam(distributed=distributed), seed=2)
         checkpoint.load(second.model, tmp_path / str(distributed))
-        assert train(first, "policy", range(2)) == train(second, "policy", range(2))
+        assert train(first, range(2)) == train(second, range(2))
         assert same(weights_of(first), weights_of(second))
 
 
@@ -201,8 +148,6 @@ def test_a_checkpoint_from_before_the_first_step(make_model, tmp_path):
 
 
 def test_no_checkpoint_at_all(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     model = make_model("policy").model
     with pytest.raises(CheckpointError, match="absent: no checkpoint here .*no such directory"):
         checkpoint.load(model, tmp_path / "absent")
@@ -214,8 +159,6 @@ def test_no_checkpoint_at_all(make_model, tmp_path):
 
 
 def test_a_scalar_models_checkpoint_is_no_policy(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     path = save(make_model("reward"), tmp_path)
     with pytest.raises(CheckpointError, match="a scalar model's checkpoint cannot be loaded into a language model"):
         checkpoint.load(make_model("policy").model, path)
@@ -225,8 +168,6 @@ def test_a_scalar_models_checkpoint_is_no_policy(make_model, tmp_path):
     "change", [{"hidden_size": 16}, {"num_layers": 3}, {"num_layers": 1}, {"ffn_hidden_size": 32}, {"vocab_size": 60}, {"vocab_size": 90}]
 )
 def test_a_checkpoint_of_other_sizes_is_refused(change, make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     path = save(make_model("policy"), tmp_path)
     name = next(iter(change))
     with pytest.raises(CheckpointError, match=name):
@@ -234,8 +175,6 @@ def test_a_checkpoint_of_other_sizes_is_refused(change, make_model, tmp_path):
 
 
 def test_another_format_is_refused(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     path = save(make_model("policy"), tmp_path)
     marker = json.loads((path / "aligner.json").read_text())
     (path / "aligner.json").write_text(json.dumps(marker | {"format": 99}))
@@ -245,11 +184,8 @@ def test_another_format_is_refused(make_model, tmp_path):
 
 def test_loading_holds_the_optimizers_state_once(make_model, tmp_path, monkeypatch):
     """Of what was read nothing is left when the optimizer has it: a node's ranks would else need the double in host memory."""
-    from aligner.models.checkpoint import checkpoint
-    from aligner.models.checkpoint import optimizer as checkpoint_optimizer
-
     model = make_model("policy", optimizer=adam())
-    train(model, "policy", range(2))
+    train(model, range(2))
     save(model, tmp_path)
     seen = []
 

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from aligner.algorithms.grpo import TrainGRPO
+from aligner.algorithms.ppo import TrainPPO
+from aligner.data.config import PromptDataConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.checkpoint import files
-from aligner.run.settings import BestMode, CheckpointConfig
+from aligner.run.settings import BestMode, CheckpointConfig, LoopConfig
 
 
 def make(folder: Path, step: int, text: str = "") -> Path:
@@ -199,11 +202,6 @@ def test_settings_by_default():
 
 
 def test_the_best_checkpoint_needs_validation():
-    from aligner.algorithms.grpo import TrainGRPO
-    from aligner.algorithms.ppo import TrainPPO
-    from aligner.data.config import PromptDataConfig
-    from aligner.run.settings import LoopConfig
-
     best = CheckpointConfig(best_metric="validation/reward")
     for config in (TrainGRPO, TrainPPO):
         with pytest.raises(ConfigError, match="checkpoint.best_metric=validation/reward: needs loop.validate_every above 0"):

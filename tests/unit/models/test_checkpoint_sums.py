@@ -11,18 +11,21 @@ import pytest
 import torch
 
 from aligner.errors import CheckpointError
+from aligner.losses.sft import sft_loss
+from aligner.models.checkpoint import async_save, checkpoint
+from aligner.models.checkpoint import optimizer as checkpoint_optimizer
+from aligner.models.checkpoint import sums as checkpoint_sums
+from aligner.models.checkpoint.optimizer import boxes
 from aligner.models.config import Dtype
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.parallel import mcore
+from aligner.parallel.mcore import ShardedTensor
 from aligner.types import LabeledBatch
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def test_boxes_hold_a_range_of_a_tensor_in_its_order():
-    from aligner.models.checkpoint.optimizer import boxes
-
     for dims in (1, 2, 3, 4):
         for shape in itertools.product((1, 2, 3), repeat=dims):
             whole = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -34,14 +37,10 @@ def test_boxes_hold_a_range_of_a_tensor_in_its_order():
 
 
 def shard(key: str, data: torch.Tensor, *offsets: tuple[int, int, int], replica: int = 0, **rest):
-    from aligner.parallel.mcore import ShardedTensor
-
     return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=(0, 0, replica), **rest)
 
 
 def sums_of(*shards, vocabulary: int = 100):
-    from aligner.models.checkpoint import sums as checkpoint_sums
-
     return checkpoint_sums.saved(checkpoint_sums.find([list(shards)], vocabulary=vocabulary))
 
 
@@ -67,8 +66,6 @@ def test_a_sum_adds_up_over_any_split_and_sees_every_change():
 
 
 def test_large_tensors_are_summed_in_parts(monkeypatch):
-    from aligner.models.checkpoint import sums as checkpoint_sums
-
     whole = torch.randn(1, 1, 7, 5)
     wanted = sums_of(shard("w", whole))
     monkeypatch.setitem(checkpoint_sums._ELEMENTS_AT_A_TIME, "cpu", 6)
@@ -83,8 +80,6 @@ def test_rows_of_a_padded_vocabulary_do_not_count():
 
 
 def test_every_copy_is_compared():
-    from aligner.models.checkpoint import sums as checkpoint_sums
-
     values = torch.randn(4)
     wanted = sums_of(shard("w", values))
     for other, is_right in ((values, True), (values + 1, False)):
@@ -98,8 +93,6 @@ def test_every_copy_is_compared():
 
 
 def trained(make_model, **model):
-    from aligner.losses.sft import sft_loss
-
     policy = make_model("policy", optimizer=OptimizerConfig(lr=1e-2), **model)
     tokens = torch.randint(1, 61, (2, 8), generator=torch.Generator().manual_seed(0))
     batch = LabeledBatch(tokens=tokens, lengths=torch.full((2,), 8), loss_mask=torch.arange(8).expand(2, 8) > 3)
@@ -108,8 +101,6 @@ def trained(make_model, **model):
 
 
 def begin(model, folder: Path, **options):
-    from aligner.models.checkpoint import checkpoint
-
     request = checkpoint.SaveRequest(step=1, state={})
     return checkpoint.start_save(folder, model, request, in_background=False, **options)
 
@@ -117,8 +108,6 @@ def begin(model, folder: Path, **options):
 @pytest.fixture
 def spoil(monkeypatch):
     """`spoil(part)`: what is written of tensors in a folder is the negative of what was in memory; every digest is of what was written."""
-    from aligner.models.checkpoint import async_save
-
     real = async_save._write_bucket
 
     def start(name: str) -> None:
@@ -135,8 +124,6 @@ def spoil(monkeypatch):
 
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
 def test_what_was_written_wrongly_is_found_when_it_is_loaded(part, spoil, make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     model = trained(make_model)
     spoil(part)
     path = begin(model, tmp_path).publish()
@@ -166,10 +153,6 @@ def test_weights_written_wrongly_do_not_start_a_run(spoil, make_model, load_poli
 @pytest.mark.parametrize("dtype", list(Dtype)[1:])
 def test_a_checkpoint_of_an_earlier_version_whose_optimizer_state_is_anothers(dtype, make_model, tmp_path, monkeypatch):
     """As Megatron-Core 0.16.1 writes it behind a padded bucket: shifted, the end filled with zeros; and no sums."""
-    from aligner.models.checkpoint import checkpoint
-    from aligner.models.checkpoint import optimizer as checkpoint_optimizer
-    from aligner.models.checkpoint import sums as checkpoint_sums
-
     model = trained(make_model, config={"dtype": dtype})
     real = checkpoint_optimizer._Held.values
 
@@ -192,9 +175,6 @@ def test_a_checkpoint_of_an_earlier_version_whose_optimizer_state_is_anothers(dt
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_without_sums(make_model, tmp_path, monkeypatch):
-    from aligner.models.checkpoint import checkpoint
-    from aligner.models.checkpoint import sums as checkpoint_sums
-
     model = trained(make_model)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_sums, "write", lambda directory, sums: None)
@@ -203,8 +183,6 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_sums(make_model, tmp
 
 
 def test_sums_are_part_of_what_is_verified(make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     model = trained(make_model)
     path = begin(model, tmp_path).publish()
     sums = json.loads((path / "sums.json").read_text())
@@ -215,8 +193,6 @@ def test_sums_are_part_of_what_is_verified(make_model, tmp_path):
 
 
 def test_upstreams_warning_of_corruption_is_an_error():
-    from aligner.parallel import mcore
-
     logger = logging.getLogger(mcore.DistributedOptimizer.__module__)
     with pytest.raises(RuntimeError, match="padded with zeros which can lead to data corruption"):
         logger.warning(

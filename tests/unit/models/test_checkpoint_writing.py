@@ -7,55 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
+from model_steps import adam, same, save, train, weights_of
 
 from aligner.errors import CheckpointError
-from aligner.losses.sft import sft_loss
-from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import LabeledBatch
+from aligner.models.checkpoint import async_save, checkpoint
+from aligner.models.checkpoint import files as checkpoint_files
 
-ROWS, WIDTH, VOCAB = 4, 12, 61
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
-
-
-def adam() -> OptimizerConfig:
-    return OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2)
-
-
-def train(model, numbers) -> list[dict[str, float]]:
-    """One step on each of the batches of these numbers."""
-    metrics = []
-    for number in numbers:
-        tokens = torch.randint(1, VOCAB, (ROWS, WIDTH), generator=torch.Generator().manual_seed(number))
-        mask = torch.arange(WIDTH).expand(ROWS, WIDTH) > 3
-        step = model.train_step(LabeledBatch(tokens=tokens, lengths=torch.full((ROWS,), WIDTH), loss_mask=mask), sft_loss)
-        metrics.append({name: metric.value() for name, metric in step.items()})
-    return metrics
-
-
-def weights_of(model) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for chunk in model.model.chunks for name, p in chunk.named_parameters()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def save(model, directory: Path, step: int = 2, **state) -> Path:
-    from aligner.models.checkpoint.checkpoint import SaveRequest
-    from aligner.models.checkpoint.checkpoint import save as save_checkpoint
-
-    return save_checkpoint(directory, model.model, SaveRequest(step=step, state=state))
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 @pytest.mark.parametrize("failing", ["weights", "optimizer"])
 def test_a_failed_save_leaves_no_checkpoint(failing, make_model, tmp_path, monkeypatch):
     """The disk is full half way: `latest` still names the one before, and the next attempt succeeds."""
-    from aligner.models.checkpoint import async_save, checkpoint
-
     policy = make_model("policy", optimizer=adam())
     good = save(policy, tmp_path, step=1)
     train(policy, range(1))
@@ -85,9 +48,6 @@ def operations(patch, before) -> None:
     import os
     import shutil
 
-    from aligner.models.checkpoint import async_save
-    from aligner.models.checkpoint import files as checkpoint_files
-
     def announced(real):
         def call(*args, **kwargs):
             before()
@@ -106,8 +66,6 @@ def operations(patch, before) -> None:
 
 def test_a_save_that_is_killed_before_any_of_its_operations(make_model, tmp_path, monkeypatch):
     """Whatever was done last, the newest checkpoint is whole: the one before up to the rename, the new one from then on."""
-    from aligner.models.checkpoint import checkpoint
-    from aligner.models.checkpoint import files as checkpoint_files
 
     class Killed(BaseException):
         pass
@@ -198,8 +156,6 @@ def test_a_step_that_is_saved_again_replaces_the_first(make_model, tmp_path):
 
 def test_what_is_saved_in_the_background_is_the_state_of_that_moment(make_model, tmp_path):
     """Training goes on while the files are written: the checkpoint is the one that a synchronous save writes, and so is its resumption."""
-    from aligner.models.checkpoint import checkpoint
-
     first = make_model("policy", optimizer=adam(), seed=1)
     train(first, range(2))
     pending = checkpoint.start_save(tmp_path / "async", first.model, checkpoint.SaveRequest(step=2, state={}), in_background=True)
@@ -215,8 +171,6 @@ def test_what_is_saved_in_the_background_is_the_state_of_that_moment(make_model,
 
 
 def test_an_error_in_the_background_is_raised_at_publication(make_model, tmp_path, monkeypatch):
-    from aligner.models.checkpoint import async_save, checkpoint
-
     policy = make_model("policy", optimizer=adam())
     good = save(policy, tmp_path, step=1)
 
@@ -232,8 +186,6 @@ def test_an_error_in_the_background_is_raised_at_publication(make_model, tmp_pat
 
 def test_a_writer_that_never_ends_is_given_up(make_model, tmp_path, monkeypatch):
     from threading import Event
-
-    from aligner.models.checkpoint import async_save, checkpoint
 
     policy, released, real = make_model("policy"), Event(), async_save._write_bucket
 

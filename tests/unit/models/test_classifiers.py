@@ -9,25 +9,26 @@ import torch
 from safetensors.torch import load_file
 
 from aligner.errors import CheckpointError, ConfigError
+from aligner.jobs import parts
+from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype, ModelConfig
+from aligner.models.create import create_reward_model, create_value_model, read_architecture
 from aligner.models.modules.scalar_head import Pooling, ScalarHead, read_head
+from aligner.models.training.trainable import Training
+from aligner.models.weights.weights import save_hf
+from aligner.parallel.topology import ParallelConfig
 from aligner.types import StepBatch, TokenBatch
+
+pytestmark = pytest.mark.usefixtures("topology")
 
 TOLERANCE = 1e-4
 NAMES = ("good", "long", "kind")
 PAD = 0
 
 
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
-
-
 @pytest.fixture
 def reward_model(hf_directory, topology):
     """`reward_model(name or path, head)`: one from a directory."""
-    from aligner.models.create import create_reward_model, read_architecture
-    from aligner.models.training.trainable import Training
-    from aligner.parallel.topology import ParallelConfig
 
     def make(source, head=None):
         config = ModelConfig(
@@ -53,8 +54,6 @@ def batch() -> TokenBatch:
 
 
 def export(reward, directory) -> None:
-    from aligner.models.weights.weights import save_hf
-
     save_hf(reward.model.chunks, directory, writer=True)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"pad_token_id": PAD}))
@@ -62,8 +61,6 @@ def export(reward, directory) -> None:
 
 def saved(model, folder):
     """The directory of a checkpoint."""
-    from aligner.models.checkpoint import checkpoint
-
     return checkpoint.save(folder, model.model, checkpoint.SaveRequest(step=1, state={}))
 
 
@@ -128,10 +125,6 @@ def test_a_model_that_transformers_made_is_read(hf_directory, reward_model, tmp_
 
 
 def test_checkpoints_keep_the_head_and_refuse_another(make_model, tmp_path, topology):
-    from aligner.models.create import create_reward_model, read_architecture
-    from aligner.models.training.trainable import Training
-    from aligner.parallel.topology import ParallelConfig
-
     head = ScalarHead(outputs=NAMES, pooling=Pooling.mean)
     reward = make_model("reward", head=head)
     path = saved(reward, tmp_path)
@@ -146,10 +139,6 @@ def test_checkpoints_keep_the_head_and_refuse_another(make_model, tmp_path, topo
 
 def test_a_critic_starts_from_the_weighted_sum_of_attributes(make_model, tmp_path, topology):
     """Its value of the state behind a row's last token is the row's reward."""
-    from aligner.models.create import create_value_model, read_architecture
-    from aligner.models.training.trainable import Training
-    from aligner.parallel.topology import ParallelConfig
-
     weights = (0.5, -2.0, 1.0)
     reward = make_model("reward", head=ScalarHead(outputs=NAMES))
     config = ModelConfig(path=str(saved(reward, tmp_path)), dtype=Dtype.float32, make_vocab_divisible_by=8)
@@ -165,8 +154,6 @@ def test_a_critic_starts_from_the_weighted_sum_of_attributes(make_model, tmp_pat
 
 
 def test_where_one_token_ends_and_pads_sequences_have_no_padding_token(tmp_path, reward_model, monkeypatch):
-    from aligner.jobs import parts
-
     class Same:
         bos_id, eos_id, pad_id = 1, 2, 2
 

@@ -10,15 +10,12 @@ import torch
 
 from aligner.errors import CheckpointError, ConfigError
 from aligner.losses.sft import sft_loss
-from aligner.models.checkpoint import checkpoint, disk_space
-from aligner.models.checkpoint import size as checkpoint_size
+from aligner.models.checkpoint import checkpoint, files
 from aligner.models.config import Dtype
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 @pytest.fixture
@@ -41,24 +38,24 @@ def save(model, directory: Path, step: int) -> Path:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(disk_space.os, "statvfs", lambda path: SimpleNamespace(f_bavail=size // 512, f_frsize=512))
+    monkeypatch.setattr(files.os, "statvfs", lambda path: SimpleNamespace(f_bavail=size // 512, f_frsize=512))
 
 
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
 def test_the_estimate_is_about_the_size(trained, tmp_path, monkeypatch, dtype):
     model, asked = trained(dtype), []
-    monkeypatch.setattr(disk_space, "check_room", lambda directory, needed: asked.append(needed))
+    monkeypatch.setattr(files, "check_room", lambda directory, needed: asked.append(needed))
     path = save(model, tmp_path, 1)
     (planned,) = asked
     written = sum(file.stat().st_size for folder in ("weights", "optimizer") for file in (path / folder).glob("*.distcp"))
-    assert 0.93 * planned < checkpoint_size.estimated_bytes(model) < 1.02 * planned  # besides tensors there are 10 kB of settings
+    assert 0.93 * planned < checkpoint.estimated_bytes(model) < 1.02 * planned  # besides tensors there are 10 kB of settings
     assert planned / 1.02 <= written < planned + 2000 * 4 * len(list(model.module.parameters()))  # each tensor has a header
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_written(trained, tmp_path, monkeypatch):
     model = trained()
     good = save(model, tmp_path, 1)
-    needed = checkpoint_size.estimated_bytes(model)
+    needed = checkpoint.estimated_bytes(model)
     with monkeypatch.context() as patch:
         free(patch, needed // 2)
         with pytest.raises(CheckpointError, match=r"step_000002.*: a checkpoint of \d+\.\d MiB does not fit, \d+\.\d MiB are free there"):
@@ -70,19 +67,19 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_written(trained,
 
 def test_the_start_warns_where_too_few_fit(trained, tmp_path, monkeypatch):
     model, folder = trained(), tmp_path / "run" / "checkpoints" / "policy"  # yet to be made
-    assert checkpoint_size.shortage(model, folder, keep=3) == ""
-    free(monkeypatch, int(checkpoint_size.estimated_bytes(model) * 2.5))
-    warning = checkpoint_size.shortage(model, folder, keep=2)
+    assert checkpoint.shortage(model, folder, keep=3) == ""
+    free(monkeypatch, int(checkpoint.estimated_bytes(model) * 2.5))
+    warning = checkpoint.shortage(model, folder, keep=2)
     assert warning.startswith(f"warning: {folder}: a checkpoint takes about ")
-    assert warning.endswith("room for 2, the run wants 3 at a time (checkpoint.keep=2)")
-    assert checkpoint_size.shortage(model, folder, keep=0) == ""  # keeps all: there is room for two
+    assert warning.endswith("room for 2, the run needs 3 at a time (checkpoint.keep=2)")
+    assert checkpoint.shortage(model, folder, keep=0) == ""  # keeps all: there is room for two
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_at_the_start(trained, tmp_path, monkeypatch):
     model = trained()
-    free(monkeypatch, checkpoint_size.estimated_bytes(model) // 2)
+    free(monkeypatch, checkpoint.estimated_bytes(model) // 2)
     with pytest.raises(ConfigError, match=rf"run.directory: {tmp_path}: a checkpoint takes about .* free: not even one fits"):
-        checkpoint_size.shortage(model, tmp_path, keep=1)
+        checkpoint.shortage(model, tmp_path, keep=1)
 
 
 def test_what_is_said_of_an_error_that_hides_the_systems(tmp_path):
@@ -92,5 +89,5 @@ def test_what_is_said_of_an_error_that_hides_the_systems(tmp_path):
         except OSError as inner:
             raise RuntimeError("unexpected pos 64 vs 0") from inner
     except RuntimeError as error:
-        assert disk_space.explain(error, tmp_path).startswith("the file system is full: shard (ENOSPC: No space left on device); ")
-    assert disk_space.explain(RuntimeError("unexpected pos"), tmp_path).startswith(f"{tmp_path}: unexpected pos; ")
+        assert files.explain(error, tmp_path).startswith("the file system is full: shard (ENOSPC: No space left on device); ")
+    assert files.explain(RuntimeError("unexpected pos"), tmp_path).startswith(f"{tmp_path}: unexpected pos; ")

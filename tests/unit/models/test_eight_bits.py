@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aligner.errors import ConfigError
+from aligner.models.architecture.divisible import check_fp8, fp8_recipe
 from aligner.models.config import Architecture, Fp8Recipe, ModelConfig
-from aligner.models.modules.eight_bits import check, chosen
 from aligner.parallel.topology import ParallelConfig
 
 QWEN_7B = {
@@ -25,9 +25,9 @@ MIXTURE = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 4
     [(8.9, "tensorwise"), (9.0, "blockwise"), (10.0, "mxfp8"), (10.3, "mxfp8"), (11.0, "mxfp8"), (12.0, "tensorwise")],
 )
 def test_auto_is_what_the_gpu_computes_best(capability, recipe):
-    assert chosen(ModelConfig(fp8=True), capability).value == recipe
+    assert fp8_recipe(ModelConfig(fp8=True), capability).value == recipe
     for named in ("blockwise", "mxfp8", "tensorwise"):
-        assert chosen(ModelConfig(fp8=True, fp8_recipe=Fp8Recipe(named)), capability).value == named
+        assert fp8_recipe(ModelConfig(fp8=True, fp8_recipe=Fp8Recipe(named)), capability).value == named
 
 
 @pytest.mark.parametrize(
@@ -59,20 +59,20 @@ def test_sizes_that_a_recipe_cannot_scale_are_named(recipe, architecture, parall
     model = ModelConfig(fp8=True, fp8_recipe=Fp8Recipe(recipe))
     arguments = Architecture(**QWEN_7B | architecture), model, ParallelConfig(**parallel), Fp8Recipe(recipe)
     if not message:
-        check(*arguments)
+        check_fp8(*arguments)
         return
     with pytest.raises(ConfigError) as raised:
-        check(*arguments)
+        check_fp8(*arguments)
     assert str(raised.value).startswith(f"model.fp8_recipe={recipe}: ") and message in str(raised.value)
 
 
 def test_auto_says_what_it_is_here():
     with pytest.raises(ConfigError, match=r"^model.fp8_recipe=auto \(here blockwise\): hidden_size on a rank is 96, not a multiple of 128"):
-        check(Architecture(**QWEN_7B | {"hidden_size": 96}), ModelConfig(fp8=True), ParallelConfig(), Fp8Recipe.blockwise)
+        check_fp8(Architecture(**QWEN_7B | {"hidden_size": 96}), ModelConfig(fp8=True), ParallelConfig(), Fp8Recipe.blockwise)
 
 
 def test_blocks_are_not_exchanged_while_layers_compute():
     overlap = ParallelConfig(tp=2, sequence_parallel=True, tp_comm_overlap=True)
-    check(Architecture(**QWEN_7B), ModelConfig(fp8=True), overlap, Fp8Recipe.mxfp8)
+    check_fp8(Architecture(**QWEN_7B), ModelConfig(fp8=True), overlap, Fp8Recipe.mxfp8)
     with pytest.raises(ConfigError, match="parallel.tp_comm_overlap=true; allowed: false, or model.fp8_recipe=tensorwise"):
-        check(Architecture(**QWEN_7B), ModelConfig(fp8=True), overlap, Fp8Recipe.blockwise)
+        check_fp8(Architecture(**QWEN_7B), ModelConfig(fp8=True), overlap, Fp8Recipe.blockwise)

@@ -16,6 +16,11 @@ from aligner.files import conf_directory
 from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Activation, Architecture, Layers, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.modules.build import build_language_model
+from aligner.models.modules.fusions import choose_layers
+from aligner.models.modules.layers import ZeroCenteredLayerNorm
+from aligner.models.modules.megatron_config import transformer_config
+from aligner.parallel import mcore
 from aligner.parallel.topology import ParallelConfig
 from aligner.settings.compose import from_yaml
 
@@ -45,8 +50,6 @@ def shipped(name: str) -> ModelConfig:
 
 def count(architecture: Architecture) -> int:
     """Parameters of the model that is really built, on the meta device."""
-    from aligner.models.modules.build import build_language_model
-
     with torch.device("meta"):
         chunks = build_language_model(architecture, ModelConfig(make_vocab_divisible_by=1), ParallelConfig(), load=True)
     return sum(p.numel() for chunk in chunks for p in chunk.parameters())
@@ -219,9 +222,6 @@ def test_architectures_that_make_no_sense(fields, message):
 
 @pytest.mark.parametrize("fields", [{"attention_out_bias": True}, {"mlp_bias": True}])
 def test_what_transformer_engine_does_not_compute_here(fields, monkeypatch):
-    from aligner.models.modules.fusions import choose_layers
-    from aligner.parallel import mcore
-
     monkeypatch.setattr(mcore, "transformer_engine_problem", lambda: "")
     (name,) = fields
     assert choose_layers(Architecture(**fields), ModelConfig(), torch.bfloat16) == (False, ANY)
@@ -230,9 +230,6 @@ def test_what_transformer_engine_does_not_compute_here(fields, monkeypatch):
 
 
 def test_a_factor_on_part_of_each_head_wants_torchs_layers(monkeypatch):
-    from aligner.models.modules.fusions import choose_layers
-    from aligner.parallel import mcore
-
     monkeypatch.setattr(mcore, "transformer_engine_problem", lambda: "")
     monkeypatch.setattr(mcore, "transformer_engine_version", lambda: "2.9.0")
     whole, part = (Architecture(rope_attention_factor=1.2, rotary_fraction=fraction) for fraction in (1.0, 0.5))
@@ -252,8 +249,6 @@ def test_odd_heads_are_allowed_where_nothing_is_rotated():
 
 
 def settings(parallel: dict | None = None, model: dict | None = None, **architecture):
-    from aligner.models.modules.megatron_config import transformer_config
-
     sizes = Architecture(**({"vocab_size": 61} | architecture))
     return transformer_config(sizes, ModelConfig(**(model or {})), ParallelConfig(**(parallel or {})), load=True)
 
@@ -303,8 +298,6 @@ def test_activations_by_hand():
 
 def test_zero_centered_norm_by_hand():
     """x = [-1, 1] has mean 0 and variance 1: with weights [0.5, -1] and biases [0.25, 2] it becomes [-1.5 + 0.25, 0 + 2]."""
-    from aligner.models.modules.layers import ZeroCenteredLayerNorm
-
     norm = ZeroCenteredLayerNorm(2, eps=0.0)
     x = torch.tensor([[-1.0, 1.0]])
     assert torch.equal(norm(x), x)  # starts as the identity on normalized input

@@ -6,15 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from aligner.losses.sft import sft_loss
 from aligner.models.config import Dtype
+from aligner.models.modules import heads
+from aligner.models.modules.heads import _projection
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel import platform
 from aligner.parallel.logprobs import FAST, ROUNDED, Projection, float32_product, linear_logprobs, linear_logprobs_of, linear_topk
+from aligner.rollout.builtin.megatron import MegatronEngine
+from aligner.rollout.config import RolloutConfig
+from aligner.types import LabeledBatch
+
+pytestmark = pytest.mark.usefixtures("topology")
 
 N, H, V = 11, 24, 1500  # more columns than a CPU converts at a time
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def inputs(dtype: torch.dtype, seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,11 +137,6 @@ def test_float32_weights_are_added_as_ever():
 def gradient_of_output(make_model, monkeypatch, *, tied: bool, overlap: bool) -> tuple[Tensor, Tensor, Tensor]:
     """[V, H] of a step of micro-batches of one row: what the optimizer gets; the sums in float64 of what each micro-batch gives the output
     layer and the embedding; and the first of these rounded to bfloat16 in each micro-batch."""
-    from aligner.losses.sft import sft_loss
-    from aligner.models.modules import heads
-    from aligner.models.training.optimizer import OptimizerConfig
-    from aligner.types import LabeledBatch
-
     tokens = torch.randint(3, 61, (6, 9), generator=torch.Generator().manual_seed(3))
     mask = torch.ones(tokens.shape, dtype=torch.bool)
     mask[:, 0] = False
@@ -198,10 +198,6 @@ def test_a_tied_embeddings_own_gradient_is_added_once(make_model, monkeypatch):
 @pytest.mark.parametrize("shape", [{}, {"logits_softcap": 5.0}, {"logits_scale": 0.5}])
 @pytest.mark.parametrize("float32_logits", [True, False])
 def test_engine_and_trainer_have_the_same_logits(make_model, float32_logits, shape):
-    from aligner.models.modules.heads import _projection
-    from aligner.rollout.builtin.megatron import MegatronEngine
-    from aligner.rollout.config import RolloutConfig
-
     policy = make_model("policy", architecture=shape, config={"dtype": Dtype.bfloat16, "float32_logits": float32_logits})
     engine = MegatronEngine([policy.module], RolloutConfig(), eos_id=2)
     engine.refit(0)

@@ -19,6 +19,8 @@ import torch
 from megatron_files import chunks_of, with_common_file
 
 from aligner.errors import CheckpointError
+from aligner.models.checkpoint import safe_pickle
+from aligner.models.checkpoint.foreign.model import describe, is_foreign
 
 pytestmark = pytest.mark.cpu  # files, which no device reads
 NEMO = megatron_files.nemo_config("llama")
@@ -60,8 +62,6 @@ def test_pickles_run_nothing(file: str, copy: Path, tmp_path: Path):
 
 def _spoil_tensor(path: Path, harm: Harm) -> None:
     """Put a pickle into the place of one tensor, which is long enough for it."""
-    from aligner.models.checkpoint import safe_pickle
-
     metadata = safe_pickle.read_metadata(io.BytesIO((path / ".metadata").read_bytes()), "")
     stored = next(place for index, place in metadata.storage_data.items() if index.fqn == "embedding.word_embeddings.weight")
     buffer = io.BytesIO()
@@ -73,8 +73,6 @@ def _spoil_tensor(path: Path, harm: Harm) -> None:
 
 def test_objects_of_other_classes_stand_for_themselves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Those of Megatron's and numpy's are neither imported nor made: what is plain beside them is read."""
-    from aligner.models.checkpoint import safe_pickle
-
     module = types.ModuleType("megatron.core.transformer.enums")
     module.AttnBackend = megatron_files.AttnBackend
     monkeypatch.setitem(sys.modules, module.__name__, module)  # where pickle looks the class up
@@ -128,7 +126,7 @@ def no_shards(path: Path) -> None:
         (damage_marker, "metadata.json: sharded_backend='fsdp_dtensor' is not read; allowed: torch_dist, zarr"),
         (damage_shard, r"__0_\d.distcp is cut short"),
         pytest.param(damage_common, "common.pt: is refused or damaged: File is not a zip file", marks=with_common_file),
-        (no_arguments, "common.pt: holds no args of Megatron-LM, which say what kind of model it is"),
+        (no_arguments, "common.pt: holds no args of Megatron-LM, which describe the model"),
         (no_shards, r"__0_\d.distcp is missing"),
         pytest.param(lambda path: (path / "common.pt").unlink(), "has neither common.pt nor a common state", marks=with_common_file),
         (lambda path: (path / ".metadata").unlink(), r"\.metadata is missing"),
@@ -147,7 +145,7 @@ def test_damaged_archives(copy: Path, tmp_path: Path):
     for data in (whole[: len(whole) // 2], b"\x1f\x8b" + whole[2:], b"PK" + bytes(2000)):
         archive.write_bytes(data)
         with pytest.raises(
-            CheckpointError, match="model.nemo: (is no NeMo archive, or damaged|cannot be read|has no model_weights)"
+            CheckpointError, match="model.nemo: (not a NeMo archive, or damaged|cannot be read|has no model_weights)"
         ) as raised:
             chunks_of(archive)
         assert "\n" not in str(raised.value)
@@ -182,12 +180,10 @@ def test_damaged_arrays(key: str, value: Any, says: str, copy: Path, tmp_path: P
         (["context/model.yaml", "weights/metadata.json"], "is of NeMo 2; allowed: the Hugging Face model that `nemo llm export` writes"),
         (["mp_rank_00/model_optim_rng.pt"], "mp_rank_00/model_optim_rng.pt: is of the form with a pickle per rank"),
         (["model_config.yaml", "model_weights.ckpt"], "model_weights.ckpt: is of the form with a pickle per rank"),
-        (["latest_checkpointed_iteration.txt"], "says '': there is no iter_0000000 beside it"),
+        (["latest_checkpointed_iteration.txt"], "names '', but iter_0000000 is not beside it"),
     ],
 )
 def test_other_forms(names: list[str], says: str, tmp_path: Path):
-    from aligner.models.checkpoint.foreign.model import describe, is_foreign
-
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

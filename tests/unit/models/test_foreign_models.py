@@ -12,6 +12,12 @@ import torch
 from megatron_files import ARGUMENTS, ROWS, chunks_of, with_common_file
 
 from aligner.errors import AlignerError, CheckpointError, ConfigError
+from aligner.models.checkpoint.foreign.model import describe, open_weights
+from aligner.models.checkpoint.foreign.settings import from_nemo
+from aligner.models.checkpoint.foreign.tensors import Files, TorchDist
+from aligner.models.config import LoraConfig
+from aligner.models.weights.weights import export_hf, save_hf
+from aligner.parallel.mcore import RowParallelLinear
 
 pytestmark = pytest.mark.cpu  # the model that is compared is Megatron-Core's own, as it was made
 TOKENS = torch.arange(3, 27)[None]
@@ -19,8 +25,6 @@ TOKENS = torch.arange(3, 27)[None]
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the model at `path` by its Hugging Face name."""
-    from aligner.models.weights.weights import export_hf
-
     return {name: tensor.detach().clone() for name, tensor in export_hf(chunks_of(path))}
 
 
@@ -52,8 +56,6 @@ def test_logits_are_megatrons(name: str, megatron_lm, tmp_path: Path):
     """Of the Hugging Face model that comes of it; the vocabulary keeps its padding where the arguments do not say how long it is."""
     from transformers import AutoModelForCausalLM
 
-    from aligner.models.weights.weights import save_hf
-
     path, model = megatron_lm(name)
     chunks = chunks_of(path)
     assert chunks[0].architecture.vocab_size == (ARGUMENTS[name].get("vocab_size") or ROWS)
@@ -67,8 +69,6 @@ def test_logits_are_megatrons(name: str, megatron_lm, tmp_path: Path):
 
 
 def test_rope_scaling_is_llama_3s(megatron_lm):
-    from aligner.models.checkpoint.foreign.model import describe
-
     found = describe(megatron_lm("llama_scaled")[0]).architecture
     assert (found.rope_llama3_factor, found.rope_original_length, found.rope_low_freq_factor) == (4.0, 8192, 1.0)
 
@@ -105,16 +105,11 @@ def test_every_form_has_the_same_bits(name: str, form: str, megatron_lm, tmp_pat
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    from aligner.models.checkpoint.foreign.files import Files
-    from aligner.models.checkpoint.foreign.torch_dist import TorchDist
-
     return TorchDist(Files(path), "").shapes()
 
 
 @with_common_file
 def test_bfloat16_in_both_forms(megatron_lm, tmp_path: Path):
-    from aligner.models.checkpoint.foreign.model import describe, open_weights
-
     args = megatron_files.arguments("llama")
     whole = megatron_files.save(tmp_path / "torch", megatron_files.build(args).bfloat16(), args)
     zarr = megatron_files.to_zarr(whole, tmp_path / "zarr")
@@ -134,8 +129,6 @@ def test_model_path(megatron_lm, load_policy, tmp_path: Path):
     assert policy.model.chunks[0].architecture.family == "qwen2"
     fused = policy.model.chunks[0].decoder.layers[1].self_attention.linear_qkv.weight
     assert torch.equal(fused, model.decoder.layers[1].self_attention.linear_qkv.weight)
-    from aligner.models.config import LoraConfig
-
     with pytest.raises(ConfigError, match=r"model.lora.rank=4: adapters belong to .* allowed: 0, or model.path=DIR of `aligner convert"):
         load_policy(archive, config={"lora": LoraConfig(rank=4)})
 
@@ -145,8 +138,6 @@ def test_model_path(megatron_lm, load_policy, tmp_path: Path):
 
 def scorer(tmp_path: Path, *, outputs: int = 1, bias: float = 0.0, **config: Any) -> tuple[Path, torch.Tensor]:
     """(an archive of a model with `rm_head`, its weight)."""
-    from aligner.parallel.mcore import RowParallelLinear
-
     model = megatron_files.build(megatron_files.arguments("llama"))
     own = {"config": model.config, "init_method": torch.nn.init.zeros_, "bias": True, "input_is_parallel": False, "skip_bias_add": False}
     model.rm_head = RowParallelLinear(model.config.hidden_size, outputs, **own)
@@ -201,8 +192,6 @@ NEMOTRON = megatron_files.nemo_config("gpt2", rotary_percentage=0.5, share_embed
     ],
 )
 def test_nemos_settings(config: dict[str, Any], expected: dict[str, Any]):
-    from aligner.models.checkpoint.foreign.settings import from_nemo
-
     found = from_nemo(config, rows=ROWS)
     assert {name: getattr(found, name) for name in expected} == expected
 
@@ -226,8 +215,6 @@ def test_nemos_settings(config: dict[str, Any], expected: dict[str, Any]):
     ],
 )
 def test_nemos_settings_that_are_not_computed(config: dict[str, Any], says: str):
-    from aligner.models.checkpoint.foreign.settings import from_nemo
-
     with pytest.raises(ConfigError, match=says):
         from_nemo(NEMO | config, rows=ROWS)
 

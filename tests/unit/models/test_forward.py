@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aligner.models.modules import heads
+from aligner.models.training.forward import cut
+from aligner.models.training.placement import Splits
 from aligner.parallel import platform
 from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch, ValueBatch
 from aligner.types.rows import trim_columns
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 VOCAB, WIDTH = 61, 20
 LENGTHS = (20, 6, 13, 9, 17)
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def labeled(lengths=LENGTHS, width: int = WIDTH, prompt: int = 3) -> LabeledBatch:
@@ -28,9 +29,6 @@ def labeled(lengths=LENGTHS, width: int = WIDTH, prompt: int = 3) -> LabeledBatc
 
 
 def test_fillers_hold_one_token_and_learn_nothing():
-    from aligner.models.training.forward import cut
-    from aligner.models.training.placement import Splits
-
     batch = labeled(prompt=0)  # every token counts, the first one too
     parts = cut(batch, [[0, 1], [2]], Splits(), count=4, unit=2, fixed_shape=False)
     assert [part.filler for part in parts] == [False, False, True, True]
@@ -67,8 +65,6 @@ def test_logprob_of_token_t_is_given_the_tokens_before_it(make_model, temperatur
 
 
 def test_only_masked_positions_are_projected(make_model, monkeypatch):
-    from aligner.models.modules import heads
-
     policy, batch = make_model("policy", training={"micro_batch_size": 2}), labeled(prompt=5)
     seen = []
 
@@ -108,9 +104,6 @@ def test_padding_does_not_matter(make_model):
 
 
 def test_micro_batches_are_cut_to_their_longest_row():
-    from aligner.models.training.forward import cut
-    from aligner.models.training.placement import Splits
-
     def shapes(batch: LabeledBatch, splits: Splits) -> list[tuple[int, ...]]:
         rows = [list(range(start, min(start + 2, len(batch.lengths)))) for start in range(0, len(batch.lengths), 2)]
         return [tuple(part.placement.tokens.shape) for part in cut(batch, rows, splits, count=0, unit=1, fixed_shape=False)]

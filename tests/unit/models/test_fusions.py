@@ -8,20 +8,22 @@ import pytest
 import torch
 
 from aligner.models.config import Activation, Architecture, Dtype, Layers, LoraConfig, ModelConfig, PositionEmbedding
+from aligner.models.modules.fusions import Kernel, say_once, table
+from aligner.models.modules.megatron_config import transformer_config
+from aligner.parallel import mcore
+from aligner.parallel.mcore import ColumnParallelLinear
+from aligner.parallel.topology import ParallelConfig
+
+pytestmark = pytest.mark.usefixtures("topology")
 
 MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
 EVERYTHING = frozenset({"rope", "experts", "permutation"})
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 @pytest.fixture
 def with_te(monkeypatch):
     """As on a GPU where Transformer Engine imports, Apex does not, and torch can compile kernels."""
     from aligner.models.modules import fusions
-    from aligner.parallel import mcore
 
     def make(kernels: frozenset[str] = EVERYTHING, *, triton: bool = True) -> None:
         monkeypatch.setattr(mcore, "transformer_engine_problem", lambda: "")
@@ -45,8 +47,6 @@ def off(fused) -> dict[str, str]:
 
 @pytest.mark.cpu
 def test_without_a_gpu_nothing_is_fused(capsys):
-    from aligner.models.modules.fusions import Kernel, say_once, table
-
     fused = found()
     assert not fused.transformer_engine and fused.reason == "there is no GPU"
     assert set(off(fused)) == {kernel.name for kernel in Kernel}
@@ -103,10 +103,6 @@ def test_what_the_model_is_decides_too(with_te):
 
 def test_megatrons_config_asks_for_nothing_that_it_would_refuse(with_te):
     """`gradient_accumulation_fusion` makes Megatron-Core's output layer raise where Apex is absent, whoever's the other layers are."""
-    from aligner.models.modules.megatron_config import transformer_config
-    from aligner.parallel.mcore import ColumnParallelLinear
-    from aligner.parallel.topology import ParallelConfig
-
     with_te(frozenset())
     model = ModelConfig(dtype=Dtype.bfloat16)
     config = transformer_config(Architecture(vocab_size=61, **MIXTURE), model, ParallelConfig(), load=True)
@@ -141,8 +137,6 @@ def test_the_table_is_said_once_on_rank_0_of_a_gpu_component(with_te, monkeypatc
 
 
 def test_why_transformer_engine_does_not_import(monkeypatch):
-    from aligner.parallel import mcore
-
     def problem(error: Exception | None) -> str:
         def load(name: str) -> object:
             assert name == "transformer_engine.pytorch"

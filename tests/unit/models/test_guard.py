@@ -11,15 +11,13 @@ import torch
 from aligner.errors import CheckpointError, ConfigError, RollBack, RunHalted
 from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint
-from aligner.models.training.generators import generator_state
 from aligner.models.training.guard import SKIPPED, SKIPPED_IN_A_ROW, SPOILT, Guard, GuardConfig, NonFinite, ReportingGuard, judge_reply
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.training.trainable import generator_state
 from aligner.telemetry.metrics import Max, Mean, Sum, merge, values, without_values
 from aligner.types import LabeledBatch, LossOutput
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def make_batch(number: int) -> LabeledBatch:
@@ -100,7 +98,7 @@ def test_a_served_model_leaves_the_decision_to_its_client(guarded, capsys):
     assert (reply[SKIPPED], reply[SKIPPED_IN_A_ROW]) == (2, 2) and math.isfinite(reply["sft/loss"])
     assert "guard: the gradient of optimizer step 1 is not finite" in capsys.readouterr().out
     judge_reply(GuardConfig(non_finite=NonFinite.skip, max_skips=2), reply, step=7)
-    with pytest.raises(RunHalted, match=r"2 updates of step 7: .*: 2 in a row \(guard.max_skips=1\)"):
+    with pytest.raises(RunHalted, match=r"2 updates of step 7: .*: 2 updates in a row \(guard.max_skips=1\)"):
         judge_reply(GuardConfig(non_finite=NonFinite.skip, max_skips=1), reply, step=7)
     with pytest.raises(RunHalted, match="the critic left out 2 updates of step 7"):
         judge_reply(GuardConfig(), reply, step=7)

@@ -542,7 +542,7 @@ def test_a_size_that_is_missing_is_named(family):
             continue
         if family == "llama4_text" and key in ("num_local_experts", "intermediate_size_mlp", "attention_chunk_size"):
             continue
-        with pytest.raises(ConfigError, match=f"there is no {key}, which every file of model_type {family} has"):
+        with pytest.raises(ConfigError, match=f"{key} is missing, which every file of model_type {family} has"):
             architecture_from_hf(rest)
 
 

@@ -14,9 +14,21 @@ from safetensors.torch import load_file, save_file
 
 from aligner.cluster.exit_codes import exit_code_of
 from aligner.errors import CheckpointError, ConfigError, ModelFilesError
+from aligner.models.config import ModelConfig
 from aligner.models.families import architecture_from_hf
+from aligner.models.modules import fusions
+from aligner.models.modules.build import ScalarModel
+from aligner.models.modules.scalar_head import ScalarHead
+from aligner.models.weights import weights
+from aligner.models.weights.weights import load_hf, save_hf
 from aligner.parallel import platform
 from aligner.parallel.logprobs import shaped
+from aligner.parallel.topology import ParallelConfig
+from aligner.rollout.config import RolloutConfig
+from aligner.rollout.create import create_engine
+from aligner.types import Prompt, SamplingConfig
+
+pytestmark = pytest.mark.usefixtures("topology")
 
 MODELS = ["llama", "llama_tied_llama3_rope", "llama_multi_head", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"]
 MODELS += ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "nemotron", "gpt2", "gpt2_scaled"]
@@ -34,10 +46,6 @@ TOLERANCES = {
     "qwen3_next": 1e-4,
     "qwen3_5_text": 1e-4,
 }  # transformers' own two forms of the delta rule, by chunk and by token, are 3e-5 apart
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 @torch.no_grad()
@@ -67,8 +75,6 @@ def random_tokens(vocab: int, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers_both_ways(name, hf_directory, load_policy, tmp_path):
-    from aligner.models.weights.weights import save_hf
-
     source = hf_directory(name)
     tokens, tolerance = random_tokens(61, 100), TOLERANCES.get(name, TOLERANCE)
     policy = load_policy(source)
@@ -103,8 +109,6 @@ def test_llama3_rope_scaling_changes_these_logits(hf_directory, load_policy, tmp
 def test_longrope_is_chosen_by_the_context_of_the_run(hf_directory, load_policy, tmp_path, capsys, monkeypatch):
     """What transformers makes of 60 tokens depends on the tokens behind them: 100 are beyond the original length. Here it depends on the
     longest sequence that the run allows."""
-    from aligner.models.modules import fusions
-
     monkeypatch.setattr(fusions, "_said", set())
     shutil.copytree(hf_directory("phi3_longrope"), tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -125,8 +129,6 @@ def test_longrope_is_chosen_by_the_context_of_the_run(hf_directory, load_policy,
 
 @pytest.mark.shared
 def test_stories260k_equals_transformers(shared_data, load_policy, tmp_path):
-    from aligner.models.weights.weights import save_hf
-
     source = shared_data / "stories260k"
     tokens = random_tokens(512, 64)
     policy = load_policy(source, config={"make_vocab_divisible_by": 96})
@@ -141,10 +143,6 @@ def test_stories260k_continues_as_documented(shared_data, load_policy):
     """The greedy continuation that the data's own description gives."""
     from transformers import AutoTokenizer
 
-    from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.create import create_engine
-    from aligner.types import Prompt, SamplingConfig
-
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260k")
     text = "Once upon a time, there was a little girl named Lily."
     expected = " She loved to play outside in the park. One day, she saw a big, red ball."
@@ -157,8 +155,6 @@ def test_stories260k_continues_as_documented(shared_data, load_policy):
 
 
 def test_several_files_with_an_index(hf_directory, load_policy, tmp_path, monkeypatch):
-    from aligner.models.weights import weights
-
     policy = load_policy(hf_directory("qwen2"))
     monkeypatch.setattr(weights, "MAX_FILE_BYTES", 10_000)
     weights.save_hf(policy.chunks, tmp_path, writer=True)
@@ -177,8 +173,6 @@ def test_several_files_with_an_index(hf_directory, load_policy, tmp_path, monkey
 
 def test_a_second_export_replaces_the_first(hf_directory, load_policy, tmp_path, monkeypatch):
     """Fewer, other files than before: nothing of the old export may be read again."""
-    from aligner.models.weights import weights
-
     with monkeypatch.context() as patch:
         patch.setattr(weights, "MAX_FILE_BYTES", 10_000)
         weights.save_hf(load_policy(hf_directory("llama")).chunks, tmp_path, writer=True)
@@ -255,7 +249,9 @@ def test_quantized_weights_are_refused(hf_directory, load_policy, tmp_path):
         load_policy(broken)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "no JSON"), ("[]", "a JSON list"), ("version https://git-lfs.git", "Git LFS pointer")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not valid JSON"), ("[]", "a JSON list"), ("version https://git-lfs.git", "Git LFS pointer")]
+)
 def test_a_damaged_config_is_refused_by_name(text, message, hf_directory, load_policy, tmp_path):
     shutil.copytree(hf_directory("llama"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(text)
@@ -264,8 +260,6 @@ def test_a_damaged_config_is_refused_by_name(text, message, hf_directory, load_p
 
 
 def test_an_export_to_a_full_disk_names_rank_and_file(hf_directory, load_policy, tmp_path, monkeypatch):
-    from aligner.models.weights import weights
-
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -282,12 +276,6 @@ def test_a_directory_without_safetensors(hf_directory, load_policy, tmp_path):
 
 
 def test_score_head_of_the_wrong_width(hf_directory, topology, tmp_path):
-    from aligner.models.config import ModelConfig
-    from aligner.models.modules.build import ScalarModel
-    from aligner.models.modules.scalar_head import ScalarHead
-    from aligner.models.weights.weights import load_hf, save_hf
-    from aligner.parallel.topology import ParallelConfig
-
     architecture = architecture_from_hf(json.loads((hf_directory("llama_multi_head") / "config.json").read_text()))
     one, three = (
         ScalarModel(architecture, ModelConfig(), ParallelConfig(), load=False, head=ScalarHead(outputs=tuple("abc"[:n]))) for n in (1, 3)

@@ -10,14 +10,14 @@ import torch
 from aligner.errors import ConfigError
 from aligner.losses.sft import sft_loss
 from aligner.losses.value import value_loss
+from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype
+from aligner.models.training.offload import optimizer_tensors
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel import platform
 from aligner.types import LabeledBatch, ValueBatch
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def train(model, kind: str, steps: range) -> list[dict[str, float]]:
@@ -75,8 +75,6 @@ def test_weights_that_change_behind_the_optimizer_are_taken(make_model, dtype):
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_state_and_main_weights_are_the_hosts(make_model, fraction):
-    from aligner.models.training.offload import optimizer_tensors
-
     model = model_with(make_model, "value", "bfloat16", fraction, offload=True)
     train(model, "value", range(1))
     (part,) = model.model.optimizer.chained_optimizers
@@ -103,8 +101,6 @@ def test_state_and_main_weights_are_the_hosts(make_model, fraction):
 @pytest.mark.parametrize("saved", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(("kind", "dtype"), [("value", "bfloat16"), ("policy", "float32")])
 def test_a_run_goes_on_from_a_checkpoint_of_either_kind(make_model, tmp_path, kind, dtype, saved):
-    from aligner.models.checkpoint import checkpoint
-
     model = model_with(make_model, kind, dtype, saved)
     train(model, kind, range(3))
     began = checkpoint.start_save(tmp_path, model.model, checkpoint.SaveRequest(step=3, state={}), in_background=True, read_back=True)

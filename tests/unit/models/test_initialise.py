@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from aligner.errors import ConfigError
+from aligner.models.config import Architecture, Dtype, Fp8Recipe, Layers, ModelConfig, Normalization
+from aligner.models.modules.build import build_language_model
+from aligner.models.modules.chunk import global_name
+from aligner.models.modules.megatron_config import transformer_config
+from aligner.parallel import mcore
+from aligner.parallel.topology import ParallelConfig
 
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def build(seed: int = 5, **sizes):
-    from aligner.models.config import Architecture, ModelConfig
-    from aligner.models.modules.build import build_language_model
-    from aligner.parallel.topology import ParallelConfig
-
     fields = {"vocab_size": 61, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "initializer_range": 0.1} | sizes
     divisor = {"make_vocab_divisible_by": 8}
     (chunk,) = build_language_model(Architecture(**fields), ModelConfig(**divisor), ParallelConfig(), load=False, seed=seed)
@@ -51,8 +53,6 @@ def test_a_deeper_model_starts_with_the_same_layers_up_to_their_scale():
 
 
 def test_names_of_norms_that_transformer_engine_fuses():
-    from aligner.models.modules.initialise import global_name
-
     chunk = build()
     assert global_name(chunk, "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight") == "decoder.layers.1.input_layernorm.weight"
     assert global_name(chunk, "decoder.layers.0.mlp.linear_fc1.layer_norm_bias") == "decoder.layers.0.pre_mlp_layernorm.bias"
@@ -61,11 +61,6 @@ def test_names_of_norms_that_transformer_engine_fuses():
 
 @pytest.mark.cpu
 def test_transformer_engine_is_refused_where_it_is_not():
-    from aligner.errors import ConfigError
-    from aligner.models.config import Architecture, Fp8Recipe, Layers, ModelConfig
-    from aligner.models.modules.build import build_language_model
-    from aligner.parallel.topology import ParallelConfig
-
     for model, message in (
         (ModelConfig(layers=Layers.transformer_engine), "model.layers=transformer_engine: there is no GPU; allowed: auto, torch"),
         (ModelConfig(fp8=True), "model.fp8=true: needs Transformer Engine's layers: there is no GPU"),
@@ -82,12 +77,6 @@ def test_transformer_engine_is_refused_where_it_is_not():
 
 @pytest.mark.cpu
 def test_overlap_of_exchanges_names_what_it_needs(monkeypatch):
-    from aligner.errors import ConfigError
-    from aligner.models.config import Architecture, Dtype, Layers, ModelConfig
-    from aligner.models.modules.megatron_config import transformer_config
-    from aligner.parallel import mcore
-    from aligner.parallel.topology import ParallelConfig
-
     with pytest.raises(ConfigError, match="parallel.tp_comm_overlap=true: needs parallel.sequence_parallel=true"):
         ParallelConfig(tp=2, tp_comm_overlap=True)
     parallel, architecture = ParallelConfig(tp=2, sequence_parallel=True, tp_comm_overlap=True), Architecture(vocab_size=61)
@@ -107,8 +96,6 @@ def test_overlap_of_exchanges_names_what_it_needs(monkeypatch):
 
 def test_delta_nets_decay_at_different_rates_and_their_norm_is_of_ones():
     """A_log is the logarithm of what is uniform up to 16; the other norms of such a model multiply by 1 + their weights."""
-    from aligner.models.config import Normalization
-
     sizes = {"linear_key_heads": 16, "linear_value_heads": 64, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_conv_size": 4}
     chunk = build(linear_attention_layers=[0], normalization=Normalization.rms_norm_1p, **sizes)
     own = chunk.decoder.layers[0].self_attention

@@ -9,16 +9,15 @@ import torch
 
 from aligner.errors import ConfigError, RunHalted
 from aligner.losses.sft import sft_loss
+from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype
 from aligner.models.training.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, UPDATES
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch, LossOutput
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 ROWS, WIDTH, VOCAB = 4, 12, 61
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def batch(number: int = 0) -> LabeledBatch:
@@ -115,8 +114,6 @@ def test_the_scale_falls_until_an_update_is_made_and_rises_again(make_model):
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_a_resumed_run_is_the_uninterrupted_one(distributed, make_model, tmp_path):
-    from aligner.models.checkpoint import checkpoint
-
     settings = {"initial_loss_scale": 2.0**20, "loss_scale_window": 4, "distributed": distributed}
     first = policy(make_model, seed=1, **settings)
     begun = [step(first, number) for number in range(8)]

@@ -16,16 +16,18 @@ from hf_models import HF_MODELS
 from safetensors.torch import load_file, save_file
 
 from aligner.errors import ConfigError, ModelFilesError
+from aligner.models import create
 from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import Architecture, Dtype, ModelConfig
-from aligner.models.families import architecture_from_hf, sizes, weight_names
+from aligner.models.families import architecture_from_hf, weight_names
+from aligner.models.families.mapping import expected_sizes
+from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.models.weights.weights import HFWeights, described, save_hf
+from aligner.parallel.topology import ParallelConfig
+
+pytestmark = pytest.mark.usefixtures("topology")
 
 Change = Callable[[dict[str, torch.Tensor]], object]
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 @pytest.fixture
@@ -51,7 +53,6 @@ def changed(hf_directory, tmp_path):
 @pytest.fixture
 def unbuilt(monkeypatch, load_policy):
     """`unbuilt(directory)`: what loading a policy raises, without anything being built."""
-    from aligner.models import create
 
     def build(*_: object, **__: object) -> None:
         raise AssertionError("built")
@@ -259,8 +260,6 @@ def test_layers_that_predict_further_tokens_are_named_once(changed, load_policy,
 
 
 def test_heads_that_are_not_what_the_class_says(make_model, tmp_path):
-    from aligner.models.modules.scalar_head import Pooling, ScalarHead
-
     for pooling, change, named in (
         (Pooling.last, lambda t: t.pop("score.weight"), "score_head.weight"),  # would be random
         (Pooling.last, lambda t: t.update({"score.bias": torch.ones(1)}), "score.bias"),  # would not be added
@@ -282,7 +281,7 @@ def test_heads_that_are_not_what_the_class_says(make_model, tmp_path):
 @pytest.mark.parametrize("name", HF_MODELS)
 def test_expected_shapes_are_those_of_the_files(name, hf_directory):
     architecture = described(hf_directory(name))
-    found, (stored, _) = list(sizes.expected(architecture, weight_names(architecture))), stored_tensors(hf_directory(name))
+    found, (stored, _) = list(expected_sizes(architecture, weight_names(architecture))), stored_tensors(hf_directory(name))
     assert len(dict(found)) >= 4 * architecture.num_layers
     assert all(tuple(size.value for size in shape) == stored[tensor].shape for tensor, shape in found if tensor in stored)
 
@@ -349,9 +348,6 @@ FROM_SCRATCH = ["hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_h
 
 @pytest.mark.parametrize("field", FROM_SCRATCH)
 def test_models_from_scratch_that_no_memory_holds(field, topology):
-    from aligner.models import create
-    from aligner.parallel.topology import ParallelConfig
-
     large = {field: 10**12} | ({"num_key_value_heads": 1, "head_dim": 2} if field == "num_attention_heads" else {})
     config = ModelConfig(architecture=Architecture(**({"vocab_size": 61} | large)))
     architecture = create.read_architecture(config, vocab_size=61)
@@ -394,7 +390,7 @@ def test_an_index_that_leads_elsewhere(file, changed, unbuilt):
     names = load_file(directory / "model.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
     message = unbuilt(directory, ModelFilesError)
-    assert f"model.safetensors.index.json: weight_map says {file!r}" in message and "allowed: the name of a file beside it" in message
+    assert f"model.safetensors.index.json: weight_map has {file!r}" in message and "allowed: the name of a file beside it" in message
 
 
 def test_a_snapshot_of_the_cache_is_made_of_links(changed, load_policy, tmp_path):
@@ -416,7 +412,7 @@ def test_an_adapter_as_a_model_leads_to_its_setting(changed, unbuilt, tmp_path):
     says = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 8, "lora_alpha": 16}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(says))
     message = unbuilt(tmp_path / "adapter")
-    assert f"model.path={tmp_path}/adapter: an adapter (adapter_config.json), which is no model by itself" in message
+    assert f"model.path={tmp_path}/adapter: an adapter (adapter_config.json), not a model by itself" in message
     assert f"allowed: model.path=org/base with model.lora.path={tmp_path}/adapter model.lora.rank=8 model.lora.alpha=16" in message
     both = changed("llama")
     (both / "adapter_config.json").write_text(json.dumps(says | {"base_model_name_or_path": None}))

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from aligner.losses.sft import sft_loss
+from aligner.models.config import Dtype
+from aligner.models.training.offload import HostMemory, LockedMemory, optimizer_tensors
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import LabeledBatch
+from aligner.types import LabeledBatch, TokenBatch
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def batch(number: int) -> LabeledBatch:
@@ -24,8 +24,6 @@ def batch(number: int) -> LabeledBatch:
 
 
 def policy(make_model, *, offload: bool, distributed: bool, dtype: str):
-    from aligner.models.config import Dtype
-
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, offload=offload, distributed=distributed)
     return make_model("policy", optimizer=optimizer, config={"dtype": Dtype(dtype)}, training={"micro_batch_size": 2})
 
@@ -47,8 +45,6 @@ def test_sleep_frees_and_training_goes_on_bit_for_bit(make_model, distributed, d
 
 
 def test_moments_and_main_weights_leave(make_model):
-    from aligner.models.training.offload import optimizer_tensors
-
     model = policy(make_model, offload=True, distributed=True, dtype="bfloat16").model
     model.sleep()
     model.wake()
@@ -71,8 +67,6 @@ def test_without_the_option_nothing_moves(make_model):
 @pytest.mark.cpu
 def test_host_memory_that_the_device_reads_is_as_large_as_the_tensors(monkeypatch):
     """Its pages are locked where they are, once, and let go with the object: torch's own would be of the next power of two."""
-    from aligner.models.training.offload import HostMemory
-
     calls: list[tuple[str, int, int]] = []
 
     def register(address: int, size: int, flags: int) -> int:
@@ -100,8 +94,6 @@ def test_host_memory_that_the_device_reads_is_as_large_as_the_tensors(monkeypatc
 
 
 def test_copies_side_by_side_are_apart():
-    from aligner.models.training.offload import LockedMemory
-
     tensors = [torch.arange(3.0).bfloat16(), torch.arange(5.0), torch.zeros(0, 4), torch.arange(7).view(1, 7), torch.tensor(True)]
     memory = LockedMemory()
     copies = memory.like(tensors)
@@ -114,8 +106,6 @@ def test_copies_side_by_side_are_apart():
 
 @pytest.mark.cpu
 def test_memory_that_cannot_be_locked_is_said(monkeypatch):
-    from aligner.models.training.offload import HostMemory
-
     def refuse(code: int) -> None:
         raise RuntimeError(f"CUDA error {code}")
 
@@ -161,9 +151,6 @@ def test_a_model_that_leaves_the_device_takes_everything(make_model, trains, off
 @pytest.mark.parametrize("distributed", [True, False])
 def test_a_float32_head_stays_where_the_weights_are(make_model, distributed):
     """The optimizer of a bfloat16 model trains it in place: its tensors are the model's own, not main weights."""
-    from aligner.models.config import Dtype
-    from aligner.types import TokenBatch
-
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, offload=True, distributed=distributed)
     model = make_model("value", optimizer=optimizer, config={"dtype": Dtype.bfloat16}, training={"micro_batch_size": 2})
     tokens = TokenBatch(tokens=batch(0).tokens, lengths=batch(0).lengths)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from aligner.errors import ConfigError
+from aligner.models.training.placement import Splits, input_shape, place
 from aligner.types import TokenBatch
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 def batch() -> TokenBatch:
@@ -17,8 +17,6 @@ def batch() -> TokenBatch:
 
 
 def test_padded_rows():
-    from aligner.models.training.placement import Splits, place
-
     placed = place(batch(), Splits())
     assert placed.tokens.tolist() == [[11, 12, 13], [21, 22, 0]]
     assert placed.positions.tolist() == [[0, 1, 2], [0, 1, 2]]
@@ -29,16 +27,12 @@ def test_padded_rows():
 
 
 def test_a_fixed_shape_adds_columns_and_rows():
-    from aligner.models.training.placement import Splits, place
-
     placed = place(batch(), Splits(), shape=(3, 6))
     assert placed.tokens.tolist() == [[11, 12, 13, 0, 0, 0], [21, 22, 0, 0, 0, 0], [0] * 6]
     assert placed.next_token_of.tolist() == [[1, 2, -1, -1, -1, -1], [5, -1, -1, -1, -1, -1], [-1] * 6]
 
 
 def test_packed_rows():
-    from aligner.models.training.placement import Splits, place
-
     placed = place(batch(), Splits(packed=True, sequence_parallel_size=4))  # 5 tokens in multiples of 4: 3 of padding
     assert placed.tokens.tolist() == [[11, 12, 13, 21, 22, 0, 0, 0]]
     assert placed.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
@@ -48,9 +42,6 @@ def test_packed_rows():
 
 
 def test_packed_rows_of_a_fixed_size():
-    from aligner.errors import ConfigError
-    from aligner.models.training.placement import Splits, input_shape, place
-
     splits = Splits(packed=True, fixed_tokens=9, sequence_parallel_size=4)
     assert input_shape([], splits) == input_shape([3, 2], splits) == (1, 12)
     placed = place(batch(), splits)
@@ -62,8 +53,6 @@ def test_packed_rows_of_a_fixed_size():
 
 @pytest.mark.parametrize(("rank", "slots"), [(0, [0, 3]), (1, [1, 2])])
 def test_context_parallel_ranks_hold_an_early_and_a_late_chunk(rank, slots):
-    from aligner.models.training.placement import Splits, place
-
     whole = place(batch(), Splits(), shape=(2, 4))
     part = place(batch(), Splits(cp_rank=rank, cp_size=2))
     for name in ("tokens", "positions", "token_of", "next_token_of"):
@@ -72,8 +61,6 @@ def test_context_parallel_ranks_hold_an_early_and_a_late_chunk(rank, slots):
 
 
 def test_context_parallel_packed_rows_are_split_one_by_one():
-    from aligner.models.training.placement import Splits, place
-
     splits = [Splits(cp_rank=rank, cp_size=2, packed=True) for rank in range(2)]
     first, second = (place(batch(), split) for split in splits)  # each row becomes 4 slots
     assert first.tokens.tolist() == [[11, 0, 21, 0]] and second.tokens.tolist() == [[12, 13, 22, 0]]
@@ -85,8 +72,6 @@ def test_context_parallel_packed_rows_are_split_one_by_one():
 @pytest.mark.parametrize(("splits", "row", "total"), [((1, 1), 1, 1), ((1, 4), 4, 4), ((2, 1), 4, 4), ((2, 4), 8, 8), ((4, 3), 24, 24)])
 def test_multiples(splits, row, total):
     """2 cp for the chunks, cp x tp for sequence parallelism of a rank's part; packed, the second concerns the sum only."""
-    from aligner.models.training.placement import Splits
-
     padded = Splits(cp_size=splits[0], sequence_parallel_size=splits[1])
     assert (padded.row_multiple, padded.total_multiple) == (row, total)
     packed = Splits(cp_size=splits[0], sequence_parallel_size=splits[1], packed=True)
@@ -96,8 +81,6 @@ def test_multiples(splits, row, total):
 
 def test_packed_rows_for_our_own_attention_are_known_on_the_host():
     """Of 2 ranks each holds half of every row: the first and the last quarter, or the two between."""
-    from aligner.models.training.placement import Splits, place
-
     alone = place(batch(), Splits(packed=True, segmented=True, sequence_parallel_size=4)).packed
     assert alone.segments == ((0, 3, -1), (3, 5, -1), (5, 8, -1)) and alone.cu_seqlens_q is None
     assert alone.spans.queries.tolist() == alone.spans.keys.tolist() == [0, 3, 5, 8] and alone.spans.slots is None

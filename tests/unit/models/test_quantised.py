@@ -10,8 +10,11 @@ import torch
 from hf_models import randomize
 from safetensors.torch import load_file, save_file
 
+from aligner.commands.preflight.weights import check_model
 from aligner.errors import CheckpointError, ModelFilesError
-from aligner.models.modules.quantised import fp8, mxfp4
+from aligner.models.config import ModelConfig
+from aligner.models.weights.weights import fp8, mxfp4, save_hf
+from aligner.run.traits import UsedModel
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"vocab_size": 61, "max_position_embeddings": 128, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
@@ -66,8 +69,6 @@ def change_config(directory: Path, **changes: object) -> None:
 def test_a_published_model_is_read_and_written_unquantised(quantised, topology, load_policy, tmp_path):
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    from aligner.models.weights.weights import save_hf
-
     theirs = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True))
     policy = load_policy(quantised)
     exported = dict(policy.export_weights())
@@ -99,10 +100,6 @@ def test_a_pair_that_is_not_whole_is_refused(quantised, topology, load_policy):
 
 
 def test_the_preflight_knows_the_pairs(quantised):
-    from aligner.commands.preflight.weights import check_model
-    from aligner.models.config import ModelConfig
-    from aligner.run.recipe import UsedModel
-
     model = UsedModel(component="trainer", key="model", config=ModelConfig(path=str(quantised)), is_scalar=False)
     assert "tensors" in check_model(model)[0]
     tensors = load_file(quantised / "model.safetensors")

@@ -17,6 +17,8 @@ from hf_models import SIZES
 from aligner.models.architecture import rope
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.modules.build import LanguageModel
+from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.builtin.decode_layers import Rotary
 
 WINDOW, FULL = "sliding_attention", "full_attention"
@@ -118,9 +120,6 @@ def test_tables_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_trainer_rotates_as_the_engine(name: str, topology: Any) -> None:
     """The frequencies in the built model; the factor on cosines and sines may be one on scores there (`rope.factor_of_scores`)."""
-    from aligner.models.modules.build import LanguageModel
-    from aligner.parallel.topology import ParallelConfig
-
     architecture = architecture_from_hf(hf_file(name), where="x")
     module = LanguageModel(architecture, ModelConfig(dtype=Dtype.float32), ParallelConfig(), load=False)
     torch.testing.assert_close(module.rotary_pos_emb.inv_freq.float().cpu(), rope.frequencies(architecture), rtol=1e-6, atol=0)

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from aligner.losses.sft import sft_loss
+from aligner.models.config import Family
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel import platform
 from aligner.types import LabeledBatch, LossOutput
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 EXPERTS = {"family": "mixtral", "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "qkv_bias": False}
 LENGTHS = (12, 5, 9, 7)
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def batch() -> LabeledBatch:
@@ -32,9 +32,6 @@ def by_sequences(outputs, batch: LabeledBatch) -> LossOutput:
 
 
 def model(make_model, aux: float, z: float):
-    from aligner.models.config import Family
-    from aligner.models.training.optimizer import OptimizerConfig
-
     sizes = EXPERTS | {"family": Family.mixtral}
     coefs = {"router_aux_loss_coef": aux, "router_z_loss_coef": z}
     optimizer = OptimizerConfig(lr=1e-9, min_lr=0.0, clip_grad=0.0, distributed=False)
@@ -94,9 +91,6 @@ def test_auxiliary_losses_have_their_weight(make_model, loss, aux, z):
 @pytest.mark.parametrize("rate", [0.0, 0.01])
 def test_biases_move_towards_an_even_load(make_model, rate):
     """By the rate, up where an expert has fewer real tokens than the mean and down where it has more; they have no gradient."""
-    from aligner.models.config import Family
-    from aligner.models.training.optimizer import OptimizerConfig
-
     sizes = EXPERTS | {"family": Family.glm4_moe, "router_sigmoid": True, "router_bias": True, "tied_embeddings": False}
     optimizer = OptimizerConfig(lr=1e-9, min_lr=0.0, distributed=False)
     policy = make_model(

@@ -8,8 +8,16 @@ import torch
 from aligner.errors import ConfigError
 from aligner.losses.preference import dpo_loss
 from aligner.losses.sft import sft_loss
-from aligner.models.config import ModelConfig, Recompute
+from aligner.losses.value import value_loss
+from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
+from aligner.models.modules.attention import shared_attention
+from aligner.models.modules.build import LanguageModel
+from aligner.models.modules.shared_prompts import Segment, segments_of
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.training.placement import Splits, input_shape, place
+from aligner.models.training.trainable import families
+from aligner.parallel.micro_batches import Family
+from aligner.parallel.topology import ParallelConfig
 from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch, ValueBatch
 
 VOCAB = 61
@@ -31,8 +39,6 @@ GROUPS = rows((0, 9, 5), (1, 6, 4), (0, 9, 8), (0, 9, 5), (1, 6, 1), (2, 1, 7), 
 
 
 def test_segments_are_prompts_and_what_goes_on_from_them(topology):
-    from aligner.models.modules.shared_prompts import Segment, segments_of
-
     batch = rows((0, 4, 2), (0, 4, 3), (1, 4, 1), (2, 1, 2), (2, 1, 2))
     assert segments_of(batch, share=True) == [
         Segment(row=0, start=0, stop=3),
@@ -47,9 +53,6 @@ def test_segments_are_prompts_and_what_goes_on_from_them(topology):
 
 
 def test_families_keep_rows_of_a_prompt_together_up_to_the_capacity(topology):
-    from aligner.models.modules.shared_prompts import families
-    from aligner.parallel.micro_batches import Family
-
     found = families(GROUPS, unit=1, capacity=28)
     assert found == [
         Family(rows=(0, 2), size=8 + 6 + 9),
@@ -64,8 +67,6 @@ def test_families_keep_rows_of_a_prompt_together_up_to_the_capacity(topology):
 
 def test_prompts_that_only_begin_alike_are_not_shared(topology):
     """The same first token and length, and others behind; and the same tokens of which a loss looks at some."""
-    from aligner.models.modules.shared_prompts import families, segments_of
-
     tokens = torch.tensor([[5, 6, 7, 9], [5, 6, 8, 9], [5, 6, 8, 9]])
     mask = torch.tensor([[False, False, False, True], [False, False, False, True], [False, False, True, True]])
     batch = LabeledBatch(tokens=tokens, lengths=torch.tensor([4, 4, 4]), loss_mask=mask)
@@ -74,8 +75,6 @@ def test_prompts_that_only_begin_alike_are_not_shared(topology):
 
 
 def test_slots_go_on_behind_the_prompt(topology):
-    from aligner.models.training.placement import Splits, place
-
     batch = rows((0, 3, 1), (0, 3, 2), width=6)
     placed = place(batch, Splits(packed=True, share_prompts=True, sequence_parallel_size=4))
     assert placed.positions.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0]]
@@ -109,8 +108,6 @@ def weights(model) -> list[torch.Tensor]:
     ],
 )
 def test_logprobs_and_updates_are_those_of_rows_apart(make_model, architecture, config, tokens):
-    from aligner.models.config import PositionEmbedding
-
     if "position_embedding" in architecture:
         architecture = architecture | {"position_embedding": PositionEmbedding.learned}
     apart, shared = models(make_model, "policy", architecture=architecture, tokens=tokens, **config)
@@ -141,9 +138,6 @@ def test_pairs_share_their_prompt(make_model):
 
 
 def test_the_value_model_learns_the_same_with_less_work(make_model):
-    from aligner.losses.value import value_loss
-    from aligner.models.training.placement import input_shape
-
     apart, shared = models(make_model, "value", tokens=4096)
     mask = GROUPS.loss_mask
     batch = ValueBatch(tokens=GROUPS.tokens, lengths=GROUPS.lengths, loss_mask=mask, old_values=0.1 * mask, returns=0.7 * mask)
@@ -158,10 +152,6 @@ def test_the_value_model_learns_the_same_with_less_work(make_model):
 
 
 def test_refusals(topology):
-    from aligner.models.config import Architecture
-    from aligner.models.modules.build import LanguageModel
-    from aligner.parallel.topology import ParallelConfig
-
     with pytest.raises(ConfigError, match=r"model.share_prompts=true: needs model.packing=true"):
         ModelConfig(share_prompts=True)
     packed = {"packing": True, "micro_batch_tokens": 8, "share_prompts": True}
@@ -174,8 +164,6 @@ def test_refusals(topology):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_attention_and_its_gradients_are_the_plain_ones(dtype, tolerance):
     """Segments of 4, of 5 and 3 that go on from it, and of 3 alone, against a softmax over what a slot may see; relative to the largest."""
-    from aligner.models.modules.attention import shared_attention
-
     segments = ((0, 4, -1), (4, 9, 0), (9, 12, 0), (12, 15, -1))
     visible = torch.zeros(15, 15, dtype=torch.bool)
     for start, stop, prefix in segments:

@@ -17,8 +17,11 @@ from aligner.losses.sft import sft_loss
 from aligner.losses.value import value_loss
 from aligner.models.config import Dtype
 from aligner.models.training.optimizer import Decay, OptimizerConfig
+from aligner.models.training.policy import ReferencePolicy
 from aligner.parallel import platform
 from aligner.types import LabeledBatch, LossOutput, PolicyBatch, PreferenceBatch, ValueBatch
+
+pytestmark = pytest.mark.usefixtures("topology")
 
 ROWS, WIDTH, VOCAB = 8, 20, 61
 LOSSES = {
@@ -26,10 +29,6 @@ LOSSES = {
     "value": partial(value_loss, clip=0.2),
     "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard),
 }
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def make_batch(kind: str):
@@ -187,8 +186,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make_model, bad, distribu
 
 
 def test_reference_policy_keeps_the_weights_it_was_made_from(make_model):
-    from aligner.models.training.policy import ReferencePolicy
-
     policy, batch = make_model("policy", optimizer=adam()), make_batch("sft")
     first = policy.logprobs(batch)
     reference = ReferencePolicy(policy)
@@ -205,8 +202,6 @@ def test_reference_policy_keeps_the_weights_it_was_made_from(make_model):
 
 
 def test_reference_policy_can_be_renewed_and_restored(make_model):
-    from aligner.models.training.policy import ReferencePolicy
-
     policy, batch = make_model("policy", optimizer=adam()), make_batch("sft")
     reference = ReferencePolicy(policy)
     policy.train_step(batch, sft_loss)
@@ -229,8 +224,6 @@ def test_reference_policy_can_be_renewed_and_restored(make_model):
 
 
 def test_reference_policy_gives_the_weights_back_after_an_error(make_model):
-    from aligner.models.training.policy import ReferencePolicy
-
     policy, batch = make_model("policy", optimizer=adam()), make_batch("sft")
     reference = ReferencePolicy(policy)
     policy.train_step(batch, sft_loss)

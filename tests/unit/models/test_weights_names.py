@@ -14,11 +14,10 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.models.config import Architecture, Dtype, Family, PositionEmbedding
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import Layout, rule, shard, to_hf, to_megatron
+from aligner.models.weights.shards import all_places, named_shards
 from aligner.parallel import platform
 
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
+pytestmark = pytest.mark.usefixtures("topology")
 
 
 SIZES = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 4, "vocab_size": 3}
@@ -81,8 +80,6 @@ def test_a_parameter_that_the_family_does_not_have():
 
 
 def test_shards_of_a_single_process(hf_directory, load_policy):
-    from aligner.models.weights.shards import all_places, named_shards
-
     policy = load_policy(hf_directory("mixtral"))
     shards = {part.place.name: part for part in named_shards(policy.chunks)}
     architecture = policy.chunks[0].architecture

@@ -10,6 +10,8 @@ from aligner.models.config import Architecture
 from aligner.models.modules import windowed_attention
 from aligner.models.modules.attention import _attend_to_past
 from aligner.models.modules.windowed_attention import Form, attend, with_sinks
+from aligner.rollout.config import RolloutConfig
+from aligner.rollout.create import create_engine
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
 
@@ -68,29 +70,10 @@ def test_a_sink_is_a_key_with_the_value_0(dtype, tolerance):
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize(
     "name",
-    [
-        "mistral",
-        "qwen3_layer_types",
-        "gemma2",
-        "gemma3_text",
-        "opt",
-        "gpt_neox",
-        "olmo2",
-        "glm4",
-        "cohere",
-        "cohere_plus",
-        "cohere2",
-        "phi3_longrope",
-        "olmo3",
-        "deepseek_v2",
-        "deepseek_v3",
-        "qwen2_moe",
-        "llama4_text",
-        "gpt_oss",
-        "qwen3_next",
-        "qwen3_next_tied",
-        "qwen3_5_text",
-    ],
+    (
+        "mistral qwen3_layer_types gemma2 gemma3_text opt gpt_neox olmo2 glm4 cohere cohere_plus cohere2 phi3_longrope olmo3 "
+        "deepseek_v2 deepseek_v3 qwen2_moe llama4_text gpt_oss qwen3_next qwen3_next_tied qwen3_5_text"
+    ).split(),
 )
 def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_directory, load_policy):
     generator = torch.Generator().manual_seed(4)
@@ -109,9 +92,6 @@ def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_di
 @pytest.mark.parametrize("name", ["mistral", "qwen2_windows", "gpt_oss", "llama4_text", "qwen3_next"])
 def test_the_engine_prefills_in_chunks(name, topology, hf_directory, load_policy):
     """Chunks that look back into the cache through the window, or go on from a state: the same greedy responses."""
-    from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.create import create_engine
-
     policy = load_policy(hf_directory(name))
     prompt = Prompt(id=0, tokens=tuple(torch.randint(3, 61, (40,), generator=torch.Generator().manual_seed(9)).tolist()), source="test:1")
     found = []

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aligner.models.architecture.activations import activation_of
 from aligner.models.architecture.architecture import Architecture
+from aligner.models.modules.megatron_config import activation_of
 from aligner.rollout.builtin.experts import FeedForward, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
 from aligner.rollout.builtin.refit import allocated
 from aligner.rollout.builtin.weights import Affine

@@ -125,7 +125,7 @@ def test_gate_scores_and_gradients_by_hand(make_model):
     device = platform.device()
     none = no_expert(torch.uint8)
     routes = torch.tensor([[[9, 9], [0, 1]], [[9, 9], [3, 0]], [[9, 9], [none, none]]], dtype=torch.uint8)
-    from aligner.models.modules.route_replay import give
+    from aligner.models.modules.router import give
 
     give([router], routes.to(device))
     logits = torch.tensor([[4.0, 3, 2, 1], [1, 4, 3, 2], [1, 4, 3, 2]], device=device).view(3, 1, 4).requires_grad_()
@@ -140,7 +140,7 @@ def test_gate_scores_and_gradients_by_hand(make_model):
 
 def test_recomputed_layers_replay_their_own_micro_batch(make_model):
     """Two micro-batches pass without gradient before the first of them comes back, as in a pipeline; and nothing is counted twice."""
-    from aligner.models.modules.route_replay import give
+    from aligner.models.modules.router import give
 
     router = router_of(make_model)
     router.train()
@@ -186,7 +186,7 @@ def test_what_cannot_replay_is_refused(settings, num_experts, message):
 def test_prompts_with_other_routes_are_not_shared(hf_directory, load_policy):
     """Rows 1 and 4 have one prompt, and one family unless a token of it was sampled by other experts; not the prompt's last, which no
     family shares."""
-    from aligner.models.modules.shared_prompts import families
+    from aligner.models.training.trainable import families
 
     batch = rollout_batch(sample(make(load_policy, hf_directory("mixtral"), replays=True)), 0)
 

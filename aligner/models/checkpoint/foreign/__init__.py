@@ -1,5 +1,5 @@
 """Models as Megatron-LM (`torch_dist` checkpoints) and NeMo (`.nemo` archives with distributed checkpoints) write them, read in place.
 
-`files` opens a directory or an archive, `torch_dist` and `zarr` read tensors from it, `settings` reads what kind of model it is, `model`
-puts them together. No pickle is executed, nothing is unpacked, and a tensor or setting that is not understood is refused by name.
+`tensors` opens a directory or an archive and reads tensors from it, `settings` reads what kind of model it is, `model` puts them
+together. No pickle is executed, nothing is unpacked, and a tensor or setting that is not understood is refused by name.
 """

@@ -18,9 +18,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.models.checkpoint import safe_pickle
 from aligner.models.checkpoint.files import LATEST, MARKER
 from aligner.models.checkpoint.foreign import settings
-from aligner.models.checkpoint.foreign.files import Archive, Files
-from aligner.models.checkpoint.foreign.torch_dist import TorchDist
-from aligner.models.checkpoint.foreign.zarr import Zarr
+from aligner.models.checkpoint.foreign.tensors import Archive, Files, TorchDist, Zarr
 from aligner.models.checkpoint.hf_files import CONFIG_FILE
 from aligner.models.config import Architecture
 from aligner.models.families import weight_names
@@ -51,8 +49,8 @@ class Description:
     architecture: Architecture
     head: ScalarHead | None  # of a reward model or critic
     dtype: torch.dtype  # of its weights
-    tokenizer: Mapping[str, Any]  # what NeMo's config says of it
-    is_padded: bool  # the vocabulary has all rows of the embedding, since nothing says how many are padding
+    tokenizer: Mapping[str, Any]  # from NeMo's config
+    is_padded: bool  # the vocabulary has all rows of the embedding: how many are padding is unknown
 
 
 def is_foreign(path: Path) -> bool:
@@ -85,7 +83,7 @@ def _iteration(path: Path) -> Path:
     text = (path / _TRACKER).read_text(errors="replace").strip()
     found = path / ("release" if text == "release" else f"iter_{text:0>7}")
     if not (text == "release" or text.isdecimal()) or not found.is_dir():
-        raise CheckpointError(f"{path / _TRACKER} says {text[:40]!r}: there is no {found.name[:40]} beside it")
+        raise CheckpointError(f"{path / _TRACKER} names {text[:40]!r}, but {found.name[:40]} is not beside it")
     return found
 
 
@@ -154,11 +152,11 @@ class ForeignWeights:
         return torch.cat([rows, rows.new_zeros(shape[0] - size, *shape[1:])])
 
     def head(self, name: str, shape: torch.Size) -> Tensor | None:
-        """A parameter of the head; None where there is none."""
+        """A parameter of the head; None if the files have no such tensor."""
         return self._get(name, expected=shape) if name in self._stored else None
 
     def copy_tokenizer(self, target: Path) -> bool:
-        """Write the tokenizer of a NeMo archive as Hugging Face reads it. False where there is none in a form that it reads."""
+        """Write the tokenizer of a NeMo archive as Hugging Face reads it. False if it has none in such a form."""
         config = self.description.tokenizer
         files = {"tokenizer.model": config.get("model"), "vocab.json": config.get("vocab_file"), "merges.txt": config.get("merge_file")}
         found = {name: str(value).removeprefix("nemo:") for name, value in files.items() if value}
@@ -213,7 +211,7 @@ class ForeignWeights:
         state = state[0] if isinstance(state, list) and state else state
         args = state.get("args") if isinstance(state, dict) else None
         if args is None or isinstance(args, safe_pickle.Inert):
-            raise CheckpointError(f"{where}: holds no args of Megatron-LM, which say what kind of model it is")
+            raise CheckpointError(f"{where}: holds no args of Megatron-LM, which describe the model")
         return (args if isinstance(args, dict) else vars(args)), f"{where}: args"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -88,18 +88,12 @@ def from_megatron_lm(args: Mapping[str, Any], *, rows: int) -> Architecture:
         "max_position_embeddings": keys.size("max_position_embeddings"),
         "norm_eps": keys.number("norm_epsilon", 1e-5),
         "tied_embeddings": not keys.flag("untie_embeddings_and_output_weights", False),
-        "gated_mlp": gated,
-        "activation": activation,
         "normalization": _normalization(keys, "LayerNorm", keys.flag("apply_layernorm_1p", False)),
     }
-    if keys.choice("position_embedding_type", _POSITIONS, "learned_absolute") is PositionEmbedding.learned:
-        fields["position_embedding"] = PositionEmbedding.learned
-    else:
-        fields |= {"rope_theta": keys.number("rotary_base", 10000.0), "rotary_fraction": keys.number("rotary_percent", 1.0)}
-        if keys.flag("use_rope_scaling", False):
-            fields["rope_llama3_factor"] = keys.number("rope_scaling_factor", 8.0)
-    fields |= _window(keys) | _experts(keys, "num_experts", fields["ffn_hidden_size"])
-    return _of_a_family(fields, everywhere=keys.flag("add_bias_linear", True), qkv=keys.flag("add_qkv_bias", False))
+    fields |= _positions(keys, "rotary_percent", _megatron_scaling) | _window(keys)
+    fields |= _experts(keys, "num_experts", fields["ffn_hidden_size"])
+    own = {"gated_mlp": gated, "activation": activation}
+    return _of_a_family(fields | own, everywhere=keys.flag("add_bias_linear", True), qkv=keys.flag("add_qkv_bias", False))
 
 
 def from_nemo(config: Mapping[str, Any], *, rows: int) -> Architecture:
@@ -115,19 +109,18 @@ def from_nemo(config: Mapping[str, Any], *, rows: int) -> Architecture:
         "max_position_embeddings": keys.size("encoder_seq_length"),
         "norm_eps": keys.number("layernorm_epsilon", 1e-5),
         "tied_embeddings": keys.flag("share_embeddings_and_output_weights", True),
-        "gated_mlp": gated,
-        "activation": activation,
         "normalization": _normalization(keys, "layernorm", keys.flag("layernorm_zero_centered_gamma", False)),
     }
-    if keys.choice("position_embedding_type", _POSITIONS, "learned_absolute") is PositionEmbedding.learned:
-        fields["position_embedding"] = PositionEmbedding.learned
-    else:
-        fields |= {
-            "rope_theta": keys.number("rotary_base", 10000.0),
-            "rotary_fraction": keys.number("rotary_percentage", 1.0),
-        } | _nemo_scaling(keys)
-    fields |= _window(keys) | _experts(keys, "num_moe_experts", fields["ffn_hidden_size"])
+    fields |= _positions(keys, "rotary_percentage", _nemo_scaling) | _window(keys)
+    fields |= _experts(keys, "num_moe_experts", fields["ffn_hidden_size"]) | {"gated_mlp": gated, "activation": activation}
     return _of_a_family(fields, everywhere=keys.flag("bias", True), qkv=keys.flag("qkv_bias", False))
+
+
+def _positions(keys: _Keys, fraction: str, scaling: Callable[[_Keys], dict[str, float]]) -> dict[str, Any]:
+    """The fields of learned positions, or of rotary ones, of which `fraction` is the key of the rotated part."""
+    if keys.choice("position_embedding_type", _POSITIONS, "learned_absolute") is PositionEmbedding.learned:
+        return {"position_embedding": PositionEmbedding.learned}
+    return {"rope_theta": keys.number("rotary_base", 10000.0), "rotary_fraction": keys.number(fraction, 1.0)} | scaling(keys)
 
 
 def nemo_head(config: Mapping[str, Any], outputs: int) -> ScalarHead:
@@ -165,6 +158,10 @@ def _normalization(keys: _Keys, absent: str, zero_centred: bool) -> Normalizatio
     found = norms[name.lower()]
     centred = {Normalization.layer_norm: Normalization.layer_norm_1p, Normalization.rms_norm: Normalization.rms_norm_1p}
     return centred.get(found, found) if zero_centred else found
+
+
+def _megatron_scaling(keys: _Keys) -> dict[str, float]:
+    return {"rope_llama3_factor": keys.number("rope_scaling_factor", 8.0)} if keys.flag("use_rope_scaling", False) else {}
 
 
 def _nemo_scaling(keys: _Keys) -> dict[str, float]:
@@ -209,7 +206,7 @@ def _experts(keys: _Keys, name: str, ffn_hidden_size: int) -> dict[str, Any]:
 
 
 def _of_a_family(fields: Mapping[str, Any], *, everywhere: bool, qkv: bool) -> Architecture:
-    """The first family whose Hugging Face config says exactly these fields. Raises ConfigError naming what the closest one has not."""
+    """The first family whose Hugging Face config has exactly these fields. Raises ConfigError naming the differences of the closest."""
     closest: tuple[Family, dict[str, Any]] | None = None
     for family, biases in _candidates(everywhere=everywhere, qkv=qkv):
         architecture = Architecture(family=family, **fields, **biases)

@@ -64,7 +64,7 @@ def verify(directory: Path, *, needed: Callable[[str], bool]) -> None:
     more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
     older = from_rank_0(lambda: _older(directory))
     intact = next((path.name for path in reversed(older) if not damage(path, needed=lambda _: True)), None)
-    mending = f"move {directory.name} away to go on from it, or let run.damaged_checkpoint=fall_back do it"
+    mending = f"move {directory.name} away to continue from it, or let run.damaged_checkpoint=fall_back do it"
     advice = f"{intact} is intact: {mending}" if intact else "no older checkpoint beside it is intact"
     raise CheckpointError(f"{directory}: {damaged[0]}{more}; {advice}")
 
@@ -101,5 +101,5 @@ def _compare(path: Path, name: str, expected: Digest) -> str:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     if found.size != expected.size:
-        return f"{name} is damaged: it has {found.size} bytes, {files.MANIFEST} says {expected.size}"
+        return f"{name} is damaged: it has {found.size} bytes, in {files.MANIFEST} {expected.size}"
     return "" if found == expected else f"{name} is damaged: its SHA-256 is not the one in {files.MANIFEST}"

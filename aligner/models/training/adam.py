@@ -1,0 +1,223 @@
+"""Megatron-Core's distributed optimizer, its learning-rate schedule and the loss scale of float16, from `OptimizerConfig`.
+
+`HostAdam` is `optimizer.cpu_offload`: AdamW whose float32 weights, moments and computation are the host's, on Megatron-Core's
+HybridDeviceOptimizer. Upstream's class (0.16.1 and 0.19 have the same) still splits groups, steps and sets learning rates. Mended here:
+
+- It copies the whole model's parameters to page-locked memory before it is made again of this rank's shards: `open` makes copies once.
+- It locks memory in powers of two, and loses the lock where it makes float32 of bfloat16: uploads would be slow, and wait.
+- It takes no views of float32 weights, which heads of reward models and critics are, and copies nothing on a machine without CUDA.
+- It rounds to the model's type on the host.
+
+Megatron-Core's precision-aware mode goes with it: gradients reach it in the buffers that reduced them, the device keeps no float32 weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.models.training.offload import LockedMemory
+from aligner.models.training.optimizer import OptimizerConfig
+from aligner.parallel import mcore
+from aligner.parallel.mcore import HybridDeviceOptimizer
+
+
+class HostAdam(HybridDeviceOptimizer):
+    """The first `offload_fraction` of the parameters' elements is updated on the host; the rest by torch's AdamW on the device."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        # The fused kernels on a GPU machine, the same as without offload on others: there the numbers are the same bit for bit.
+        super().__init__(params, **defaults | {"gpu_optimizer_cls": torch.optim.AdamW, "fused": torch.cuda.is_available()})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, also for shards of float32 weights, which are not leaves."""
+        for name, value in self.defaults.items():
+            param_group.setdefault(name, value)
+        self.param_groups.append(param_group)
+
+    def _init_sub_optimizers(self) -> None:
+        self.cpu_optimizers, self.gpu_optimizer = [], None  # until `open`
+
+    def _register_load_state_dict_hooks(self) -> None:
+        """States are read by `aligner.models.checkpoint.optimizer`, and nothing is made again for them."""
+
+    def open(self) -> None:
+        """Copy the weights, which Megatron-Core has cut by now, to the host, and get ready to step."""
+        self._memory = LockedMemory()
+        super()._init_sub_optimizers()
+        hosts = list(self.cpu_copys_map_gpu_param)
+        for inner, gradient in zip(hosts, self._memory.like(hosts), strict=True):
+            self.cpu_copy_map_grad[inner] = inner.grad = gradient
+
+    @torch.no_grad()
+    def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> tuple[Any, ...]:
+        """Groups for the host and for the device; {shard: copy} and {copy: shard} of the host's, {shard: what is updated} of all."""
+        everything = [p for group in self.param_groups for p in group["params"]]
+        wanted, chosen = offload_fraction * sum(p.numel() for p in everything), []
+        for p in everything:
+            if wanted > 0:
+                chosen.append(p)
+            wanted -= p.numel()
+        copies = self._memory.like([torch.empty(p.shape, dtype=torch.float32, device="meta") for p in chosen])
+        on_host = dict(zip(chosen, copies, strict=True))
+        inner = {p: on_host[p].copy_(p) if p in on_host else p.detach().float() for p in everything}  # float32 weights are their own
+        parts = []
+        for is_host in (True, False):
+            groups = [group | {"params": [inner[p] for p in group["params"] if (p in on_host) is is_host]} for group in self.param_groups]
+            parts.append([group for group in groups if group["params"]])
+        return *parts, on_host, {copy: p for p, copy in on_host.items()}, inner
+
+    def _register_param_copy_back_gpu_hook(self) -> None:
+        """After each step of a part: its weights to the model's, rounded on the device. The next part's step does not wait for it."""
+
+        def show(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for inner in _parameters(optimizer):
+                weight = self.inner_param_to_orig_param[inner].detach()
+                weight.copy_(inner.to(weight.device, non_blocking=True))
+
+        for optimizer in self.sub_optimizers:
+            optimizer.register_step_post_hook(show)
+
+    def begin(self, step: int) -> None:
+        """A state of `step` steps whose moments are to be filled in."""
+        for optimizer in self.sub_optimizers:
+            for p in _parameters(optimizer):
+                device = p.device if self.defaults["fused"] else None
+                moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[p] = {"step": torch.tensor(float(step), device=device), **moments}
+        self._sync_sub_optimizers_state_to_hdo()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def main_weights(optimizer: Any) -> list[Tensor]:
+    """What Megatron-Core's (chained) optimizer updates, wherever it is: float32 tensors that may be views of the model's."""
+    found: list[Tensor] = []
+    for part in optimizer.chained_optimizers:
+        own = part.optimizer
+        found += own.param_to_fp32_param.values() if isinstance(own, HostAdam) else [p for g in part.param_groups for p in g["params"]]
+    return [p.detach() for p in found]
+
+
+def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dtype) -> Any:
+    """Megatron's distributed optimizer (states sharded over data-parallel ranks) for the DDP-wrapped chunks of one model."""
+    settings = mcore.OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        initial_loss_scale=config.initial_loss_scale,
+        min_loss_scale=config.min_loss_scale,
+        loss_scale_window=config.loss_scale_window,
+        hysteresis=1,  # every overflow halves the scale
+        params_dtype=dtype,
+        use_distributed_optimizer=config.distributed,
+        use_precision_aware_optimizer=config.precision_aware,
+        optimizer_cpu_offload=config.cpu_offload,
+        optimizer_offload_fraction=config.cpu_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=config.cpu_offload,
+        **({"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16} if config.precision_aware else {}),
+    )
+    if config.cpu_offload:  # set afterwards: Megatron-Core asks for Transformer Engine's version first, which this does without
+        settings.use_precision_aware_optimizer = settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        settings.store_param_remainders = False
+    with mcore.hybrid_optimizer(HostAdam):
+        optimizer = mcore.get_megatron_optimizer(settings, runners, use_gloo_process_groups=False)
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, mcore.DistributedOptimizer) and not part.is_stub_optimizer:
+            _number_as_grouped(part)
+            if config.cpu_offload:
+                part.optimizer.open()
+    return optimizer
+
+
+def _number_as_grouped(part: Any) -> None:
+    """Let the places of parameters in their groups, by which states are saved and read, be those of the groups.
+
+    Megatron-Core (to 0.19) numbers a group's parameters as its buffers hold them, but the group holds those in float32 first: with the
+    float32 head of a reward model or critic on a bfloat16 model, every parameter was given another one's state.
+    """
+    places = part.model_param_group_index_map
+    for group in {group for group, _ in places.values()}:
+        members = sorted((p for p, (own, _) in places.items() if own == group), key=lambda p: (p.dtype != torch.float32, places[p][1]))
+        places.update({parameter: (group, number) for number, parameter in enumerate(members)})
+
+
+def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -> Any:
+    """Warm-up, then decay to `min_lr` over `decay_steps` (default: `total_steps`) optimizer steps."""
+    warmup = config.warmup(total_steps)
+    decay_steps = max(config.decay_steps or total_steps, warmup + 1)
+    return mcore.OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.decay.value,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=total_steps,
+        wd_incr_style="constant",
+        # A resumed run keeps its place in the schedule; the schedule itself is the config's, which may have grown.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+class LossScale:
+    """The loss scale of a float16 model, the same on every rank: losses are multiplied by it before the backward pass, and gradients
+    divided by it afterwards. It has no effect for other models.
+
+    float16 has 10 bits of mantissa where bfloat16 has 7, so the log-probs of sampler and trainer differ by far less (2510.26788); but it
+    holds nothing below 6e-8 nor above 65504. The scale keeps small gradients from vanishing. It is halved when a gradient overflows, and
+    that update is left out; it doubles after a number of updates without an overflow (Micikevicius et al. 2017, 1710.03740, section 3.2).
+    It is a power of two, so that scaling rounds nothing. Losses are sums over tokens here, so it is smaller than for means.
+    """
+
+    def __init__(self, optimizer: Any = None) -> None:
+        parts = [] if optimizer is None else optimizer.chained_optimizers
+        # Every part of a chained optimizer has its own. They stay equal: an update is made in all parts or in none.
+        self._scalers = [part.grad_scaler for part in parts if getattr(part, "grad_scaler", None) is not None]
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._scalers)
+
+    @property
+    def value(self) -> float:
+        """The factor; 1 if disabled."""
+        return float(self._scalers[0].scale) if self._scalers else 1.0
+
+    def back_off(self) -> bool:
+        """After a gradient that is not finite: lower the scale. False if it is already at its minimum, or disabled."""
+        if not self._scalers or self.value <= float(self._scalers[0].min_scale):
+            return False
+        for scaler in self._scalers:
+            scaler.update(True)
+        return True
+
+    def state(self) -> dict[str, float] | None:
+        """What a resumed run needs, JSON-able; None if disabled."""
+        if not self._scalers:
+            return None
+        return {name: float(value) for name, value in self._scalers[0].state_dict().items()}
+
+    def load_state(self, state: dict[str, float] | None) -> None:
+        """Continue from a saved `state`. Keeps the initial scale if the saved model was not float16."""
+        if state is None:
+            return
+        for scaler in self._scalers:
+            counts = {name: int(value) for name, value in state.items() if name != "scale"}
+            scaler.load_state_dict({"scale": torch.tensor([state["scale"]], dtype=torch.float), **counts})
