@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,13 +31,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from aligner.errors import LaunchError
-from aligner.parallel import agreement, gloo, mpi, platform
-from aligner.parallel.hostlist import expand_counts, expand_hostlist
+from aligner.parallel import agreement, gloo, platform
 
 # Step ids that Slurm gives to the batch script and to the shell of an interactive allocation.
 _NOT_STEPS = ("4294967290", "4294967291")
 _BACKLOG = 2048  # of the store: ranks that start at once
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
+_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_MAX_TEXT_BYTES = 512
 _MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
@@ -161,7 +165,7 @@ def shutdown() -> None:
         with contextlib.suppress(RuntimeError):  # a rank that failed meanwhile says so itself
             gloo.settle(timedelta(seconds=SETTLE_SECONDS))
         dist.destroy_process_group()
-    mpi.finalize()
+    finalize_mpi()
 
 
 def _keep_local_traffic_local(world: World) -> None:
@@ -244,22 +248,15 @@ def _slurm(environ: Mapping[str, str]) -> tuple[World, Rendezvous]:
 
 
 def _open_mpi(environ: Mapping[str, str], timeout_seconds: float) -> tuple[World, Store]:
-    place = mpi.join(environ)
-    world = World(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        source=LaunchSource.mpi,
-    )
+    world = join_mpi(environ)
     if world.world_size == 1:
         return world, HashStore()
     # Rank 0 binds before it tells the others, so they never knock at a closed door. Port 0 takes a free one.
     port = _integer(environ, "ALIGNER_MASTER_PORT") if "ALIGNER_MASTER_PORT" in environ else 0
-    address = environ.get("ALIGNER_MASTER_ADDR") or mpi.reachable_address(place)
+    address = environ.get("ALIGNER_MASTER_ADDR") or reachable_address(world)
     hosted = _bind(address, port, timeout_seconds) if world.rank == 0 else None
     announced = f"{address} {hosted.port}" if hosted is not None else ""
-    address, number = mpi.broadcast_text(announced, timeout_seconds=timeout_seconds).split()
+    address, number = broadcast_text(announced, timeout_seconds=timeout_seconds).split()
     store = hosted or _connect(world, address, int(number), timeout_seconds)
     return world, PrefixStore("aligner", store)
 
@@ -299,3 +296,158 @@ def _connect(world: World, address: str, port: int, timeout_seconds: float) -> T
             f"rank {world.rank} of {world.world_size} waited {timeout_seconds:.0f} s for the rendezvous store of rank 0 at "
             f"{address}:{port} and could not connect ({error}). Did rank 0 start, and is that host reachable from here?"
         ) from error
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Host names in order: `n[01-03,7]` -> n01 n02 n03 n7; several brackets multiply. Raises LaunchError on a malformed list."""
+    hosts = [host for part in _split_outside_brackets(text) for host in _expand(part, whole=text)]
+    if not hosts:
+        raise LaunchError(f"Slurm node list {text!r} names no host")
+    return hosts
+
+
+def expand_counts(text: str) -> list[int]:
+    """Tasks per node: `4(x2),3` -> [4, 4, 3]. Raises LaunchError on a malformed list."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _REPEATED.fullmatch(part)
+        if match is None:
+            raise LaunchError(f"Slurm tasks-per-node list {text!r} is malformed at {part!r}; expected for example 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            raise LaunchError(f"Slurm node list {text!r} has unbalanced brackets")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    if depth:
+        raise LaunchError(f"Slurm node list {text!r} has unbalanced brackets")
+    return [part for part in parts if part]
+
+
+def _expand(part: str, *, whole: str) -> list[str]:
+    """Expand the first bracket of one element, then the rest of it."""
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    ranges, _, tail = rest.partition("]")
+    numbers = [number for item in ranges.split(",") for number in _range(item, whole=whole)]
+    return [head + number + ending for number in numbers for ending in _expand(tail, whole=whole)]
+
+
+def _range(item: str, *, whole: str) -> list[str]:
+    """`01-03` -> 01 02 03 (the width of the first number is kept); `7` -> 7."""
+    first, dash, last = item.partition("-")
+    last = last if dash else first
+    if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
+        raise LaunchError(f"Slurm node list {whole!r} has a malformed range {item!r}")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+def join_mpi(environ: Mapping[str, str]) -> World:
+    """Start MPI. Collective over MPI_COMM_WORLD. Raises LaunchError without mpi4py, or where launcher and MPI library do not fit."""
+    try:
+        import mpi4py
+
+        # A rank that dies of an exception must not wait in MPI_Finalize for the others; the launcher then stops them. See `finalize_mpi`.
+        mpi4py.rc.finalize = False
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+
+        if not MPI.Is_initialized():
+            check_library(MPI.Get_library_version(), environ)
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(f"an MPI launcher started this process, but mpi4py does not load: {error}. pip install 'aligner[mpi]'") from error
+    world = MPI.COMM_WORLD
+    check_pairing(world.Get_size(), environ)
+    local = world.Split_type(MPI.COMM_TYPE_SHARED)
+    place = World(
+        rank=world.Get_rank(),
+        world_size=world.Get_size(),
+        local_rank=local.Get_rank(),
+        local_world_size=local.Get_size(),
+        source=LaunchSource.mpi,
+    )
+    local.Free()
+    return place
+
+
+_ADVICE = (
+    "Under srun choose --mpi=pmi2 for MPICH (also PyPI's mpich) and --mpi=pmix for Open MPI (slurm.mpi in a job's settings); with mpiexec "
+    "or mpirun use the one of the same library"
+)
+
+
+def check_library(version: str, environ: Mapping[str, str]) -> None:
+    """Raise LaunchError where an MPICH that was built without PMIx was started by PMIx: MPI_Init would end the process.
+
+    `version` is what MPI_Get_library_version says.
+    """
+    built = next((line for line in version.splitlines() if line.startswith("MPICH configure:")), "pmix")
+    spoken = "PMIX_RANK" in environ and not any(name in environ for name in ("PMI_RANK", "PMI_FD", "PMI_PORT"))
+    if spoken and "pmix" not in built:
+        known = {"OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun", "SLURM_JOB_ID": "srun --mpi=pmix"}
+        launcher = next((name for variable, name in known.items() if variable in environ), "a launcher")
+        raise LaunchError(f"{launcher} started this process, which speaks PMIx, but mpi4py loaded an MPICH without PMIx. {_ADVICE}")
+
+
+def check_pairing(mpi_size: int, environ: Mapping[str, str]) -> None:
+    """Raise LaunchError where the launcher started several tasks and MPI sees only one (PMI of launcher and library do not match)."""
+    # The nearest launcher's word counts: mpirun -n 1 inside an allocation of eight tasks is right to give one.
+    stated = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ]
+    if mpi_size == 1 and stated and environ[stated[0]] != "1":
+        raise LaunchError(
+            f"{stated[0]}={environ[stated[0]]}, but MPI gave this process a world of size 1: the MPI library that mpi4py loaded does not "
+            f"speak the launcher's PMI. {_ADVICE}"
+        )
+
+
+def broadcast_text(text: str, *, timeout_seconds: float) -> str:
+    """Rank 0's `text` (ASCII) on every rank. Collective. Raises LaunchError when it has not come in time."""
+    from mpi4py import MPI
+
+    buffer = bytearray(text.encode("ascii").ljust(_MAX_TEXT_BYTES))
+    request = MPI.COMM_WORLD.Ibcast(buffer, root=0)
+    deadline = time.monotonic() + timeout_seconds
+    while not request.Test():
+        if time.monotonic() > deadline:
+            rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+            raise LaunchError(f"rank {rank} of {size} waited {timeout_seconds:.0f} s for rank 0's MPI broadcast of the rendezvous address")
+        time.sleep(0.005)
+    return buffer.decode("ascii").strip()
+
+
+def reachable_address(place: World) -> str:
+    """An address of this machine that the other ranks can reach: loopback where all of them are here."""
+    if place.local_world_size == place.world_size:
+        return "127.0.0.1"
+    # Many systems map their own name to loopback; connecting a datagram socket only picks a route, nothing is sent.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            address = socket.gethostbyname(socket.gethostname())
+            if address.startswith("127."):
+                probe.connect(("192.0.2.1", 9))
+                address = probe.getsockname()[0]
+        except OSError as error:
+            raise LaunchError(
+                f"{socket.gethostname()} finds no address of its own for the other nodes ({error}); set ALIGNER_MASTER_ADDR"
+            ) from error
+    return address
+
+
+def finalize_mpi() -> None:
+    """Leave MPI, if this process joined it. Collective on the good path."""
+    if "mpi4py.MPI" not in sys.modules:
+        return
+    from mpi4py import MPI
+
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()

@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """The only importer of Megatron-Core: prepares the platform, then exports every name that this project uses.
 
 Importing this module imports Megatron-Core (seconds), so modules that must stay light do not import it at their top. On a machine
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 
 from aligner.errors import AlignerError
-from aligner.parallel import torch_adam
 
 # Megatron-Core warns of its own deprecated calls and of kernels that are not installed, on every rank; a user can do nothing about them.
 warnings.filterwarnings("ignore", module=r"megatron\.")
@@ -223,64 +223,50 @@ def _norm_on_device(chunk_size: int, noop_flag: Any, tensor_lists: list[list[tor
     return torch.norm(torch.stack(norms)).reshape(1), None
 
 
+def repair_for_torch_adam(optimizer: type) -> None:
+    """Make `optimizer` (DistributedOptimizer) save and load torch's AdamW, where neither Transformer Engine nor Apex ships a fused Adam.
+
+    It assumes a fused Adam: state always allocated, no `step` per parameter. torch's AdamW allocates state at its first step and counts
+    `step` per parameter. Upstream gives all parameters *one* shared `step` tensor on load, which AdamW would advance once per parameter (a
+    resumed run then diverges by 3e-3).
+    """
+    save, load = optimizer.state_dict, optimizer.load_state_dict
+
+    @torch.no_grad()
+    def set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        destination = {"param": main, **self.optimizer.state[main]}
+        for key, value in tensors.items():
+            if key != "step" and torch.is_tensor(value):
+                destination[key].copy_(value)
+
+    def state_dict(self: Any) -> Any:
+        if not self.is_stub_optimizer and not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    self.optimizer.state[p] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
+        return save(self)
+
+    def load_state_dict(self: Any, state: Any) -> None:
+        load(self, state)
+        for parameter_state in self.optimizer.state.values():
+            if "step" in parameter_state:
+                parameter_state["step"] = parameter_state["step"].clone()
+
+    optimizer._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+    optimizer.state_dict = state_dict
+    optimizer.load_state_dict = load_state_dict
+
+
 if Adam is torch.optim.AdamW:
-    torch_adam.repair(DistributedOptimizer)
+    repair_for_torch_adam(DistributedOptimizer)
 if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
     clip_grads.l2_norm_impl = _norm_on_device
 # Our saves write from threads, so their results stay in this process. Upstream starts a manager process for them, which imports the main
 # script again (seconds) and outlives a rank that is killed.
 filesystem_async._results_queue = queue.Queue()
-
-__all__ = [
-    "ChainedOptimizer",
-    "ColumnParallelLinear",
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "GPTModel",
-    "IdentityOp",
-    "LanguageModule",
-    "MegatronModule",
-    "ModuleSpec",
-    "MoEAuxLossAutoScaler",
-    "OptimizerConfig",
-    "OptimizerParamScheduler",
-    "PackedSeqParams",
-    "ProcessGroupCollection",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "SelfAttention",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "TopKRouter",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "TransformerLayer",
-    "all_gather_last_dim_from_tensor_parallel_region",
-    "build_module",
-    "copy_to_tensor_model_parallel_region",
-    "dist_checkpointing",
-    "ensure_metadata_has_dp_cp_group",
-    "finalize_model_grads",
-    "fused_adam",
-    "gather_from_sequence_parallel_region",
-    "get_forward_backward_func",
-    "get_gpt_layer_local_spec",
-    "get_megatron_optimizer",
-    "get_num_layers_to_build",
-    "get_tokens_per_expert_and_token_count",
-    "get_transformer_layer_offset",
-    "importable_kernels",
-    "initialize_user_buffers",
-    "make_sharded_tensors_for_checkpoint",
-    "parallel_state",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "set_tensor_model_parallel_attributes",
-    "sharded_leaves",
-    "switch_load_balancing_loss_func",
-    "tensor_parallel",
-    "transformer_engine_problem",
-    "transformer_engine_specs",
-    "transformer_engine_version",
-    "version",
-]
