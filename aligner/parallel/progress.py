@@ -92,7 +92,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, object]]:
-        """The block is phase `name` and a span of the run's trace, whose arguments this yields. The phase around it continues afterwards."""
+        """The block is phase `name` and a span of the trace, whose arguments this yields. The phase around it continues afterwards."""
         before, start = self._phase, time.perf_counter()
         arguments: dict[str, object] = {"step": self._step} if self._step else {}
         self.enter_phase(name)

@@ -34,15 +34,15 @@ from aligner.rollout.builtin.attention import (
     DecodePlan,
     FormedAttention,
     GatheredAttention,
-    PagedAttention,
     PagedKV,
     PrefillChunk,
     PrefillPlan,
+    SeatStates,
     plan_decode,
     plan_prefill,
     prefill_attention,
 )
-from aligner.rollout.builtin.decode_layers import DeltaHeads, LatentHeads, Rotary, SeatStates, norm_of, norm_of_heads
+from aligner.rollout.builtin.decode_layers import DeltaHeads, LatentHeads, Rotary, norm_of, norm_of_heads
 from aligner.rollout.builtin.experts import Stack, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
 from aligner.rollout.builtin.graphs import CudaCapture, DecodeGraphs
 from aligner.rollout.builtin.native import library as native
@@ -71,7 +71,8 @@ class Decoder:
     """
 
     add_up = staticmethod(row_sums)  # the sampler's sum over the vocabulary
-    tap: Tap | None = None  # shown the output of every operation, for tokens as they lie in the pass; the compiled kernels show fewer
+    tap: Tap | None = None  # receives the output of every operation, for tokens as they lie in the pass; compiled kernels report fewer
+    _rotate = staticmethod(rope.rotate)
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Decoder:
         self.rotary = Rotary(architecture, frequencies, weights.embedding, max_sequence_length)
         self._embedding_scale = rounded_scale(architecture.embedding_scale, weights.embedding.dtype)
         flash = flash_attention(weights.embedding, (self.groups, self.queries, self.head_dim)) if kernels == Kernels.auto else None
-        self.attention: PagedAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
+        self.attention: GatheredAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
         self.page_size = self.attention.page_size
         self._attentions = [self._attention_of(number) for number in range(len(weights.layers))]
         self._native = self._native_decode() if kernels == Kernels.auto else None
@@ -195,7 +196,7 @@ class Decoder:
             self.tap(operation, layer, output)
         return output
 
-    def _attention_of(self, layer: int) -> PagedAttention:
+    def _attention_of(self, layer: int) -> GatheredAttention:
         """The layer's own where it sees a window or chunk, caps its scores or scales them otherwise."""
         form = form_of(self.architecture, layer).within(self.max_sequence_length)
         scale = self.architecture.attention_scale
@@ -252,7 +253,7 @@ class Decoder:
 
     def _mixed(self, layer: LayerWeights, number: int, normed: Tensor, rotary: tuple | None) -> tuple[Tensor, ...]:
         """Queries [N, groups, queries per group, D], keys and values [N, groups, D], rotated; gates, shaped as queries, if it has some."""
-        mixed = self._note(Operation.qkv, number, F.linear(normed, layer.qkv.weight, layer.qkv.bias))
+        mixed = self._note(Operation.qkv, number, self._linear(normed, layer.qkv))
         mixed, gates = mixed.view(normed.shape[0], self.groups, -1, self.head_dim), ()
         if self.architecture.attention_gate:
             heads = mixed[..., :-2, :].unflatten(-2, (self.queries, 2))
@@ -265,7 +266,7 @@ class Decoder:
         if rotary is not None:
             if self.architecture.rotary_interleaved:
                 q_and_k = neighbours_apart(q_and_k, rotary[0].shape[-1])
-            q_and_k = rope.rotate(q_and_k, *rotary)
+            q_and_k = self._rotate(q_and_k, *rotary)
             if self.architecture.qk_l2_norm:
                 q_and_k = F.rms_norm(q_and_k.float(), (self.head_dim,), eps=self.architecture.norm_eps).to(q_and_k.dtype)
         queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
@@ -344,7 +345,11 @@ class Decoder:
 
     def _expand(self, x: Tensor, weights: FeedForward) -> Tensor:
         """This rank's share of the inner activations, [..., F / tp]."""
-        return self.activate(F.linear(x, weights.up.weight, weights.up.bias))
+        return self.activate(self._linear(x, weights.up))
+
+    def _linear(self, x: Tensor, weights: Affine) -> Tensor:
+        """A matrix whose output is split over the ranks."""
+        return F.linear(x, weights.weight, weights.bias)
 
     def _project(self, x: Tensor, weights: Affine) -> Tensor:
         """A matrix whose input is split over the ranks."""
