@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.parallel import platform
-from aligner.parallel.reshard import Bucket, Piece, Portion, pieces
+from aligner.parallel.reshard import Bucket, Move, Piece, Portion, pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,10 @@ class Lanes:
     ep: dist.ProcessGroup
     tp: dist.ProcessGroup
     expert_tp: dist.ProcessGroup
+
+    def holds(self, move: Move) -> bool:
+        """Whether this rank has a shard of the tensor in training."""
+        return self.pp.rank() == move.stage and move.expert_rank in (None, self.ep.rank())
 
 
 def block_group(size: int, *, backend: str | None = None) -> dist.ProcessGroup | None:

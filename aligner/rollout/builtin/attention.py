@@ -210,9 +210,7 @@ class DecodePlan:
     slots: Tensor  # int64 [B]
     pages: Tensor  # int32 [B, P]
     lengths: Tensor  # int32 [B], with the token itself
-    bounds: tuple[
-        Tensor, Tensor
-    ]  # int32 [B + 1] each: where the queries and keys of each sequence begin, laid one after the other
+    bounds: tuple[Tensor, Tensor]  # int32 [B + 1] each: where the queries and keys of each sequence begin, laid one after the other
     visible: Tensor  # bool [B, 1, 1, P * page_size]
     seats: Tensor | None  # int64 [B]
 

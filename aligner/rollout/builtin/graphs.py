@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +18,7 @@ from aligner.rollout.builtin.attention import DecodeBatch, PagedKV
 WARM_UPS = 2
 
 
-class Capture(Protocol):
-    """Records the kernels of a function."""
-
-    def __call__(self, function: Callable[[], object]) -> Callable[[], None]:
-        """What does it again, on the same addresses."""
+Capture = Callable[[Callable[[], object]], Callable[[], None]]  # records the kernels of a function, and returns their replay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +111,7 @@ def round_pages(pages: int) -> int:
 
 
 class CudaCapture:
-    """`Capture` on the current GPU. All graphs share one pool of memory: only one runs at a time, and each writes what it reads.
+    """A `Capture` on the current GPU. All graphs share one pool of memory: only one runs at a time, and each writes what it reads.
 
     The pool lives as long as one of its graphs does. The allocator accepts no graph for a pool whose graphs are all gone
     (`create_or_incref_pool`: use_count > 0 INTERNAL ASSERT FAILED): then another capture is needed.

@@ -28,10 +28,10 @@ from aligner.parallel.collectives import together
 from aligner.parallel.reshard import Move, plan
 from aligner.parallel.transfer import Lanes, Refill, block_group
 from aligner.rollout.builtin.decode import Shards
-from aligner.rollout.builtin.weights import ModelWeights, by_role, held_here, moves, named_parameters, usable_in_place
+from aligner.rollout.builtin.weights import ModelWeights, by_role, moves, named_parameters, usable_in_place
 from aligner.rollout.config import VerifyRefit, check_splits
 from aligner.rollout.engine import verify
-from aligner.rollout.engine.manifest import TensorSpec, global_manifest, mismatch, named_few
+from aligner.rollout.engine.manifest import Manifest, Receipt, TensorSpec, global_manifest, named_few
 
 MIB = 2**20
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
@@ -138,7 +138,7 @@ class OwnWeights:
         moved then), and numbers that are not finite or differ from those sent.
         """
         sources = named_parameters(self._chunks)
-        together(lambda: check_sources(self._moves, sources, self._chunks[0]), "checking the weights to send", error=EngineError)
+        together(lambda: check_sources(self._moves, sources, self._lanes), "checking the weights to send", error=EngineError)
         merged = MergedWeights(sources, self._chunks)
         self._refill.run(merged, self._tensors)
         held = {move.name: self._tensors[move.name].narrow(move.dim, 0, move.target.size(self.shards.index)) for move in self._moves}
@@ -203,36 +203,20 @@ def rollout_weights(
 
 
 def check_moves(found: Sequence[Move], chunks: Sequence[LanguageModel]) -> None:
-    """Raise EngineError unless the moves are of the tensors that the architecture says the model has, each once and whole."""
-    architecture = chunks[0].architecture
-    wanted = global_manifest(architecture, chunks[0].config.params_dtype).tensors
-    names = [move.name for move in found]
-    _compare_names(names, list(wanted), "the plan of the refit")
+    """Raise EngineError unless the moves cover the tensors of the architecture, each once and whole."""
+    receipt = Receipt(global_manifest(chunks[0].architecture, chunks[0].config.params_dtype), "the plan of the refit")
     for move in found:
         full = (*move.shape[: move.dim], move.target.extent, *move.shape[move.dim + 1 :])
-        if wrong := mismatch(move.name, torch.empty(full, dtype=move.dtype, device="meta"), wanted[move.name]):
-            raise EngineError(f"refit: {wrong}")
+        receipt.take([(move.name, torch.empty(full, dtype=move.dtype, device="meta"))])
+    receipt.complete()
 
 
-def check_sources(found: Sequence[Move], sources: Mapping[str, Tensor], chunk: LanguageModel) -> None:
+def check_sources(found: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes) -> None:
     """Raise EngineError unless this rank's training shards are the ones that the moves begin with."""
-    held = [move for move in found if held_here(move, chunk)]
-    _compare_names(list(sources), [move.name for move in held], "the training weights of this rank")
-    for move in held:
-        if wrong := mismatch(move.name, sources[move.name], TensorSpec(shape=move.shape, dtype=move.dtype)):
-            raise EngineError(f"refit: {wrong}")
-
-
-def _compare_names(names: Sequence[str], wanted: Sequence[str], where: str) -> None:
-    seen, known = set(), set(wanted)
-    for name in names:
-        if name not in known:
-            raise EngineError(f"refit: {name} is extra in {where}: no weight of the model that belongs there has that name")
-        if name in seen:
-            raise EngineError(f"refit: {name} is twice in {where}")
-        seen.add(name)
-    if missing := [name for name in wanted if name not in seen]:
-        raise EngineError(f"refit: {named_few(missing)} of {len(wanted)} tensors missing in {where}")
+    held = {move.name: TensorSpec(shape=move.shape, dtype=move.dtype) for move in found if lanes.holds(move)}
+    receipt = Receipt(Manifest(tensors=held), "the training weights of this rank")
+    receipt.take(sources.items())
+    receipt.complete()
 
 
 def _refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.errors import EngineError
-from aligner.parallel.collectives import broadcast_integers
+from aligner.parallel.collectives import leaders_integers
 
 _STOP = -1
 
@@ -104,9 +104,7 @@ class Gate:
 
     def _agreed(self, number: int) -> int:
         """The leading rank's number on all ranks of the replica."""
-        if self._group is None:
-            return number
-        return broadcast_integers((number,), src=dist.get_global_rank(self._group, 0), group=self._group, device=torch.device("cpu"))[0]
+        return number if self._group is None else leaders_integers((number,), group=self._group, device=torch.device("cpu"))[0]
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
         if not self._changed.wait_for(condition, self._timeout_seconds):

@@ -15,9 +15,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields
-from typing import Protocol
 
 from aligner.errors import EngineError
 from aligner.parallel.collectives import together
@@ -25,17 +24,11 @@ from aligner.protocols import Replica
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, EngineSampling, GenRequest, GenResult, Memory, Refitted, Work
 from aligner.rollout.engine.episodes import Conversing, Episodes, EpisodeWork
 from aligner.rollout.engine.gate import Gate
+from aligner.rollout.engine.work import WorkSharing
 from aligner.telemetry import recording
 from aligner.types import Prompt, Rollout, SamplingConfig
 
 _WEIGHTS, _CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
-
-
-class Sharing(Protocol):
-    """How the replicas share the requests of a generation; `aligner.rollout.engine.work.WorkSharing`."""
-
-    def open(self, requests: Sequence[GenRequest]) -> AbstractContextManager[Work]:
-        """This replica's share of the requests. Every rank calls it with the same requests."""
 
 
 class RecordedWork:
@@ -81,7 +74,7 @@ class PhasedEngine:
         self,
         engine: Engine,
         sampling: SamplingConfig,
-        sharing: Sharing,
+        sharing: WorkSharing,
         *,
         offload: bool,
         gate: Gate | None = None,

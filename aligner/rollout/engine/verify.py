@@ -61,8 +61,7 @@ def expected(moves: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes)
     sums = torch.zeros(len(moves), ranks, dtype=torch.int64, device=device)
     for row, move in zip(sums, moves, strict=True):
         group = lanes.tp if move.expert_rank is None else lanes.expert_tp
-        is_held = lanes.pp.rank() == move.stage and move.expert_rank in (None, lanes.ep.rank())
-        if not is_held or (len(move.source.shards) == 1 and group.rank()):  # of equal copies the first counts
+        if not lanes.holds(move) or (len(move.source.shards) == 1 and group.rank()):  # of equal copies the first counts
             continue
         own = along(sources[move.name], move.dim, _indices(move.source, group.rank(), device))
         for rank in range(ranks):

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import _get_default_store  # no public w
 
 from aligner.errors import EngineError
 from aligner.parallel import platform
-from aligner.parallel.collectives import broadcast_integers, shard_bounds
+from aligner.parallel.collectives import leaders_integers, shard_bounds
 from aligner.protocols import Replica
 from aligner.rollout.engine import GenRequest, ListedWork, Work
 
@@ -141,9 +141,7 @@ class SharedWork:
             except EngineError as failed:  # raised when the others of this replica know
                 error = failed
         if self._group is not None:
-            start, stop = broadcast_integers(
-                (start, stop), src=dist.get_global_rank(self._group, 0), group=self._group, device=platform.device()
-            )
+            start, stop = leaders_integers((start, stop), group=self._group, device=platform.device())
         if error is not None:
             raise error
         if start < 0:

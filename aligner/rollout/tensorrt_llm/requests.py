@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from aligner.errors import EngineError
-from aligner.parallel.collectives import broadcast_integers
+from aligner.parallel.collectives import leaders_integers
 from aligner.rollout.engine import GenRequest, GenResult, Work, missing_ids
 from aligner.rollout.tensorrt_llm.link import Link
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
@@ -110,35 +111,23 @@ class Take:
 
     def _tell(self, number: int) -> int:
         """The first rank's number, on all of them. It waits for it as long as the group's timeout."""
-        if self._group is None:
-            return number
-        source = dist.get_global_rank(self._group, 0)
-        return broadcast_integers((number,), src=source, group=self._group, device=torch.device("cpu"))[0]
+        return number if self._group is None else leaders_integers((number,), group=self._group, device=torch.device("cpu"))[0]
 
 
+@dataclass(eq=False, slots=True)
 class Requests:
     """One generation, on the first rank of a replica. `link` leads to the package's process; `context` is the longest sequence."""
 
-    def __init__(
-        self,
-        link: Link,
-        sampling: SamplingConfig,
-        *,
-        eos_id: int,
-        context: int,
-        kind: LogprobKind,
-        version: int,
-        timeout_seconds: float,
-    ) -> None:
-        self._link = link
-        self._sampling = sampling
-        self._eos_id = eos_id
-        self._context = context
-        self._kind = kind
-        self._version = version
-        self._timeout_seconds = timeout_seconds
-        self._running: dict[int, GenRequest] = {}
-        self._heard = time.monotonic()  # when a request ended last, or the first ones began
+    link: Link
+    sampling: SamplingConfig
+    _: KW_ONLY
+    eos_id: int
+    context: int
+    kind: LogprobKind
+    version: int
+    timeout_seconds: float
+    _running: dict[int, GenRequest] = field(default_factory=dict, init=False)
+    _heard: float = field(default_factory=time.monotonic, init=False)  # when a request ended last, or the first ones began
 
     def run(self, take: Take, *, limit: int) -> Iterator[list[GenResult]]:
         """Keep `limit` requests in the package until nothing is left to take. Requests that still run on exit are aborted."""
@@ -157,7 +146,7 @@ class Requests:
                         yield ended
         finally:
             try:
-                if self._running and not self._link.is_lost:
+                if self._running and not self.link.is_lost:
                     self._abort()
             finally:
                 take.end()
@@ -165,45 +154,45 @@ class Requests:
     def _submit(self, requests: Sequence[GenRequest]) -> None:
         asked = []
         for request in requests:
-            room = self._context - len(request.tokens)
+            room = self.context - len(request.tokens)
             if not request.tokens or room < 1:
                 raise EngineError(
-                    f"request {request.index}: a prompt of {len(request.tokens)} tokens leaves no room for a response in {self._context}"
+                    f"request {request.index}: a prompt of {len(request.tokens)} tokens leaves no room for a response in {self.context}"
                 )
-            most = min(self._sampling.longest, room, request.limit or room)
-            arguments = sampling_arguments(self._sampling, request, max_tokens=most, eos_id=self._eos_id, pad_id=self._eos_id)
+            most = min(self.sampling.longest, room, request.limit or room)
+            arguments = sampling_arguments(self.sampling, request, max_tokens=most, eos_id=self.eos_id, pad_id=self.eos_id)
             asked.append((request.index, request.tokens, arguments))
         if asked:
             self._running |= {request.index: request for request in requests}
-            self._link.send("submit", asked)
+            self.link.send("submit", asked)
 
     def _wait(self, take: Take, seconds: float) -> list[GenResult]:
         """The requests that have ended; waits so long for the first."""
-        if self._link.has_message(min(seconds, self._timeout_seconds)):
+        if self.link.has_message(min(seconds, self.timeout_seconds)):
             self._heard = time.monotonic()
             ended = [self._collect()]
-            while self._running and self._link.has_message(0):
+            while self._running and self.link.has_message(0):
                 ended.append(self._collect())
             return ended
-        if time.monotonic() - self._heard < self._timeout_seconds:
+        if time.monotonic() - self._heard < self.timeout_seconds:
             take.heartbeat()
             return []
         named = ", ".join(str(index) for index in list(self._running)[:5])
         raise EngineError(
-            f"TensorRT-LLM ended none of its {len(self._running)} running requests ({named}, ...) in {self._timeout_seconds:.0f} s: its "
+            f"TensorRT-LLM ended none of its {len(self._running)} running requests ({named}, ...) in {self.timeout_seconds:.0f} s: its "
             "executor hangs, or rollout.tensorrt_llm.timeout_seconds is short for rollout.sampling.max_response_length"
         )
 
     def _collect(self) -> GenResult:
-        kind, index, found = self._link.receive(self._timeout_seconds)
+        kind, index, found = self.link.receive(self.timeout_seconds)
         request = self._running.pop(index)
         if kind == "failed":
             raise EngineError(f"TensorRT-LLM failed at request {index} ({len(request.tokens)} prompt tokens): {found}")
-        return to_result(request, found, self._sampling, kind=self._kind, eos_id=self._eos_id, version=self._version)
+        return to_result(request, found, self.sampling, kind=self.kind, eos_id=self.eos_id, version=self.version)
 
     def _abort(self) -> None:
         """Take back what still runs, after an error or if the caller wants no more."""
         self._running = {}
-        self._link.send("abort")
-        while self._link.receive(ABORT_SECONDS)[0] != "aborted":
+        self.link.send("abort")
+        while self.link.receive(ABORT_SECONDS)[0] != "aborted":
             pass  # what ended meanwhile

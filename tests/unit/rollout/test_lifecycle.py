@@ -186,10 +186,10 @@ def spoil(policy):
 
 
 FAULTS = [
-    (drop, "model.layers.0.self_attn.k_proj.weight of 4 tensors did not arrive"),
+    (drop, "model.layers.0.self_attn.k_proj.weight of 4 tensors missing"),
     (add, "model.extra.weight is extra"),
     (double, "model.embed_tokens.weight came twice"),
-    (reshape, r"model.norm.weight has the shape \[5\], the model's config makes it \[4\]"),
+    (reshape, r"model.norm.weight has the shape \[5\], the model's config requires \[4\]"),
     (retype, "model.norm.weight is bfloat16, the model is float32"),
     (spoil, "not finite: model.layers.0.self_attn.q_proj.weight, model.norm.weight of 4 tensors"),
 ]

@@ -107,7 +107,7 @@ def test_any_schedule_of_new_weights(recompute):
         decoder = Versioned()
         switches = Switches(decoder.take, at=sorted(rng.sample(range(1, 30), 3)))
         generation = Generation(
-            decoder,
+            decoder=decoder,
             max_batch_size=rng.choice([3, 6, 16]),
             kv_cache_tokens=rng.choice([0, 48, 64]),
             prefill_chunk_tokens=rng.choice([5, 100]),
@@ -133,7 +133,7 @@ def test_any_schedule_of_new_weights(recompute):
 def test_the_last_version_is_known_where_nothing_runs():
     decoder = Versioned()
     switches = Switches(decoder.take, at=[1])
-    generation = Generation(decoder, max_batch_size=2, kv_cache_tokens=0, prefill_chunk_tokens=9, eos_id=EOS, pauses=switches)
+    generation = Generation(decoder=decoder, max_batch_size=2, kv_cache_tokens=0, prefill_chunk_tokens=9, eos_id=EOS, pauses=switches)
     request = GenRequest(index=0, tokens=(5, 6), seed=1)
     (result,) = [result for part in generation.run(ListedWork([request]), SamplingConfig(max_response_length=6), 0) for result in part]
     assert (result.weight_version, result.versions) == (1, ())

@@ -258,7 +258,7 @@ def spoil(sources: dict) -> None:
     [
         (drop, "decoder.layers.1.mlp.linear_fc2.weight of 16 tensors missing in the training weights of this rank"),
         (add, "decoder.layers.2.mlp.linear_fc2.weight is extra in the training weights of this rank"),
-        (reshape, r"decoder.final_layernorm.weight has the shape \[31\], the model's config makes it \[32\]"),
+        (reshape, r"decoder.final_layernorm.weight has the shape \[31\], the model's config requires \[32\]"),
         (retype, "decoder.final_layernorm.weight is float16, the model is float32"),
         (spoil, r"not finite: decoder.layers.0.self_attention.linear_qkv.weight \(2 of 2048 elements\) of 16 tensors"),
     ],
@@ -290,7 +290,7 @@ def test_a_plan_that_is_not_of_the_whole_model_is_refused(make_model):
     policy = make_model("policy")
     found = moves(policy.chunks, tp=1)
     check_moves(found, policy.chunks)
-    with pytest.raises(EngineError, match=f"{found[3].name} is twice in the plan of the refit"):
+    with pytest.raises(EngineError, match=f"{found[3].name} came twice in the plan of the refit"):
         check_moves([*found, found[3]], policy.chunks)
     with pytest.raises(EngineError, match=f"{found[2].name} of 16 tensors missing in the plan"):
         check_moves(found[:2] + found[3:], policy.chunks)

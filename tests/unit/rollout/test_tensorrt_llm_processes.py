@@ -332,13 +332,12 @@ def test_ranks_that_follow_take_part_when_the_first_takes(monkeypatch):
 
     told: list[int] = []
     first, follower = Counted(), Counted()
-    monkeypatch.setattr(tensorrt_llm_requests.dist, "get_global_rank", lambda group, rank: 4)
-    monkeypatch.setattr(tensorrt_llm_requests, "broadcast_integers", lambda numbers, *, src, group, device: told.extend(numbers) or numbers)
+    monkeypatch.setattr(tensorrt_llm_requests, "leaders_integers", lambda numbers, *, group, device: told.extend(numbers) or numbers)
     take = Take(first, "the ranks of a replica")
     take.requests(4)
     take.heartbeat()
     take.requests(1)
     take.end()
-    monkeypatch.setattr(tensorrt_llm_requests, "broadcast_integers", lambda numbers, *, src, group, device: [told.pop(0)])
+    monkeypatch.setattr(tensorrt_llm_requests, "leaders_integers", lambda numbers, *, group, device: [told.pop(0)])
     Take(follower, "the ranks of a replica").follow()
     assert first.rooms == follower.rooms == [4, 1] and not told
