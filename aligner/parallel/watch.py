@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -91,28 +91,21 @@ def clear_last_report(stacks: Path, component: str) -> None:
         request.unlink(missing_ok=True)
 
 
+@dataclass(eq=False)
 class Watch:
-    """A thread beside everything else that a rank does. `stall_seconds` 0: it writes the health file and never ends the process."""
+    """A thread beside everything else that a rank does."""
 
-    def __init__(
-        self,
-        progress: Progress,
-        place: Place,
-        *,
-        health: Path,
-        stacks: Path,
-        stall_seconds: float,
-        last_words: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """`last_words` is called with the report, before the process is ended."""
-        self._progress = progress
-        self._place = place
-        self._health = health
-        self._stacks = stacks
-        self._stall_seconds = stall_seconds
-        self._last_words = last_words
+    progress: Progress
+    place: Place
+    _: KW_ONLY
+    health: Path
+    stacks: Path
+    stall_seconds: float  # 0: only write the health file, and never end the process
+    last_words: Callable[[str], None] = lambda text: None  # called with the report, before the process is ended
+
+    def __post_init__(self) -> None:
         # Rare enough for hundreds of ranks on one shared file system, often enough to notice a stall within a fraction of its time.
-        self._interval = min(max(stall_seconds / 10, 0.2), 10.0) if stall_seconds else 10.0
+        self._interval = min(max(self.stall_seconds / 10, 0.2), 10.0) if self.stall_seconds else 10.0
         self._stopped = threading.Event()
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
@@ -120,21 +113,21 @@ class Watch:
     @property
     def request(self) -> Path:
         """The file that exists once a rank of this start has requested all stacks."""
-        return self._stacks / f".{self._place.component}.{self._place.incarnation}.request"
+        return self.stacks / f".{self.place.component}.{self.place.incarnation}.request"
 
     @property
     def report(self) -> Path:
         """The report file of a stall of this component."""
-        return self._stacks / f"{self._place.component}.report.txt"
+        return self.stacks / f"{self.place.component}.report.txt"
 
     def start(self) -> None:
         """Begin. Raises ConfigError where the run directory cannot be written to."""
         try:
-            self._stacks.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._health.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.stacks.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.health.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.record()
         except OSError as error:
-            raise ConfigError(f"run.directory: rank {self._place.rank}: {describe_os_error(error, self._health)}") from error
+            raise ConfigError(f"run.directory: rank {self.place.rank}: {describe_os_error(error, self.health)}") from error
         self._arm()
         self._thread.start()
 
@@ -151,17 +144,17 @@ class Watch:
             self._try_to_write()
             recording.flush()
             try:
-                is_over = bool(self._stall_seconds) and (self._is_asked() or self.has_stalled())
+                is_over = bool(self.stall_seconds) and (self._is_asked() or self.has_stalled())
             except OSError as error:
-                self._warn(f"cannot tell whether the component has stalled: {describe_os_error(error, self._health)}")
+                self._warn(f"cannot tell whether the component has stalled: {describe_os_error(error, self.health)}")
                 continue
             if is_over:
                 self._end()
 
     def _arm(self) -> None:
         """Set a timer that ends the process without the interpreter. This thread resets it; it cannot while native code holds the lock."""
-        if self._stall_seconds:
-            faulthandler.dump_traceback_later(self._stall_seconds + self._answer_seconds, file=2, exit=True)
+        if self.stall_seconds:
+            faulthandler.dump_traceback_later(self.stall_seconds + self._answer_seconds, file=2, exit=True)
 
     @property
     def _answer_seconds(self) -> float:
@@ -172,33 +165,33 @@ class Watch:
 
     def has_stalled(self) -> bool:
         """Whether the component has stalled, as far as this rank can tell, and does not wait for a server."""
-        return self._progress.still_seconds > self._stall_seconds and not self._waits_for_a_server()
+        return self.progress.still_seconds > self.stall_seconds and not self._waits_for_a_server()
 
     def _waits_for_a_server(self) -> bool:
         """Whether a rank of this component waits for a server, or a server is busy for it: the client has deadlines (`server_client.*`)."""
         now = self._own_file.stat().st_mtime
-        fresh = [state for state in _read_all(self._health, attempt=self._place.attempt) if now - state.written < self._answer_seconds]
+        fresh = [state for state in _read_all(self.health, attempt=self.place.attempt) if now - state.written < self._answer_seconds]
         if any(
-            state.snapshot.phase in AWAITING and state.snapshot.inside is None and state.place.incarnation == self._place.incarnation
+            state.snapshot.phase in AWAITING and state.snapshot.inside is None and state.place.incarnation == self.place.incarnation
             for state in fresh
         ):
             return True
         # A server that stalls has time to report that itself before the component that waits for it counts as slow.
-        allowed = self._stall_seconds + self._answer_seconds + 2 * self._interval
-        busy = [s for s in fresh if s.place.component in self._place.servers and not s.ended and s.snapshot.phase != IDLE]
+        allowed = self.stall_seconds + self._answer_seconds + 2 * self._interval
+        busy = [s for s in fresh if s.place.component in self.place.servers and not s.ended and s.snapshot.phase != IDLE]
         return any(state.snapshot.still_seconds < allowed for state in busy)
 
     def _end(self) -> None:
         """Stacks, report, end of the process."""
         # This ends the process if the file system hangs as well.
         faulthandler.dump_traceback_later(self._answer_seconds + 3 * SPY_SECONDS, file=2, exit=True)
-        print(f"{self._place.component}.{self._place.rank}: no progress: writing stacks to {self._stacks}", file=sys.stderr, flush=True)
+        print(f"{self.place.component}.{self.place.rank}: no progress: writing stacks to {self.stacks}", file=sys.stderr, flush=True)
         try:
             self._ask()
             self._dump()
             self.record(dumped=True)
             states = self._wait_for_others()
-            verdict = diagnose(self._place.component, states, world_size=self._place.world_size, stall_seconds=self._progress.still_seconds)
+            verdict = diagnose(self.place.component, states, world_size=self.place.world_size, stall_seconds=self.progress.still_seconds)
             self._spy_on_neighbours(states)
             text = self._publish(verdict)
         except Exception as error:  # of any kind: the process must end, and the stacks must be somewhere
@@ -206,20 +199,20 @@ class Watch:
             text = f"the stall could not be reported: {type(error).__name__}: {error}"
         print(text, file=sys.stderr, flush=True)
         sys.stdout.flush()
-        self._last_words(text)
+        self.last_words(text)
         os._exit(1)
 
     def _ask(self) -> None:
         try:
             with self.request.open("x") as file:
-                file.write(f"rank {self._place.rank}\n")
+                file.write(f"rank {self.place.rank}\n")
         except FileExistsError:
             pass  # another rank was first
 
     def _dump(self) -> Path:
         """Every thread's stack, below the rank's record."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        path = self._stacks / f"{self._place.component}.{self._place.rank}.{stamp}.txt"
+        path = self.stacks / f"{self.place.component}.{self.place.rank}.{stamp}.txt"
         with path.open("w") as file:
             file.write(json.dumps(self._content(dumped=True)) + "\n\n")
             file.flush()
@@ -232,31 +225,31 @@ class Watch:
         while True:
             states = self._ours()
             answered = [state for state in states if state.dumped or state.ended]
-            if len(answered) == self._place.world_size or time.monotonic() > deadline:
+            if len(answered) == self.place.world_size or time.monotonic() > deadline:
                 return [state if state in answered else replace(state, absence=self._absence(state)) for state in states]
             time.sleep(min(self._interval, 0.5))
 
     def _ours(self) -> list[RankState]:
         """The record of every rank of this start of the component."""
-        found = _read_all(self._health, attempt=self._place.attempt)
-        return [state for state in found if state.place.incarnation == self._place.incarnation]
+        found = _read_all(self.health, attempt=self.place.attempt)
+        return [state for state in found if state.place.incarnation == self.place.incarnation]
 
     def _absence(self, state: RankState) -> str:
         age = self._own_file.stat().st_mtime - state.written
         absence = f"it did not write its stack; its last sign of life came {max(age, 0):.0f} s before"
-        return f"{_process_state(state.pid)}; {absence}" if state.place.host == self._place.host else absence
+        return f"{_process_state(state.pid)}; {absence}" if state.place.host == self.place.host else absence
 
     def _spy_on_neighbours(self, states: list[RankState]) -> None:
         """The stacks of processes on this machine that cannot write their own."""
         for state in states:
-            if state.absence and state.place.host == self._place.host:
-                path = self._stacks / f"{self._place.component}.{state.place.rank}.by-{self._place.rank}.txt"
+            if state.absence and state.place.host == self.place.host:
+                path = self.stacks / f"{self.place.component}.{state.place.rank}.by-{self.place.rank}.txt"
                 _spy(state.pid, path, "--nonblocking")
 
     def _publish(self, verdict: Verdict) -> str:
         """The first rank to write publishes its report; every rank shows that one."""
-        own = self.report.with_suffix(f".{self._place.rank}.tmp")
-        own.write_text(f"{verdict.text}\nstacks: {self._stacks}\nstart {self._place.incarnation}\n")
+        own = self.report.with_suffix(f".{self.place.rank}.tmp")
+        own.write_text(f"{verdict.text}\nstacks: {self.stacks}\nstart {self.place.incarnation}\n")
         try:
             os.link(own, self.report)
         except FileExistsError:
@@ -267,11 +260,11 @@ class Watch:
 
     @property
     def _own_file(self) -> Path:
-        return self._health / f"{self._place.component}.{self._place.rank}.json"
+        return self.health / f"{self.place.component}.{self.place.rank}.json"
 
     def _content(self, *, dumped: bool = False, ended: bool = False) -> dict[str, Any]:
-        record = asdict(self._progress.snapshot())
-        return {"place": asdict(self._place), "pid": os.getpid(), "dumped": dumped, "ended": ended, "record": record}
+        record = asdict(self.progress.snapshot())
+        return {"place": asdict(self.place), "pid": os.getpid(), "dumped": dumped, "ended": ended, "record": record}
 
     def record(self, *, dumped: bool = False, ended: bool = False) -> None:
         """Write the health file. Raises OSError."""

@@ -92,7 +92,7 @@ def check_a_failing_environment_fails_on_all_ranks(policy, inputs: dict) -> None
 
     whole, Repeats.step = Repeats.step, fail
     message = raised(EpisodeError if dist.get_rank() == 0 else EngineError, lambda: converse(policy, inputs))
-    said = ("connection refused (at ", "; it was in turn 1") if dist.get_rank() == 0 else ("its own message says why",)
+    said = ("connection refused (at ", "; it was in turn 1") if dist.get_rank() == 0 else ("see its own message",)
     assert all(one in message for one in said), message
     Repeats.step = whole
 
@@ -126,7 +126,7 @@ def check_ranks_of_a_replica_follow() -> None:
             assert gather_objects(taken) == [[[1, 3], [4], [7], []]] * 2
         else:
             message = raised(EngineError, lambda work=work: work.take(2))
-            assert ("it did not answer (connection reset)" if rank == 0 else "its own message says why") in message
+            assert ("it did not answer (connection reset)" if rank == 0 else "see its own message") in message
 
 
 def raised(kind: type[Exception], action: Callable[[], object]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 
 import torch
@@ -109,31 +109,23 @@ class WeightStream:
     verified: bool = False  # whether what the engine holds afterwards is compared with what was sent
 
 
+@dataclass(eq=False)
 class StreamedEngine:
-    """`aligner.rollout.engine.Engine` around a `ForeignEngine`, which it starts. Collective over the component.
+    """`aligner.rollout.engine.Engine` around a `ForeignEngine`, which it starts. Collective over the component."""
 
-    policy: where the policy's weights wait in host memory while the engine's are awake; None: they stay, and the engine never sleeps.
-    at_end: called at shutdown.
-    """
+    foreign: ForeignEngine
+    stream: WeightStream
+    replica: Replica
+    _: KW_ONLY
+    policy: HostMemory | None = None  # holds the policy's weights while the engine is awake; None: they stay, the engine never sleeps
+    at_end: Callable[[], None] = lambda: None  # called at shutdown
 
-    def __init__(
-        self,
-        engine: ForeignEngine,
-        stream: WeightStream,
-        replica: Replica,
-        *,
-        policy: HostMemory | None = None,
-        at_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.foreign = engine
-        self.replica = replica
-        self._stream = stream
-        self._policy = policy
-        self._at_end = at_end
-        platform.release_cached()  # what building the policy left: the package allocates past torch
+    def __post_init__(self) -> None:
+        platform.release_cached()  # left from building the policy: the package allocates without torch
+        engine = self.foreign
         try:
             together(engine.start, f"starting {engine.capabilities.name}", error=EngineError)
-            if policy is not None:
+            if self.policy is not None:
                 together(lambda: engine.sleep(ALL_MEMORY), f"putting {engine.capabilities.name} to sleep", error=EngineError)
         except AlignerError:
             self.shutdown()  # it may have started here
@@ -153,19 +145,19 @@ class StreamedEngine:
         """Stream the policy's current weights into the engine. Raises EngineError on every rank if it failed on any, also
         if a verification was asked for and the engine cannot read its weights back."""
         started = time.monotonic()
-        delivery = _Delivery(self.foreign, self._stream)
+        delivery = _Delivery(self.foreign, self.stream)
         try:
             together(delivery.run, "streaming the weights", error=EngineError)
             together(lambda: self.foreign.finish_refit(version), "finishing the refit", error=EngineError)
         except EngineError:
             self.foreign.abort_refit()
             raise
-        if self._stream.verified:
+        if self.stream.verified:
             together(delivery.compare, "verifying the refit", error=EngineError)
-        if self._policy is not None:
-            self._policy.move_out()
+        if self.policy is not None:
+            self.policy.move_out()
         platform.synchronize()
-        return Refitted(num_bytes=self._stream.manifest.num_bytes, seconds=time.monotonic() - started)
+        return Refitted(num_bytes=self.stream.manifest.num_bytes, seconds=time.monotonic() - started)
 
     def wake(self, memory: frozenset[Memory]) -> None:
         """See `Engine.wake`. What training used and torch still keeps is given back first."""
@@ -175,8 +167,8 @@ class StreamedEngine:
     def sleep(self, memory: frozenset[Memory]) -> None:
         """See `Engine.sleep`."""
         self.foreign.sleep(memory)
-        if self._policy is not None and Memory.weights in memory:
-            self._policy.move_in()
+        if self.policy is not None and Memory.weights in memory:
+            self.policy.move_in()
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         """See `Engine.generate`."""
@@ -185,7 +177,7 @@ class StreamedEngine:
     def shutdown(self) -> None:
         """See `Engine.shutdown`."""
         self.foreign.shutdown()
-        self._at_end()
+        self.at_end()
 
 
 class _Delivery:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import EngineError
-from aligner.rollout.tensorrt_llm.config import CudaGraphs
+from aligner.rollout.config import CudaGraphs
 from aligner.types import LogprobKind
 
 PACKAGE = "tensorrt_llm"

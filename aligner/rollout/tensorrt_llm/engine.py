@@ -25,10 +25,9 @@ from aligner.errors import ConfigError, EngineError
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.transfer import block_group
-from aligner.rollout.config import RolloutConfig
+from aligner.rollout.config import CudaGraphs, RolloutConfig, Sampler, TensorRTLLMConfig
 from aligner.rollout.engine import Capabilities, GenResult, Memory, WeightForm, Work
 from aligner.rollout.engine.manifest import Manifest
-from aligner.rollout.tensorrt_llm.config import CudaGraphs, Sampler, TensorRTLLMConfig
 from aligner.rollout.tensorrt_llm.contract import Contract, gate
 from aligner.rollout.tensorrt_llm.link import (
     REQUESTS,

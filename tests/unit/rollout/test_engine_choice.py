@@ -10,9 +10,9 @@ from hf_models import write
 
 from aligner.errors import EngineError
 from aligner.models.config import ModelConfig
+from aligner.rollout import create
 from aligner.rollout.config import AsynchronousConfig, EngineKind, RolloutConfig, VerifyRefit
-from aligner.rollout.engine import choice
-from aligner.rollout.engine.choice import choose
+from aligner.rollout.create import choose
 from aligner.types import SamplingConfig
 
 
@@ -24,8 +24,8 @@ def config_of(*, sampling: dict | None = None, **fields) -> RolloutConfig:
 def installed(monkeypatch) -> set[str]:
     """A GPU and both packages; a test takes one away."""
     packages = {"tensorrt_llm", "vllm"}
-    monkeypatch.setattr(choice.platform, "device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(choice, "find_spec", lambda name: object() if name in packages else None)
+    monkeypatch.setattr(create.platform, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(create, "find_spec", lambda name: object() if name in packages else None)
     return packages
 
 
@@ -44,7 +44,7 @@ def test_what_has_been_executed_is_taken(installed):
 
 
 def test_without_a_gpu_it_is_the_built_in_one(installed, monkeypatch):
-    monkeypatch.setattr(choice.platform, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(create.platform, "device", lambda: torch.device("cpu"))
     found = choose(config_of(), tp=1)
     assert found.engine == EngineKind.megatron and found.reasons == ("vllm (it is for GPUs)", NEVER)
 

@@ -85,7 +85,7 @@ def test_phases_in_order():
     engine.shutdown()
     engine.shutdown()
     assert foreign.log[-2:] == ["shutdown", "shutdown"]
-    with pytest.raises(EngineError, match="after it was shut down: make another one"):
+    with pytest.raises(EngineError, match="after its shutdown: make another one"):
         engine.wake()
 
 
@@ -127,11 +127,11 @@ def test_without_offload_the_weights_are_there_from_the_start():
 def wrong_orders():
     """(phases that went well, the one that must not come now, what is said)"""
     yield lambda e: None, lambda e: e.wake(CACHE), "weights are asleep: wake the weights first"
-    yield lambda e: e.wake(WEIGHTS), lambda e: e.wake(CACHE), "before its weights are the policy's: refit\\(\\) first"
+    yield lambda e: e.wake(WEIGHTS), lambda e: e.wake(CACHE), "call refit\\(\\) before waking"
     yield lambda e: e.wake(WEIGHTS), generate, "generate while it sleeps: wake\\(\\) it first"
     yield lambda e: e.wake(), lambda e: e.refit(1), "while it is ready to generate: sleep\\(\\) it first"
     yield lambda e: e.wake(), lambda e: e.sleep(WEIGHTS), "put the cache to sleep first"
-    yield lambda e: (e.wake(), next(begin(e))), lambda e: e.sleep(), "asked to sleep while it generates: consume what generate"
+    yield lambda e: (e.wake(), next(begin(e))), lambda e: e.sleep(), "asked to sleep during a generation: consume"
 
 
 def begin(engine):
@@ -153,7 +153,7 @@ def test_a_generation_that_was_closed_makes_way():
     engine = engine_of(FakeForeign(), Policy())
     responses = engine.generate(PROMPTS, [7, 8, 9])
     next(responses)
-    with pytest.raises(EngineError, match="take new weights while it generates"):
+    with pytest.raises(EngineError, match="take new weights during a generation"):
         engine.refit(1)
     responses.close()
     engine.refit(1)

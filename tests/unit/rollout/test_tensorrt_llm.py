@@ -17,10 +17,14 @@ from fake_tensorrt_llm import executor_class, installed  # noqa: E402
 from fake_tensorrt_llm_model import Misuse  # noqa: E402
 
 from aligner.errors import ConfigError, EngineError  # noqa: E402
-from aligner.rollout.config import RolloutConfig  # noqa: E402
+from aligner.rollout.config import (  # noqa: E402
+    CudaGraphs,
+    RolloutConfig,  # noqa: E402
+    Sampler,
+    TensorRTLLMConfig,
+)
 from aligner.rollout.engine import ALL_MEMORY, GenRequest, GenResult, ListedWork, Memory  # noqa: E402
 from aligner.rollout.engine.foreign import weight_buckets  # noqa: E402
-from aligner.rollout.tensorrt_llm.config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
 from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
 
 pytestmark = pytest.mark.cpu  # where the package's stand-in is, in this process: no handle of a GPU's memory opens where it was made

@@ -19,9 +19,9 @@ import tensorrt_llm_diff  # noqa: E402
 from fake_tensorrt_llm import installed  # noqa: E402
 
 from aligner.errors import ConfigError, EngineError  # noqa: E402
+from aligner.rollout.config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
 from aligner.rollout.engine import EngineSampling, GenRequest  # noqa: E402
 from aligner.rollout.tensorrt_llm import contract as contracts  # noqa: E402
-from aligner.rollout.tensorrt_llm.config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
 from aligner.rollout.tensorrt_llm.contract import Contract, gate, known_versions, load  # noqa: E402
 from aligner.rollout.tensorrt_llm.requests import sampling_arguments, to_result  # noqa: E402
 from aligner.rollout.tensorrt_llm.worker import answer as answer_of  # noqa: E402
@@ -248,8 +248,7 @@ def test_smoke_passes_over_the_stand_in_and_notices_weights_that_stay(tmp_path, 
     from tensorrt_llm_smoke import Trial, main, run
     from transformers import AutoModelForCausalLM
 
-    from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.tensorrt_llm.config import TensorRTLLMConfig
+    from aligner.rollout.config import RolloutConfig, TensorRTLLMConfig
     from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
 
     with installed("1.2.1", tmp_path):
