@@ -138,16 +138,6 @@ class Sampler:
         ended = self._ended(seats, tokens, positions + 1, limits)
         return Draw(tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs, ended=ended)
 
-    @torch.no_grad()
-    def probabilities(self, logits: Tensor, seats: Tensor) -> Tensor:
-        """The distribution that `draw` would use now, float32 [B, V]; changes nothing. Not for temperature 0."""
-        self._settle()
-        with self._without_missing(logits):
-            processed = self._processed(logits, seats, self._state[1, seats])
-            z = self._heated(logits)
-            weights = self._kept(processed, logits, z, (z - z.amax(dim=-1, keepdim=True)).exp_())
-        return weights / weights.sum(dim=-1, keepdim=True)
-
     def _settle(self) -> None:
         """Take over the new arrivals, and make uniforms for the next draws of every seat: made ahead, they cost next to nothing."""
         device = self._state.device

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 
 import pytest
 import torch
+from fake_decoder import FakeDecoder
+from fake_environment import repeats
 
 from aligner.data.collate import rollout_batch
 from aligner.environments.config import OnEnvironmentError
@@ -23,15 +23,9 @@ from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Refitted
 from aligner.rollout.engine.episodes import Conversing, turn_seed
 from aligner.types import FinishReason, LogprobKind, Prompt, Rollout, SamplingConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_decoder import FakeDecoder  # noqa: E402
-from fake_environment import repeats  # noqa: E402
+pytestmark = pytest.mark.usefixtures("topology")
 
 EOS, VOCAB, CONTEXT = 2, 13, 64
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 class FakeEngine:

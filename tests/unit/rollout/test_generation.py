@@ -7,12 +7,11 @@ the bit. The last tests are with a model.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
+from fake_decoder import FakeDecoder
 
 from aligner.errors import ConfigError, EngineError
 from aligner.rollout.builtin.generation import Generation
@@ -20,9 +19,6 @@ from aligner.rollout.builtin.sampling import Sampler
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_decoder import FakeDecoder  # noqa: E402
 
 pytestmark = pytest.mark.cpu  # where the decoder's stand-in is, and each response can be compared bit for bit
 PAGE, CONTEXT, VOCAB, EOS = 4, 64, 13, 2

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from fake_foreign import FakeForeign
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_foreign import FakeForeign  # noqa: E402
+from aligner.errors import ConfigError, EngineError
+from aligner.protocols import Replica
+from aligner.rollout.engine import Memory
+from aligner.rollout.engine.manifest import Manifest, TensorSpec
+from aligner.types import FinishReason, LogprobKind, Prompt, SamplingConfig
 
-from aligner.errors import ConfigError, EngineError  # noqa: E402
-from aligner.protocols import Replica  # noqa: E402
-from aligner.rollout.engine import Memory  # noqa: E402
-from aligner.rollout.engine.manifest import Manifest, TensorSpec  # noqa: E402
-from aligner.types import FinishReason, LogprobKind, Prompt, SamplingConfig  # noqa: E402
+pytestmark = pytest.mark.usefixtures("topology")
 
 WEIGHTS, CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
 PROMPTS = [Prompt(id=i, tokens=(5 + i,), source=f"p:{i}") for i in range(3)]
@@ -27,10 +26,6 @@ NAMES = [
     "model.norm.weight",
 ]
 SHAPES = [(6, 4), (4, 4), (2, 4), (4,)]
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def manifest() -> Manifest:

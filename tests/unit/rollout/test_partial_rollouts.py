@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from fake_decoder import FakeDecoder
 from torch import Tensor
 
 from aligner.losses.sft import sft_loss
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.parallel import platform
 from aligner.rollout.builtin.attention import DecodeBatch, PagedKV, PrefillChunk
 from aligner.rollout.builtin.generation import Generation
 from aligner.rollout.builtin.sampling import Sampler
 from aligner.rollout.config import AsynchronousConfig, EngineKind, RolloutConfig
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
 from aligner.types import LabeledBatch, Prompt, Rollout, SamplingConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_decoder import FakeDecoder  # noqa: E402
-
-from aligner.parallel import platform
 
 VOCAB, EOS, CONTEXT, PAGE = 13, 2, 64, 4
 MODEL_EOS = 2

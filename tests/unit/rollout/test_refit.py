@@ -16,13 +16,11 @@ from aligner.parallel.reshard import replicated
 from aligner.rollout.config import RolloutConfig, VerifyRefit, check_splits
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 OPTIMIZER = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0)
 PROMPTS = [Prompt(id=i, tokens=tokens, source="") for i, tokens in enumerate([(5, 9, 11), (40,), (7, 8, 9, 10, 3)])]
 SEEDS = [1, 2, 3]
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def engine_of(policy, **fields):
@@ -318,7 +316,7 @@ def test_a_checksum_notices_what_arrived_wrong(swapped, make_model, own_weights,
 
     with monkeypatch.context() as patch:
         patch.setattr(transfer.Refill, "run", damage)
-        with pytest.raises(EngineError, match="layers.1.self_attention.linear_proj.weight of 16 tensors arrived with another checksum"):
+        with pytest.raises(EngineError, match="layers.1.self_attention.linear_proj.weight of 16 tensors arrived with a different checksum"):
             engine.refit(1)
     engine.refit(2)
 

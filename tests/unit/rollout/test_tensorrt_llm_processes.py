@@ -18,21 +18,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fake_tensorrt_llm import installed
+from fake_tensorrt_llm_binding import OnGpu, handle_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_tensorrt_llm import installed  # noqa: E402
-from fake_tensorrt_llm_binding import OnGpu, handle_of  # noqa: E402
-
-from aligner.errors import EngineError  # noqa: E402
+from aligner.errors import EngineError
 from aligner.rollout.config import (
-    RolloutConfig,  # noqa: E402
-    TensorRTLLMConfig,  # noqa: E402
+    RolloutConfig,
+    TensorRTLLMConfig,
 )
-from aligner.rollout.engine import GenRequest, ListedWork  # noqa: E402
-from aligner.rollout.engine.manifest import Manifest  # noqa: E402
+from aligner.rollout.engine import GenRequest, ListedWork
+from aligner.rollout.engine.manifest import Manifest
 from aligner.rollout.tensorrt_llm import link as tensorrt_llm_link
-from aligner.rollout.tensorrt_llm.link import Door, knock  # noqa: E402
-from aligner.types import LogprobKind, SamplingConfig  # noqa: E402
+from aligner.rollout.tensorrt_llm.link import Door, knock
+from aligner.types import LogprobKind, SamplingConfig
 
 CONTEXT = 64
 
