@@ -96,9 +96,8 @@ def _await_verdict(store: Store, record: RankRecord, timeout_seconds: float) -> 
         store.wait(["verdict"], timedelta(seconds=timeout_seconds))
         return store.get("verdict").decode()
     except RuntimeError as error:
-        raise LaunchError(
-            f"rank {record.rank} of {record.world_size} waited {timeout_seconds:.0f} s for rank 0's verdict on the ranks: {error}"
-        ) from error
+        who = f"rank {record.rank} of {record.world_size}"
+        raise LaunchError(f"{who} waited {timeout_seconds:.0f} s for rank 0's verdict on the ranks: {error}") from error
 
 
 def _let_others_read(store: Store, world_size: int) -> None:

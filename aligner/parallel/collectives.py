@@ -82,8 +82,8 @@ def leaders_integers(values: Sequence[int], *, group: dist.ProcessGroup | None, 
 
 
 def all_ranks(condition: bool | Tensor, device: torch.device) -> bool:
-    """Whether `condition`, a truth value of the host or of the device, holds on every rank of the world: one answer everywhere, from one
-    number on the device."""
+    """Whether `condition`, on the host or the device, holds on every rank of the world: one answer everywhere, by one number on the
+    device."""
     if dist.get_world_size() == 1:
         return bool(condition)
     agreed = condition.int() if isinstance(condition, Tensor) else upload(torch.tensor(int(condition)), device)
@@ -92,7 +92,7 @@ def all_ranks(condition: bool | Tensor, device: torch.device) -> bool:
 
 
 def raise_everywhere(error: Exception | None) -> None:
-    """Agree on failure: if any rank passes an error, every rank raises the first by rank, so that none is left waiting."""
+    """Agree on failure: if any rank passes an error, every rank raises the first by rank, so that none keeps waiting."""
     for found in gather_objects(error):
         if found is not None:
             raise found
@@ -141,15 +141,15 @@ def together(action: Callable[[], T], what: str, *, error: type[AlignerError]) -
     failure: Exception | None = None
     try:
         result = action()
-    except Exception as failed:  # raised below, when all ranks know
+    except Exception as failed:  # raised below, once all ranks know
         failure = failed
     if all_ranks(failure is None, platform.device()):
         return result
-    said = gather_objects("" if failure is None else _describe(failure))
+    messages = gather_objects("" if failure is None else _describe(failure))
     if all(gather_objects(isinstance(failure, ConfigError))):
         raise failure
-    rank, message = next((rank, one) for rank, one in enumerate(said) if one)
-    where = f" on rank {rank}" if dist.get_world_size() > 1 and not all(said) else ""
+    rank, message = next((rank, one) for rank, one in enumerate(messages) if one)
+    where = f" on rank {rank}" if dist.get_world_size() > 1 and not all(messages) else ""
     raise error(f"{what} failed{where}: {message}") from failure
 
 

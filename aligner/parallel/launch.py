@@ -435,9 +435,7 @@ def reachable_address(place: World) -> str:
                 probe.connect(("192.0.2.1", 9))
                 address = probe.getsockname()[0]
         except OSError as error:
-            raise LaunchError(
-                f"{socket.gethostname()} finds no address of its own for the other nodes ({error}); set ALIGNER_MASTER_ADDR"
-            ) from error
+            raise LaunchError(f"{socket.gethostname()} has no address for the other nodes ({error}); set ALIGNER_MASTER_ADDR") from error
     return address
 
 

@@ -35,9 +35,7 @@ class ParallelConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name}={getattr(self, name)}: must be at least 1")
         if self.sequence_parallel and self.tp == 1:
-            raise ConfigError(
-                "parallel.sequence_parallel=true: needs parallel.tp > 1 (the sequence is split over the tensor-parallel ranks)"
-            )
+            raise ConfigError("parallel.sequence_parallel=true: needs parallel.tp > 1 (tensor-parallel ranks split the sequence)")
         if self.tp_comm_overlap and not self.sequence_parallel:
             raise ConfigError("parallel.tp_comm_overlap=true: needs parallel.sequence_parallel=true (its exchanges are overlapped)")
         if self.vpp > 1 and self.pp == 1:

@@ -101,9 +101,8 @@ def _chosen(policy: MegatronPolicy, config: RolloutConfig) -> RolloutConfig:
     delta_nets = bool(chunk.architecture.linear_attention_layers)
     found = gather_objects(str(choice := choose(config, tp=tp, batch_invariant=chunk.batch_invariant, delta_nets=delta_nets)))
     if others := [rank for rank, one in enumerate(found) if one != found[0]]:
-        raise EngineError(
-            f"{found[0]} on rank 0, but on rank {others[0]} {found[others[0]]}: all nodes need the same packages, or name the engine"
-        )
+        differs = f"{found[0]} on rank 0, but on rank {others[0]} {found[others[0]]}"
+        raise EngineError(f"{differs}: all nodes need the same packages, or name the engine")
     if dist.get_rank() == 0:
         print(choice, flush=True)
     return replace(config, engine=choice.engine.value)
@@ -179,7 +178,7 @@ def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, del
         if batch_invariant:
             raise EngineError("model.batch_invariant=true: its log-probs are not the trainer's to the bit")
         if delta_nets:
-            raise EngineError("the model's delta nets are sampled from by the built-in engine alone")
+            raise EngineError("the model's delta nets need the built-in engine")
         check_settings(replace(config, engine=EngineKind.vllm.value), tp=tp)
     except AlignerError as error:
         return Choice(engine=EngineKind.megatron, reasons=(f"vllm ({error})", *reasons))
@@ -200,6 +199,5 @@ def _check_vllm(config: RolloutConfig) -> None:
     if find_spec("vllm") is None:
         raise EngineError("not installed")
     if config.sampling.temperature != 1 and (reshaping := config.sampling.reshaping()):
-        raise EngineError(
-            f"its log-probs would be at temperature 1: rollout.sampling.temperature={config.sampling.temperature}, {reshaping[0]}"
-        )
+        setting = f"rollout.sampling.temperature={config.sampling.temperature}, {reshaping[0]}"
+        raise EngineError(f"its log-probs would be at temperature 1: {setting}")

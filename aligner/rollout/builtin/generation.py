@@ -179,9 +179,7 @@ class _Loop:
     def _check(self, request: GenRequest, limit: int) -> None:
         length, context, kv_cache_tokens = len(request.tokens), self.decoder.max_sequence_length, self.owner.kv_cache_tokens
         if not 0 < length < context:
-            raise EngineError(
-                f"request {request.index}: a prompt of {length} tokens leaves no room for a response in the context of {context}"
-            )
+            raise EngineError(f"request {request.index}: a prompt of {length} tokens leaves no room in the context of {context}")
         needed = self.scheduler.pool.pages_for(length + limit - 1) * self.decoder.page_size
         if kv_cache_tokens and needed > kv_cache_tokens:
             raise EngineError(

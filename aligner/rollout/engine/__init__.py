@@ -134,21 +134,35 @@ class ListedWork:
         return taken
 
 
-class Engine(Protocol):
+class Sampling(Protocol):
+    """The common part of `Engine` and `ForeignEngine`."""
+
+    capabilities: Capabilities
+    max_sequence_length: int  # tokens of prompt and response together
+
+    def wake(self, memory: frozenset[Memory]) -> None:
+        """Allocate the named memory, which is asleep. Weights may hold anything until the next refit, which precedes any generation."""
+
+    def sleep(self, memory: frozenset[Memory]) -> None:
+        """Release the named memory, which is awake, as far as the engine can; contents are lost."""
+
+    def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
+        """Take requests as room is free and yield finished ones as they end, in any order, until `work` has none left.
+
+        Every rank of the replica consumes the iterator. Every result's `weight_version` is the last refit's.
+        """
+
+    def shutdown(self) -> None:
+        """End the engine's threads and release everything for good. May be called at any time, and twice."""
+
+
+class Engine(Sampling, Protocol):
     """An engine on one rank. The lifecycle drives it, keeps the order of the phases, and calls each method on every rank.
 
     `refit`, `wake` and `sleep` are collective over the component, `generate` over a replica.
     """
 
-    capabilities: Capabilities
     replica: Replica
-    max_sequence_length: int  # tokens of prompt and response together
-
-    def wake(self, memory: frozenset[Memory]) -> None:
-        """Allocate the named memory, which is asleep. Weights may hold anything until `refit`."""
-
-    def sleep(self, memory: frozenset[Memory]) -> None:
-        """Release the named memory, which is awake; contents are lost."""
 
     def refit(self, version: int) -> Refitted:
         """Take the policy's current weights, of optimizer step `version`. Called with the weights awake, outside a generation.
@@ -156,14 +170,8 @@ class Engine(Protocol):
         Raises if it fails; then the weights are mixed.
         """
 
-    def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        """Take requests as room is free and yield finished ones as they end, in any order, until `work` has none left."""
 
-    def shutdown(self) -> None:
-        """Release everything for good. May be called at any time, and twice."""
-
-
-class ForeignEngine(Protocol):
+class ForeignEngine(Sampling, Protocol):
     """An inference package in or beside the training processes, with its own weights: one replica's engine on one of its ranks.
 
     Constructing it must import nothing of the package and allocate nothing on the device. Calls come in this order, on every rank of the
@@ -171,9 +179,6 @@ class ForeignEngine(Protocol):
     rank of the component), with the weights awake, and the cache asleep if `sleep` was called since; `generate`; `sleep`, `wake`.
     An error of a method is raised on every rank of the component and, from `begin_refit` to `finish_refit`, forbids generating.
     """
-
-    capabilities: Capabilities
-    max_sequence_length: int
 
     def start(self) -> None:
         """Import the package and build the model with arbitrary weights. Afterwards everything is awake."""
@@ -197,19 +202,3 @@ class ForeignEngine(Protocol):
     def read_back(self, name: str) -> Tensor | None:
         """The engine's weight of this Hugging Face name, full and in its dtype, for verification after `finish_refit`; None if it
         cannot be recovered from the engine's form (quantized, split over ranks)."""
-
-    def sleep(self, memory: frozenset[Memory]) -> None:
-        """Release the named device memory, as far as the engine can."""
-
-    def wake(self, memory: frozenset[Memory]) -> None:
-        """Allocate it again. Weights may hold anything until the next refit, which always comes before a generation."""
-
-    def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        """Take requests as room is free and yield finished ones as they end, in any order, until `work` has none left.
-
-        Every rank of the replica consumes the iterator; only its first rank must get the right results. Every result's `weight_version` is
-        that of the last `finish_refit`.
-        """
-
-    def shutdown(self) -> None:
-        """End the package's threads and release everything; may be called at any time, and twice."""

@@ -208,9 +208,8 @@ class _Delivery:
         names = list(self._sent)
         held = {name: tensor for name in names if (tensor := self._engine.read_back(name)) is not None}
         if not held:
-            raise ConfigError(
-                f"rollout.verify_refit=checksum: {self._engine.capabilities.name} cannot read its weights back; allowed: none"
-            )
+            name = self._engine.capabilities.name
+            raise ConfigError(f"rollout.verify_refit=checksum: {name} cannot read its weights back; allowed: none")
         differs = [name for name, tensor in held.items() if not _same(self._sent[name], tensor, self._stream.manifest.tensors[name].shape)]
         if differs:
             raise EngineError(f"{named_few(differs)} of {len(held)} tensors that were read back are not what was sent")

@@ -174,10 +174,8 @@ class PhasedEngine:
             raise EngineError("the rollout engine was asked to generate while it sleeps: wake() it first")
         for prompt in prompts:
             if not 0 < len(prompt.tokens) < self.engine.max_sequence_length:
-                raise EngineError(
-                    f"{prompt.source}: a prompt of {len(prompt.tokens)} tokens leaves no room for a response in the context of "
-                    f"{self.engine.max_sequence_length}"
-                )
+                length, context = len(prompt.tokens), self.engine.max_sequence_length
+                raise EngineError(f"{prompt.source}: a prompt of {length} tokens leaves no room in the context of {context}")
         requests = [
             GenRequest(index=index, tokens=prompt.tokens, seed=seed)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
@@ -271,9 +269,7 @@ class PhasedEngine:
         if self._has_ended:
             raise EngineError(f"the rollout engine was asked to {what} after its shutdown: make another one")
         if self._generating_in is not None and (self.gate is None or self._generating_in == threading.get_ident()):
-            raise EngineError(
-                f"the rollout engine was asked to {what} during a generation: consume the iterator of generate(), or close it"
-            )
+            raise EngineError(f"the rollout engine was asked to {what} during a generation: consume generate() to its end, or close it")
 
 
 def _rollout(result: GenResult, prompt: Prompt, seed: int) -> Rollout:

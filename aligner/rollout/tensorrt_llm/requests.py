@@ -1,6 +1,6 @@
-"""Requests on their way through TensorRT-LLM: submitted to its process as room is free, collected as they end.
+"""Requests to TensorRT-LLM: submitted to its process as room is free, collected as they end.
 
-Sampling settings become TensorRT-LLM's, and its responses ours. A setting that has no exact counterpart is refused by its name.
+Converts sampling settings and responses. A setting without an exact counterpart is refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aligner.rollout.engine import GenRequest, GenResult, Work, missing_ids
 from aligner.rollout.tensorrt_llm.link import Link
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
-_NO_END = -1  # no end-of-sequence token of its own: all that stop are stop tokens, which stay in the response
+_NO_END = -1  # no end-of-sequence token: all are stop tokens, which stay in the response
 _SEED_BITS = (1 << 63) - 1
 
 
@@ -30,7 +30,7 @@ def stop_ids(sampling: SamplingConfig, eos_id: int) -> list[int]:
 
 def sampling_arguments(sampling: SamplingConfig, request: GenRequest, *, max_tokens: int, eos_id: int, pad_id: int) -> dict[str, Any]:
     """Keyword arguments of the package's SamplingParams for one request."""
-    drawn: dict[str, Any] = {"top_k": 1}  # greedy in either sampler, whatever else is left unset
+    drawn: dict[str, Any] = {"top_k": 1}  # greedy in either sampler
     if sampling.temperature > 0:
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": request.seed & _SEED_BITS}
         drawn |= {"top_k": sampling.top_k} if sampling.top_k else {}
@@ -47,17 +47,17 @@ def sampling_arguments(sampling: SamplingConfig, request: GenRequest, *, max_tok
     }
 
 
-Answer = tuple[tuple[int, ...], tuple[float, ...], str]  # tokens, their log-probs, why the package ended the response
+Answer = tuple[tuple[int, ...], tuple[float, ...], str]  # tokens, their log-probs, the package's reason for the end
 
 
 def to_result(request: GenRequest, answer: Answer, sampling: SamplingConfig, *, kind: LogprobKind, eos_id: int, version: int) -> GenResult:
-    """The package's answer as ours. Raises EngineError for one that ended in another way than by a stop token or its length."""
+    """Convert the package's answer. Raises EngineError if it did not end by a stop token or its length."""
     tokens, logprobs, reason = answer
     if not tokens or len(logprobs) != len(tokens):
         raise EngineError(f"TensorRT-LLM gave {len(logprobs)} log-probs for the {len(tokens)} tokens of request {request.index}")
     if reason not in ("stop", "length"):
         raise EngineError(f"TensorRT-LLM ended request {request.index} after {len(tokens)} tokens: finish_reason={reason!r}")
-    stopped = tokens[-1] in stop_ids(sampling, eos_id)  # also where that was at the very limit, which the package calls its length
+    stopped = tokens[-1] in stop_ids(sampling, eos_id)  # also at the limit, where the package reports the length
     return GenResult(
         index=request.index,
         tokens=tokens,
@@ -69,16 +69,16 @@ def to_result(request: GenRequest, answer: Answer, sampling: SamplingConfig, *, 
     )
 
 
-BEAT_SECONDS = 5.0  # how often the ranks that follow hear from the one that leads
-ASK_SECONDS = 0.05  # how often more is asked for while some is to come
-ABORT_SECONDS = 60.0  # for the package's process to take requests back
+BEAT_SECONDS = 5.0  # between messages from the leading rank to the others
+ASK_SECONDS = 0.05  # between requests for more work while some may follow
+ABORT_SECONDS = 60.0  # for the package's process to withdraw requests
 _WAIT, _END = 0, -1
 
 
 class Take:
-    """The source of requests for all ranks of a replica: only the first knows when it has room, so it says so to the others first.
+    """The source of requests for all ranks of a replica: only the first rank knows when it has room, and informs the others.
 
-    `group`: the ranks of the replica, for tensors on the CPU; None if it is one rank.
+    `group`: the ranks of the replica, for tensors on the CPU; None for a single rank.
     """
 
     def __init__(self, work: Work, group: dist.ProcessGroup | None) -> None:
@@ -96,21 +96,21 @@ class Take:
         return self._work.take(room)
 
     def heartbeat(self) -> None:
-        """On the first rank, now and then while it waits: so that the others know it is alive."""
+        """On the first rank, while it waits: shows the others that it is alive."""
         self._tell(_WAIT)
 
     def end(self) -> None:
-        """On the first rank, when it is done, or has failed."""
+        """On the first rank, at its end or after an error."""
         self._tell(_END)
 
     def follow(self) -> None:
-        """On the other ranks, until the first ends: take part if taking is collective."""
+        """On the other ranks, until the first one ends: take part in collective calls of `take`."""
         while (room := self._tell(_END)) != _END:
             if room != _WAIT:
                 self._work.take(room)
 
     def _tell(self, number: int) -> int:
-        """The first rank's number, on all of them. It waits for it as long as the group's timeout."""
+        """The first rank's number, on all ranks. Waits up to the group's timeout."""
         return number if self._group is None else leaders_integers((number,), group=self._group, device=torch.device("cpu"))[0]
 
 
@@ -156,9 +156,8 @@ class Requests:
         for request in requests:
             room = self.context - len(request.tokens)
             if not request.tokens or room < 1:
-                raise EngineError(
-                    f"request {request.index}: a prompt of {len(request.tokens)} tokens leaves no room for a response in {self.context}"
-                )
+                prompt = f"request {request.index}: a prompt of {len(request.tokens)} tokens"
+                raise EngineError(f"{prompt} leaves no room in the context of {self.context}")
             most = min(self.sampling.longest, room, request.limit or room)
             arguments = sampling_arguments(self.sampling, request, max_tokens=most, eos_id=self.eos_id, pad_id=self.eos_id)
             asked.append((request.index, request.tokens, arguments))
@@ -167,7 +166,7 @@ class Requests:
             self.link.send("submit", asked)
 
     def _wait(self, take: Take, seconds: float) -> list[GenResult]:
-        """The requests that have ended; waits so long for the first."""
+        """The requests that have ended; waits at most this long for the first."""
         if self.link.has_message(min(seconds, self.timeout_seconds)):
             self._heard = time.monotonic()
             ended = [self._collect()]
@@ -191,8 +190,8 @@ class Requests:
         return to_result(request, found, self.sampling, kind=self.kind, eos_id=self.eos_id, version=self.version)
 
     def _abort(self) -> None:
-        """Take back what still runs, after an error or if the caller wants no more."""
+        """Withdraw running requests, after an error or if the caller stops early."""
         self._running = {}
         self.link.send("abort")
         while self.link.receive(ABORT_SECONDS)[0] != "aborted":
-            pass  # what ended meanwhile
+            pass  # results that ended meanwhile

@@ -51,7 +51,7 @@ def test_without_a_gpu_it_is_the_built_in_one(installed, monkeypatch):
 
 def test_delta_nets_are_left_to_the_built_in_one(installed):
     found = choose(config_of(), tp=1, delta_nets=True)
-    assert found.engine == EngineKind.megatron and "the model's delta nets are" in found.reasons[0]
+    assert found.engine == EngineKind.megatron and "the model's delta nets need" in found.reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_preflight_names_it(tmp_path, installed):
     assert _chosen_engine(run) == f"rollout.engine=auto: vllm; not {NEVER}{OTHERS}"
     write("qwen3_next", tmp_path / "model")
     model.path = str(tmp_path / "model")
-    assert _chosen_engine(run).startswith("rollout.engine=auto: megatron; not vllm (the model's delta nets are sampled from by")
+    assert _chosen_engine(run).startswith("rollout.engine=auto: megatron; not vllm (the model's delta nets need sampled from by")
     model.path = str(tmp_path / "nowhere")
     assert _chosen_engine(run) == f"rollout.engine=auto: vllm; not {NEVER}{OTHERS}"
     run.rollout = RolloutConfig(engine=EngineKind.tensorrt_llm, offload=True)

@@ -159,7 +159,7 @@ def test_recomputed_layers_replay_their_own_micro_batch(make_model):
         (
             {"engine": "vllm"},
             4,
-            "rollout.routing_replay=replay: rollout.engine=vllm does not tell which experts it chose; allowed: none, or",
+            "rollout.routing_replay=replay: rollout.engine=vllm does not report the chosen experts; allowed: none, or",
         ),
         ({"engine": "tensorrt_llm"}, 4, "rollout.routing_replay=replay: rollout.engine=tensorrt_llm does not tell"),
     ],

@@ -291,7 +291,7 @@ def test_errors_and_silence_of_the_package_come_to_the_caller(package, policy, h
     package.answers = True
     assert len(generate(engine, SamplingConfig(max_response_length=2))) == 6  # what hung was taken back
     long = GenRequest(index=9, tokens=(5,) * CONTEXT, seed=0)
-    with pytest.raises(EngineError, match="request 9: a prompt of 64 tokens leaves no room for a response in 64"):
+    with pytest.raises(EngineError, match="request 9: a prompt of 64 tokens leaves no room in the context of 64"):
         list(engine.generate(ListedWork([long]), SamplingConfig()))
     near = GenRequest(index=9, tokens=(5,) * (CONTEXT - 2), seed=0)
     assert len(generate(engine, SamplingConfig(max_response_length=20), [near])[9].tokens) <= 2

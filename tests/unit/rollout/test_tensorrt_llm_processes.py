@@ -83,7 +83,7 @@ def test_a_buffer_on_a_gpu_travels_as_a_handle_that_another_process_opens(monkey
 
 
 def test_connections_end_with_errors_that_say_what_happened(tmp_path):
-    with pytest.raises(EngineError, match="no socket can be made there.*a short path"):
+    with pytest.raises(EngineError, match="cannot make a socket.*a short path"):
         Door(tmp_path / ("long" * 40))
     with pytest.raises(EngineError, match="the worker did not connect to .*worker0 within 0 s"):
         Door(tmp_path / "worker0").answer("the worker", 0.05)
@@ -103,7 +103,7 @@ def test_connections_end_with_errors_that_say_what_happened(tmp_path):
         here.call("load", seconds=60.0)
     assert there.receive(60.0) == ("load",)
     there.close()
-    with pytest.raises(EngineError, match="the worker ended; its own messages say why"):
+    with pytest.raises(EngineError, match="the worker ended; see its own messages"):
         here.receive(60.0)
     for again in (here.receive, lambda: here.send("x"), lambda: here.has_message(0)):
         with pytest.raises(EngineError, match="the worker ended"):

@@ -311,7 +311,7 @@ def test_a_version_is_taken_by_what_it_has_and_not_by_its_number(place, now, sai
         monkeypatch.delattr(getattr(fake_vllm[module], owner[0]) if owner else fake_vllm[module], last)
     else:
         monkeypatch.setattr(getattr(fake_vllm[module], owner[0]) if owner else fake_vllm[module], last, now)
-    with pytest.raises(EngineError, match=f"vLLM, 0\\.34\\.1, is not as it is used here .*{said}.*allowed: pip install"):
+    with pytest.raises(EngineError, match=f"vLLM, 0\\.34\\.1, does not match this engine .*{said}.*allowed: pip install"):
         make_engine().start()
 
 
@@ -325,7 +325,7 @@ def test_what_it_has_only_when_it_runs_is_looked_at_too(path, fake_vllm, monkeyp
         delattr(owner, path.rpartition(".")[2])
 
     monkeypatch.setattr(LLMEngine, "__init__", init)
-    with pytest.raises(EngineError, match=f"is not as it is used here .*no attribute '{path.rpartition('.')[2]}'"):
+    with pytest.raises(EngineError, match=f"does not match this engine .*no attribute '{path.rpartition('.')[2]}'"):
         make_engine().start()
 
 
