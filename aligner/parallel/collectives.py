@@ -20,12 +20,6 @@ from aligner.types.rows import upload
 T = TypeVar("T")
 
 
-def shard_bounds(num_rows: int, *, shard: int, num_shards: int, unit: int = 1) -> tuple[int, int]:
-    """Rows [start, stop) of one of `num_shards` contiguous, near-equal shards; `unit` rows (a preference pair) stay together."""
-    units = num_rows // unit
-    return units * shard // num_shards * unit, units * (shard + 1) // num_shards * unit
-
-
 def gather_assigned_rows(local: Tensor, rows: Sequence[Sequence[int]], *, group: dist.ProcessGroup) -> Tensor:
     """Every rank's rows in the order of their numbers, on every rank: rank i holds the rows `rows[i]`, in that order."""
     order = upload(torch.tensor([row for share in rows for row in share], dtype=torch.int64), local.device)

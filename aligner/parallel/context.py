@@ -44,4 +44,5 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     For tensors in which each rank fills in its own entries, and which all ranks then use in the same way.
     """
-    return reduce_from_tensor_model_parallel_region(x.clone(memory_format=torch.contiguous_format), group)  # which sums in place
+    # Megatron-Core sums in place.
+    return x if group.size() == 1 else reduce_from_tensor_model_parallel_region(x.clone(memory_format=torch.contiguous_format), group)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from aligner.parallel.collectives import shard_bounds
-
 Plan = list[list[list[int]]]  # row numbers by replica and micro-batch
 Fill = Callable[[Sequence[int], Sequence[int], int], list[list[int]]]
 
@@ -31,6 +29,12 @@ class Family:
 
     rows: tuple[int, ...]
     size: int
+
+
+def shard_bounds(num_rows: int, *, shard: int, num_shards: int, unit: int = 1) -> tuple[int, int]:
+    """Rows [start, stop) of one of `num_shards` contiguous, near-equal shards; `unit` rows (a preference pair) stay together."""
+    units = num_rows // unit
+    return units * shard // num_shards * unit, units * (shard + 1) // num_shards * unit
 
 
 def plan_families(families: Sequence[Family], config: MicroBatching, *, num_replicas: int) -> Plan:

@@ -89,18 +89,9 @@ def _indices(sharding: Sharding, index: int, device: torch.device) -> Tensor:
 @contextmanager
 def negated(chunks: Sequence[LanguageModel]) -> Iterator[None]:
     """In the block all parameters of the policy have the opposite sign. Not while an engine has the policy's place in memory."""
-    _negate(chunks)
+    parameters = {parameter.data_ptr(): parameter.data for chunk in chunks for parameter in chunk.parameters()}  # a tied one once
+    torch._foreach_neg_(list(parameters.values()))
     try:
         yield
     finally:
-        _negate(chunks)
-
-
-@torch.no_grad()
-def _negate(chunks: Sequence[LanguageModel]) -> None:
-    seen: set[int] = set()
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            if parameter.data_ptr() not in seen:  # a tied one once
-                seen.add(parameter.data_ptr())
-                parameter.neg_()
+        torch._foreach_neg_(list(parameters.values()))

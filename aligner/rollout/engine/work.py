@@ -29,7 +29,8 @@ from torch.distributed.distributed_c10d import _get_default_store  # no public w
 
 from aligner.errors import EngineError
 from aligner.parallel import platform
-from aligner.parallel.collectives import leaders_integers, shard_bounds
+from aligner.parallel.collectives import leaders_integers
+from aligner.parallel.micro_batches import shard_bounds
 from aligner.protocols import Replica
 from aligner.rollout.engine import GenRequest, ListedWork, Work
 
