@@ -170,8 +170,7 @@ class RolloutConfig:
     verify_refit: VerifyRefit = VerifyRefit.none  # checksum: another pass over the weights on both sides
     kernels: Kernels = Kernels.auto  # of the built-in engine; auto falls back on torch if its kernels are missing
     cuda_graphs: bool = True  # built-in engine on GPU: replay a decode step instead of launching its kernels one by one
-    # measure: compare the trainer's and the engine's choice of experts; replay: train with the engine's
-    routing_replay: RoutingReplay = RoutingReplay.none
+    routing_replay: RoutingReplay = RoutingReplay.none  # measure: compare trainer's and engine's experts; replay: train with the engine's
     offload: bool = False  # keep only the weights of the current phase, the engine's or the policy's, on the device
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     tensorrt_llm: TensorRTLLMConfig = field(default_factory=TensorRTLLMConfig)
