@@ -155,13 +155,13 @@ def test_recomputed_layers_replay_their_own_micro_batch(make_model):
 @pytest.mark.parametrize(
     ("settings", "num_experts", "message"),
     [
-        ({}, 0, "rollout.routing_replay=replay: the model is no mixture of experts; allowed: none"),
+        ({}, 0, "rollout.routing_replay=replay: the model has no experts; allowed: none"),
         (
             {"engine": "vllm"},
             4,
             "rollout.routing_replay=replay: rollout.engine=vllm does not report the chosen experts; allowed: none, or",
         ),
-        ({"engine": "tensorrt_llm"}, 4, "rollout.routing_replay=replay: rollout.engine=tensorrt_llm does not tell"),
+        ({"engine": "tensorrt_llm"}, 4, "rollout.routing_replay=replay: rollout.engine=tensorrt_llm does not report"),
     ],
 )
 def test_what_cannot_replay_is_refused(settings, num_experts, message):
