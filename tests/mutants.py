@@ -38,7 +38,7 @@ COPIED = "aligner tests conf examples slurm docker docs benchmarks tools pyproje
 _SURVIVED, _NOT_RUN = "**survived**", "not run yet"  # in the table
 PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "--tb=short")
 # What Megatron-Core was patched from: can be imported once in a process. A fault in one of these gets an interpreter of its own.
-ONCE = ("aligner/parallel/mcore.py", "aligner/parallel/cpu_platform.py", "aligner/parallel/torch_adam.py")
+ONCE = ("aligner/parallel/mcore.py", "aligner/parallel/cpu_platform.py")
 
 
 @dataclass(frozen=True, kw_only=True)

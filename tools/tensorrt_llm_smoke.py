@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from aligner.errors import AlignerError, EngineError
-from aligner.rollout.config import RolloutConfig
+from aligner.rollout.config import CudaGraphs, RolloutConfig, Sampler, TensorRTLLMConfig
 from aligner.rollout.engine import ALL_MEMORY, ForeignEngine, GenRequest, GenResult, ListedWork
 from aligner.rollout.engine.foreign import weight_buckets
 from aligner.rollout.engine.manifest import Manifest, TensorSpec
-from aligner.rollout.tensorrt_llm.config import CudaGraphs, Sampler, TensorRTLLMConfig
 from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
 from aligner.types import LogprobKind, SamplingConfig
 

@@ -43,9 +43,8 @@ from aligner.reporting.rollout_table import write_rows
 from aligner.rewards.compose import composed_reward, formula
 from aligner.rewards.local import NoReward, function_reward
 from aligner.rollout.config import check_ahead, check_cache
-from aligner.rollout.create import create_engine
+from aligner.rollout.create import check_installed, create_engine
 from aligner.rollout.engine import Capabilities
-from aligner.rollout.engine.choice import check_installed
 from aligner.run.recipe import Recipe
 from aligner.run.session import Session, announced, open_session
 from aligner.servers.access import Access

@@ -1,7 +1,7 @@
 """Check once at the start, through the rendezvous store, that all ranks run the same thing.
 
 Every rank writes a record. Rank 0 reads them all (N reads, not N x N) and publishes one verdict, which every rank awaits. So the whole
-component stops with the same message, which names the ranks that differ or never came.
+component stops with the same message, which names the ranks that differ or are missing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 
 import torch
@@ -19,49 +19,36 @@ from aligner.errors import LaunchError
 from aligner.version import __version__
 
 _SHOWN = 8  # ranks that a message lists
-_MARGIN_SECONDS = 5.0  # the others wait so much longer than rank 0, whose message says who is missing
-_LINGER_SECONDS = 3.0  # rank 0, whose end is the store's end, lets the others read a bad verdict
+_MARGIN_SECONDS = 5.0  # the other ranks wait this much longer than rank 0, whose message names the missing ones
+_LINGER_SECONDS = 3.0  # for the other ranks to read a bad verdict: the store ends with rank 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
-    """What a rank says about itself; all but the first three must be equal everywhere.
+    """A rank's own record, by default this process's; all fields but the first three must be equal everywhere.
 
-    `gpu`: a name that no other of the host's has; empty: on the CPU, not known, or meant to be shared.
+    `gpu`: a name that is unique on the host; empty: on the CPU, unknown, or shared on purpose.
     """
 
     rank: int
-    host: str
-    gpu: str
+    host: str = field(default_factory=socket.gethostname)
+    gpu: str = ""
     world_size: int
     fingerprint: str
-    aligner: str
-    torch: str
-
-
-def own_record(rank: int, world_size: int, fingerprint: str, gpu: str = "") -> RankRecord:
-    """This process's record."""
-    return RankRecord(
-        rank=rank,
-        host=socket.gethostname(),
-        gpu=gpu,
-        world_size=world_size,
-        fingerprint=fingerprint,
-        aligner=__version__,
-        torch=torch.__version__,
-    )
+    aligner: str = __version__
+    torch: str = torch.__version__
 
 
 def differences(reference: RankRecord, record: RankRecord) -> str:
-    """How `record` differs from rank 0's, or the empty string."""
-    names = [field.name for field in fields(RankRecord) if field.name not in ("rank", "host", "gpu")]
+    """The differences between `record` and rank 0's, or the empty string."""
+    names = [one.name for one in fields(RankRecord) if one.name not in ("rank", "host", "gpu")]
     theirs, ours = asdict(record), asdict(reference)
     parts = [f"{name} is {theirs[name]!r} and not {ours[name]!r}" for name in names if theirs[name] != ours[name]]
     return f"rank {record.rank} on {record.host}: " + ", ".join(parts) if parts else ""
 
 
 def check(store: Store, record: RankRecord, *, timeout_seconds: float) -> None:
-    """Raise LaunchError on every rank unless all ranks came and agree. Collective."""
+    """Raise LaunchError on every rank unless all ranks are there and agree. Collective."""
     if store.add(f"claims/{record.rank}", 1) > 1:
         raise LaunchError(f"two processes call themselves rank {record.rank} (one is on {record.host}): the launcher's variables are wrong")
     store.set(f"record/{record.rank}", json.dumps(asdict(record)))
@@ -69,7 +56,7 @@ def check(store: Store, record: RankRecord, *, timeout_seconds: float) -> None:
         store.set("verdict", _judge(store, record, timeout_seconds))
     verdict = _await_verdict(store, record, timeout_seconds + _MARGIN_SECONDS)
     if record.rank != 0 and not verdict:
-        # A rank that rank 0 does not know of (its world is smaller) finds out by itself.
+        # A rank that rank 0 does not know (its world is smaller) compares the two itself.
         verdict = differences(_read(store, 0), record)
     if verdict:
         store.set(f"read/{record.rank}", "")
@@ -92,7 +79,7 @@ def _judge(store: Store, reference: RankRecord, timeout_seconds: float) -> str:
 
 
 def crowded(records: Sequence[RankRecord]) -> list[str]:
-    """The GPUs that more than one rank came to."""
+    """One message for each GPU with more than one rank."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for record in records:
         ranks.setdefault((record.host, record.gpu), []).append(record.rank)
@@ -109,9 +96,8 @@ def _await_verdict(store: Store, record: RankRecord, timeout_seconds: float) -> 
         store.wait(["verdict"], timedelta(seconds=timeout_seconds))
         return store.get("verdict").decode()
     except RuntimeError as error:
-        raise LaunchError(
-            f"rank {record.rank} of {record.world_size} waited {timeout_seconds:.0f} s for rank 0's verdict on the ranks: {error}"
-        ) from error
+        who = f"rank {record.rank} of {record.world_size}"
+        raise LaunchError(f"{who} waited {timeout_seconds:.0f} s for rank 0's verdict on the ranks: {error}") from error
 
 
 def _let_others_read(store: Store, world_size: int) -> None:
@@ -119,7 +105,7 @@ def _let_others_read(store: Store, world_size: int) -> None:
     try:
         store.wait([f"read/{rank}" for rank in came], timedelta(seconds=_LINGER_SECONDS))
     except RuntimeError:
-        return  # a rank died meanwhile; the verdict is raised all the same
+        return  # a rank died meanwhile; the verdict is raised anyway
 
 
 def _read(store: Store, rank: int) -> RankRecord:

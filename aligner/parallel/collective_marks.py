@@ -44,7 +44,7 @@ COLLECTIVES = (
 )
 POINT_TO_POINT = {"send": "dst", "recv": "src", "isend": "dst", "irecv": "src"}
 BATCHED = "batch_isend_irecv"
-# A P2POp takes these two only, and compares with the names in its own module.
+# A P2POp accepts these two only, and compares them with the names in its own module.
 COMPARED = ("isend", "irecv")
 
 Marked = Callable[..., Any]
@@ -53,7 +53,7 @@ Marked = Callable[..., Any]
 @contextmanager
 def marked(progress: Progress) -> Iterator[None]:
     """Within the block every collective of this process is marked in `progress`. After `torch.distributed` has been initialised."""
-    groups = _Groups()
+    info = functools.cache(_group_info)
     replaced: list[tuple[ModuleType | type, str, Any]] = []
 
     def replace(owner: ModuleType | type, name: str, new: Any) -> None:
@@ -63,7 +63,7 @@ def marked(progress: Progress) -> Iterator[None]:
     stand_ins: dict[Any, Marked] = {}
     for name in (*COLLECTIVES, *POINT_TO_POINT, BATCHED):
         original = vars(dist)[name]
-        stand_ins[original] = _stand_in(progress, groups, name, original)
+        stand_ins[original] = _stand_in(progress, info, name, original)
         replace(dist, name, stand_ins[original])
         if name in COMPARED:
             replace(distributed_c10d, name, stand_ins[original])
@@ -79,74 +79,40 @@ def marked(progress: Progress) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-class _Groups:
-    """The description of each process group, looked up once."""
-
-    def __init__(self) -> None:
-        self._known: dict[dist.ProcessGroup, GroupInfo] = {}
-
-    def info(self, group: dist.ProcessGroup | None) -> GroupInfo:
-        group = group or dist.group.WORLD
-        found = self._known.get(group)
-        if found is None:
-            members = tuple(dist.get_process_group_ranks(group))
-            label = "world" if group is dist.group.WORLD else _label(group.group_desc)
-            found = self._known[group] = GroupInfo(group.group_name, label, members)
-        return found
+def _group_info(group: dist.ProcessGroup) -> GroupInfo:
+    """Labels Megatron-Core's `TENSOR_MODEL_PARALLEL_GROUP` as `tensor model parallel`."""
+    described = group.group_desc.lower().removesuffix("_group").replace("_", " ").replace("undefined", "").strip()
+    label = "world" if group is dist.group.WORLD else described
+    return GroupInfo(group.group_name, label, tuple(dist.get_process_group_ranks(group)))
 
 
-def _label(description: str) -> str:
-    """Megatron-Core's `TENSOR_MODEL_PARALLEL_GROUP` as `tensor model parallel`."""
-    return description.lower().removesuffix("_group").replace("_", " ").replace("undefined", "").strip()
-
-
-def _stand_in(progress: Progress, groups: _Groups, name: str, original: Marked) -> Marked:
-    if name == BATCHED:
-        return _marked_batch(progress, groups, original)
-    parameters = list(inspect.signature(original).parameters)
-    group_at = parameters.index("group")
-    async_at = parameters.index("async_op") if "async_op" in parameters else len(parameters)
-    always_async = name in COMPARED
-    peer_of = _peer_of(POINT_TO_POINT[name], parameters) if name in POINT_TO_POINT else None
+def _stand_in(progress: Progress, info_of: Callable[[dist.ProcessGroup], GroupInfo], name: str, original: Marked) -> Marked:
+    places = {parameter: at for at, parameter in enumerate(inspect.signature(original).parameters)}
+    peer = POINT_TO_POINT.get(name, "")
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        group = args[group_at] if len(args) > group_at else kwargs.get("group")
-        if progress.inside is not None or group is dist.GroupMember.NON_GROUP_MEMBER:  # a part of one, or none of this rank's
+        def argument(parameter: str) -> Any:
+            at = places.get(parameter, len(args))
+            return args[at] if at < len(args) else kwargs.get(parameter)
+
+        batch = argument("p2p_op_list") if name == BATCHED else None
+        group = batch[0].group if batch else argument("group")
+        # The parts of a collective are not marked, nor is a call in a group without this rank, nor an empty batch.
+        if progress.inside is not None or group is dist.GroupMember.NON_GROUP_MEMBER or (name == BATCHED and not batch):
             return original(*args, **kwargs)
-        info = groups.info(group)
-        progress.enter(name, info, () if peer_of is None else peer_of(args, kwargs, info))
+        info, peers = info_of(group or dist.group.WORLD), ()
+        if batch:
+            peers = tuple(sorted({operation.peer for operation in batch}))
+        elif peer:
+            by_group, by_world = argument(f"group_{peer}"), argument(peer)
+            known = info.members[by_group] if by_world is None and by_group is not None else by_world
+            peers = info.members if known is None else (known,)  # `recv` may accept from any rank
+        progress.enter(name, info, peers)
         try:
             return original(*args, **kwargs)
         finally:
-            progress.leave(is_async=always_async or bool(args[async_at] if len(args) > async_at else kwargs.get("async_op", False)))
-
-    return call
-
-
-def _peer_of(parameter: str, parameters: list[str]) -> Callable[[tuple, dict, GroupInfo], tuple[int, ...]]:
-    at, group_rank = parameters.index(parameter), f"group_{parameter}"
-
-    def peers(args: tuple, kwargs: dict, info: GroupInfo) -> tuple[int, ...]:
-        peer = args[at] if len(args) > at else kwargs.get(parameter)
-        if peer is None and kwargs.get(group_rank) is not None:
-            peer = info.members[kwargs[group_rank]]
-        return info.members if peer is None else (peer,)  # `recv` may take from anybody
-
-    return peers
-
-
-def _marked_batch(progress: Progress, groups: _Groups, original: Marked) -> Marked:
-    @functools.wraps(original)
-    def call(p2p_op_list: list[dist.P2POp]) -> Any:
-        if progress.inside is not None or not p2p_op_list:
-            return original(p2p_op_list)
-        peers = tuple(sorted({operation.peer for operation in p2p_op_list}))
-        progress.enter(BATCHED, groups.info(p2p_op_list[0].group), peers)
-        try:
-            return original(p2p_op_list)
-        finally:
-            progress.leave(is_async=True)
+            progress.leave(is_async=bool(batch) or name in COMPARED or bool(argument("async_op")))
 
     return call
 

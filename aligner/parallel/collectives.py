@@ -20,12 +20,6 @@ from aligner.types.rows import upload
 T = TypeVar("T")
 
 
-def shard_bounds(num_rows: int, *, shard: int, num_shards: int, unit: int = 1) -> tuple[int, int]:
-    """Rows [start, stop) of one of `num_shards` contiguous, near-equal shards; `unit` rows (a preference pair) stay together."""
-    units = num_rows // unit
-    return units * shard // num_shards * unit, units * (shard + 1) // num_shards * unit
-
-
 def gather_assigned_rows(local: Tensor, rows: Sequence[Sequence[int]], *, group: dist.ProcessGroup) -> Tensor:
     """Every rank's rows in the order of their numbers, on every rank: rank i holds the rows `rows[i]`, in that order."""
     order = upload(torch.tensor([row for share in rows for row in share], dtype=torch.int64), local.device)
@@ -70,16 +64,20 @@ def broadcast_object(value: T | None, *, src: int = 0, group: dist.ProcessGroup 
     return box[0]  # type: ignore[return-value]
 
 
-def broadcast_integers(values: Sequence[int], *, src: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """The numbers of global rank `src`, on every rank of `group`; all pass as many. Cheaper than an object: one small tensor."""
+def leaders_integers(values: Sequence[int], *, group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+    """The numbers of the first rank of `group`, on every rank of it; all pass as many. `group` None: there is one rank.
+
+    Cheaper than an object: one small tensor.
+    """
     box = upload(torch.tensor(values, dtype=torch.int64), device)
-    dist.broadcast(box, src=src, group=group)
+    if group is not None:
+        dist.broadcast(box, src=dist.get_global_rank(group, 0), group=group)
     return box.tolist()
 
 
 def all_ranks(condition: bool | Tensor, device: torch.device) -> bool:
-    """Whether `condition`, a truth value of the host or of the device, holds on every rank of the world: one answer everywhere, from one
-    number on the device."""
+    """Whether `condition`, on the host or the device, holds on every rank of the world: one answer everywhere, by one number on the
+    device."""
     if dist.get_world_size() == 1:
         return bool(condition)
     agreed = condition.int() if isinstance(condition, Tensor) else upload(torch.tensor(int(condition)), device)
@@ -88,7 +86,7 @@ def all_ranks(condition: bool | Tensor, device: torch.device) -> bool:
 
 
 def raise_everywhere(error: Exception | None) -> None:
-    """Agree on failure: if any rank passes an error, every rank raises the first by rank, so that none is left waiting."""
+    """Agree on failure: if any rank passes an error, every rank raises the first by rank, so that none keeps waiting."""
     for found in gather_objects(error):
         if found is not None:
             raise found
@@ -137,15 +135,15 @@ def together(action: Callable[[], T], what: str, *, error: type[AlignerError]) -
     failure: Exception | None = None
     try:
         result = action()
-    except Exception as failed:  # raised below, when all ranks know
+    except Exception as failed:  # raised below, once all ranks know
         failure = failed
     if all_ranks(failure is None, platform.device()):
         return result
-    said = gather_objects("" if failure is None else _describe(failure))
+    messages = gather_objects("" if failure is None else _describe(failure))
     if all(gather_objects(isinstance(failure, ConfigError))):
         raise failure
-    rank, message = next((rank, one) for rank, one in enumerate(said) if one)
-    where = f" on rank {rank}" if dist.get_world_size() > 1 and not all(said) else ""
+    rank, message = next((rank, one) for rank, one in enumerate(messages) if one)
+    where = f" on rank {rank}" if dist.get_world_size() > 1 and not all(messages) else ""
     raise error(f"{what} failed{where}: {message}") from failure
 
 

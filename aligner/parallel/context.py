@@ -1,7 +1,7 @@
-"""Context parallelism: which parts of a sequence a rank holds, and the two exchanges that a model needs.
+"""Context parallelism: a rank's parts of a sequence, and the two exchanges that a model needs.
 
-A sequence of S tokens is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r (Megatron-Core's order): a causal query does work
-in proportion to its position, so an early and a late chunk together cost the same on every rank.
+A sequence of S tokens is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r (Megatron-Core's order): the work of a causal
+query is proportional to its position, so an early and a late chunk together cost the same on every rank.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.parallel.mcore import gather_from_sequence_parallel_region, reduce_from_tensor_model_parallel_region
+
 
 def chunk_numbers(cp_rank: int, cp_size: int) -> tuple[int, ...]:
     """The chunks (of 2 cp, or the one of a rank alone) that a rank holds, in order."""
@@ -17,7 +19,7 @@ def chunk_numbers(cp_rank: int, cp_size: int) -> tuple[int, ...]:
 
 
 def local_slots(length: int, cp_rank: int, cp_size: int) -> Tensor:
-    """int64 [length / cp]: the positions of a sequence of `length` (a multiple of 2 cp) that a rank holds, in the order it holds them."""
+    """int64 [length / cp]: a rank's positions of a sequence of `length` (a multiple of 2 cp), in the rank's order."""
     size = length // max(1, 2 * cp_size if cp_size > 1 else 1)
     return torch.cat([torch.arange(number * size, (number + 1) * size) for number in chunk_numbers(cp_rank, cp_size)])
 
@@ -34,40 +36,13 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 def gather_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks * L, ...] of every rank's [L, ...], one after the other; the gradients of all ranks' copies are summed. Collective."""
-    return _GatherRanks.apply(x, group)
+    return gather_from_sequence_parallel_region(x, group=group)
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's `x`, on every rank; the gradient is passed on as it is.
+    """The sum of every rank's `x`, on every rank; the gradient is passed on unchanged.
 
-    For tensors in which each rank fills in its own entries and that all ranks then use alike. The sum combines the entries; each rank's
-    gradient is that of its own.
+    For tensors in which each rank fills in its own entries, and which all ranks then use in the same way.
     """
-    return x if group.size() == 1 else _SumRanks.apply(x, group)
-
-
-class _GatherRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
-        return own, None
-
-
-class _SumRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    # Megatron-Core sums in place.
+    return x if group.size() == 1 else reduce_from_tensor_model_parallel_region(x.clone(memory_format=torch.contiguous_format), group)

@@ -1,11 +1,10 @@
 """Megatron-Core on a machine without CUDA: the same modules, schedules and optimizer, on CPU tensors over gloo.
 
 Megatron-Core uses `torch.cuda` and `device="cuda"` in many places. `install()` gives every `megatron.*` module its *own* namespace copy of
-`torch` in which `torch.cuda` is a CPU stand-in and the tensor factories map `"cuda"` to the CPU. torch itself, and every other package,
-keep the real one. `install()` also replaces some Megatron functions that assume CUDA kernels (gradient clipping, parameter types). The
-distributed tests list the layouts that train with this, and how closely they match one process.
+`torch` in which `torch.cuda` is a CPU stand-in and the tensor factories map `"cuda"` to the CPU. torch itself and all other packages
+keep the real one. `install()` also replaces some Megatron functions that assume CUDA kernels (gradient clipping, parameter types).
 
-Only `aligner.parallel.mcore` calls this, before it imports Megatron-Core, and only where CUDA is absent.
+Only `aligner.parallel.mcore` calls this, before it imports Megatron-Core, and only without CUDA.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ FACTORIES = (
 def install() -> None:
     """Prepare this process for Megatron-Core on CPU. Call once, before the first `import megatron.core`.
 
-    Raises RuntimeError where CUDA is available (real kernels must not be shadowed) or Megatron-Core was imported before.
+    Raises RuntimeError if CUDA is available (real kernels must not be shadowed) or Megatron-Core was imported before.
     """
     if torch.cuda.is_available():
         raise RuntimeError("the CPU platform must not be installed where CUDA is available")
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before aligner.parallel.mcore: import aligner.parallel.mcore first")
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # without CUDA these can only raise
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # without CUDA these would only raise
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     _add_module("megatron.core.jit", _jit_stand_in())
-    if importlib.util.find_spec("triton") is None:  # 0.19 imports a triton kernel unconditionally
+    if importlib.util.find_spec("triton") is None:  # 0.19 always imports a triton kernel
         _add_module("megatron.core.transformer.moe.ops.paged_stash", {"__getattr__": lambda name: None})
     sys.meta_path.insert(0, _GiveNamespace(_torch_namespace()))
     _replace_functions()
@@ -65,6 +64,9 @@ def _jit_stand_in() -> dict[str, Any]:
     return {"jit_fuser": identity, "noop_decorator": identity, "enable_jit_fuser": lambda: None, "disable_jit_fuser": lambda: None}
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
 class _Event:
     """torch.cuda.Event on a device that finishes everything at once."""
 
@@ -80,9 +82,7 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    wait = synchronize = _nothing
 
 
 class _Stream:
@@ -90,13 +90,7 @@ class _Stream:
 
     device = CPU
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: _Stream) -> None: ...
-
-    def wait_event(self, event: _Event) -> None: ...
-
-    def synchronize(self) -> None: ...
+    __init__ = wait_stream = wait_event = synchronize = _nothing
 
     def query(self) -> bool:
         return True
@@ -108,8 +102,6 @@ class _Stream:
 
 
 def _cuda_namespace() -> types.ModuleType:
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
-
     cuda = types.ModuleType("torch.cuda")
     cuda.__dict__.update(torch.cuda.__dict__)
     stand_ins: dict[str, Any] = {
@@ -127,9 +119,9 @@ def _cuda_namespace() -> types.ModuleType:
         "manual_seed": torch.manual_seed,
         "manual_seed_all": torch.manual_seed,
         "memory_stats": lambda *args: defaultdict(int),
-        "nvtx": types.SimpleNamespace(range_push=nothing, range_pop=nothing, mark=nothing),
+        "nvtx": types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, mark=_nothing),
     }
-    stand_ins |= dict.fromkeys(("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats", "ipc_collect"), nothing)
+    stand_ins |= dict.fromkeys(("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats", "ipc_collect"), _nothing)
     stand_ins |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), lambda *args: 0)
     cuda.__dict__.update(stand_ins)
     return cuda
@@ -198,12 +190,12 @@ def _replace_functions() -> None:
 
 
 def _plain_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Split sizes of the experts' dispatcher: gloo's all-to-all takes integers only; other tensors stay tensors."""
+    """Split sizes of the experts' dispatcher: gloo's all-to-all accepts integers only; other tensors stay tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _clip_grad_by_total_norm(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False, **_: Any) -> None:
-    """Megatron's clipping without multi-tensor-apply: scale all gradients by max_norm / total_norm where that is below 1."""
+    """Megatron's clipping without multi-tensor-apply: scale all gradients by max_norm / total_norm if that is below 1."""
     name = "decoupled_grad" if use_decoupled_grad else "grad"
     grads = [grad.detach() for p in parameters if (grad := getattr(p, name, None)) is not None]
     coefficient = max_norm / (total_norm + 1.0e-6)
@@ -227,7 +219,7 @@ def _types_say_cuda() -> Iterator[None]:
 
 
 def _present_cuda_types(optimizer: type) -> None:
-    """Present CUDA type strings: constructors that sort parameters by `param.type()` know no others."""
+    """Show CUDA type strings to constructors, which sort parameters by `param.type()` and know no others."""
     construct = optimizer.__init__
 
     @functools.wraps(construct)

@@ -1,13 +1,13 @@
 """Batch-invariant arithmetic: a row's result does not depend on the other rows of the same call.
 
 In a library's matrix product a row's bits change with its neighbours, since the summation order follows the shape of the whole call. Here
-sums are exact, so their order does not matter. Terms are rounded to integers with so few bits that every partial sum fits into float64's
-53 (the idea of Ozaki et al. 2012 and of reproducible summation, Demmel and Nguyen 2013). Their units are powers of two, each taken from
-the row alone. So any kernel, blocking, number of threads or ranks and, over tensor-parallel ranks, order of reduction gives the same bits.
-Float32 models keep about float32's accuracy: with 512 terms, 22 bits below each row's largest.
+sums are exact, so their order does not matter. Terms are rounded to integers with few enough bits that every partial sum fits into
+float64's 53 (the idea of Ozaki et al. 2012 and of reproducible summation, Demmel and Nguyen 2013). Their units are powers of two that
+depend on the row alone. So any kernel, blocking, number of threads or ranks, and any order of reduction over tensor-parallel ranks give the
+same bits. Float32 models keep about float32's accuracy: with 512 terms, 22 bits below each row's largest.
 
 An elementwise function is the same at every position of a tensor if torch computes it by one vector function; `check_arithmetic` tests
-that on this machine. (`silu`, `gelu` and `sigmoid` are not: vector loop and scalar tail differ. Here they are composed of others.)
+that on this machine. (`silu`, `gelu` and `sigmoid` are not: vector loop and scalar tail differ. Here other functions compose them.)
 
 `None` as a group means this rank alone.
 """
@@ -29,7 +29,7 @@ MANTISSA_BITS = 53
 KEYS_AT_A_TIME = 1024  # keys whose weighted values are summed exactly; such sums are added up in the order of positions
 QUERIES_AT_A_TIME = 128
 _LEAST_EXPONENT = -900  # of a row's largest entry, far below float32's; rows of zeros have it
-WEIGHT_BITS = 33  # of a number from 0 to 1; 2^20 of them can be added
+WEIGHT_BITS = 33  # of a number from 0 to 1; sums of 2^20 of them are exact
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ def row_totals(x: Tensor) -> Tensor:
 
 
 def weight_totals(weights: Tensor) -> Tensor:
-    """Sums over the last dimension of numbers from 0 to 1, float64 [...]. Sums of parts add up to the same as the whole's."""
+    """Sums over the last dimension of numbers from 0 to 1, float64 [...]. Sums of parts add up to the sum of the whole."""
     unit = 2.0**-WEIGHT_BITS
     return (weights.double() * (1 / unit)).round_().sum(dim=-1) * unit
 
@@ -174,7 +174,7 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float
 
 
 class _Substituted(torch.autograd.Function):
-    """The value of one function, the gradient of another that differs from it in nothing but rounding."""
+    """The value of one function with the gradient of another that differs only by rounding."""
 
     @staticmethod
     def forward(ctx, value: Callable[..., Tensor], differentiable: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

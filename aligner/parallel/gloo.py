@@ -1,7 +1,7 @@
-"""One listening port for all gloo groups of a process, and none where there is nobody to talk to.
+"""One listening port for all gloo groups of a process, and none for a process alone.
 
-torch gives every gloo group a device of its own, that is a listening port and a thread: some fifteen for each rank, without authentication.
-Groups may share a device (gloo tells their connections apart), so those of a process do.
+torch gives every gloo group its own device, a listening port and a thread: some fifteen for each rank, without authentication. Groups may
+share a device (gloo distinguishes their connections), and here all groups of a process do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SharedGloo(_Gloo):
     devices: list[_Gloo.Device] = []
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        """As torch's own, with whatever arguments its version gives: the options have a field for each name."""
+        """Like torch's own, with the arguments of any version: the options have a field for each name."""
         options = _Gloo._Options()
         options._devices = SharedGloo.devices
         options._threads = 1  # `settle` counts on it; collectives of one group run in order
@@ -40,11 +40,11 @@ class SharedGloo(_Gloo):
 
 
 def settle(timeout: timedelta) -> None:
-    """Wait until this process's gloo threads hold no tensor of Python any more. Every rank calls it, after its last collective.
+    """Wait until this process's gloo threads hold no Python tensor any more. Every rank calls it, after its last collective.
 
-    A thread lets go of a collective's tensors only after that has been waited for, and needs the interpreter to do so. If that is
-    ending by then, Python ends the thread inside a C++ destructor, which aborts the process after all was done. A group has one thread,
-    which works in order: after a barrier, which has no tensors, all before it are free. Raises RuntimeError if a rank does not come.
+    A thread releases a collective's tensors only after its wait, and needs the interpreter for that. If the interpreter is ending, Python
+    ends the thread inside a C++ destructor, which aborts the process although all work was done. A group has one thread, which works in
+    order: a barrier has no tensors, and after it all earlier ones are free. Raises RuntimeError if a rank is missing.
     """
     cpu = torch.device("cpu")
     for group in list(distributed_c10d._world.pg_map):
@@ -56,9 +56,9 @@ def settle(timeout: timedelta) -> None:
 
 
 def share_devices(*, is_alone: bool) -> None:
-    """Let all gloo groups that are made from now on have the same devices. Called before the first; again it does nothing.
+    """Let all gloo groups from now on share the same devices. Called before the first group; later calls do nothing.
 
-    `is_alone`: this process is the only rank, so nobody may connect.
+    `is_alone`: this process is the only rank, so no connection is accepted.
     """
     if not SharedGloo.devices:
         before = set(_listening())
@@ -67,13 +67,13 @@ def share_devices(*, is_alone: bool) -> None:
         if is_alone:
             for descriptor in set(_listening()) - before:
                 _close(descriptor)
-            for device in SharedGloo.devices:  # kept to the end: older gloo aborts when it takes back a socket that has gone
+            for device in SharedGloo.devices:  # kept to the end: older gloo aborts when it closes a missing socket
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(device))
     distributed_c10d.ProcessGroupGloo = SharedGloo
 
 
 def _listening() -> Iterator[int]:
-    """Descriptors of this process that are TCP sockets which listen."""
+    """The descriptors of this process's listening TCP sockets."""
     for name in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(name))) as copy:
@@ -84,7 +84,7 @@ def _listening() -> Iterator[int]:
 
 
 def _close(descriptor: int) -> None:
-    """Close a listening socket of gloo's, which keeps its number: something that never has an event has it from now on."""
+    """Close a listening socket of gloo, which keeps its number: replace it by a descriptor without events."""
     silent = os.eventfd(0)
     os.dup2(silent, descriptor, inheritable=False)
     os.close(silent)

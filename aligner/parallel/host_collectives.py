@@ -1,8 +1,8 @@
 """Collectives of CUDA tensors over the host, for ranks that share a GPU (`run.ranks_per_gpu`): NCCL refuses two ranks of one GPU, and gloo
 sends and receives CPU tensors only (torch's table of backends; a CUDA tensor's address would go to a socket).
 
-Each operator of torch.distributed copies its tensors to the host, does there what it does with CPU tensors, waits, and copies the results
-back. Only a receive does not wait at once: two ranks that send to each other receive first.
+Each operator of torch.distributed copies its tensors to the host, runs on the copies, waits, and copies the results back. Only a receive
+does not wait at once, since two ranks that send to each other receive first.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _guard = threading.Lock()
 
 
 def install() -> None:
-    """Let the operators do that for the rest of this process."""
+    """Use the host for the rest of this process."""
     global _library
     with _guard:
         if _library is not None:
             return
         _library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that it had kernels for CUDA tensors before
+            warnings.simplefilter("ignore")  # torch warns that it had kernels for CUDA tensors before
             for name in OPERATORS:
                 _library.impl(name, partial(over_the_host, getattr(torch.ops.c10d, name).default), "CUDA")
 
@@ -46,7 +46,7 @@ def is_installed() -> bool:
 
 
 def over_the_host(operator: Callable[..., Any], *args: Any) -> Any:
-    """What an operator of torch.distributed returns for CUDA tensors. Its work is done; of a receive, once it has been waited for."""
+    """The result of a torch.distributed operator for CUDA tensors. Its work is done, except for a receive, which must be waited for."""
     pairs: list[tuple[Tensor, Tensor]] = []
     work_type = torch._C._distributed_c10d.Work
 
@@ -70,14 +70,14 @@ def over_the_host(operator: Callable[..., Any], *args: Any) -> Any:
 
 
 def _copy_back(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, host in reversed(pairs):  # results come before what they may be a part of
-        tensor.detach().copy_(host)  # a stage's input has its gradient asked for before it is received
+    for tensor, host in reversed(pairs):  # a result precedes a tensor that contains it
+        tensor.detach().copy_(host)  # a stage's input requires a gradient before it is received
 
 
 class _Received(dist.Work):
     """A receive into host memory; `wait` copies it to the device."""
 
-    _waiting: set[_Received] = set()  # torch keeps its own half of the object alone
+    _waiting: set[_Received] = set()  # torch keeps only its own half of the object
 
     def __init__(self, work: Any, pairs: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__()

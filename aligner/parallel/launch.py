@@ -1,22 +1,25 @@
-"""From whatever started this process to a `torch.distributed` world whose ranks agree with each other.
+"""From any launcher to a `torch.distributed` world whose ranks agree with each other.
 
 `detect_world` reads the environment, in this order; `ALIGNER_LAUNCH` (torchrun, slurm, mpi, single) overrides it:
 
 1. torchrun: RANK and WORLD_SIZE are set (the local launcher of this project sets the same).
 2. Slurm step: SLURM_PROCID inside a step (not the batch script, not the shell of an allocation). The store is on the first host of the
-   step's node list, at port 15000 + crc32("<job id>.<step id>.<node list>") mod 15000: every rank computes it alone, and it is outside the
+   step's node list, at port 15000 + crc32("<job id>.<step id>.<node list>") mod 15000: every rank computes the same one, outside the
    range from which Linux assigns ports.
-3. MPI: an mpiexec / mpirun variable is set. Only then is mpi4py imported; rank 0 binds a free port and broadcasts where.
+3. MPI: an mpiexec / mpirun variable is set. Only then is mpi4py imported; rank 0 binds a free port and broadcasts its address.
 4. Single process: no sockets at all.
 
-ALIGNER_MASTER_ADDR and ALIGNER_MASTER_PORT override the address in the cases 2 and 3.
+ALIGNER_MASTER_ADDR and ALIGNER_MASTER_PORT override the address in cases 2 and 3.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,18 +31,19 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from aligner.errors import LaunchError
-from aligner.parallel import agreement, gloo, mpi, platform
-from aligner.parallel.hostlist import expand_counts, expand_hostlist
+from aligner.parallel import agreement, gloo, platform
 
 # Step ids that Slurm gives to the batch script and to the shell of an interactive allocation.
 _NOT_STEPS = ("4294967290", "4294967291")
 _BACKLOG = 2048  # of the store: ranks that start at once
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
+_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_MAX_TEXT_BYTES = 512
 _MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 class LaunchSource(str, Enum):
-    """What started the ranks."""
+    """The launcher of the ranks."""
 
     torchrun = "torchrun"
     slurm = "slurm"
@@ -67,7 +71,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """Where the ranks meet. `hosted` means that the launcher (a torchrun agent) already runs the store; else rank 0 binds it."""
+    """The store where the ranks meet. `hosted`: the launcher (a torchrun agent) already runs it; else rank 0 binds it."""
 
     address: str
     port: int
@@ -76,7 +80,7 @@ class Rendezvous:
 
 
 def detect_source(environ: Mapping[str, str]) -> LaunchSource:
-    """What started this process, from its environment alone."""
+    """The launcher of this process, from its environment alone."""
     forced = environ.get("ALIGNER_LAUNCH")
     if forced is not None:
         if forced not in LaunchSource.__members__:
@@ -92,8 +96,8 @@ def detect_source(environ: Mapping[str, str]) -> LaunchSource:
 def detect_world(environ: Mapping[str, str]) -> tuple[World | None, Rendezvous | None]:
     """This process's world and meeting point, from its environment alone (pure).
 
-    Both are None under MPI, where only mpi4py knows; the rendezvous is None for a single process. Raises LaunchError naming a variable that
-    is missing or malformed.
+    Both are None under MPI, since only mpi4py knows them; the rendezvous is None for a single process. Raises LaunchError naming a variable
+    that is missing or malformed.
     """
     source = detect_source(environ)
     if source is LaunchSource.torchrun:
@@ -116,15 +120,15 @@ def initialize(
 ) -> World:
     """Create the default process group and check that all ranks run the same thing. Every rank of the component calls it once.
 
-    `timeout_seconds` limits each wait of the start; `collective_timeout_seconds` is the process group's own. `fingerprint` stands for the
-    resolved configuration. `claim_gpu` makes the rank's GPU the current one and names it, if no other rank may have it ("": none).
+    `timeout_seconds` limits each wait of the start; `collective_timeout_seconds` is the process group's own. `fingerprint` identifies the
+    resolved configuration. `claim_gpu` makes the rank's GPU the current one and names it if the rank must have it alone (else "").
 
-    Raises LaunchError: a rank that never came, the store unreachable or its port taken, ranks that differ in world size, configuration or
-    versions or have the same GPU (every rank gets the message, which names the ranks), an MPI pairing that gave worlds of 1.
+    Raises LaunchError for a missing rank, for a store that is unreachable or whose port is taken, for ranks that differ in world size,
+    configuration or versions or share a GPU (on every rank, naming the ranks), and for an MPI pairing that gave worlds of 1.
     """
     platform.set_float32_matmul("highest")  # until a model's settings say otherwise
     world, store = meet(timeout_seconds=timeout_seconds, environ=environ)
-    record = agreement.own_record(world.rank, world.world_size, fingerprint, claim_gpu(world))
+    record = agreement.RankRecord(rank=world.rank, world_size=world.world_size, fingerprint=fingerprint, gpu=claim_gpu(world))
     agreement.check(store, record, timeout_seconds=timeout_seconds)
     gloo.share_devices(is_alone=world.world_size == 1)
     dist.init_process_group(
@@ -138,9 +142,9 @@ def initialize(
 
 
 def meet(*, timeout_seconds: float, environ: Mapping[str, str] | None = None) -> tuple[World, Store]:
-    """This process's world, and the store over which its ranks can talk; no process group yet. Every rank of the component calls it once.
+    """This process's world and the store of its ranks, without a process group. Every rank of the component calls it once.
 
-    It does not wait for all ranks. Raises LaunchError as `initialize` does, for the store alone.
+    It does not wait for all ranks. Raises LaunchError for the store, as `initialize` does.
     """
     environ = os.environ if environ is None else environ
     world, rendezvous = detect_world(environ)
@@ -156,12 +160,12 @@ SETTLE_SECONDS = 60
 
 
 def shutdown() -> None:
-    """Destroy the process groups and leave MPI, if they were started. Every rank calls it after success (not after an error)."""
+    """Destroy the process groups and leave MPI, if either was started. Every rank calls it after success, not after an error."""
     if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # a rank that failed meanwhile says so itself
+        with contextlib.suppress(RuntimeError):  # a rank that failed meanwhile reports that itself
             gloo.settle(timedelta(seconds=SETTLE_SECONDS))
         dist.destroy_process_group()
-    mpi.finalize()
+    finalize_mpi()
 
 
 def _keep_local_traffic_local(world: World) -> None:
@@ -173,16 +177,14 @@ def _keep_local_traffic_local(world: World) -> None:
 
 def _integer(environ: Mapping[str, str], *names: str) -> int:
     """The first of these variables that is set, as an integer >= 0."""
-    for name in names:
-        if name in environ:
-            text = environ[name]
-            if not text.isdigit():
-                raise LaunchError(f"{name}={text!r} is not a whole number")
-            return int(text)
-    raise LaunchError(f"{' or '.join(names)} is not set, though the rest of the launcher's variables are")
+    text = _text(environ, *names)
+    if not text.isdigit():
+        raise LaunchError(f"{next(name for name in names if name in environ)}={text!r} is not a whole number")
+    return int(text)
 
 
 def _text(environ: Mapping[str, str], *names: str) -> str:
+    """The first of these variables that is set."""
     for name in names:
         if name in environ:
             return environ[name]
@@ -195,7 +197,7 @@ def _torchrun(environ: Mapping[str, str]) -> tuple[World, Rendezvous]:
         rank=_integer(environ, "RANK"),
         world_size=world_size,
         local_rank=_integer(environ, "LOCAL_RANK"),
-        # Launchers that imitate torchrun leave this one out; then all ranks are taken to be on this machine.
+        # Launchers that imitate torchrun may omit this one: then all ranks are assumed to be on this machine.
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else world_size,
         source=LaunchSource.torchrun,
     )
@@ -203,14 +205,14 @@ def _torchrun(environ: Mapping[str, str]) -> tuple[World, Rendezvous]:
         address=_text(environ, "MASTER_ADDR"),
         port=_integer(environ, "MASTER_PORT"),
         hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        # After a restart the agent's store still holds the keys of the attempt before.
+        # After a restart the agent's store still holds the keys of the previous attempt.
         prefix=f"aligner/attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
     )
     return world, rendezvous
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """True in a process that srun started as a task of a step, and that no MPI launcher inside that step started."""
+    """Whether srun, not an MPI launcher inside its step, started this process as a task of a step."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     if step is None or step in _NOT_STEPS or "SLURM_PROCID" not in environ:
         return False
@@ -244,28 +246,21 @@ def _slurm(environ: Mapping[str, str]) -> tuple[World, Rendezvous]:
 
 
 def _open_mpi(environ: Mapping[str, str], timeout_seconds: float) -> tuple[World, Store]:
-    place = mpi.join(environ)
-    world = World(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        source=LaunchSource.mpi,
-    )
+    world = join_mpi(environ)
     if world.world_size == 1:
         return world, HashStore()
-    # Rank 0 binds before it tells the others, so they never knock at a closed door. Port 0 takes a free one.
+    # Rank 0 binds before it broadcasts, so no rank connects too early. Port 0 stands for any free one.
     port = _integer(environ, "ALIGNER_MASTER_PORT") if "ALIGNER_MASTER_PORT" in environ else 0
-    address = environ.get("ALIGNER_MASTER_ADDR") or mpi.reachable_address(place)
+    address = environ.get("ALIGNER_MASTER_ADDR") or reachable_address(world)
     hosted = _bind(address, port, timeout_seconds) if world.rank == 0 else None
     announced = f"{address} {hosted.port}" if hosted is not None else ""
-    address, number = mpi.broadcast_text(announced, timeout_seconds=timeout_seconds).split()
+    address, number = broadcast_text(announced, timeout_seconds=timeout_seconds).split()
     store = hosted or _connect(world, address, int(number), timeout_seconds)
     return world, PrefixStore("aligner", store)
 
 
 def _open_store(world: World, rendezvous: Rendezvous | None, timeout_seconds: float) -> Store:
-    if rendezvous is None or world.world_size == 1:  # nobody to meet: no port that another program could take
+    if rendezvous is None or world.world_size == 1:  # alone: no port that another program could take
         return HashStore()
     if world.rank == 0 and not rendezvous.hosted:
         store = _bind(rendezvous.address, rendezvous.port, timeout_seconds)
@@ -275,7 +270,7 @@ def _open_store(world: World, rendezvous: Rendezvous | None, timeout_seconds: fl
 
 
 def _bind(address: str, port: int, timeout_seconds: float) -> TCPStore:
-    """The store; on loopback alone if that is where the ranks meet: torch's own socket would listen on every interface."""
+    """The store; only on loopback if the ranks meet there, since torch's own socket would listen on every interface."""
     timeout, listener = timedelta(seconds=timeout_seconds), -1
     try:
         if address in ("localhost", "127.0.0.1"):
@@ -299,3 +294,156 @@ def _connect(world: World, address: str, port: int, timeout_seconds: float) -> T
             f"rank {world.rank} of {world.world_size} waited {timeout_seconds:.0f} s for the rendezvous store of rank 0 at "
             f"{address}:{port} and could not connect ({error}). Did rank 0 start, and is that host reachable from here?"
         ) from error
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Host names in order: `n[01-03,7]` -> n01 n02 n03 n7; several brackets multiply. Raises LaunchError on a malformed list."""
+    hosts = [host for part in _split_outside_brackets(text) for host in _expand(part, whole=text)]
+    if not hosts:
+        raise LaunchError(f"Slurm node list {text!r} names no host")
+    return hosts
+
+
+def expand_counts(text: str) -> list[int]:
+    """Tasks per node: `4(x2),3` -> [4, 4, 3]. Raises LaunchError on a malformed list."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _REPEATED.fullmatch(part)
+        if match is None:
+            raise LaunchError(f"Slurm tasks-per-node list {text!r} is malformed at {part!r}; expected for example 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            raise LaunchError(f"Slurm node list {text!r} has unbalanced brackets")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    if depth:
+        raise LaunchError(f"Slurm node list {text!r} has unbalanced brackets")
+    return [part for part in parts if part]
+
+
+def _expand(part: str, *, whole: str) -> list[str]:
+    """Expand the first bracket of one element, then the rest of it."""
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    ranges, _, tail = rest.partition("]")
+    numbers = [number for item in ranges.split(",") for number in _range(item, whole=whole)]
+    return [head + number + ending for number in numbers for ending in _expand(tail, whole=whole)]
+
+
+def _range(item: str, *, whole: str) -> list[str]:
+    """`01-03` -> 01 02 03 (the width of the first number is kept); `7` -> 7."""
+    first, dash, last = item.partition("-")
+    last = last if dash else first
+    if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
+        raise LaunchError(f"Slurm node list {whole!r} has a malformed range {item!r}")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+def join_mpi(environ: Mapping[str, str]) -> World:
+    """Start MPI. Collective over MPI_COMM_WORLD. Raises LaunchError without mpi4py, or if launcher and MPI library do not match."""
+    try:
+        import mpi4py
+
+        # A rank that dies of an exception must not wait in MPI_Finalize for the others; the launcher then stops them. See `finalize_mpi`.
+        mpi4py.rc.finalize = False
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+
+        if not MPI.Is_initialized():
+            check_library(MPI.Get_library_version(), environ)
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(f"an MPI launcher started this process, but mpi4py does not load: {error}. pip install 'aligner[mpi]'") from error
+    world = MPI.COMM_WORLD
+    check_pairing(world.Get_size(), environ)
+    local = world.Split_type(MPI.COMM_TYPE_SHARED)
+    place = World(
+        rank=world.Get_rank(),
+        world_size=world.Get_size(),
+        local_rank=local.Get_rank(),
+        local_world_size=local.Get_size(),
+        source=LaunchSource.mpi,
+    )
+    local.Free()
+    return place
+
+
+_ADVICE = (
+    "Under srun choose --mpi=pmi2 for MPICH (also PyPI's mpich) and --mpi=pmix for Open MPI (slurm.mpi in a job's settings); with mpiexec "
+    "or mpirun use the one of the same library"
+)
+
+
+def check_library(version: str, environ: Mapping[str, str]) -> None:
+    """Raise LaunchError if PMIx started an MPICH that was built without it: MPI_Init would end the process.
+
+    `version` is the text of MPI_Get_library_version.
+    """
+    built = next((line for line in version.splitlines() if line.startswith("MPICH configure:")), "pmix")
+    spoken = "PMIX_RANK" in environ and not any(name in environ for name in ("PMI_RANK", "PMI_FD", "PMI_PORT"))
+    if spoken and "pmix" not in built:
+        known = {"OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun", "SLURM_JOB_ID": "srun --mpi=pmix"}
+        launcher = next((name for variable, name in known.items() if variable in environ), "a launcher")
+        raise LaunchError(f"{launcher} started this process, which speaks PMIx, but mpi4py loaded an MPICH without PMIx. {_ADVICE}")
+
+
+def check_pairing(mpi_size: int, environ: Mapping[str, str]) -> None:
+    """Raise LaunchError if the launcher started several tasks and MPI sees only one (PMI of launcher and library do not match)."""
+    # The nearest launcher counts: mpirun -n 1 inside an allocation of eight tasks rightly gives one.
+    stated = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ]
+    if mpi_size == 1 and stated and environ[stated[0]] != "1":
+        raise LaunchError(
+            f"{stated[0]}={environ[stated[0]]}, but MPI gave this process a world of size 1: the MPI library that mpi4py loaded does not "
+            f"speak the launcher's PMI. {_ADVICE}"
+        )
+
+
+def broadcast_text(text: str, *, timeout_seconds: float) -> str:
+    """Rank 0's `text` (ASCII) on every rank. Collective. Raises LaunchError if it does not arrive in time."""
+    from mpi4py import MPI
+
+    buffer = bytearray(text.encode("ascii").ljust(_MAX_TEXT_BYTES))
+    request = MPI.COMM_WORLD.Ibcast(buffer, root=0)
+    deadline = time.monotonic() + timeout_seconds
+    while not request.Test():
+        if time.monotonic() > deadline:
+            rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+            raise LaunchError(f"rank {rank} of {size} waited {timeout_seconds:.0f} s for rank 0's MPI broadcast of the rendezvous address")
+        time.sleep(0.005)
+    return buffer.decode("ascii").strip()
+
+
+def reachable_address(place: World) -> str:
+    """An address of this machine that the other ranks can reach: loopback if all of them are here."""
+    if place.local_world_size == place.world_size:
+        return "127.0.0.1"
+    # Many systems map their own name to loopback. Connecting a datagram socket only picks a route and sends nothing.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            address = socket.gethostbyname(socket.gethostname())
+            if address.startswith("127."):
+                probe.connect(("192.0.2.1", 9))
+                address = probe.getsockname()[0]
+        except OSError as error:
+            raise LaunchError(f"{socket.gethostname()} has no address for the other nodes ({error}); set ALIGNER_MASTER_ADDR") from error
+    return address
+
+
+def finalize_mpi() -> None:
+    """Leave MPI, if this process joined it. Collective, except after an error."""
+    if "mpi4py.MPI" not in sys.modules:
+        return
+    from mpi4py import MPI
+
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()

@@ -2,7 +2,7 @@
 
 A pair is two nodes whose numbers differ in one bit (i and i XOR 1, 2, 4, ...). All pairs of a round run at the same time. Every node is
 measured against log2(N) others; all links of a slow node are slow. On GPUs every local rank pairs with its counterpart (each GPU has its
-own path to the network); else only the first ranks of the nodes do.
+own path to the network), else only the first ranks of the nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Span(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """One measurement. `rate` is the bus bandwidth in bytes per second: what each rank's link carried in one direction."""
+    """One measurement. `rate` is the bus bandwidth in bytes per second of each rank's link in one direction."""
 
     span: Span
     name: str  # node, or pair of nodes with the local rank
@@ -58,7 +58,7 @@ def start_group(world: World, store: Store, *, timeout_seconds: float, ranks_per
 
 
 def measure(nodes: Sequence[str]) -> list[Link]:
-    """The measurements that this rank reports (as the first of its group). Every rank calls it; `nodes` is every rank's.
+    """The measurements that this rank reports, as the first of its group. Every rank calls it; `nodes` has every rank's node.
 
     Raises LaunchError if a sum is wrong.
     """
@@ -80,7 +80,7 @@ def measure(nodes: Sequence[str]) -> list[Link]:
 
 
 def rounds(nodes: Sequence[str], *, every_rank: bool) -> list[list[tuple[tuple[int, int], int]]]:
-    """The pairs of ranks that are measured, with their local rank, round by round; no rank is twice in a round. Pure."""
+    """The measured pairs of ranks, with their local rank, round by round; a round has each rank at most once. Pure."""
     by_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
@@ -95,8 +95,8 @@ def rounds(nodes: Sequence[str], *, every_rank: bool) -> list[list[tuple[tuple[i
 
 
 def _measure_among(ranks: list[int], span: Span, name: str, nodes: tuple[str, ...]) -> list[Link]:
-    """Measure in a temporary group that only `ranks` make. torch derives a group's name from its ranks and from the number of groups that
-    a process has: if the group stayed, processes with different numbers could no longer form one."""
+    """Measure in a temporary group that only `ranks` make. torch derives a group's name from its ranks and from the process's number of
+    groups: if the group stayed, processes with different numbers could no longer form one."""
     group = dist.new_group(ranks, use_local_synchronization=True)
     try:
         return _measure(group, span, name, nodes)
@@ -112,9 +112,7 @@ def _measure(group: ProcessGroup, span: Span, name: str, nodes: tuple[str, ...])
     large = torch.ones(num_bytes // 4, device=device)
     _all_reduce(large, group)  # connections are made
     if float(large[-1]) != size or float(large[0]) != size:
-        raise LaunchError(
-            f"{name}: the sum of {size} ones came back as {float(large[0])} and {float(large[-1])}: data is damaged on the way"
-        )
+        raise LaunchError(f"{name}: the sum of {size} ones is {float(large[0])} and {float(large[-1])}: data is damaged on the way")
     latency = min(_timed(small, group) for _ in range(_LATENCY_REPEATS))
     seconds = min(_timed(large, group) for _ in range(_RATE_REPEATS))
     if group.rank() != 0:

@@ -35,9 +35,9 @@ class Arithmetic:
 
 
 def float32_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """[N, K] and [K, M] -> [N, M], in `out` if it is given: float32 of factors in 16 bits, whose sums are not rounded; else of their type.
+    """[N, K] and [K, M] -> [N, M], in `out` if given: float32 for factors in 16 bits, without rounding of sums; else in their type.
 
-    A torch older than 2.8 rounds on a GPU. A CPU converts the factors, of `right` some columns at a time, which then are in its caches.
+    A torch older than 2.8 rounds on a GPU. A CPU converts the factors, `right` some columns at a time, which then fit its caches.
     """
     if left.dtype.itemsize > 2 or (left.is_cuda and not _LEAVES_FLOAT32):
         return left @ right if out is None else out.copy_(left @ right)
@@ -51,7 +51,7 @@ def float32_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> T
 
 
 def log_normalizer(peak: Tensor, total: Tensor) -> Tensor:
-    """Log-sum-exp float32 [N] of rows with maximum `peak` and `total` = sum of exp(row - maximum). The sampler's and the trainer's."""
+    """Log-sum-exp float32 [N] of rows with maximum `peak` and `total` = sum of exp(row - maximum), for sampler and trainer."""
     return (peak + total.log()).float()
 
 
@@ -66,16 +66,16 @@ ROUNDED = Arithmetic(project=lambda hidden, weight: hidden @ weight.t(), add_up=
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Projection:
-    """How hidden states become log-probs. Raises ConfigError for a temperature that is not positive."""
+    """The path from hidden states to log-probs. Raises ConfigError for a temperature that is not positive."""
 
-    vocab_start: int = 0  # the global id of the first row of this rank's part of the output layer
-    group: dist.ProcessGroup | None = None  # tensor-parallel ranks, over which everything is collective; None for one rank
+    vocab_start: int = 0  # global id of the first row in this rank's part of the output layer
+    group: dist.ProcessGroup | None = None  # tensor-parallel ranks, over which everything is collective; None for a single rank
     temperature: float = 1.0  # the sampling temperature, which divides the logits
     chunk_size: int = 1024  # tokens projected at a time
     scale: float = 1.0  # the model's own factor on logits
-    softcap: float = 0.0  # 0: none; else the model's logits are cap * tanh(logit / cap)
+    softcap: float = 0.0  # if not 0, the model's logits are cap * tanh(logit / cap)
     arithmetic: Arithmetic = FAST
-    parameter: Tensor | None = None  # whose first rows the weight is; its `main_grad`, if there is one, takes the gradient in float32
+    parameter: Tensor | None = None  # the weight is its first rows; its `main_grad`, if any, takes the gradient in float32
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -86,11 +86,11 @@ class Projection:
         return self._divided(self.arithmetic.project(hidden, weight))
 
     def again(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """As `logits`, in a backward pass."""
+        """`logits` in a backward pass."""
         return self._divided((self.arithmetic.again or self.arithmetic.project)(hidden, weight))
 
     def slope_(self, grad: Tensor, z: Tensor) -> Tensor:
-        """The gradient [N, V_local] of `z` = `logits` -> in its place that of the products, but for the temperature."""
+        """Turn the gradient [N, V_local] of `z` = `logits` in place into that of the products, except for the temperature."""
         if self.softcap:  # d/dx of cap tanh(x / cap) is 1 - tanh^2
             grad.mul_(1 - (z * (self.temperature / self.softcap)).square())
         return grad if self.scale == 1.0 else grad.mul_(self.scale)
@@ -100,12 +100,12 @@ class Projection:
         return z if self.temperature == 1.0 else z / self.temperature
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
-        """The rows that are projected together."""
+        """The rows of each projection."""
         return (slice(start, start + self.chunk_size) for start in range(0, num_rows, self.chunk_size))
 
 
 def shaped(logits: Tensor, *, scale: float, softcap: float) -> Tensor:
-    """The output layer's products float32 as the model's logits."""
+    """The model's logits from the output layer's float32 products."""
     if scale != 1.0:
         logits = logits * scale
     return softcap * torch.tanh(logits / softcap) if softcap else logits
@@ -129,9 +129,9 @@ def linear_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, projection:
 
 
 def linear_logprobs_of(hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection = WHOLE) -> Tensor:
-    """Log-probability of several tokens in each position, float32 [N, M]: `targets` int64 [N, M]. Else as `linear_logprobs`.
+    """Log-probability of several tokens in each position, float32 [N, M]: `targets` int64 [N, M]. Otherwise like `linear_logprobs`.
 
-    In a row the first target may be one of the others, which differ from each other.
+    The first target of a row may equal one of the others, which differ from each other.
     """
     return _LinearLogprobsOf.apply(hidden, weight, targets, projection)
 
@@ -140,9 +140,8 @@ def linear_logprobs_of(hidden: Tensor, weight: Tensor, targets: Tensor, projecti
 def linear_topk(hidden: Tensor, weight: Tensor, k: int, projection: Projection = WHOLE, *, below: int) -> tuple[Tensor, Tensor]:
     """The `k` likeliest tokens of each position, int64 [N, k], likeliest first, and their log-probs, float32 [N, k]. No gradient.
 
-    Arguments as of `linear_logprobs`. Only tokens with ids less than `below` are candidates (embeddings may have more rows than there are
-    tokens), though all count in the normaliser. Every rank finds its own `k` best, which include the best of all. Raises ConfigError if
-    there are fewer than `k` candidates.
+    Arguments as for `linear_logprobs`. Only ids less than `below` are candidates (embeddings may have more rows than tokens), but all count
+    in the normaliser. Every rank finds its own `k` best, which include the best of all. Raises ConfigError for fewer than `k` candidates.
     """
     group, start_id = projection.group, projection.vocab_start
     tokens = torch.empty(hidden.shape[0], k, dtype=torch.int64, device=hidden.device)
@@ -156,9 +155,9 @@ def linear_topk(hidden: Tensor, weight: Tensor, k: int, projection: Projection =
         missing = (0, k - best.shape[1])  # every rank sends as many
         best = torch.nn.functional.pad(best, missing, value=-torch.inf)
         places = torch.nn.functional.pad(places + start_id, missing)
-        order = _beside(best, group).sort(dim=1, descending=True, stable=True)
+        order = beside(best, group).sort(dim=1, descending=True, stable=True)
         logprobs[rows] = order.values[:, :k].float() - log_normalizer(peak, total)[:, None]
-        tokens[rows] = _beside(places, group).gather(1, order.indices[:, :k])
+        tokens[rows] = beside(places, group).gather(1, order.indices[:, :k])
     return tokens, logprobs
 
 
@@ -175,8 +174,8 @@ def _normaliser(z: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
     return peak, _reduce(projection.arithmetic.add_up((z - peak[:, None]).exp_()), dist.ReduceOp.SUM, group)
 
 
-def _beside(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[N, ranks * M] of every rank's [N, M], side by side."""
+def beside(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Every rank's [N, M] side by side, [N, ranks * M]. `group` None: there is one rank."""
     if group is None or group.size() == 1:
         return local
     parts = [torch.empty_like(local) for _ in range(group.size())]
@@ -218,32 +217,14 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, logsumexp, entropy, kept = ctx.saved_tensors
-        projection = ctx.projection
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = _weight_gradient(ctx, weight)
         if grad_logprobs is None:  # an objective of the entropy alone
             grad_logprobs = torch.zeros_like(logsumexp)
-        for rows in projection.chunks(hidden.shape[0]):
-            z = kept if kept is not None else projection.again(hidden[rows], weight)
-            scale = grad_logprobs[rows] / projection.temperature
-            grad = z - logsumexp[rows, None]  # in place from here on: a new [chunk, V] tensor costs as much as the arithmetic on it
-            if grad_entropy is not None:
-                slope = grad_entropy[rows, None] / projection.temperature
-                grad = grad.exp().mul_((grad + entropy[rows, None]).mul_(slope).add_(scale[:, None])).neg_()
-            else:
-                grad = grad.exp_().mul_(-scale[:, None])
-            local, owned = _local_targets(targets[rows], projection.vocab_start, weight.shape[0])
-            if z.shape[1]:
-                grad.scatter_add_(1, local[:, None], torch.where(owned, scale, 0.0)[:, None])
-            grad = projection.slope_(grad, z).to(hidden.dtype)
-            grad_hidden[rows] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += float32_product(grad.t(), hidden[rows])
-        return grad_hidden, _left_over(ctx, weight, grad_weight), None, None
+        slopes = None if grad_entropy is None else (grad_entropy, entropy)
+        return _backward(ctx, (hidden, weight, targets[:, None], logsumexp), grad_logprobs[:, None], slopes, kept)
 
 
 class _LinearLogprobsOf(torch.autograd.Function):
-    """Several targets per row: d log pi(y) / dz_j = 1[j = y] - p_j, summed over them with their gradients."""
+    """Several targets per row; their gradients are summed."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, projection):
@@ -262,28 +243,46 @@ class _LinearLogprobsOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs):
-        hidden, weight, targets, logsumexp = ctx.saved_tensors
-        projection = ctx.projection
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = _weight_gradient(ctx, weight)
-        for rows in projection.chunks(hidden.shape[0]):
-            z = projection.again(hidden[rows], weight)
-            scale = grad_logprobs[rows] / projection.temperature
-            grad = (z - logsumexp[rows, None]).exp_().mul_(-scale.sum(dim=1, keepdim=True))
-            local, owned = _local_targets(targets[rows], projection.vocab_start, weight.shape[0])
-            own = torch.where(owned, scale, 0.0)
-            for column in (slice(0, 1), slice(1, None)) if z.shape[1] else ():  # in one call two additions to one place would race on a GPU
-                grad.scatter_add_(1, local[:, column], own[:, column])
-            grad = projection.slope_(grad, z).to(hidden.dtype)
-            grad_hidden[rows] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += float32_product(grad.t(), hidden[rows])
-        return grad_hidden, _left_over(ctx, weight, grad_weight), None, None
+        return _backward(ctx, ctx.saved_tensors, grad_logprobs)
+
+
+def _backward(
+    ctx,
+    saved: tuple[Tensor, ...],
+    grad_logprobs: Tensor,
+    slopes: tuple[Tensor, Tensor] | None = None,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, None, None]:
+    """The gradients of both functions: `saved` are hidden states, weight, targets [N, M] and normalisers; `slopes` the entropy's gradient
+    and value; `kept` the logits, if the forward pass kept them."""
+    hidden, weight, targets, logsumexp = saved
+    projection = ctx.projection
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = _weight_gradient(ctx, weight)
+    for rows in projection.chunks(hidden.shape[0]):
+        z = kept if kept is not None else projection.again(hidden[rows], weight)
+        scale = grad_logprobs[rows] / projection.temperature
+        total = scale.sum(dim=1, keepdim=True) if scale.shape[1] > 1 else scale
+        grad = z - logsumexp[rows, None]  # in place from here on: a new [chunk, V] tensor costs as much as the arithmetic on it
+        if slopes is not None:
+            slope = slopes[0][rows, None] / projection.temperature
+            grad = grad.exp().mul_((grad + slopes[1][rows, None]).mul_(slope).add_(total)).neg_()
+        else:
+            grad = grad.exp_().mul_(-total)
+        local, owned = _local_targets(targets[rows], projection.vocab_start, weight.shape[0])
+        own = torch.where(owned, scale, 0.0)
+        for column in (slice(0, 1), slice(1, None)) if z.shape[1] else ():  # in one call two additions to one place would race on a GPU
+            grad.scatter_add_(1, local[:, column], own[:, column])
+        grad = projection.slope_(grad, z).to(hidden.dtype)
+        grad_hidden[rows] = grad @ weight
+        if grad_weight is not None:
+            grad_weight += float32_product(grad.t(), hidden[rows])
+    return grad_hidden, _left_over(ctx, weight, grad_weight), None, None
 
 
 def _weight_gradient(ctx, weight: Tensor) -> Tensor | None:
-    """What to add to, float32 [V_local, H]: of a parameter in 16 bits its sum over micro-batches, else zeros; None where the weight, the
-    second argument, is frozen. Through autograd a sum in float32 has the same last bits as ever."""
+    """The accumulator, float32 [V_local, H]: for a parameter in 16 bits its sum over micro-batches, else zeros; None if the weight, the
+    second argument, is frozen. float32 sums keep the last bits that autograd gives them."""
     if not ctx.needs_input_grad[1]:
         return None
     total = getattr(ctx.projection.parameter, "main_grad", None) if weight.dtype.itemsize <= 2 else None
@@ -292,8 +291,8 @@ def _weight_gradient(ctx, weight: Tensor) -> Tensor | None:
 
 
 def _left_over(ctx, weight: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """What autograd is told of a gradient from `_weight_gradient`: zeros without memory where the parameter has it. Replicas exchange it
-    when autograd is there; Megatron-Core then adds no more, but what a tied embedding gives (`zero_out_wgrad`)."""
+    """The gradient for autograd, after `_weight_gradient`: zeros without memory if the parameter already has it. Replicas exchange the
+    parameter's when autograd arrives; Megatron-Core then adds only a tied embedding's (`zero_out_wgrad`)."""
     if gradient is None or not ctx.is_added:
         return None if gradient is None else gradient.to(weight.dtype)
     ctx.projection.parameter.grad_added_to_main_grad = True
@@ -306,12 +305,12 @@ def _row_dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _row_maxima(z: Tensor) -> Tensor:
-    """[N] from [N, V_local]. With a small vocabulary a rank may hold nothing but padding, so that no column is left of it."""
+    """[N] from [N, V_local]. With a small vocabulary a rank may hold only padding, and so no column."""
     return z.amax(dim=-1) if z.shape[1] else z.new_full((z.shape[0],), -torch.inf)
 
 
 def _local_targets(targets: Tensor, vocab_start: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """(row of this rank's weight, whether this rank owns it); the row is 0 where it does not."""
+    """(row of this rank's weight, whether this rank owns it); the row is 0 if it does not."""
     local = targets - vocab_start
     owned = (local >= 0) & (local < vocab_size)
     return torch.where(owned, local, 0), owned

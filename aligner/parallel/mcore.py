@@ -1,7 +1,8 @@
+# ruff: noqa: F401
 """The only importer of Megatron-Core: prepares the platform, then exports every name that this project uses.
 
-Importing this module imports Megatron-Core (seconds), so modules that must stay light do not import it at their top. On a machine
-without CUDA the CPU platform is installed first; that cannot be postponed, since Megatron-Core binds `torch` at import.
+Importing this module imports Megatron-Core (seconds), so light modules do not import it at their top. On a machine without CUDA the CPU
+platform is installed first, since Megatron-Core binds `torch` at import.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from typing import Any
 import torch
 
 from aligner.errors import AlignerError
-from aligner.parallel import torch_adam
 
-# Megatron-Core warns of its own deprecated calls and of kernels that are not installed, on every rank; a user can do nothing about them.
+# Megatron-Core warns of its own deprecated calls and of missing kernels on every rank; a user cannot act on that.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
 warnings.filterwarnings("ignore", message=r".*\.grad attribute of a Tensor that is not a leaf.*")
-# 0.19 says on every start that GPTModel and its own ways to save, and to read older checkpoints, will be replaced one day, and that it
-# chose a layout of the optimizer's buffers by itself.
+# 0.19 logs on every start that GPTModel and its ways to save and to read older checkpoints will be replaced, and that it chose a layout of
+# the optimizer's buffers.
 for _name in (
     "models.gpt.gpt_model",
     "dist_checkpointing.strategies.torch",
@@ -36,7 +36,7 @@ for _name in (
     logging.getLogger(f"megatron.core.{_name}").setLevel(logging.ERROR)
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # "Transformer Engine / Apex are not installed": the local layers are what we asked for
+    warnings.simplefilter("ignore")  # "Transformer Engine / Apex are not installed": we chose the local layers
     if not torch.cuda.is_available():
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found": we know
         from aligner.parallel import cpu_platform
@@ -93,7 +93,7 @@ with warnings.catch_warnings():
 if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine in 0.16.1: no router would compute
     moe_utils.te_general_gemm = None
 
-# Checkpoints of 0.19: planned for another package of NVIDIA's unless it is told that a thread of ours writes; common state within.
+# Checkpoints of 0.19: planned for another package of NVIDIA unless this option is set, since our thread writes; common state within.
 _LATER = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
 if _LATER and "no_dist" not in inspect.signature(torch.distributed.checkpoint.load).parameters:
     raise AlignerError(f"megatron-core {version} needs torch 2.7 or newer for its checkpoints, here is {torch.__version__}")
@@ -103,7 +103,7 @@ NEEDS_COMMON_FILE = not _LATER
 
 @cache
 def transformer_engine_problem() -> str:
-    """Why NVIDIA's Transformer Engine cannot be used here; empty where it can."""
+    """The reason why NVIDIA's Transformer Engine cannot be used here; empty if it can."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     try:
@@ -118,7 +118,7 @@ def transformer_engine_problem() -> str:
 
 
 def fp8_problem(recipe: str) -> str:
-    """Why Transformer Engine cannot compute with this recipe here; empty where it can. Only without a `transformer_engine_problem`."""
+    """The reason why Transformer Engine cannot compute with this recipe here; empty if it can. Requires Transformer Engine."""
     state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
     name = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}.get(recipe, "is_fp8_available")
     is_available, reason = getattr(state, name, lambda: (False, "it needs a newer version"))()
@@ -126,12 +126,12 @@ def fp8_problem(recipe: str) -> str:
 
 
 def transformer_engine_version() -> str:
-    """Its version. Only where there is no `transformer_engine_problem`."""
+    """Its version. Requires Transformer Engine."""
     return str(importlib.import_module("transformer_engine").__version__)
 
 
 def importable_kernels() -> frozenset[str]:
-    """Fused kernels that Megatron-Core has found: those of Transformer Engine, and Apex's sums of weight gradients."""
+    """Fused kernels that Megatron-Core has found: Transformer Engine's, and Apex's sums of weight gradients."""
     permutation = (
         *("fused_permute", "fused_permute_with_probs", "fused_unpermute"),
         *("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs"),
@@ -146,13 +146,13 @@ def importable_kernels() -> frozenset[str]:
 
 
 def fused_adam() -> str:
-    """Who brings the fused Adam that the optimizer uses; empty where it is torch's."""
+    """The package of the optimizer's fused Adam; empty if it is torch's."""
     return {"transformer_engine": "Transformer Engine", "apex": "Apex"}.get(Adam.__module__.split(".")[0], "")
 
 
 @contextmanager
 def hybrid_optimizer(kind: type) -> Iterator[None]:
-    """In the block, Megatron-Core makes `kind` in place of HybridDeviceOptimizer, of which it is one."""
+    """In the block, Megatron-Core uses `kind`, a subclass, in place of HybridDeviceOptimizer."""
     optimizers.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = kind
     try:
         yield
@@ -165,18 +165,18 @@ def _te_extension() -> Any:
 
 
 def _refuse_corruption(record: logging.LogRecord) -> bool:
-    """A logging filter: what upstream only warns of ends the save."""
+    """A logging filter: upstream's warning ends the save."""
     if "data corruption" in record.getMessage():
         raise RuntimeError(f"Megatron-Core {version}: {record.getMessage()}")
     return True
 
 
-# It fills with zeros what it has cut out of the optimizer's buffers at the wrong place (Megatron-LM pull request 5077).
+# Upstream fills wrongly cut parts of the optimizer's buffers with zeros (Megatron-LM pull request 5077).
 logging.getLogger("megatron.core.optimizer.distrib_optimizer").addFilter(_refuse_corruption)
 
 
 def sharded_leaves(state: Any) -> Iterator[Any]:
-    """The sharded tensors, and factories of such, of a sharded state."""
+    """The sharded tensors and their factories in a sharded state."""
     return (value for value in nested_values(state) if isinstance(value, ShardedTensor | ShardedTensorFactory))
 
 
@@ -188,14 +188,14 @@ def submodules_of(spec: Any) -> Any:
 def transformer_engine_specs(
     *, num_experts: int | None, qk_layernorm: bool, grouped_experts: bool = False, split_norms: bool = False
 ) -> tuple[Any, Any]:
-    """(specification of a layer, its norm) out of Transformer Engine's modules. `grouped_experts`: a rank's experts are one module;
-    `split_norms`: each norm is one, instead of being fused with the linear layer behind it. Only without a `transformer_engine_problem`."""
+    """(specification of a layer, its norm) from Transformer Engine's modules. `grouped_experts`: a rank's experts are one module;
+    `split_norms`: norms are modules, not fused with the next linear layer. Requires Transformer Engine."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     te = _te_extension()
     layer = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, moe_grouped_gemm=grouped_experts, qk_layernorm=qk_layernorm)
     parts = layer.submodules
-    # A norm has one name in checkpoints, whoever's module it is. Megatron-Core's local layers say so, these not for norms of their own.
+    # A norm has one name in checkpoints for any module. Megatron-Core's local layers map it, these do not for separate norms.
     parts.sharded_state_dict_keys_map = dict(get_gpt_layer_local_spec().submodules.sharded_state_dict_keys_map)
     if split_norms:
         parts.input_layernorm = parts.pre_mlp_layernorm = te.TENorm
@@ -206,10 +206,10 @@ def transformer_engine_specs(
 
 
 def initialize_user_buffers(shape: tuple[int, int], *, tp: int, dtype: torch.dtype, fp8: bool) -> None:
-    """Make the buffers through which Transformer Engine's layers exchange activations of `dtype`, or of 8 bits, while they compute, for
-    inputs of [tokens, hidden].
+    """Make the buffers by which Transformer Engine's layers exchange activations of `dtype`, or of 8 bits, while they compute, for inputs
+    [tokens, hidden].
 
-    Collective, once in a process. Only without a `transformer_engine_problem`, of version 2.7 or newer.
+    Collective, once in a process. Requires Transformer Engine 2.7 or newer.
     """
     from transformer_engine.pytorch.module import base
 
@@ -218,69 +218,55 @@ def initialize_user_buffers(shape: tuple[int, int], *, tp: int, dtype: torch.dty
 
 
 def _norm_on_device(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool) -> tuple[torch.Tensor, None]:
-    """The L2 norm of all tensors together, float32 [1], on their device: upstream's substitute for the fused kernel reads that of each."""
+    """The L2 norm of all tensors together, float32 [1], on their device: upstream's substitute reads each tensor's on the host."""
     norms = [torch.norm(tensor).float() for tensors in tensor_lists for tensor in tensors]
     return torch.norm(torch.stack(norms)).reshape(1), None
 
 
+def repair_for_torch_adam(optimizer: type) -> None:
+    """Make `optimizer` (DistributedOptimizer) save and load torch's AdamW, where neither Transformer Engine nor Apex ships a fused Adam.
+
+    It assumes a fused Adam: state always allocated, no `step` per parameter. torch's AdamW allocates state at its first step and counts
+    `step` per parameter. Upstream gives all parameters *one* shared `step` tensor on load, which AdamW would advance once per parameter (a
+    resumed run then diverges by 3e-3).
+    """
+    save, load = optimizer.state_dict, optimizer.load_state_dict
+
+    @torch.no_grad()
+    def set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        destination = {"param": main, **self.optimizer.state[main]}
+        for key, value in tensors.items():
+            if key != "step" and torch.is_tensor(value):
+                destination[key].copy_(value)
+
+    def state_dict(self: Any) -> Any:
+        if not self.is_stub_optimizer and not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    self.optimizer.state[p] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
+        return save(self)
+
+    def load_state_dict(self: Any, state: Any) -> None:
+        load(self, state)
+        for parameter_state in self.optimizer.state.values():
+            if "step" in parameter_state:
+                parameter_state["step"] = parameter_state["step"].clone()
+
+    optimizer._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+    optimizer.state_dict = state_dict
+    optimizer.load_state_dict = load_state_dict
+
+
 if Adam is torch.optim.AdamW:
-    torch_adam.repair(DistributedOptimizer)
+    repair_for_torch_adam(DistributedOptimizer)
 if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
     clip_grads.l2_norm_impl = _norm_on_device
 # Our saves write from threads, so their results stay in this process. Upstream starts a manager process for them, which imports the main
 # script again (seconds) and outlives a rank that is killed.
 filesystem_async._results_queue = queue.Queue()
-
-__all__ = [
-    "ChainedOptimizer",
-    "ColumnParallelLinear",
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "GPTModel",
-    "IdentityOp",
-    "LanguageModule",
-    "MegatronModule",
-    "ModuleSpec",
-    "MoEAuxLossAutoScaler",
-    "OptimizerConfig",
-    "OptimizerParamScheduler",
-    "PackedSeqParams",
-    "ProcessGroupCollection",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "SelfAttention",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "TopKRouter",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "TransformerLayer",
-    "all_gather_last_dim_from_tensor_parallel_region",
-    "build_module",
-    "copy_to_tensor_model_parallel_region",
-    "dist_checkpointing",
-    "ensure_metadata_has_dp_cp_group",
-    "finalize_model_grads",
-    "fused_adam",
-    "gather_from_sequence_parallel_region",
-    "get_forward_backward_func",
-    "get_gpt_layer_local_spec",
-    "get_megatron_optimizer",
-    "get_num_layers_to_build",
-    "get_tokens_per_expert_and_token_count",
-    "get_transformer_layer_offset",
-    "importable_kernels",
-    "initialize_user_buffers",
-    "make_sharded_tensors_for_checkpoint",
-    "parallel_state",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "set_tensor_model_parallel_attributes",
-    "sharded_leaves",
-    "switch_load_balancing_loss_func",
-    "tensor_parallel",
-    "transformer_engine_problem",
-    "transformer_engine_specs",
-    "transformer_engine_version",
-    "version",
-]

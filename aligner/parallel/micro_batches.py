@@ -1,49 +1,59 @@
-"""Which rows of a global batch each data-parallel replica computes, and in which micro-batches: a pure function that all ranks agree on.
+"""The rows of a global batch for each data-parallel replica and micro-batch: a pure function, with the same result on all ranks.
 
-By rows: contiguous shares, cut into equal slices. By tokens: rows are dealt out so that replicas have about as many tokens (the longest
-first, each to the replica with the least), and every replica's rows are put into as few micro-batches as its token budget allows. Rows that
-belong together (the two of a preference pair) are one *unit* and stay neighbours.
+By rows: contiguous shares, cut into equal slices. By tokens: rows are dealt out so that replicas have about equally many tokens (the
+longest first, each to the replica with the least), and every replica's rows go into as few micro-batches as the token budget allows. Rows
+that belong together (a preference pair) are one *unit* and stay neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from aligner.parallel.collectives import shard_bounds
-
 Plan = list[list[list[int]]]  # row numbers by replica and micro-batch
+Fill = Callable[[Sequence[int], Sequence[int], int], list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatching:
-    """How large a micro-batch may be. `tokens` counts padding; `multiple` is what lengths are rounded up to (for splitting sequences)."""
+    """The size of a micro-batch. `tokens` counts padding."""
 
-    rows: int = 1  # units per micro-batch, where `tokens` is 0
+    rows: int = 1  # units per micro-batch, if `tokens` is 0
     tokens: int = 0  # tokens per micro-batch; a single unit that is larger goes alone
     packed: bool = False  # rows one after the other: a row costs its own length, not that of the longest beside it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Rows that stay neighbours because they share tokens, and how many tokens they are together."""
+    """Rows that stay neighbours, and their common number of tokens."""
 
     rows: tuple[int, ...]
     size: int
 
 
+def shard_bounds(num_rows: int, *, shard: int, num_shards: int, unit: int = 1) -> tuple[int, int]:
+    """Rows [start, stop) of one of `num_shards` contiguous, near-equal shards; `unit` rows (a preference pair) stay together."""
+    units = num_rows // unit
+    return units * shard // num_shards * unit, units * (shard + 1) // num_shards * unit
+
+
 def plan_families(families: Sequence[Family], config: MicroBatching, *, num_replicas: int) -> Plan:
-    """As `plan` by tokens and packed, with families for units."""
-    sizes = [family.size for family in families]
-    bins = [_pack(share, sizes, config.tokens) for share in _deal(sizes, num_replicas)]
+    """`plan` by tokens and packed, with families for units."""
+    return _filled(families, config, _pack, num_replicas)
+
+
+def _filled(units: Sequence[Family], config: MicroBatching, fill: Fill, num_replicas: int) -> Plan:
+    """Deal the units out, and `fill` each replica's micro-batches."""
+    sizes = [unit.size for unit in units]
+    bins = [fill(share, sizes, config.tokens) for share in _deal(sizes, num_replicas)]
     ordered = [sorted(sorted(numbers) for numbers in replica) for replica in bins]
-    return [[[row for number in numbers for row in families[number].rows] for numbers in replica] for replica in ordered]
+    return [[[row for number in numbers for row in units[number].rows] for numbers in replica] for replica in ordered]
 
 
 def plan(lengths: Sequence[int], config: MicroBatching, *, num_replicas: int, unit: int = 1, multiple: int = 1) -> Plan:
-    """Rows (of `lengths` tokens each) by replica and micro-batch; a replica may be left without any where there are few units.
+    """Rows (of `lengths` tokens each) by replica and micro-batch; with few units a replica may get none.
 
-    Raises ValueError where the rows do not come in whole units.
+    Lengths are rounded up to a `multiple`, for splitting sequences. Raises ValueError if the rows are not whole units.
     """
     if len(lengths) % unit:
         raise ValueError(f"{len(lengths)} rows do not come in units of {unit}")
@@ -54,12 +64,11 @@ def plan(lengths: Sequence[int], config: MicroBatching, *, num_replicas: int, un
         return [[[row for one in part for row in one] for part in parts] for parts in slices]
     rounded = [-(-length // multiple) * multiple for length in lengths]
     if config.packed:
-        families = [Family(rows=tuple(one), size=sum(rounded[row] for row in one)) for one in units]
-        return plan_families(families, config, num_replicas=num_replicas)
-    sizes = [unit * max(rounded[row] for row in one) for one in units]
-    bins = [_pad(share, sizes, config.tokens) for share in _deal(sizes, num_replicas)]
-    ordered = [sorted(sorted(numbers) for numbers in replica) for replica in bins]
-    return [[[row for number in numbers for row in units[number]] for numbers in replica] for replica in ordered]
+        return plan_families(
+            [Family(rows=tuple(one), size=sum(rounded[row] for row in one)) for one in units], config, num_replicas=num_replicas
+        )
+    padded = [Family(rows=tuple(one), size=unit * max(rounded[row] for row in one)) for one in units]
+    return _filled(padded, config, _pad, num_replicas)
 
 
 def _deal(sizes: Sequence[int], num_replicas: int) -> list[list[int]]:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from aligner.errors import ConfigError
 from aligner.parallel import host_collectives
 
-_DRIVER = "/dev/nvidiactl"  # asking CUDA would start it, with the environment of that moment
+_DRIVER = "/dev/nvidiactl"  # a call of CUDA would start the driver, with the environment of that moment
 
 
 def backend(ranks_per_gpu: int = 1) -> str:
-    """Name of the torch.distributed backend: of the process group that there is, else the one for this machine's device.
+    """Name of the torch.distributed backend: that of an existing process group, else the one for this machine's device.
 
-    NCCL refuses ranks that share a GPU: their collectives go over the host.
+    NCCL refuses ranks that share a GPU; their collectives use the host.
     """
     if dist.is_initialized() and dist.get_backend() in ("nccl", "gloo"):
         return dist.get_backend()
@@ -28,16 +28,16 @@ def backend(ranks_per_gpu: int = 1) -> str:
 
 
 def device() -> torch.device:
-    """The device of this process (`select_device` has made it the current one)."""
+    """The device of this process, which `select_device` made the current one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def select_device(local_rank: int, *, ranks_per_gpu: int = 1) -> None:
     """Make the GPU with this rank's number on its node the current device. Does nothing on a CPU machine.
 
-    A rank that is shown fewer GPUs (CUDA_VISIBLE_DEVICES: its own alone, or those of its engine's replica) takes its place among them;
-    whether two ranks came to the same one is decided where they meet (`aligner.parallel.agreement`). Raises ConfigError where all GPUs are
-    shown and are too few for `ranks_per_gpu` on each. Where ranks share one, collectives of CUDA tensors go over the host from now on.
+    A rank that sees fewer GPUs (CUDA_VISIBLE_DEVICES: its own, or those of its engine's replica) takes its place among them;
+    `aligner.parallel.agreement` finds two ranks on one GPU. Raises ConfigError if the process sees all GPUs and they are too few for
+    `ranks_per_gpu` on each. If ranks share a GPU, collectives of CUDA tensors use the host from now on.
     """
     if not torch.cuda.is_available():
         return
@@ -56,14 +56,14 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads ei
 
 
 def prepare_environment(*, exchanges: bool, asynchronous: bool, hands_memory: bool) -> dict[str, str]:
-    """Set what CUDA, NCCL and torch read of the environment when they are first used, where the user has not and NVIDIA's driver is there.
-    Returns what they will read.
+    """Set the variables that CUDA, NCCL and torch read at their first use, unless the user has set them or NVIDIA's driver is missing.
+    Returns the values that they will read.
 
-    NCCL_NVLS_ENABLE=0: a rank belongs to half a dozen communicators, in each of which NVLink SHARP would take memory that no plan knows.
-    CUDA_DEVICE_MAX_CONNECTIONS=1, where the layers' `exchanges` must start before what they overlap with: kernels start in the order of
-    their launch, which Megatron-Core and Transformer Engine ask for. Not with `asynchronous` rollouts, whose kernels would wait in the one
-    queue behind those of training. Expandable segments let torch use freed memory for tensors of any size; not with `hands_memory`: a
-    wrapped engine opens tensors from another process by CUDA IPC (TensorRT-LLM), or has an allocator that refuses such segments (vLLM).
+    NCCL_NVLS_ENABLE=0: a rank belongs to half a dozen communicators, and NVLink SHARP would need memory in each that no plan counts.
+    CUDA_DEVICE_MAX_CONNECTIONS=1, if the layers' `exchanges` must start before the work that they overlap with: kernels then start in the
+    order of their launch, as Megatron-Core and Transformer Engine require. Not with `asynchronous` rollouts, whose kernels would wait in
+    the one queue behind training's. Expandable segments let torch use freed memory for tensors of any size. Not with `hands_memory`: a
+    wrapped engine opens tensors from another process by CUDA IPC (TensorRT-LLM), or its allocator refuses such segments (vLLM).
     """
     if not os.path.exists(_DRIVER):
         return {}
@@ -77,15 +77,16 @@ def prepare_environment(*, exchanges: bool, asynchronous: bool, hands_memory: bo
 
 
 def set_float32_matmul(precision: str) -> None:
-    """Compute this process's float32 products from now on in float32 (`highest`) or on a GPU in TF32 (`high`), whatever the environment
-    says (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE). By the older of torch's interfaces, which its compiler reads; it raises where two differ."""
+    """Compute this process's float32 products in float32 (`highest`) or on a GPU in TF32 (`high`) from now on, whatever the environment
+    specifies (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE). Uses the older of torch's interfaces: its compiler reads that one, and raises if the two
+    differ."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
 def claim_device(local_rank: int, *, ranks_per_gpu: int = 1) -> str:
-    """As `select_device`; the GPU's name, which no other of this machine has, if one rank alone may have it: ranks that come to the same
-    one are then refused together (`aligner.parallel.agreement`), and nothing is raised here. Empty on a CPU machine."""
+    """`select_device`, but returns the GPU's name, unique on this machine, if one rank alone may have it. Ranks on the same GPU are then
+    refused together (`aligner.parallel.agreement`), so nothing is raised here. Empty on a CPU machine."""
     if not torch.cuda.is_available():
         return ""
     if ranks_per_gpu > 1:
@@ -99,27 +100,27 @@ def claim_device(local_rank: int, *, ranks_per_gpu: int = 1) -> str:
     own = str(getattr(torch.cuda.get_device_properties(number), "uuid", ""))
     if own.strip("0-"):
         return own
-    return "" if "CUDA_VISIBLE_DEVICES" in os.environ else name  # not every driver says; of all GPUs the number is a name
+    return "" if "CUDA_VISIBLE_DEVICES" in os.environ else name  # a driver without UUIDs: among all GPUs the number is a name
 
 
 def bind_to_node(root: Path = Path("/sys")) -> str:
-    """Keep this process, of those processors that it was given, on the ones beside its GPU, so that what it copies there does not cross
-    between sockets: Linux puts memory where it is first touched. Returns why not, empty where it did or the machine has one node."""
+    """Keep this process on those of its processors that are beside its GPU, so that its copies do not cross between sockets (Linux puts
+    memory where it is first touched). Returns the reason if it cannot; empty if it did, or if the machine has one node."""
     if not torch.cuda.is_available() or len(list(root.glob("devices/system/node/node[0-9]*"))) < 2:
         return ""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     if not hasattr(gpu, "pci_bus_id"):
-        return f"torch {torch.__version__} does not tell where the GPU is"
+        return f"torch {torch.__version__} does not report where the GPU is"
     place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:
         node = int((root / "bus/pci/devices" / place / "numa_node").read_text())
         beside = (root / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
     except (OSError, ValueError) as error:
-        return f"{root} does not tell where GPU {place} is ({error})"
+        return f"{root} does not report where GPU {place} is ({error})"
     spans = [span.split("-") for span in beside.strip().split(",") if span]
     wanted, given = {n for span in spans for n in range(int(span[0]), int(span[-1]) + 1)}, os.sched_getaffinity(0)
     if not wanted:
-        return f"{root} does not tell beside which processors GPU {place} is (node {node})"
+        return f"{root} does not report which processors are beside GPU {place} (node {node})"
     if not wanted & given:
         return f"it was given processors {min(given)} to {max(given)}, and GPU {place} is beside others (node {node}: {beside.strip()})"
     os.sched_setaffinity(0, wanted & given)
@@ -129,8 +130,7 @@ def bind_to_node(root: Path = Path("/sys")) -> str:
 def visible_devices() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU machine.
 
-    That variable can still be changed afterwards: torch counts by NVML, while `torch.cuda.is_available` would start the driver, which
-    reads it once.
+    The variable can still be changed afterwards: torch counts by NVML, and does not start the driver, which reads it once.
     """
     count = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -140,7 +140,7 @@ def visible_devices() -> list[str]:
 def see_block(local_rank: int, size: int) -> None:
     """Let this process see only the GPUs of its block of `size` consecutive ranks on the node; before anything has used one.
 
-    For a wrapped engine that takes the GPU with its own rank's number. Does nothing if that already holds, or on a CPU machine.
+    For a wrapped engine that uses the GPU with its own rank's number. Does nothing if that already holds, or on a CPU machine.
     """
     everything = visible_devices()
     if len(everything) > size:
@@ -148,7 +148,7 @@ def see_block(local_rank: int, size: int) -> None:
 
 
 def block_of(devices: Sequence[str], local_rank: int, size: int) -> list[str]:
-    """The devices of a rank's block. Raises ConfigError where the node has too few."""
+    """The devices of a rank's block. Raises ConfigError if the node has too few."""
     first = local_rank // size * size
     if first + size > len(devices):
         raise ConfigError(f"local rank {local_rank}, in a block of {size}, has no GPUs among {','.join(devices)} (CUDA_VISIBLE_DEVICES)")
@@ -160,19 +160,13 @@ def default_dtype() -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
-def release_memory() -> None:
-    """Give memory that no tensor uses back to the device, for other processes on it."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 PEAK_MEMORY = "peak_bytes"  # of a rank's training step in the run's trace
 
 
 def peak_memory() -> int:
-    """Bytes that this process has needed at most so far, on a GPU with its context and communicators; without one, in memory.
+    """Peak memory of this process in bytes: on the GPU, with context and communicators; without a GPU, on the host.
 
-    What a GPU holds that is not torch's is what it is now: nothing counts its peak.
+    GPU memory outside torch enters with its present size, since nothing records its peak.
     """
     if not torch.cuda.is_available():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -181,18 +175,18 @@ def peak_memory() -> int:
 
 
 def synchronize() -> None:
-    """Wait for the device, so that a wall-clock reading means what it says."""
+    """Wait for the device, so that a wall-clock reading is right."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def release_cached() -> None:
-    """Give back device memory that torch keeps for its next tensors: other processes and other allocators of this one cannot use it."""
+    """Release device memory that torch keeps for its next tensors, for other processes and other allocators of this one."""
     torch.cuda.empty_cache()
 
 
 class SideStream:
-    """What one thread beside the main one computes on: a stream of the current GPU, so that the two do not wait for each other."""
+    """A stream of the current GPU for one thread beside the main one, so that the two do not wait for each other."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
@@ -203,7 +197,7 @@ class SideStream:
         if self._stream is None:
             yield
             return
-        torch.cuda.set_device(self._stream.device)  # a new thread begins on the first one
+        torch.cuda.set_device(self._stream.device)  # a new thread starts on the first GPU
         with torch.cuda.stream(self._stream):
             yield
             self._stream.synchronize()

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from aligner.telemetry import recording
 
 IDLE = "idle"  # the phase of a server that waits for a request
 WAIT_FOR_SERVERS = "wait for servers"
-# Phases in which a rank waits for a server, outside any collective, with the client's own deadline: that is no stall.
+# Phases in which a rank waits for a server, outside any collective, with the client's own deadline. They do not count as stalls.
 AWAITING = frozenset({WAIT_FOR_SERVERS, "critic_wait"})
 
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """A process group: `key` is its name on every rank, `label` says what it is for, `members` are global ranks."""
+    """A process group: `key` is its name on every rank, `label` its purpose, `members` are global ranks."""
 
     key: str
     label: str
@@ -32,10 +33,9 @@ class GroupInfo:
 
 @dataclass(slots=True)  # not frozen: one is made for every collective, and freezing would double the cost
 class Collective:
-    """One call of `torch.distributed`. `sequence` counts the group's collectives, from 1 and alike on its members; 0 for point-to-point.
+    """One call of `torch.distributed`. `sequence` numbers the group's collectives from 1, the same on all members; 0 for point-to-point.
 
-    `number` counts this rank's calls. `peers` are the global ranks of the other ends, for point-to-point. `since` is in seconds
-    since 1970.
+    `number` counts this rank's calls. `peers` are the global ranks of the other ends, for point-to-point. `since`: seconds since 1970.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._threads: dict[int, _Thread] = {}
+        self._threads: defaultdict[int, _Thread] = defaultdict(_Thread)
         self._phase, self._phase_since, self._step = "start", time.time(), 0
         self._last_left: Collective | None = None
         self._number = 0
@@ -88,15 +88,11 @@ class Progress:
         return self._own().inside
 
     def _own(self) -> _Thread:
-        thread = threading.get_ident()
-        own = self._threads.get(thread)
-        if own is None:
-            own = self._threads[thread] = _Thread()
-        return own
+        return self._threads[threading.get_ident()]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, object]]:
-        """The block is phase `name`, and a span of the run's trace, whose arguments this yields; the phase around it goes on afterwards."""
+        """The block is phase `name` and a span of the trace, whose arguments this yields. The phase around it continues afterwards."""
         before, start = self._phase, time.perf_counter()
         arguments: dict[str, object] = {"step": self._step} if self._step else {}
         self.enter_phase(name)
@@ -176,20 +172,13 @@ class Progress:
         )
 
 
-def to_json(snapshot: Snapshot) -> dict[str, Any]:
-    """For a health file."""
-    return asdict(snapshot)
-
-
 def from_json(record: dict[str, Any]) -> Snapshot:
-    """The inverse of `to_json`."""
-    collectives = {name: _collective(record[name]) for name in ("inside", "last_left")}
-    return Snapshot(**{**record, **collectives})
+    """The inverse of `dataclasses.asdict`, from a health file."""
 
+    def collective(record: dict[str, Any] | None) -> Collective | None:
+        if record is None:
+            return None
+        group = GroupInfo(**{**record["group"], "members": tuple(record["group"]["members"])})
+        return Collective(**{**record, "group": group, "peers": tuple(record["peers"])})
 
-def _collective(record: dict[str, Any] | None) -> Collective | None:
-    if record is None:
-        return None
-    group = record["group"]
-    info = GroupInfo(group["key"], group["label"], tuple(group["members"]))
-    return Collective(**{**record, "group": info, "peers": tuple(record["peers"])})
+    return Snapshot(**{**record, "inside": collective(record["inside"]), "last_left": collective(record["last_left"])})

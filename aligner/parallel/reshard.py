@@ -1,9 +1,9 @@
 """Plans the move from one split of a model's tensors to another, without touching a tensor.
 
-A `Sharding` lists the indices of a full tensor that each of n ranks holds along one dimension, in the order in which it holds them. Fused
-matrices are no special case: a rank's part of `[gate; up]` is two intervals, a query-key-value group that two ranks share is in both parts,
-padded vocabulary rows lie beyond the tensor's end. `pieces` intersects two shardings; `plan` cuts the moved parts into buckets of bounded
-size. `aligner.parallel.transfer` executes a plan.
+A `Sharding` lists the indices of a full tensor that each of n ranks holds along one dimension, in the rank's order. Fused matrices need no
+special case: a rank's part of `[gate; up]` is two intervals, a query-key-value group of two ranks is in both parts, padded vocabulary rows
+lie beyond the tensor's end. `pieces` intersects two shardings; `plan` cuts the moved parts into buckets of bounded size.
+`aligner.parallel.transfer` executes a plan.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Interval = tuple[int, int]  # [start, stop) of indices of the full tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """What each rank holds of a full tensor along `dim`: `shards[i]` are rank i's intervals, in the order of its own indices.
+    """Each rank's part of a full tensor along `dim`: `shards[i]` are rank i's intervals, in the order of its own indices.
 
-    Where there is one shard, every rank holds it.
+    Every rank holds a single shard.
     """
 
     dim: int
@@ -35,7 +35,7 @@ class Sharding:
 
     @property
     def extent(self) -> int:
-        """Number of indices of the full tensor, padding left out where the shards leave it out."""
+        """Number of indices of the full tensor, without padding that the shards omit."""
         return max(stop for held in self.shards for _, stop in held)
 
     def size(self, index: int) -> int:
@@ -44,14 +44,14 @@ class Sharding:
 
 
 def replicated(size: int) -> Sharding:
-    """Every rank holds all of the tensor: one shard."""
+    """A single shard: every rank holds the whole tensor."""
     return Sharding(dim=0, shards=(((0, size),),))
 
 
 def even(size: int, num_shards: int, *, dim: int = 0, blocks: int = 1) -> Sharding:
     """Equal parts of each of `blocks` equal blocks: 1 for an ordinary matrix, 2 for `[gate; up]`.
 
-    Raises ConfigError where the parts would not be equal.
+    Raises ConfigError if the parts would not be equal.
     """
     block = size // blocks
     if block * blocks != size or block % num_shards:
@@ -66,8 +66,8 @@ def even(size: int, num_shards: int, *, dim: int = 0, blocks: int = 1) -> Shardi
 def grouped(groups: int, queries: int, head: int, num_shards: int) -> Sharding:
     """Fused query-key-value rows, `groups` times `[queries heads of q, k, v]` of `head` rows each: whole heads for every rank.
 
-    With more ranks than groups, the ranks of a group share out its queries and each holds its k and v. Raises ConfigError where neither of
-    the two numbers divides the other, or the queries of a group cannot be shared out.
+    With more ranks than groups, the ranks of a group divide its queries and each holds its k and v. Raises ConfigError if neither number
+    divides the other, or the queries of a group cannot be divided.
     """
     width = (queries + 2) * head
     if groups % num_shards == 0:
@@ -93,8 +93,8 @@ def padded(size: int, padded_size: int, num_shards: int) -> Sharding:
 class Move:
     """One tensor on its way from a source sharding to a target sharding; the same on every rank.
 
-    The ranks of pipeline stage `stage` hold it; of these, for an expert's tensor, the ones with expert-parallel rank `expert_rank` (None
-    for the rest of the model). `shape` is one source shard's. Both shardings are along the same dimension.
+    The ranks of pipeline stage `stage` hold it; for an expert's tensor only those with expert-parallel rank `expert_rank` (None for the
+    rest of the model). `shape` is the shape of one source shard. Both shardings are along the same dimension.
     """
 
     name: str
@@ -107,12 +107,12 @@ class Move:
 
     @property
     def dim(self) -> int:
-        """The dimension along which it is cut."""
+        """The dimension of the cuts."""
         return self.source.dim
 
     @property
     def gathered(self) -> bool:
-        """Whether the source shards must come together before the target's can be cut from them."""
+        """Whether the source shards must be gathered before the target's can be cut from them."""
         return len(self.source.shards) > 1 and not _self_sufficient(self.source, self.target)
 
     @property
@@ -121,12 +121,12 @@ class Move:
         return math.prod(self.shape) // self.shape[self.dim] * self.dtype.itemsize
 
     def target_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of what target rank `index` gets."""
+        """Shape of target rank `index`'s part."""
         return (*self.shape[: self.dim], self.target.size(index), *self.shape[self.dim + 1 :])
 
 
 def _self_sufficient(source: Sharding, target: Sharding) -> bool:
-    """Whether every rank of the new split already holds, under the same number in the old split, all that it needs."""
+    """Whether every rank of the new split already holds its whole part, under the same number in the old split."""
     if len(source.shards) != len(target.shards):
         return False
     return all(
@@ -146,7 +146,7 @@ class Piece:
 
 
 def pieces(source: Sharding, target: Sharding, index: int, *, peers: Sequence[int], window: Interval | None = None) -> list[Piece]:
-    """What target rank `index` takes from the source shards of `peers`, of the indices of each in `window` (all where None)."""
+    """The pieces of target rank `index` from the source shards of `peers`, within each shard's `window` of indices (None: all)."""
     found = []
     for peer in peers:
         for position, (start, stop) in _placed(source.held_by(peer)):
@@ -161,7 +161,7 @@ def pieces(source: Sharding, target: Sharding, index: int, *, peers: Sequence[in
 
 
 def _placed(intervals: Sequence[Interval]) -> list[tuple[int, Interval]]:
-    """Each interval with where it starts in its shard's own indices."""
+    """Each interval with its start in the shard's own indices."""
     placed, position = [], 0
     for start, stop in intervals:
         placed.append((position, (start, stop)))
@@ -191,7 +191,7 @@ class Bucket:
 
     @property
     def first(self) -> Move:
-        """One of the moves, for the properties that all moves of the bucket share."""
+        """A move of the bucket, for the properties that all of them share."""
         return self.portions[0].move
 
     @property
@@ -206,9 +206,9 @@ class Bucket:
 
 
 def plan(moves: Sequence[Move], *, bucket_bytes: int) -> list[Bucket]:
-    """Cut all moves into buckets for which no rank needs more than `bucket_bytes` besides what it sends and keeps.
+    """Cut all moves into buckets of at most `bucket_bytes` on each rank, besides the tensors that it sends and keeps.
 
-    A rank holds its own part of a bucket; of a gathered bucket, every rank's. A single index larger than the limit gets its own bucket.
+    A rank holds its own part of a bucket, or every rank's part of a gathered bucket. A single index above the limit gets its own bucket.
     """
     buckets: list[Bucket] = []
     pending: dict[tuple, list[Portion]] = {}

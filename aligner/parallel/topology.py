@@ -1,13 +1,14 @@
-"""How the ranks of one component are laid out: which of them share a tensor, a layer range or a sequence, and which hold replicas.
+"""The layout of one component's ranks: which of them share a tensor, a layer range or a sequence, and which hold replicas.
 
-`ParallelConfig` is what the user writes and is checked against the world size and the model's sizes before anything starts;
-`initialize` makes Megatron-Core's process groups from it and returns the `Topology` that the rest of the code is given.
+The user sets `ParallelConfig`, which is checked against the world size and the model's sizes before anything starts. `initialize` makes
+Megatron-Core's process groups from it and returns the `Topology` for the rest of the code.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,7 +17,7 @@ from aligner.errors import ConfigError
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """Parallel sizes of one component; the data-parallel size is what remains of the world: ranks / (tp * pp * cp)."""
+    """Parallel sizes of one component; the data-parallel size is the rest of the world: ranks / (tp * pp * cp)."""
 
     tp: int = 1  # tensor parallel: ranks that split every layer
     sequence_parallel: bool = False  # split the norms' activations over the tensor-parallel ranks too
@@ -34,11 +35,9 @@ class ParallelConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name}={getattr(self, name)}: must be at least 1")
         if self.sequence_parallel and self.tp == 1:
-            raise ConfigError(
-                "parallel.sequence_parallel=true: needs parallel.tp > 1 (the sequence is split over the tensor-parallel ranks)"
-            )
+            raise ConfigError("parallel.sequence_parallel=true: needs parallel.tp > 1 (tensor-parallel ranks split the sequence)")
         if self.tp_comm_overlap and not self.sequence_parallel:
-            raise ConfigError("parallel.tp_comm_overlap=true: needs parallel.sequence_parallel=true (what overlaps are its exchanges)")
+            raise ConfigError("parallel.tp_comm_overlap=true: needs parallel.sequence_parallel=true (its exchanges are overlapped)")
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(f"parallel.vpp={self.vpp}: the interleaved schedule needs parallel.pp > 1")
         for name in ("first_stage_layers", "last_stage_layers"):
@@ -53,7 +52,7 @@ class ParallelConfig:
         return self.tp * self.pp * self.cp
 
     def check_world(self, world_size: int) -> None:
-        """Raise ConfigError where `world_size` ranks cannot be laid out like this."""
+        """Raise ConfigError if this layout does not fit `world_size` ranks."""
         self._check_product(("tp", "pp", "cp"), world_size, f"the {world_size} ranks of this component")
         stage = world_size // self.pp
         self._check_product(("ep", "etp"), stage, f"the {stage} ranks of a pipeline stage")
@@ -69,7 +68,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """This rank's place: the same-named groups are torch process groups. Data-parallel ranks hold different rows of a batch."""
+    """This rank's place in each process group. Data-parallel ranks hold different rows of a batch."""
 
     rank: int
     world_size: int
@@ -91,7 +90,7 @@ class Topology:
 def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     """Make Megatron-Core's groups over the initialised torch.distributed world and seed its generators. Every rank calls this.
 
-    Raises ConfigError where the world size does not fit.
+    Raises ConfigError if the world size does not fit.
     """
     from aligner.parallel.mcore import parallel_state, tensor_parallel
 
@@ -106,20 +105,9 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return Topology(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        seed=seed,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=parallel_state.get_context_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        pp_group=parallel_state.get_pipeline_model_parallel_group(),
-        cp_group=parallel_state.get_context_parallel_group(),
-        dp_group=parallel_state.get_data_parallel_group(),
-    )
+    kinds = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "dp": "data"}
+    places: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        group = getattr(parallel_state, f"get_{kind}_parallel_group")()
+        places |= {f"{name}_group": group, f"{name}_rank": group.rank(), f"{name}_size": group.size()}
+    return Topology(rank=dist.get_rank(), world_size=dist.get_world_size(), seed=seed, **places)

@@ -1,9 +1,9 @@
 """Executes a resharding plan: buckets are broadcast to the ranks that lack them, gathered if the split changes, and cut.
 
-Every rank calls these functions with the same plan. The stage that holds a bucket broadcasts it over the pipeline group (every rank's own
+Every rank calls these functions with the same plan. The stage that holds a bucket broadcasts it over the pipeline group (each rank its
 tensor-parallel part); an expert's bucket is then broadcast over the expert-parallel group. If the number of tensor-parallel ranks changes,
-the parts are gathered over the old tensor-parallel group. Parts that a rank already holds are copied without a bucket. So a rank holds at
-any time the weights it trains, the weights it needs and one bucket; on a GPU two: one is in transfer while the other is cut.
+the parts are gathered over the old tensor-parallel group. Parts that a rank already holds are copied without a bucket. So a rank never
+holds more than the weights it trains, the weights it needs and one bucket (two on a GPU: one in transfer while the other is cut).
 """
 
 from __future__ import annotations
@@ -18,21 +18,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.parallel import platform
-from aligner.parallel.reshard import Bucket, Piece, Portion, pieces
+from aligner.parallel.reshard import Bucket, Move, Piece, Portion, pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """The groups of the old layout that this rank's tensors travel in."""
+    """This rank's groups of the old layout, over which tensors travel."""
 
     pp: dist.ProcessGroup
     ep: dist.ProcessGroup
     tp: dist.ProcessGroup
     expert_tp: dist.ProcessGroup
 
+    def holds(self, move: Move) -> bool:
+        """Whether this rank has a shard of the tensor in training."""
+        return self.pp.rank() == move.stage and move.expert_rank in (None, self.ep.rank())
+
 
 def block_group(size: int, *, backend: str | None = None) -> dist.ProcessGroup | None:
-    """The group of this rank's block of `size` consecutive ranks, made for every block at once; None for blocks of one. Collective."""
+    """The group of this rank's block of `size` consecutive ranks; None for blocks of one. Makes the groups of all blocks. Collective."""
     own = None
     for start in range(0, dist.get_world_size() if size > 1 else 0, size):
         ranks = list(range(start, start + size))
@@ -44,7 +48,7 @@ def block_group(size: int, *, backend: str | None = None) -> dist.ProcessGroup |
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """A portion of a bucket: where it lies in each rank's flat part, and what this rank takes of it."""
+    """A portion of a bucket: its place in each rank's flat part, and the pieces that this rank takes."""
 
     portion: Portion
     start: int
@@ -54,15 +58,15 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Transfer:
-    """What this rank does for one bucket."""
+    """This rank's work for one bucket."""
 
     bucket: Bucket
     steps: tuple[_Step, ...]
-    is_here: bool  # every rank has all it needs of the bucket: nothing travels
+    is_here: bool  # every rank already has its part of the bucket: nothing travels
 
 
 class Refill:
-    """A resharding plan made ready for one rank, to be run again and again.
+    """A resharding plan prepared for one rank, for any number of runs.
 
     `index` is this rank's number in the new split. Each run writes `bytes_per_run` into its tensors.
     """
@@ -77,14 +81,14 @@ class Refill:
     def run(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
         """Fill `targets` (this rank's part of every tensor in the new split) from `sources` (its tensors of the old split).
 
-        Collective over the world; both mappings are by the moves' names. Returns once the work is queued on the device, not when done.
+        Collective over the world; both mappings are by the moves' names. Returns once the work is queued on the device.
         """
         for transfer in self._transfers:
             if transfer.is_here:
                 _cut(transfer, targets, lambda step: dict.fromkeys((piece.peer for piece in step.taken), _window(step, sources)))
         travelling = [transfer for transfer in self._transfers if not transfer.is_here]
         stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        depth = 2 if torch.cuda.is_available() else 1  # buckets that are on their way or wait to be cut
+        depth = 2 if torch.cuda.is_available() else 1  # buckets in transfer or waiting to be cut
         slots = [_Slot(travelling, self._lanes, stream) for _ in range(min(depth, len(travelling)))]
         waiting: deque[tuple[_Transfer, _Slot]] = deque()
         for number, transfer in enumerate(travelling):
@@ -135,7 +139,7 @@ class _Slot:
             self._event = self._stream.record_event()
 
     def arrived(self) -> Mapping[int, Tensor]:
-        """The bucket's flat source parts by tensor-parallel rank of the old layout: all where it is gathered, else this rank's."""
+        """The bucket's flat source parts by tensor-parallel rank of the old layout: all if it is gathered, else this rank's."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         return self._parts
@@ -174,7 +178,7 @@ def _window(step: _Step, sources: Mapping[str, Tensor]) -> Tensor:
 
 
 def _cut(transfer: _Transfer, targets: Mapping[str, Tensor], parts_of: Callable[[_Step], Mapping[int, Tensor]]) -> None:
-    """Copy what this rank takes of a bucket to where it belongs; `parts_of` gives a portion's source parts by peer."""
+    """Copy this rank's pieces of a bucket to their targets; `parts_of` gives a portion's source parts by peer."""
     copies = []
     for step in transfer.steps:
         dim, begin, parts = step.portion.move.dim, step.portion.window[0], parts_of(step)
@@ -185,7 +189,7 @@ def _cut(transfer: _Transfer, targets: Mapping[str, Tensor], parts_of: Callable[
 
 
 def _copy(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second tensor to the first: the contiguous ones, which most are, in one launch."""
+    """Copy each second tensor to the first; the contiguous ones (most) in one launch."""
     dense = [pair for pair in copies if pair[0].is_contiguous() and pair[1].is_contiguous()]
     if dense:
         torch._foreach_copy_([target for target, _ in dense], [source for _, source in dense])
@@ -200,7 +204,7 @@ def _broadcast(flat: Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 
 def sum_over_holders(rows: Tensor, is_expert: Tensor, lanes: Lanes) -> Tensor:
-    """Sum rows [N, ...], one for each tensor, over the ranks that hold parts of it; `is_expert` bool [N]. Zero where a rank holds none."""
+    """Sum rows [N, ...], one for each tensor, over the ranks that hold parts of it; others contribute zeros. `is_expert`: bool [N]."""
     experts, others = rows[is_expert], rows[~is_expert]
     for part, groups in ((others, (lanes.tp, lanes.pp)), (experts, (lanes.expert_tp, lanes.ep, lanes.pp))):
         for group in groups:

@@ -2,13 +2,18 @@
 
     <run>/health/<component>.<rank>.json            what the rank does, every few seconds
     <run>/stacks/<component>.<rank>.<time>.txt      every thread's stack, written at a stall
-    <run>/stacks/<component>.report.txt             who held up whom
+    <run>/stacks/<component>.report.txt             which ranks held up which others
 
-It also writes the spans of the run's trace that wait (`aligner.telemetry.recording`): a process that hangs or is killed has left most of
-them.
+It also writes the pending spans of the run's trace (`aligner.telemetry.recording`), so that a process that hangs or is killed leaves most
+of them.
 
-The first rank without progress for the configured time asks the others, by a file, to write their stacks too. Then each rank reads all
-health files, reports which ranks hold up the component, and exits with status 1. The ranks may be stuck in a collective, so none is used.
+The first rank without progress for the configured time creates a file that asks the others to write their stacks too. Then each rank
+reads all health files, reports which ranks hold up the component, and exits with status 1. No collective is used, since ranks may be stuck
+in one.
+
+The report follows from the records alone (`diagnose`). A rank inside a collective waits for the members of the group that have not entered
+it; a rank in a point-to-point operation waits for its peers. A rank is slow if others wait for it and it waits for nobody, or if its
+process does not run.
 """
 
 from __future__ import annotations
@@ -20,24 +25,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 from aligner.errors import ConfigError, describe_os_error
-from aligner.parallel.progress import AWAITING, IDLE, Progress, from_json, to_json
-from aligner.parallel.stall import RankState, Verdict, diagnose
+from aligner.parallel.progress import AWAITING, IDLE, Collective, Progress, Snapshot, from_json
 from aligner.telemetry import recording
 
-MIN_ANSWER_SECONDS = 3.0  # how long the others are given to write their stacks, at least
+MIN_ANSWER_SECONDS = 3.0  # the least time that the other ranks have to write their stacks
 SPY_SECONDS = 20.0
+NUM_KINDS = 3  # collectives that the report names beside a slow rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Which process this is. `incarnation` is the same on all ranks of one start of the component, and new at every start.
+    """Identifies this process. `incarnation` is the same on all ranks of one start of the component, and new at every start.
 
     `servers` are the components of the run whose answers this one waits for.
     """
@@ -52,23 +57,28 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Health:
-    """A health file: who wrote it, what it recorded, and when the file system says it was written."""
+class RankState:
+    """A rank's last record. `written` is the time of its health file; `absence` explains why its process does not run, if it does not."""
 
     place: Place
-    pid: int
-    record: dict[str, Any]
-    dumped: bool
-    ended: bool
-    written: float
+    snapshot: Snapshot
+    pid: int = 0
+    dumped: bool = False  # it has written its stacks
+    ended: bool = False  # it has left its session; nothing that is in order waits for it
+    written: float = 0.0
+    absence: str = ""
 
     @property
-    def is_busy(self) -> bool:
-        return not self.ended and self.record["phase"] != IDLE
+    def name(self) -> str:
+        return f"rank {self.place.rank} ({self.place.host})"
 
-    @property
-    def is_awaiting(self) -> bool:
-        return self.record["phase"] in AWAITING and self.record["inside"] is None
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """`culprits` are the ranks that hold up the others; empty if no rank can be named. `text` is for people, several lines."""
+
+    culprits: tuple[int, ...]
+    text: str
 
 
 def clear_last_report(stacks: Path, component: str) -> None:
@@ -81,28 +91,21 @@ def clear_last_report(stacks: Path, component: str) -> None:
         request.unlink(missing_ok=True)
 
 
+@dataclass(eq=False)
 class Watch:
-    """A thread beside everything else that a rank does. `stall_seconds` 0: it writes the health file and never ends the process."""
+    """A thread beside everything else that a rank does."""
 
-    def __init__(
-        self,
-        progress: Progress,
-        place: Place,
-        *,
-        health: Path,
-        stacks: Path,
-        stall_seconds: float,
-        last_words: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """`last_words` is called with the report, before the process is ended."""
-        self._progress = progress
-        self._place = place
-        self._health = health
-        self._stacks = stacks
-        self._stall_seconds = stall_seconds
-        self._last_words = last_words
+    progress: Progress
+    place: Place
+    _: KW_ONLY
+    health: Path
+    stacks: Path
+    stall_seconds: float  # 0: only write the health file, and never end the process
+    last_words: Callable[[str], None] = lambda text: None  # called with the report, before the process is ended
+
+    def __post_init__(self) -> None:
         # Rare enough for hundreds of ranks on one shared file system, often enough to notice a stall within a fraction of its time.
-        self._interval = min(max(stall_seconds / 10, 0.2), 10.0) if stall_seconds else 10.0
+        self._interval = min(max(self.stall_seconds / 10, 0.2), 10.0) if self.stall_seconds else 10.0
         self._stopped = threading.Event()
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
@@ -110,21 +113,21 @@ class Watch:
     @property
     def request(self) -> Path:
         """The file that exists once a rank of this start has requested all stacks."""
-        return self._stacks / f".{self._place.component}.{self._place.incarnation}.request"
+        return self.stacks / f".{self.place.component}.{self.place.incarnation}.request"
 
     @property
     def report(self) -> Path:
         """The report file of a stall of this component."""
-        return self._stacks / f"{self._place.component}.report.txt"
+        return self.stacks / f"{self.place.component}.report.txt"
 
     def start(self) -> None:
         """Begin. Raises ConfigError where the run directory cannot be written to."""
         try:
-            self._stacks.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._health.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.stacks.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.health.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.record()
         except OSError as error:
-            raise ConfigError(f"run.directory: rank {self._place.rank}: {describe_os_error(error, self._health)}") from error
+            raise ConfigError(f"run.directory: rank {self.place.rank}: {describe_os_error(error, self.health)}") from error
         self._arm()
         self._thread.start()
 
@@ -141,20 +144,17 @@ class Watch:
             self._try_to_write()
             recording.flush()
             try:
-                is_over = bool(self._stall_seconds) and (self._is_asked() or self.has_stalled())
+                is_over = bool(self.stall_seconds) and (self._is_asked() or self.has_stalled())
             except OSError as error:
-                self._warn(f"whether the component stands still cannot be told: {describe_os_error(error, self._health)}")
+                self._warn(f"cannot tell whether the component has stalled: {describe_os_error(error, self.health)}")
                 continue
             if is_over:
                 self._end()
 
     def _arm(self) -> None:
-        """Set a timer that ends the process without the interpreter. This thread resets it while it runs.
-
-        The thread cannot run while native code holds the interpreter's lock.
-        """
-        if self._stall_seconds:
-            faulthandler.dump_traceback_later(self._stall_seconds + self._answer_seconds, file=2, exit=True)
+        """Set a timer that ends the process without the interpreter. This thread resets it; it cannot while native code holds the lock."""
+        if self.stall_seconds:
+            faulthandler.dump_traceback_later(self.stall_seconds + self._answer_seconds, file=2, exit=True)
 
     @property
     def _answer_seconds(self) -> float:
@@ -165,51 +165,54 @@ class Watch:
 
     def has_stalled(self) -> bool:
         """Whether the component has stalled, as far as this rank can tell, and does not wait for a server."""
-        return self._progress.still_seconds > self._stall_seconds and not self._waits_for_a_server()
+        return self.progress.still_seconds > self.stall_seconds and not self._waits_for_a_server()
 
     def _waits_for_a_server(self) -> bool:
-        """Whether a rank of this component waits for a server, or one is busy for it: the client has deadlines (`server_client.*`)."""
+        """Whether a rank of this component waits for a server, or a server is busy for it: the client has deadlines (`server_client.*`)."""
         now = self._own_file.stat().st_mtime
-        fresh = [health for health in _read_all(self._health, attempt=self._place.attempt) if now - health.written < self._answer_seconds]
-        if any(health.is_awaiting and health.place.incarnation == self._place.incarnation for health in fresh):
+        fresh = [state for state in _read_all(self.health, attempt=self.place.attempt) if now - state.written < self._answer_seconds]
+        if any(
+            state.snapshot.phase in AWAITING and state.snapshot.inside is None and state.place.incarnation == self.place.incarnation
+            for state in fresh
+        ):
             return True
-        # A server that stalls is given the time to say so itself, before the component that waits for it is taken for the slow one.
-        allowed = self._stall_seconds + self._answer_seconds + 2 * self._interval
-        busy = [health for health in fresh if health.place.component in self._place.servers and health.is_busy]
-        return any(health.record["still_seconds"] < allowed for health in busy)
+        # A server that stalls has time to report that itself before the component that waits for it counts as slow.
+        allowed = self.stall_seconds + self._answer_seconds + 2 * self._interval
+        busy = [s for s in fresh if s.place.component in self.place.servers and not s.ended and s.snapshot.phase != IDLE]
+        return any(state.snapshot.still_seconds < allowed for state in busy)
 
     def _end(self) -> None:
         """Stacks, report, end of the process."""
-        # Should the file system hang as well, this ends the process.
+        # This ends the process if the file system hangs as well.
         faulthandler.dump_traceback_later(self._answer_seconds + 3 * SPY_SECONDS, file=2, exit=True)
-        print(f"{self._place.component}.{self._place.rank}: no progress: writing stacks to {self._stacks}", file=sys.stderr, flush=True)
+        print(f"{self.place.component}.{self.place.rank}: no progress: writing stacks to {self.stacks}", file=sys.stderr, flush=True)
         try:
             self._ask()
             self._dump()
             self.record(dumped=True)
             states = self._wait_for_others()
-            verdict = diagnose(self._place.component, states, world_size=self._place.world_size, stall_seconds=self._progress.still_seconds)
+            verdict = diagnose(self.place.component, states, world_size=self.place.world_size, stall_seconds=self.progress.still_seconds)
             self._spy_on_neighbours(states)
             text = self._publish(verdict)
-        except Exception as error:  # whatever it was, the process has to end, and the stacks have to be somewhere
+        except Exception as error:  # of any kind: the process must end, and the stacks must be somewhere
             faulthandler.dump_traceback(file=2, all_threads=True)
             text = f"the stall could not be reported: {type(error).__name__}: {error}"
         print(text, file=sys.stderr, flush=True)
         sys.stdout.flush()
-        self._last_words(text)
+        self.last_words(text)
         os._exit(1)
 
     def _ask(self) -> None:
         try:
             with self.request.open("x") as file:
-                file.write(f"rank {self._place.rank}\n")
+                file.write(f"rank {self.place.rank}\n")
         except FileExistsError:
-            pass  # another one was first
+            pass  # another rank was first
 
     def _dump(self) -> Path:
-        """Every thread's stack, after a line that says what the rank was doing."""
+        """Every thread's stack, below the rank's record."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        path = self._stacks / f"{self._place.component}.{self._place.rank}.{stamp}.txt"
+        path = self.stacks / f"{self.place.component}.{self.place.rank}.{stamp}.txt"
         with path.open("w") as file:
             file.write(json.dumps(self._content(dumped=True)) + "\n\n")
             file.flush()
@@ -220,39 +223,33 @@ class Watch:
         """Everybody's record, once all have written their stacks or the time for it is over."""
         deadline = time.monotonic() + self._answer_seconds
         while True:
-            mine = self._ours()
-            answered = [health for health in mine if health.dumped or health.ended]
-            if len(answered) == self._place.world_size or time.monotonic() > deadline:
-                return [self._state(health) for health in mine]
+            states = self._ours()
+            answered = [state for state in states if state.dumped or state.ended]
+            if len(answered) == self.place.world_size or time.monotonic() > deadline:
+                return [state if state in answered else replace(state, absence=self._absence(state)) for state in states]
             time.sleep(min(self._interval, 0.5))
 
-    def _ours(self) -> list[_Health]:
-        """The health of every rank of this start of the component."""
-        found = _read_all(self._health, attempt=self._place.attempt)
-        return [health for health in found if health.place.incarnation == self._place.incarnation]
+    def _ours(self) -> list[RankState]:
+        """The record of every rank of this start of the component."""
+        found = _read_all(self.health, attempt=self.place.attempt)
+        return [state for state in found if state.place.incarnation == self.place.incarnation]
 
-    def _state(self, health: _Health) -> RankState:
-        absence = ""
-        if not (health.dumped or health.ended):
-            age = self._own_file.stat().st_mtime - health.written
-            absence = f"it did not write its stack; its last sign of life came {max(age, 0):.0f} s before"
-            if health.place.host == self._place.host:
-                absence = f"{_process_state(health.pid)}; {absence}"
-        snapshot = from_json(health.record)
-        return RankState(rank=health.place.rank, host=health.place.host, snapshot=snapshot, absence=absence, ended=health.ended)
+    def _absence(self, state: RankState) -> str:
+        age = self._own_file.stat().st_mtime - state.written
+        absence = f"it did not write its stack; its last sign of life came {max(age, 0):.0f} s before"
+        return f"{_process_state(state.pid)}; {absence}" if state.place.host == self.place.host else absence
 
     def _spy_on_neighbours(self, states: list[RankState]) -> None:
         """The stacks of processes on this machine that cannot write their own."""
-        absent = {state.rank for state in states if state.absence and state.host == self._place.host}
-        for health in self._ours():
-            if health.place.rank in absent:
-                path = self._stacks / f"{self._place.component}.{health.place.rank}.by-{self._place.rank}.txt"
-                _spy(health.pid, path, "--nonblocking")
+        for state in states:
+            if state.absence and state.place.host == self.place.host:
+                path = self.stacks / f"{self.place.component}.{state.place.rank}.by-{self.place.rank}.txt"
+                _spy(state.pid, path, "--nonblocking")
 
     def _publish(self, verdict: Verdict) -> str:
-        """The first rank's report stands; every rank shows it."""
-        own = self.report.with_suffix(f".{self._place.rank}.tmp")
-        own.write_text(f"{verdict.text}\nstacks: {self._stacks}\nstart {self._place.incarnation}\n")
+        """The first rank to write publishes its report; every rank shows that one."""
+        own = self.report.with_suffix(f".{self.place.rank}.tmp")
+        own.write_text(f"{verdict.text}\nstacks: {self.stacks}\nstart {self.place.incarnation}\n")
         try:
             os.link(own, self.report)
         except FileExistsError:
@@ -263,11 +260,11 @@ class Watch:
 
     @property
     def _own_file(self) -> Path:
-        return self._health / f"{self._place.component}.{self._place.rank}.json"
+        return self.health / f"{self.place.component}.{self.place.rank}.json"
 
     def _content(self, *, dumped: bool = False, ended: bool = False) -> dict[str, Any]:
-        record = to_json(self._progress.snapshot())
-        return {"place": asdict(self._place), "pid": os.getpid(), "dumped": dumped, "ended": ended, "record": record}
+        record = asdict(self.progress.snapshot())
+        return {"place": asdict(self.place), "pid": os.getpid(), "dumped": dumped, "ended": ended, "record": record}
 
     def record(self, *, dumped: bool = False, ended: bool = False) -> None:
         """Write the health file. Raises OSError."""
@@ -288,19 +285,20 @@ class Watch:
         self._warned = True
 
 
-def _read_all(directory: Path, *, attempt: str) -> list[_Health]:
-    """Every health file of this attempt of the run; one that cannot be read (a full disk) counts as none."""
+def _read_all(directory: Path, *, attempt: str) -> list[RankState]:
+    """Every health file of this attempt of the run. A file that cannot be read (a full disk) is passed over."""
     found = []
     for path in sorted(directory.glob("*.json")):
         try:
             content = json.loads(path.read_text())
             place = content.pop("place")
             place = Place(**{**place, "servers": tuple(place["servers"])})
-            health = _Health(place=place, written=path.stat().st_mtime, **content)
+            snapshot = from_json(content.pop("record"))
+            state = RankState(place=place, snapshot=snapshot, written=path.stat().st_mtime, **content)
         except (OSError, ValueError, TypeError, KeyError):
             continue
         if place.attempt == attempt:
-            found.append(health)
+            found.append(state)
     return found
 
 
@@ -315,7 +313,7 @@ def _process_state(pid: int) -> str:
 
 
 def _spy(pid: int, path: Path, option: str) -> None:
-    """Append py-spy's view of a process, native frames included where it may see them, to a file; nothing where it is not installed."""
+    """Append py-spy's view of a process to a file, with native frames if it may see them; nothing if it is not installed."""
     program = which("py-spy") or which("py-spy", path=str(Path(sys.executable).parent))
     if program is None:
         return
@@ -328,3 +326,127 @@ def _spy(pid: int, path: Path, option: str) -> None:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             file.write(f"it failed: {error}\n")
+
+
+def diagnose(component: str, states: Sequence[RankState], *, world_size: int, stall_seconds: float) -> Verdict:
+    """Name the slow ranks of a component that has made no progress for `stall_seconds`."""
+    by_rank = {state.place.rank: state for state in states}
+    missing = [rank for rank in range(world_size) if rank not in by_rank]
+    waits = {rank: _waits_for(state, by_rank) for rank, state in by_rank.items()}
+    culprits = _culprits(by_rank, waits)
+    lines = [f"{component}: no progress for {stall_seconds:.0f} s"]
+    lines += [_accusation(by_rank[rank], [by_rank[w] for w, awaited in waits.items() if rank in awaited]) for rank in culprits]
+    if missing:
+        lines.append(f"{rank_list(missing)}: left no record in the health directory")
+    if not culprits:
+        lines.append("no single rank can be named: none waits for another one in a collective; the stacks show what they are in")
+    lines.append("what every rank did:")
+    lines += [f"  {text}: {rank_list(ranks)}" for text, ranks in _groups(by_rank, waits).items()]
+    return Verdict(culprits=tuple(culprits), text="\n".join(lines))
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+
+
+def _waits_for(state: RankState, by_rank: Mapping[int, RankState]) -> set[int]:
+    """The ranks without which this one cannot continue."""
+    inside = state.snapshot.inside
+    if inside is None or state.absence or state.ended:
+        return set()
+    others = {rank for rank in inside.peers or inside.group.members if rank in by_rank and rank != state.place.rank}
+    if inside.peers:
+        return others
+    return {other for other in others if by_rank[other].snapshot.counts.get(inside.group.key, 0) < inside.sequence}
+
+
+def _culprits(by_rank: Mapping[int, RankState], waits: Mapping[int, set[int]]) -> list[int]:
+    awaited = set().union(*waits.values()) if waits else set()
+    absent = [rank for rank, state in by_rank.items() if state.absence]
+    if absent:  # a process that does not run explains everything, whatever it was doing when it stopped
+        return sorted(absent)
+    if sinks := sorted(rank for rank in awaited if not waits[rank]):
+        return sinks
+    outside = [rank for rank, state in by_rank.items() if state.snapshot.inside is None and not state.ended]
+    if len(outside) < len(by_rank) or len(by_rank) == 1:
+        return sorted(outside)
+    return _behind(by_rank)
+
+
+def _behind(by_rank: Mapping[int, RankState]) -> list[int]:
+    """The ranks that have entered fewer collectives than another member. NCCL's calls return early, so no rank is seen inside one.
+
+    Counts are compared within a group, since pipeline stages enter different collectives. A rank may be behind only because it waits for
+    another one that is behind. Only their lags tell the two apart, so the rank furthest behind is named.
+    """
+    tops: dict[str, int] = {}
+    for state in by_rank.values():
+        for key, count in state.snapshot.counts.items():
+            tops[key] = max(count, tops.get(key, 0))
+    lag = {
+        rank: max((tops[key] - count for key, count in state.snapshot.counts.items()), default=0)
+        for rank, state in by_rank.items()
+        if not state.ended
+    }
+    furthest = max(lag.values(), default=0)
+    return sorted(rank for rank, behind in lag.items() if behind == furthest) if furthest else []
+
+
+def _accusation(state: RankState, waiting: Sequence[RankState]) -> str:
+    doing = _doing(state.snapshot)
+    if state.absence:
+        head = f"{state.name} does not run ({state.absence}); it was last seen {doing}"
+    else:
+        head = f"{state.name} has ended, {doing}" if state.ended else f"{state.name} stalled: {doing}"
+    kinds: dict[str, list[int]] = {}
+    for other in waiting:
+        if other.snapshot.inside is not None:
+            kinds.setdefault(_collective_text(other.snapshot.inside), []).append(other.place.rank)
+    texts = [f"{rank_list(ranks)} in {text}" for text, ranks in kinds.items()]
+    more = f", and {len(texts) - NUM_KINDS} other groups" if len(texts) > NUM_KINDS else ""
+    return f"{head}; it is waited for by {', '.join(texts[:NUM_KINDS])}{more}" if texts else head
+
+
+def _groups(by_rank: Mapping[int, RankState], waits: Mapping[int, set[int]]) -> dict[str, list[int]]:
+    """Ranks by their activity."""
+    found: dict[str, list[int]] = {}
+    for rank, state in sorted(by_rank.items()):
+        text = _doing(state.snapshot, with_time=False)
+        if state.absence:
+            text = f"not running ({state.absence}), last seen {text}"
+        elif state.ended:
+            text = f"ended, {text}"
+        elif waits[rank]:
+            text += f", waiting for {rank_list(sorted(waits[rank]))}"
+        found.setdefault(text, []).append(rank)
+    return found
+
+
+def _doing(snapshot: Snapshot, *, with_time: bool = True) -> str:
+    place = f"in phase {snapshot.phase} of step {snapshot.step}"
+    at = f" since {_clock(snapshot.last_progress)}" if with_time else ""
+    if snapshot.inside is not None:
+        return f"{place} in {_collective_text(snapshot.inside)}{at}"
+    last = snapshot.last_left
+    after = "" if last is None else f" (after {_collective_text(last)})"
+    return f"{place} outside any collective{at}{after}"
+
+
+def _collective_text(collective: Collective) -> str:
+    """`all_reduce #48123 (tensor model parallel group of 2)`; the number counts the group's collectives, the same on all its members."""
+    if collective.peers:
+        return f"{collective.name} with {rank_list(collective.peers)}"
+    label = f"{collective.group.label} " if collective.group.label else ""
+    return f"{collective.name} #{collective.sequence} ({label}group of {len(collective.group.members)})"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))

@@ -11,8 +11,7 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.buffers import StateBytes
 from aligner.planner.sampling import ResponseLengths
-from aligner.rollout.config import EngineKind, RolloutConfig
-from aligner.rollout.tensorrt_llm.config import CudaGraphs
+from aligner.rollout.config import CudaGraphs, EngineKind, RolloutConfig
 from aligner.rollout.tensorrt_llm.contract import graphs_lost
 
 _HOST_ELEMENT = 16  # bytes of a parameter that the host updates

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib.metadata import entry_points
+from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture
-from aligner.rollout.tensorrt_llm.config import TensorRTLLMConfig
 from aligner.types import SamplingConfig
 
 
@@ -16,60 +17,120 @@ from aligner.types import SamplingConfig
 class VLLMConfig:
     """The vLLM engine (`rollout.engine=vllm`)."""
 
-    enforce_eager: bool = False  # neither torch.compile nor CUDA graphs: starts at once, samples slower
+    enforce_eager: bool = False  # no torch.compile and no CUDA graphs: starts faster, samples slower
     prefix_caching: bool = True  # a prompt is computed once for all responses to it
 
     def check(self, sampling: SamplingConfig) -> None:
-        """Raise ConfigError naming a setting that this engine cannot follow."""
+        """Raise ConfigError naming a setting that this engine does not support."""
         for name in ("stop_strings", "raw_logprobs"):
             if getattr(sampling, name):
                 raise ConfigError(f"rollout.sampling.{name}: not available with rollout.engine=vllm; allowed: the default")
 
 
-PAGE_SIZE = 16  # tokens of a page of the key-value cache, where no kernel wants another
+# Settings of sampling without an exact counterpart in TensorRT-LLM: the value that is off, and why no other is possible.
+_REFUSED: Mapping[str, tuple[Any, str]] = {
+    "stop_strings": ([], "it looks for a string's own tokens, not for its text across tokens; use stop_token_ids"),
+    "min_response_length": (0, "it holds off its end-of-sequence token only, not stop_token_ids"),
+    "repetition_penalty": (1.0, "its log-probs would be those after the penalty"),
+    "presence_penalty": (0.0, "its log-probs would be those after the penalty"),
+    "frequency_penalty": (0.0, "its log-probs would be those after the penalty"),
+}
+
+
+class Sampler(str, Enum):
+    """The package's sampler; the two differ in the distribution of their log-probs."""
+
+    trtllm = "trtllm"  # the compiled one: a seed for each request, log-probs at the sampling temperature
+    torch = "torch"  # the one in PyTorch: log-probs at temperature 1; no seeds before TensorRT-LLM 1.3
+
+
+class CudaGraphs(str, Enum):
+    """Whether decoding is replayed from CUDA graphs."""
+
+    auto = "auto"  # yes, unless the engine sleeps and this version does not support both
+    always = "always"
+    never = "never"
+
+
+@dataclass(kw_only=True, slots=True)
+class TensorRTLLMConfig:
+    """`rollout.tensorrt_llm`: settings of this engine alone."""
+
+    sampler: Sampler = Sampler.trtllm  # torch: the sampler written in PyTorch, with log-probs at temperature 1
+    cuda_graphs: CudaGraphs = CudaGraphs.auto  # auto: unless the engine sleeps and this version does not support both
+    kv_memory_fraction: float = 0.9  # the most of the free memory beside the weights for rollout.kv_cache_tokens
+    timeout_seconds: float = 1800.0  # longest time in which no running response ends, before the engine counts as hung
+    pause_seconds: float = 300.0  # for the executor to pause and to load one bucket of weights, before the engine counts as hung
+    start_seconds: float = 1800.0  # for the engine's process to import the package and build the model
+    allow_drafts: bool = False  # also allow versions whose recorded contract is a draft, mostly from other versions' sources
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_seconds", "pause_seconds", "start_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"rollout.tensorrt_llm.{name}={getattr(self, name)}: must be above 0")
+        if not 0 < self.kv_memory_fraction <= 1:
+            raise ConfigError(f"rollout.tensorrt_llm.kv_memory_fraction={self.kv_memory_fraction}: must be above 0 and at most 1")
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise ConfigError naming a setting that this engine does not support, and the remedy."""
+        for name, (off, why) in _REFUSED.items():
+            value = getattr(sampling, name)
+            if value != off:
+                raise ConfigError(f"rollout.sampling.{name}={value}: not with rollout.engine=tensorrt_llm: {why}; allowed: {off}")
+        if sampling.min_p and self.sampler == Sampler.torch:
+            setting = f"rollout.sampling.min_p={sampling.min_p}"
+            raise ConfigError(f"{setting}: not with rollout.tensorrt_llm.sampler=torch; allowed: 0, or sampler=trtllm")
+        if sampling.raw_logprobs and sampling.temperature != 1:
+            raise ConfigError(
+                f"rollout.sampling.raw_logprobs=true: rollout.engine=tensorrt_llm gives log-probs of one kind, at "
+                f"temperature={sampling.temperature}; allowed: temperature=1, where both are equal, or false"
+            )
+
+
+PAGE_SIZE = 16  # tokens in a page of the key-value cache, unless a kernel needs another size
 
 ENGINES = "aligner.engines"  # group of entry points: engines of other packages
 
 
 class EngineKind(str, Enum):
-    """The engines that are wrapped here."""
+    """The engines of this package."""
 
     megatron = "megatron"  # the built-in one, on the policy's own weights
-    tensorrt_llm = "tensorrt_llm"  # NVIDIA's, in a process of its own for each replica
+    tensorrt_llm = "tensorrt_llm"  # NVIDIA's, in a separate process for each replica
     vllm = "vllm"  # in the training processes
-    auto = "auto"  # on a GPU vllm where it is installed and can do what the run asks for, else megatron
+    auto = "auto"  # vllm on a GPU if it is installed and supports the run's settings, else megatron
 
 
 class VerifyRefit(str, Enum):
-    """Checks of a refit besides that every weight arrived, complete and finite."""
+    """Checks of a refit, besides that every weight arrived complete and finite."""
 
     none = "none"
-    checksum = "checksum"  # that every weight that arrived is bit for bit, and in its place, what training holds
+    checksum = "checksum"  # every weight must equal training's bit for bit, in its place
 
 
 class Kernels(str, Enum):
     """The kernels of the built-in engine."""
 
-    auto = "auto"  # on CPU in float32 C kernels that are compiled at first use, on GPU the attention kernels that are installed
+    auto = "auto"  # on CPU in float32: C kernels, compiled at first use; on GPU: installed attention kernels
     torch = "torch"  # plain torch
 
 
 class RoutingReplay(str, Enum):
-    """Whether the experts that sampled a token are those that train it: see docs/agreement.md."""
+    """Whether a token trains the experts that sampled it: see docs/agreement.md."""
 
     none = "none"  # the trainer chooses
-    measure = "measure"  # the trainer chooses; rollout/route_mismatch says how often otherwise than the sampler
+    measure = "measure"  # the trainer chooses; rollout/route_mismatch counts how often its choice differs
     replay = "replay"  # the sampler's choice
 
 
 class ShareWork(str, Enum):
     """Whether replicas take prompts from one queue as they have room, so that all end at about the same time.
 
-    Timing then decides which replica samples what. Tokens depend on prompt and seed alone, but the last bits of log-probs depend on
-    the batch: only a run with fixed shares repeats bit for bit, if the device does.
+    Timing then decides which replica samples a prompt. Tokens depend on prompt and seed alone, but the last bits of log-probs depend on the
+    batch: only a run with fixed shares repeats bit for bit, if the device does.
     """
 
-    auto = "auto"  # on GPU, and where model.batch_invariant makes company harmless; fixed shares on CPU
+    auto = "auto"  # on GPU, and with model.batch_invariant, where the batch does not matter; fixed shares on CPU
     always = "always"
     never = "never"
 
@@ -78,18 +139,16 @@ class ShareWork(str, Enum):
 class AsynchronousConfig:
     """Sampling the next rounds of rollouts while the policy trains: see docs/asynchronous.md."""
 
-    max_staleness: int = 0  # training steps that the oldest token of a rollout may be behind the policy that learns from it; 0: on-policy
-    partial: bool = True  # responses under way go on with new weights; false: new weights wait until the round under way has ended
-    recompute: bool = False  # with `partial`: keys and values of such responses are computed again with the new weights
-    timeout_seconds: float = 3600.0  # how long a round of rollouts, or a step of the sampler, is waited for
+    max_staleness: int = 0  # training steps by which a rollout's oldest token may lag behind the learning policy; 0: on-policy
+    partial: bool = True  # running responses continue with new weights; false: new weights wait for the end of the running round
+    recompute: bool = False  # with partial=true: compute keys and values of running responses again with the new weights
+    timeout_seconds: float = 3600.0  # time limit for a round of rollouts, and for a step of the sampler
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
             raise ConfigError(f"rollout.asynchronous.max_staleness={self.max_staleness}: must not be negative (0 is on-policy)")
         if self.recompute and not self.partial:
-            raise ConfigError(
-                "rollout.asynchronous.recompute=true: only responses that go on are computed again; allowed: with partial=true"
-            )
+            raise ConfigError("rollout.asynchronous.recompute=true: without partial no response continues; allowed: with partial=true")
         if self.timeout_seconds <= 0:
             raise ConfigError(f"rollout.asynchronous.timeout_seconds={self.timeout_seconds}: must be above 0")
 
@@ -98,23 +157,21 @@ class AsynchronousConfig:
 class RolloutConfig:
     """The rollout engine of the actor."""
 
-    # megatron (built in, on the policy's own weights), tensorrt_llm, vllm, auto (vllm if it is installed and can do what the run asks for,
+    # megatron (built in, on the policy's own weights), tensorrt_llm, vllm, auto (vllm if it is installed and supports the run's settings,
     # else megatron), or the name of an entry point of another package
-    engine: str = EngineKind.megatron.value  # what samples (docs/rollouts.md, docs/extending.md)
+    engine: str = EngineKind.megatron.value  # the sampling engine (docs/rollouts.md, docs/extending.md)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    max_batch_size: int = 128  # sequences decoded at a time by one replica of the engine; their keys and values share the device
-    kv_cache_tokens: int = 0  # tokens in the cache of one replica; 0: as many as max_batch_size of the longest sequences may have
+    max_batch_size: int = 128  # sequences that one replica decodes at once; their keys and values share the device
+    kv_cache_tokens: int = 0  # tokens in the cache of one replica; 0: enough for max_batch_size of the longest sequences
     prefill_chunk_tokens: int = 2048  # prompt tokens computed in one pass
-    tp: int = 0  # ranks that share the model in generation; all ranks of the actor take part, in (ranks / tp) replicas; 0: parallel.tp
-    share_work: ShareWork = ShareWork.auto  # between replicas
-    refit_bucket_mib: int = 256  # device memory for weights on their way to the engine, where its layout is not the training layout
-    verify_refit: VerifyRefit = VerifyRefit.none  # checksum costs another pass over the weights on both sides
-    kernels: Kernels = Kernels.auto  # of the built-in engine; auto falls back on torch where its kernels cannot be had
-    cuda_graphs: bool = True  # of the built-in engine on GPU: replay a decode step instead of launching its kernels one by one
-    routing_replay: RoutingReplay = (
-        RoutingReplay.none
-    )  # measure: compare trainer's and engine's choice of experts; replay: train with the engine's
-    offload: bool = False  # of the engine's own weights and the policy's, only those that the phase needs are on the device
+    tp: int = 0  # ranks that share the model in generation: the actor's ranks form (ranks / tp) replicas; 0: parallel.tp
+    share_work: ShareWork = ShareWork.auto  # whether replicas share one queue of prompts
+    refit_bucket_mib: int = 256  # device memory for weights in transfer to the engine, if its layout differs from training's
+    verify_refit: VerifyRefit = VerifyRefit.none  # checksum: another pass over the weights on both sides
+    kernels: Kernels = Kernels.auto  # of the built-in engine; auto falls back on torch if its kernels are missing
+    cuda_graphs: bool = True  # built-in engine on GPU: replay a decode step instead of launching its kernels one by one
+    routing_replay: RoutingReplay = RoutingReplay.none  # measure: compare trainer's and engine's experts; replay: train with the engine's
+    offload: bool = False  # keep only the weights of the current phase, the engine's or the policy's, on the device
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     tensorrt_llm: TensorRTLLMConfig = field(default_factory=TensorRTLLMConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
@@ -134,31 +191,31 @@ class RolloutConfig:
 
     @property
     def records_routes(self) -> bool:
-        """Whether rollouts come with the experts that the engine chose."""
+        """Whether rollouts have the engine's choice of experts."""
         return self.routing_replay is not RoutingReplay.none
 
     @property
     def replays_routes(self) -> bool:
-        """Whether the trainer takes them too."""
+        """Whether the trainer uses that choice."""
         return self.routing_replay is RoutingReplay.replay
 
     def _check_asynchronous(self) -> None:
         setting = f"rollout.asynchronous.max_staleness={self.asynchronous.max_staleness}"
         if self.engine not in (EngineKind.megatron, EngineKind.auto):
-            # A wrapped package's scheduler takes no weights between two steps, and its collectives use training's threads and groups.
+            # A wrapped package accepts no weights between two steps, and its collectives use training's threads and groups.
             raise ConfigError(f"{setting}: rollout.engine={self.engine} samples between training phases; allowed: megatron, or 0")
         if self.offload:
             raise ConfigError(f"{setting}: sampling and training need their weights at once; allowed: with rollout.offload=false, or 0")
 
 
 def check_cache(config: RolloutConfig, *, longest_prompt: int, context: int) -> None:
-    """Raise ConfigError if the built-in engine's key-value cache is stated and cannot hold the longest prompt with its response."""
-    length = min(longest_prompt + config.sampling.max_response_length, context) - 1  # the last token is never looked at
+    """Raise ConfigError if the built-in engine's key-value cache has a size that is too small for the longest prompt with its response."""
+    length = min(longest_prompt + config.sampling.max_response_length, context) - 1  # the last token is never attended to
     needed = -(-length // PAGE_SIZE) * PAGE_SIZE
     if config.engine in (EngineKind.megatron, EngineKind.auto) and 0 < config.kv_cache_tokens < needed:
         raise ConfigError(
             f"rollout.kv_cache_tokens={config.kv_cache_tokens}: the longest prompt has {longest_prompt} tokens and needs {needed} with its "
-            f"response (whole pages of {PAGE_SIZE}); allowed: 0 (as many as are needed), or at least {needed}"
+            f"response (whole pages of {PAGE_SIZE}); allowed: 0 (as many as needed), or at least {needed}"
         )
 
 
@@ -166,16 +223,14 @@ def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, 
     """Raise ConfigError if the engine of `config` cannot sample with replicas of `tp` ranks each. Does not check installed packages."""
     check_splits(architecture, tp=tp, world_size=world_size)
     if config.records_routes and not architecture.num_experts:
-        raise ConfigError(f"rollout.routing_replay={config.routing_replay.value}: the model is no mixture of experts; allowed: none")
+        raise ConfigError(f"rollout.routing_replay={config.routing_replay.value}: the model has no experts; allowed: none")
     if architecture.linear_attention_layers and config.engine not in (EngineKind.megatron, EngineKind.auto):
-        raise ConfigError(
-            f"rollout.engine={config.engine}: the model's delta nets are sampled from by the built-in engine alone; allowed: megatron"
-        )
+        raise ConfigError(f"rollout.engine={config.engine}: the model's delta nets need the built-in engine; allowed: megatron")
     check_settings(config, tp=tp)
 
 
 def check_untrained(config: RolloutConfig, why: str) -> None:
-    """Raise ConfigError for settings that only training on the samples makes use of; `why` says what is done with them instead."""
+    """Raise ConfigError for settings that only matter for training on the samples; `why` describes their use instead."""
     if config.asynchronous.max_staleness:
         raise ConfigError(f"rollout.asynchronous.max_staleness={config.asynchronous.max_staleness}: {why}; allowed: 0")
     if config.records_routes:
@@ -183,8 +238,8 @@ def check_untrained(config: RolloutConfig, why: str) -> None:
 
 
 def check_settings(config: RolloutConfig, *, tp: int) -> None:
-    """Raise ConfigError if the engine of `config` cannot do what its other settings ask for, with replicas of `tp` ranks."""
-    if config.engine in (EngineKind.megatron, EngineKind.auto):  # auto takes megatron for what others cannot do
+    """Raise ConfigError if the engine of `config` does not support its other settings, with replicas of `tp` ranks."""
+    if config.engine in (EngineKind.megatron, EngineKind.auto):  # auto uses megatron for settings that others do not support
         return
     if config.engine == EngineKind.tensorrt_llm:
         config.tensorrt_llm.check_sampling(config.sampling)
@@ -192,7 +247,7 @@ def check_settings(config: RolloutConfig, *, tp: int) -> None:
         config.vllm.check(config.sampling)
     if config.records_routes:
         raise ConfigError(
-            f"rollout.routing_replay={config.routing_replay.value}: rollout.engine={config.engine} does not tell which experts it chose; "
+            f"rollout.routing_replay={config.routing_replay.value}: rollout.engine={config.engine} does not report the chosen experts; "
             "allowed: none, or rollout.engine=megatron"
         )
     if config.verify_refit is VerifyRefit.checksum and tp > 1:
@@ -205,16 +260,16 @@ def check_settings(config: RolloutConfig, *, tp: int) -> None:
 def check_ahead(config: RolloutConfig, *, tp: int) -> None:
     """Raise ConfigError if rollouts sampled ahead cannot have replicas of `tp` ranks each on GPUs.
 
-    Sampler and trainer are two threads of every rank. A kernel of NCCL waits on the device for those of the other ranks, so the kernels of
-    two communicators must be issued in one order on all ranks (NCCL's manual, "Using multiple NCCL communicators concurrently"), and two
-    threads have no common order: one rank's device may be full of the sampler's kernel, another's of the trainer's. The trainer always
-    communicates (`parallel.collectives.all_ranks` at the least), whatever its layout; the sampler only within a replica. gloo's
-    collectives wait in their own threads on the host, so on CPU every layout is possible.
+    Sampler and trainer are two threads of every rank. An NCCL kernel waits on the device for the other ranks' kernels, so all ranks must
+    issue the kernels of two communicators in the same order (NCCL's manual, "Using multiple NCCL communicators concurrently"), and two
+    threads have no common order: the sampler's kernel may fill one rank's device, the trainer's another's. The trainer communicates in
+    every layout (at least by `parallel.collectives.all_ranks`), the sampler only within a replica. gloo's collectives wait in their own
+    threads on the host, so every layout is possible on CPU.
     """
     if config.asynchronous.max_staleness and tp > 1:
         raise ConfigError(
             f"rollout.asynchronous.max_staleness={config.asynchronous.max_staleness}: with rollout.tp={tp} the sampler's and the trainer's "
-            "collectives meet on each GPU in no common order, and can wait for each other for ever; allowed on GPUs: rollout.tp=1, or 0"
+            "collectives meet on each GPU in no common order, and may deadlock; allowed on GPUs: rollout.tp=1, or 0"
         )
 
 

@@ -1,12 +1,17 @@
-"""Which engine a run samples with: picks by `rollout.engine`, and imports a wrapped package only if it is the one."""
+"""Makes the engine that `rollout.engine` names, and imports a wrapped package only if it is the chosen one.
+
+`rollout.engine=auto` chooses among the engines that have run with this code: vLLM if it is installed and supports the run's settings, else
+the built-in one. TensorRT-LLM and engines of other packages (entry points) are used by name only. The choice imports no package.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import EngineError
+from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.config import Architecture
 from aligner.models.families import architecture_to_hf
 from aligner.models.modules.build import LanguageModel
@@ -29,15 +34,16 @@ from aligner.parallel.transfer import block_group
 from aligner.protocols import FollowUp, Replica
 from aligner.rollout.builtin.megatron import MegatronEngine
 from aligner.rollout.builtin.refit import MIB
-from aligner.rollout.config import ENGINES, EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine
+from aligner.rollout.config import ENGINES, EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine, check_settings
 from aligner.rollout.engine import ForeignEngine
-from aligner.rollout.engine.choice import choose
 from aligner.rollout.engine.episodes import Conversing
 from aligner.rollout.engine.foreign import StreamedEngine, WeightStream
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.lifecycle import PhasedEngine
 from aligner.rollout.engine.manifest import hf_manifest
 from aligner.rollout.engine.work import WorkSharing
+from aligner.rollout.tensorrt_llm import contract as tensorrt_llm_contract
+from aligner.rollout.vllm.engine import INSTALL, VLLMEngine, VLLMModel
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -53,9 +59,9 @@ def create_engine(
 ) -> PhasedEngine:
     """The engine on the policy's weights, ready to generate if it does not sleep between generations. Collective over the component.
 
-    The tokenizer says what ends a response and which ids stand for no token, which are never sampled; without one `eos_id` ends it, and
-    `decode` (token ids -> text) is for stop strings. With `follow_up` responses are episodes of several turns. Raises ConfigError if the
-    engine cannot be laid out as the config says, EngineError if it cannot be started or filled.
+    The tokenizer knows which tokens end a response, and which ids stand for no token and are never sampled. Without one `eos_id` ends a
+    response, and `decode` (token ids -> text) serves stop strings. With `follow_up` responses are episodes of several turns. Raises
+    ConfigError if the engine does not support the configured layout, EngineError if it cannot be started or filled.
     """
     end_ids, missing, rows = [eos_id], [], policy.chunks[0].architecture.vocab_size
     if tokenizer is not None:
@@ -73,7 +79,7 @@ def create_engine(
         trained = policy.chunks[0].pg_collection.tp
         tp = config.tp or trained.size()
         check_engine(config, policy.chunks[0].architecture, tp=tp, world_size=dist.get_world_size())
-        while missing[-1:] == [rows - 1]:  # its model ends with the last token: there are no rows behind it
+        while missing[-1:] == [rows - 1]:  # its model ends with the last token: no rows follow it
             rows = missing.pop()
         precision = torch.get_float32_matmul_precision()
         engine = _streamed(policy, config, tp=tp, eos_id=end_ids[0], rows=rows)
@@ -90,15 +96,14 @@ def create_engine(
 
 
 def _chosen(policy: MegatronPolicy, config: RolloutConfig) -> RolloutConfig:
-    """`config` with the engine that all ranks found; said once. Raises EngineError if they found different ones."""
+    """`config` with the engine that all ranks found, printed once. Raises EngineError if they found different ones."""
     chunk = policy.chunks[0]
     tp = config.tp or chunk.pg_collection.tp.size()
     delta_nets = bool(chunk.architecture.linear_attention_layers)
     found = gather_objects(str(choice := choose(config, tp=tp, batch_invariant=chunk.batch_invariant, delta_nets=delta_nets)))
     if others := [rank for rank, one in enumerate(found) if one != found[0]]:
-        raise EngineError(
-            f"{found[0]} on rank 0, but on rank {others[0]} {found[others[0]]}: all nodes need the same packages, or name the engine"
-        )
+        differs = f"{found[0]} on rank 0, but on rank {others[0]} {found[others[0]]}"
+        raise EngineError(f"{differs}: all nodes need the same packages, or name the engine")
     if dist.get_rank() == 0:
         print(choice, flush=True)
     return replace(config, engine=choice.engine.value)
@@ -110,11 +115,11 @@ def _shares(choice: ShareWork, chunk: LanguageModel) -> bool:
 
 
 def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id: int, rows: int) -> StreamedEngine:
-    """A wrapped package's engine, started. Its vocabulary has so many rows, the first of the policy's."""
+    """A wrapped package's engine, started. Its vocabulary has `rows` rows, the first ones of the policy's."""
     chunk = policy.chunks[0]
     sizes = replace(chunk.architecture, vocab_size=rows)
     dtype = chunk.config.params_dtype
-    directory = TemporaryDirectory(prefix="aligner-engine-")  # what these packages read a model's sizes from
+    directory = TemporaryDirectory(prefix="aligner-engine-")  # these packages read a model's sizes from it
     hf = architecture_to_hf(sizes) | {"dtype": str(dtype).removeprefix("torch.")}
     (Path(directory.name) / "config.json").write_text(json.dumps(hf))
     foreign = together(
@@ -148,7 +153,52 @@ def _foreign(config: RolloutConfig, chunk: LanguageModel, directory: Path, sizes
         (entry,) = entry_points(group=ENGINES, name=config.engine)
         settings = {"dtype": dtype, "eos_id": eos_id, "max_sequence_length": length, "tp": tp}
         return entry.load()(config, path=directory, architecture=sizes, **settings)
-    from aligner.rollout.vllm.engine import VLLMEngine, VLLMModel
-
     model = VLLMModel(directory=directory, architecture=sizes, dtype=dtype, max_sequence_length=length, eos_id=eos_id)
     return VLLMEngine(model, config, tp=tp)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """An engine, and the reason against each other one."""
+
+    engine: EngineKind
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        not_taken = "".join(f"; not {reason}" for reason in self.reasons)
+        return f"rollout.engine=auto: {self.engine.value}{not_taken}; rollout.engine=NAME takes another"
+
+
+def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, delta_nets: bool = False) -> Choice:
+    """The engine for `config`, whose `engine` is auto, with replicas of `tp` ranks, on this machine; `delta_nets`: the model has some."""
+    reasons = ("tensorrt_llm (it has never been executed with this code)",) if find_spec(tensorrt_llm_contract.PACKAGE) else ()
+    try:
+        if platform.device().type != "cuda":
+            raise EngineError("it is for GPUs")
+        _check_vllm(config)
+        if batch_invariant:
+            raise EngineError("model.batch_invariant=true: its log-probs are not the trainer's to the bit")
+        if delta_nets:
+            raise EngineError("the model's delta nets need the built-in engine")
+        check_settings(replace(config, engine=EngineKind.vllm.value), tp=tp)
+    except AlignerError as error:
+        return Choice(engine=EngineKind.megatron, reasons=(f"vllm ({error})", *reasons))
+    return Choice(engine=EngineKind.vllm, reasons=reasons)
+
+
+def check_installed(config: RolloutConfig) -> None:
+    """Raise ConfigError if `config` names an engine whose package is not installed."""
+    for kind, package, remedy in (
+        (EngineKind.vllm, "vllm", INSTALL),
+        (EngineKind.tensorrt_llm, tensorrt_llm_contract.PACKAGE, "use the image of the Dockerfile"),
+    ):
+        if config.engine == kind.value and find_spec(package) is None:
+            raise ConfigError(f"rollout.engine={kind.value}: {package} is not installed; {remedy}, or rollout.engine=megatron")
+
+
+def _check_vllm(config: RolloutConfig) -> None:
+    if find_spec("vllm") is None:
+        raise EngineError("not installed")
+    if config.sampling.temperature != 1 and (reshaping := config.sampling.reshaping()):
+        setting = f"rollout.sampling.temperature={config.sampling.temperature}, {reshaping[0]}"
+        raise EngineError(f"its log-probs would be at temperature 1: {setting}")

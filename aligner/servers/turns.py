@@ -116,7 +116,7 @@ class Residence:
         for model in self._models:
             model.enter_device() if here else model.leave_device()
         if not here:
-            platform.release_memory()
+            platform.release_cached()
         self.is_here = here
 
     def release(self) -> None:
@@ -151,7 +151,7 @@ class SharedDevice:
         """In the block the servers can compute, and this component only waits for them. Errors in it are raised on every rank."""
         assert self._model is not None and not self._is_away
         self._model.leave_device()
-        platform.release_memory()
+        platform.release_cached()
         raise_everywhere(None)  # every rank's memory is free
         self._turn.release()
         self._is_away = True

@@ -19,14 +19,14 @@ from aligner.parallel import launch
 
 
 def check_collectives() -> None:
-    from aligner.parallel import collectives
+    from aligner.parallel import collectives, micro_batches
     from aligner.telemetry.metrics import Distribution, Max, Mean, Min, Sum, values
 
     rank, world, cpu = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
     rows = torch.arange(10).reshape(5, 2)
     for shares in ([[0, 3], [1, 2, 4]], [[4, 1, 0, 2, 3], []], [[], [3, 0, 2, 1, 4]]):  # any assignment, empty shares too
         assert torch.equal(collectives.gather_assigned_rows(rows[shares[rank]], shares, group=world), rows)
-    start, stop = collectives.shard_bounds(6, shard=rank, num_shards=2, unit=2)
+    start, stop = micro_batches.shard_bounds(6, shard=rank, num_shards=2, unit=2)
     assert (stop - start) == (2, 4)[rank]
     assert collectives.gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
     assert collectives.broadcast_object(rank, src=1) == 1
@@ -92,7 +92,7 @@ def check_a_failing_environment_fails_on_all_ranks(policy, inputs: dict) -> None
 
     whole, Repeats.step = Repeats.step, fail
     message = raised(EpisodeError if dist.get_rank() == 0 else EngineError, lambda: converse(policy, inputs))
-    said = ("connection refused (at ", "; it was in turn 1") if dist.get_rank() == 0 else ("its own message says why",)
+    said = ("connection refused (at ", "; it was in turn 1") if dist.get_rank() == 0 else ("see its own message",)
     assert all(one in message for one in said), message
     Repeats.step = whole
 
@@ -126,7 +126,7 @@ def check_ranks_of_a_replica_follow() -> None:
             assert gather_objects(taken) == [[[1, 3], [4], [7], []]] * 2
         else:
             message = raised(EngineError, lambda work=work: work.take(2))
-            assert ("it did not answer (connection reset)" if rank == 0 else "its own message says why") in message
+            assert ("it did not answer (connection reset)" if rank == 0 else "see its own message") in message
 
 
 def raised(kind: type[Exception], action: Callable[[], object]) -> str:

@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "replay without experts": (
         GRPO,
         ["rollout.routing_replay=replay"],
-        ["rollout.routing_replay=replay: the model is no mixture of experts; allowed: none"],
+        ["rollout.routing_replay=replay: the model has no experts; allowed: none"],
     ),
     "a Git LFS pointer": (GRPO, ["model.path={}/pointer", "model.seq_length=32"], ["{}/pointer/model.safetensors is a Git LFS pointer"]),
     "a missing tensor": (GRPO, ["model.path={}/small", "model.seq_length=32"], ["{}/small: no tensor named model.layers.0."]),

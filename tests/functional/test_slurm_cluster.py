@@ -61,12 +61,12 @@ def test_a_failure_shows_the_queue_and_the_logs(slurm: SlurmCluster, tmp_path: P
 PLACE = """
 import os
 from aligner.errors import LaunchError
-from aligner.parallel import mpi
+from aligner.parallel import launch
 try:
-    place = mpi.join(os.environ)
-    heard = mpi.broadcast_text(mpi.reachable_address(place) if place.rank == 0 else "", timeout_seconds=30)
+    place = launch.join_mpi(os.environ)
+    heard = launch.broadcast_text(launch.reachable_address(place) if place.rank == 0 else "", timeout_seconds=30)
     print(f"rank {place.rank}/{place.world_size}, here {place.local_rank}/{place.local_world_size}, rank 0 is at {heard}", flush=True)
-    mpi.finalize()
+    launch.finalize_mpi()
 except LaunchError as error:
     print(f"LaunchError: {error}", flush=True)
 """

@@ -16,8 +16,7 @@ from typing import Any
 from torch.distributed import DistError, Store
 
 from aligner.errors import LaunchError
-from aligner.parallel.hostlist import expand_hostlist
-from aligner.parallel.launch import World, meet
+from aligner.parallel.launch import World, expand_hostlist, meet
 
 _SHORTEST_PAUSE = 0.002  # seconds between two looks into the store, at first
 _MARGIN_SECONDS = 1.0  # the others wait so much longer than rank 0, whose message says who is missing

@@ -130,7 +130,7 @@ def _chosen_engine(config: JobRun) -> str:
         return graphs_lost(rollout.tensorrt_llm.cuda_graphs, offload=rollout.offload)
     if rollout is None or rollout.engine != EngineKind.auto:
         return ""
-    from aligner.rollout.engine.choice import choose
+    from aligner.rollout.create import choose
 
     model = config.models()[0].config
     tp, delta_nets = rollout.tp or config.parallel.tp, _has_delta_nets(model)

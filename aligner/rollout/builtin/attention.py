@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,49 +16,81 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from aligner.models.config import Architecture
 from aligner.models.modules.windowed_attention import Form, masked, sees
 from aligner.models.modules.windowed_attention import attend as windowed_attend
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on the device, without waiting for what the device has to do before. On a CPU it is the same memory."""
+    """The array on the device, without waiting for the device's earlier work. On a CPU it shares the array's memory."""
     tensor = torch.from_numpy(array)
     if not array.size:  # nothing to pin
         return torch.empty(array.shape, dtype=tensor.dtype, device=device)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-class RecurrentStates(Protocol):
-    """What layers without keys and values remember of sequences, by seat: `aligner.rollout.builtin.decode_layers.SeatStates`."""
+class SeatStates:
+    """What an architecture's delta nets remember of sequences, by seat and not in pages, on one of `ranks` that share the heads.
 
-    def reserve(self, seats: int) -> None: ...
+    This is the end of the convolution's window and the state of every head, whatever the sequence's length. It cannot be cut back or read
+    in the middle, so beginnings of prompts are not shared: a group's prompt is computed at the seat of its first response and copied to the
+    seats of the others.
+    """
 
-    def clear(self) -> None: ...
+    def __init__(self, architecture: Architecture, ranks: int, weight: Tensor) -> None:
+        a, heads = architecture, architecture.linear_value_heads // ranks
+        channels = 2 * a.linear_key_heads * a.linear_key_head_dim // ranks + heads * a.linear_value_head_dim
+        shapes = (a.linear_conv_size - 1, channels), (heads, a.linear_key_head_dim, a.linear_value_head_dim)
+        layers = len(a.linear_attention_layers)
+        self._tensors = [
+            torch.zeros((layers, 0, *shape), dtype=dtype, device=weight.device)
+            for shape, dtype in zip(shapes, (weight.dtype, torch.float32), strict=True)
+        ]
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+    def reserve(self, seats: int) -> None:
+        """Provide at least this many seats; existing ones keep their contents."""
+        if (missing := seats - self._tensors[0].shape[1]) > 0:
+            self._tensors = [torch.cat([x, x.new_zeros(len(x), missing, *x.shape[2:])], dim=1) for x in self._tensors]
 
-    def at(self, layer: int, seats: Tensor) -> tuple[Tensor, Tensor]: ...
+    def clear(self) -> None:
+        """Forget everything."""
+        for tensor in self._tensors:
+            tensor.zero_()
 
-    def put(self, layer: int, seats: Tensor, tails: Tensor, states: Tensor) -> None: ...
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole seats, of all layers."""
+        source, target = (upload(np.array(seats, np.int64), self._tensors[0].device) for seats in (sources, targets))
+        for tensor in self._tensors:
+            tensor[:, target] = tensor[:, source]
+
+    def at(self, layer: int, seats: Tensor) -> tuple[Tensor, Tensor]:
+        """The windows' ends [N, W - 1, channels] and the states float32 [N, heads, K, V] of the delta net with this number."""
+        tails, states = (tensor[layer][seats] for tensor in self._tensors)
+        return tails, states
+
+    def put(self, layer: int, seats: Tensor, tails: Tensor, states: Tensor) -> None:
+        """The inverse of `at`."""
+        for tensor, new in zip(self._tensors, (tails, states), strict=True):
+            tensor[layer].index_copy_(0, seats, new)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedKV:
-    """Keys and values of every layer that has some, [layers, pages, page_size, groups, D] each; if they are recorded, the experts that the
-    tokens went to in each layer, `routes` [layers, pages, page_size, k] (`aligner.types.route_dtype`).
+    """Keys and values of every layer that has some, [layers, pages, page_size, groups, D] each, and `routes` [layers, pages, page_size, k]
+    (`aligner.types.route_dtype`): the experts of each token in each layer, if recorded.
 
-    The last page belongs to no sequence: rows that only fill up a batch of a fixed size write there. Slots that hold no token yet hold
-    finite numbers: attention weighs them with 0.
+    The last page belongs to no sequence: rows that only fill up a batch of a fixed size write there. Slots without a token hold finite
+    numbers, which attention weighs with 0.
     """
 
     keys: Tensor
     values: Tensor
     routes: Tensor | None = None
-    states: RecurrentStates | None = None  # where some layers have no keys and values
+    states: SeatStates | None = None  # where some layers have no keys and values
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that a page holds, [layers, pages, ...] each."""
+        """Everything that pages hold, [layers, pages, ...] each."""
         return [self.keys, self.values] if self.routes is None else [self.keys, self.values, self.routes]
 
     @property
@@ -79,7 +111,7 @@ class PagedKV:
         return self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
 
     def clear(self) -> None:
-        """As a new cache is: what was there before, of whatever weights, must not come up anywhere."""
+        """Empty the cache: results of earlier weights must not come up anywhere."""
         for tensor in self.tensors:
             tensor.zero_()
         if self.states is not None:
@@ -92,7 +124,7 @@ class PagedKV:
             tensor[:, target] = tensor[:, source]
 
     def routes_of(self, pages: Sequence[int], length: int) -> Tensor:
-        """Those of a sequence's first `length` tokens, [length, layers, k], on the host."""
+        """The routes of a sequence's first `length` tokens, [length, layers, k], on the host."""
         assert self.routes is not None  # they are recorded
         table = upload(np.array(pages, np.int64), self.routes.device)
         return self.routes[:, table].flatten(1, 2)[:, :length].transpose(0, 1).contiguous().cpu()
@@ -102,8 +134,8 @@ class PagedKV:
 class PrefillChunk:
     """Consecutive tokens of one sequence that go into the cache in one pass.
 
-    The first is at position `start`; all before are in the cache, or are of a chunk of the same pass (sequences that share pages).
-    `pages` is the sequence's page table, at least up to the last of these tokens; what layers without keys remember of it is at `seat`.
+    The first is at position `start`; all earlier ones are in the cache or in a chunk of the same pass (sequences that share pages).
+    `pages` is the sequence's page table, at least up to the last of these tokens; `seat` is for layers that remember it without keys.
     """
 
     tokens: Sequence[int]
@@ -115,8 +147,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeBatch:
-    """One token of each of B sequences: `tokens` int64 [B], their `positions` int64 [B] (as many tokens are in the cache before), and
-    `pages` int32 [B, P], the page tables, rows filled up with 0; `seats` int64 [B], where states are kept by seat."""
+    """One token of each of B sequences: `tokens` int64 [B]; their `positions` int64 [B], the numbers of tokens in the cache before them;
+    `pages` int32 [B, P], the page tables, padded with 0; `seats` int64 [B], if states are kept by seat."""
 
     tokens: Tensor
     positions: Tensor
@@ -129,18 +161,18 @@ class DecodeBatch:
         return page * page_size + self.positions % page_size
 
     def to(self, device: torch.device) -> DecodeBatch:
-        """The same on the device."""
+        """This batch on the device."""
         moved = {one.name: x.to(device) for one in fields(self) if (x := getattr(self, one.name)) is not None}
         return DecodeBatch(**moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """Chunks from position 0 of similar lengths: one padded attention call. Padding comes after a row's tokens, where a causal
-    mask hides it. The indices are made on the host, once for all layers: a mask's would have to be waited for in each."""
+    """Chunks from position 0 of similar lengths: one padded attention call. Padding comes after a row's tokens, where a causal mask hides
+    it. The indices are made on the host, once for all layers; the indices of a mask would wait for the device in each layer."""
 
     rows: Tensor  # int64 [chunks, longest]: which flat token is there
-    kept: tuple[Tensor, Tensor]  # int64 [tokens] each: chunk and column of what is not filling
+    kept: tuple[Tensor, Tensor]  # int64 [tokens] each: chunk and column of the real tokens
     tokens: Tensor  # int64 [tokens]: which flat token that is
 
 
@@ -158,7 +190,7 @@ class Continued:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillPlan:
-    """The plan of one pass for every layer: N flat tokens, their positions and slots, and which keys each one attends to."""
+    """The plan of one pass for every layer: N flat tokens, their positions and slots, and the keys that each one attends to."""
 
     tokens: Tensor  # int64 [N]
     positions: Tensor  # int64 [N]
@@ -167,35 +199,20 @@ class PrefillPlan:
     parts: tuple[Together | Continued, ...]
     lengths: tuple[int, ...]  # of the chunks, in order
     seats: Tensor  # int64 [chunks]
-    continues: Tensor  # bool [chunks]: whether a chunk goes on behind an earlier one
+    continues: Tensor  # bool [chunks]: whether a chunk continues an earlier one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodePlan:
-    """Where B tokens go and which of the slots that their page tables name they may look at."""
+    """Where B tokens go, and which slots of their page tables they attend to."""
 
     positions: Tensor  # int64 [B]
     slots: Tensor  # int64 [B]
     pages: Tensor  # int32 [B, P]
-    lengths: Tensor  # int32 [B], the own token included
-    bounds: tuple[Tensor, Tensor]  # int32 [B + 1] each: where queries and keys would begin, one sequence behind the other
+    lengths: Tensor  # int32 [B], with the token itself
+    bounds: tuple[Tensor, Tensor]  # int32 [B + 1] each: where the queries and keys of each sequence begin, laid one after the other
     visible: Tensor  # bool [B, 1, 1, P * page_size]
     seats: Tensor | None  # int64 [B]
-
-
-class PagedAttention(Protocol):
-    """Attention over the pages of one layer, in which the keys and values of the queries' own tokens already are."""
-
-    page_size: int
-
-    def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Sequences that are whole in the pass: [B, S, groups, queries per group, D] to keys and values [B, S, groups, D]."""
-
-    def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
-        """One token of each sequence: [B, groups, queries per group, D] -> the same shape."""
-
-    def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
-        """The tokens of one chunk: [S, groups, queries per group, D] -> the same shape."""
 
 
 def plan_prefill(chunks: Sequence[PrefillChunk], page_size: int, device: torch.device) -> PrefillPlan:
@@ -271,13 +288,13 @@ def plan_decode(batch: DecodeBatch, page_size: int) -> DecodePlan:
 
 
 def prefill_attention(
-    mixed: tuple[Tensor, Tensor, Tensor], cache: PagedKV, layer: int, plan: PrefillPlan, attention: PagedAttention
+    mixed: tuple[Tensor, Tensor, Tensor], cache: PagedKV, layer: int, plan: PrefillPlan, attention: GatheredAttention
 ) -> Tensor:
     """Causal attention of flat tokens, [N, groups, queries per group, D].
 
     Args:
         mixed: queries [N, groups, queries per group, D], keys and values [N, groups, D] of the tokens.
-        cache: in this layer of it the tokens' keys and values already are.
+        cache: already has the tokens' keys and values in this layer.
     """
     queries, keys, values = mixed
     out = torch.empty_like(queries)
@@ -298,7 +315,7 @@ def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         out = attend(q, k, v, is_causal=True, enable_gqa=share > 1)
     else:
         places = torch.arange(keys.shape[1], device=q.device)
-        # Only kernels without masks take fewer key than query heads; the one that does all else writes the scores out.
+        # Only kernels without masks accept fewer key heads than query heads; the general kernel writes the scores out.
         k, v = (tensor.repeat_interleave(share, dim=1) for tensor in (k, v))
         out = attend(q, k, v, attn_mask=places[-length:, None] >= places)
     return out.view(batch, groups, share, length, size).permute(0, 3, 1, 2, 4)
@@ -308,7 +325,7 @@ _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
-    """`scaled_dot_product_attention`, on a GPU without cuDNN's kernels: these build a plan for every shape, and decoding has many."""
+    """`scaled_dot_product_attention`, on a GPU without cuDNN's kernels, which build a plan for every shape: decoding has many shapes."""
     if not queries.is_cuda:
         return F.scaled_dot_product_attention(queries, keys, values, **options)
     with sdpa_kernel(_BACKENDS):
@@ -316,29 +333,38 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Ten
 
 
 class GatheredAttention:
-    """`PagedAttention` on copies of the pages, anywhere."""
+    """Attention over the pages of one layer, which already hold the keys and values of the queries' own tokens: on copies of the pages, on
+    any device. Subclasses attend in another form or where the pages lie."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
 
     def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The last S tokens of sequences: [B, S, groups, queries per group, D] to keys and values [B, T, groups, D]."""
         return causal(queries, keys, values)
 
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
+        """One token of each sequence: [B, groups, queries per group, D] -> the same shape."""
         # The queries of a group attend to the same keys: they are the "sequence", and no key is repeated.
-        k, v = (tensor[layer][plan.pages].flatten(1, 2).transpose(1, 2) for tensor in (cache.keys, cache.values))
-        return attend(queries, k, v, attn_mask=plan.visible)
+        return attend(queries, *gathered(cache, layer, plan), attn_mask=plan.visible)
 
     def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
+        """The tokens of one chunk: [S, groups, queries per group, D] -> the same shape."""
         keys, values = (tensor[part.slots][None] for tensor in cache.slots(layer))
-        return causal(queries[None], keys, values)[0]
+        return self.fresh(queries[None], keys, values)[0]
 
 
-class FormedAttention:
-    """`PagedAttention` of layers with a window or chunks, capped scores, sinks [heads] or another scale, on copies of pages, anywhere."""
+def gathered(cache: PagedKV, layer: int, plan: DecodePlan) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, groups, P * page_size, D] of the pages that a decode step looks at."""
+    keys, values = (tensor[layer][plan.pages].flatten(1, 2).transpose(1, 2) for tensor in (cache.keys, cache.values))
+    return keys, values
+
+
+class FormedAttention(GatheredAttention):
+    """Layers with a window or chunks, capped scores, sinks [heads] or another scale."""
 
     def __init__(self, page_size: int, form: Form, scale: float, sinks: Tensor | None = None) -> None:
-        self.page_size = page_size
+        super().__init__(page_size)
         self._form, self._scale, self._sinks = form, scale, sinks
 
     def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -347,12 +373,8 @@ class FormedAttention:
         return out.transpose(1, 2).view(queries.shape)
 
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
-        k, v = (tensor[layer][plan.pages].flatten(1, 2).transpose(1, 2) for tensor in (cache.keys, cache.values))
+        k, v = gathered(cache, layer, plan)
         places = torch.arange(k.shape[2], device=k.device)
         visible = sees(plan.positions[:, None], places, self._form)[:, None, None]
         sinks = None if self._sinks is None else self._sinks.view(*queries.shape[1:3], 1)
         return masked(queries, k, v, visible, self._form, self._scale, sinks)
-
-    def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
-        keys, values = (tensor[part.slots][None] for tensor in cache.slots(layer))
-        return self.fresh(queries[None], keys, values)[0]

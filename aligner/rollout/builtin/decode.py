@@ -1,13 +1,13 @@
 """Incremental decoding: the arithmetic of the policy's Megatron-Core layers without their training machinery.
 
-A decode step through the training modules takes several times as long on small batches, nearly all of it in Python; the tests hold this
-pass equal to the modules' forward. It computes with `ModelWeights`, which may be the training parameters themselves.
+A decode step through the training modules takes several times as long on small batches, mostly in Python; the tests keep this pass equal to
+the modules' forward. It computes with `ModelWeights`, which may be the training parameters themselves.
 
-A decode step runs, with `kernels=auto`: on CPU in float32 on compiled kernels (`aligner.rollout.builtin.native`); on GPU with
-FlashAttention over the pages where there is one (`aligner.rollout.builtin.paged_kernels`); else in plain torch. On GPU it is a CUDA graph.
-Tensor parallelism: each rank holds its heads, its share of the MLP (of every expert) and of the vocabulary.
+With `kernels=auto` a decode step uses compiled kernels on CPU in float32 (`aligner.rollout.builtin.native`), FlashAttention over the pages
+on GPU if available (`aligner.rollout.builtin.paged_kernels`), else plain torch. On GPU it is a CUDA graph. Tensor parallelism: each rank
+holds its heads, its share of the MLP (of every expert) and of the vocabulary.
 
-Feed-forward layers have the arithmetic of Megatron-Core's `MLP`; `aligner.rollout.builtin.experts` has mixtures of experts.
+Feed-forward layers have the arithmetic of Megatron-Core's `MLP`; mixtures of experts are in `aligner.rollout.builtin.experts`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from aligner.models.modules.latent_attention import LATENT_EPS
 from aligner.models.modules.megatron_config import activation_of
 from aligner.models.modules.windowed_attention import form_of
 from aligner.models.training.tracing import Operation, Tap
-from aligner.parallel.logprobs import float32_product, row_sums, shaped
+from aligner.parallel.logprobs import beside, float32_product, row_sums, shaped
 from aligner.rollout.builtin.attention import (
     DecodeBatch,
     DecodePlan,
     FormedAttention,
     GatheredAttention,
-    PagedAttention,
     PagedKV,
     PrefillChunk,
     PrefillPlan,
+    SeatStates,
     plan_decode,
     plan_prefill,
     prefill_attention,
 )
-from aligner.rollout.builtin.decode_layers import DeltaHeads, LatentHeads, Rotary, SeatStates, norm_of, norm_of_heads
+from aligner.rollout.builtin.decode_layers import DeltaHeads, LatentHeads, Rotary, norm_of, norm_of_heads
 from aligner.rollout.builtin.experts import Stack, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
 from aligner.rollout.builtin.graphs import CudaCapture, DecodeGraphs
 from aligner.rollout.builtin.native import library as native
@@ -56,7 +56,7 @@ from aligner.types import route_dtype
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
-    """Which share of the model this rank decodes with: `group` is None if it has all of it."""
+    """This rank's share of the model in decoding: `group` is None if it has all of it."""
 
     index: int = 0
     count: int = 1
@@ -66,12 +66,13 @@ class Shards:
 class Decoder:
     """A language model's forward pass over a KV cache. Collective over the group of `shards`.
 
-    `frequencies` are the rotary embedding's, one for each pair of rotated dimensions; None if positions are learned. `page_size` 0 is
-    the kernels' own.
+    `frequencies` of the rotary embedding: one for each pair of rotated dimensions; None if positions are learned. `page_size` 0: the
+    kernels' own.
     """
 
     add_up = staticmethod(row_sums)  # the sampler's sum over the vocabulary
-    tap: Tap | None = None  # shown the output of every operation, for tokens as they lie in the pass; the compiled kernels show fewer
+    tap: Tap | None = None  # receives the output of every operation, for tokens as they lie in the pass; compiled kernels report fewer
+    _rotate = staticmethod(rope.rotate)
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Decoder:
             latent_norm = norm_of(replace(architecture, norm_eps=LATENT_EPS))
             self.latent = LatentHeads(architecture=architecture, heads=self.groups * self.queries, norm=latent_norm)
             self.groups, self.queries, self.head_dim = 1, self.groups * self.queries, architecture.latent_size + architecture.rotated
-        # Which delta net a layer is, or else which of those with keys and values.
+        # The number of each layer among the delta nets, or among the layers with keys and values.
         linear, layers = architecture.linear_attention_layers, range(architecture.num_layers)
         self._cached = {layer: number for number, layer in enumerate(layer for layer in layers if layer not in linear)}
         self.delta = DeltaHeads(architecture=architecture, number={layer: number for number, layer in enumerate(linear)})
@@ -112,14 +113,14 @@ class Decoder:
         self.rotary = Rotary(architecture, frequencies, weights.embedding, max_sequence_length)
         self._embedding_scale = rounded_scale(architecture.embedding_scale, weights.embedding.dtype)
         flash = flash_attention(weights.embedding, (self.groups, self.queries, self.head_dim)) if kernels == Kernels.auto else None
-        self.attention: PagedAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
+        self.attention: GatheredAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
         self.page_size = self.attention.page_size
         self._attentions = [self._attention_of(number) for number in range(len(weights.layers))]
         self._native = self._native_decode() if kernels == Kernels.auto else None
         self._graphs = self._decode_graphs() if cuda_graphs and weights.embedding.is_cuda and not linear else None
-        self.fixed_shapes = weights.embedding.is_cuda  # of decode steps, whatever the routing: nothing is read on the host
+        self.fixed_shapes = weights.embedding.is_cuda  # of decode steps for any routing: nothing is read on the host
         self._addresses: tuple[int, ...] = ()
-        self._stacks: tuple[Stack | None, ...] = (None,) * len(weights.layers)  # of experts whose products are grouped
+        self._stacks: tuple[Stack | None, ...] = (None,) * len(weights.layers)  # experts whose products are grouped
 
     def new_cache(self, num_pages: int) -> PagedKV:
         """An empty cache of `num_pages` pages, and the scratch page."""
@@ -135,17 +136,17 @@ class Decoder:
 
     @property
     def keeps_addresses(self) -> bool:
-        """Whether decode steps are cheaper on the cache of the generation before: graphs are recorded again for another one."""
+        """Whether decode steps are cheaper on the previous generation's cache: for another one graphs are recorded again."""
         return self._graphs is not None
 
     @property
     def fused_draw(self) -> FusedDraw | None:
-        """The sampler's kernel, if the decode steps have theirs."""
+        """The sampler's kernel, if decode steps are compiled too."""
         return None if self._native is None else self._native.draw
 
     @torch.no_grad()
     def prefill(self, chunks: Sequence[PrefillChunk], cache: PagedKV) -> Tensor:
-        """Put the chunks' tokens into the cache; logits float32 [chunks that want logits, V], after the last token of each of these."""
+        """Put the chunks' tokens into the cache; logits float32 [chunks with `wants_logits`, V], after each one's last token."""
         if self.fixed_shapes:
             self._look_up()
         plan = plan_prefill(chunks, cache.page_size, self.weights.embedding.device)
@@ -153,20 +154,20 @@ class Decoder:
 
     @torch.no_grad()
     def decode(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
-        """Put one more token of each sequence into the cache; logits float32 [B, V] after it, good until the next call."""
+        """Put one more token of each sequence into the cache; logits float32 [B, V] after it, valid until the next call."""
         if self._native is not None:
             self._recorded = None if cache.routes is None else (cache.routes, batch.slots(cache.page_size))
             logits = self._gather(self._native(batch, cache, self.architecture.vocab_size, self.tap))
             return self._note(Operation.logits, len(self.weights.layers), logits)
-        if self._graphs is not None and self.tap is None:  # a graph's replay shows nothing: for a tap its kernels are launched singly
+        if self._graphs is not None and self.tap is None:  # a replay reports nothing to a tap: then kernels are launched one by one
             return self._graphs(batch, cache, self._addresses)
         return self._step(batch, cache)
 
     def refitted(self) -> None:
-        """The weights changed: forget everything computed from the old ones. Here nothing was."""
+        """The weights changed: forget everything computed from the old ones, here nothing."""
 
     def _look_up(self) -> None:
-        """Where the weights are: they move between generations, not in them."""
+        """Look up the weights' addresses, which change only between generations."""
         addresses = tuple(tensor.data_ptr() for tensor in tensors(self.weights))
         if addresses != self._addresses:
             self._addresses = addresses
@@ -174,7 +175,7 @@ class Decoder:
                 self._stacks = tuple(stack_of(layer.experts) if layer.router is not None else None for layer in self.weights.layers)
 
     def release(self) -> None:
-        """Give back the device memory that decode steps keep, and forget the cache that they knew. May be called between generations."""
+        """Release the device memory that decode steps keep, and forget their cache. May be called between generations."""
         if self._graphs is not None:
             self._graphs.release()
 
@@ -182,7 +183,7 @@ class Decoder:
         return self._finish(self._forward(batch.tokens, plan_decode(batch, cache.page_size), cache), out)
 
     def _finish(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits of residual streams [N, H], float32 [N, V]; in `out` if it is given."""
+        """Logits of residual streams [N, H], float32 [N, V]; in `out` if given."""
         depth = len(self.weights.layers)
         normed = x if self.weights.final_norm is None else self._note(Operation.final_norm, depth, self.norm(x, self.weights.final_norm))
         if self.weights.projections is not None:
@@ -190,13 +191,13 @@ class Decoder:
         return self._note(Operation.logits, depth, self._logits(normed, out))
 
     def _note(self, operation: Operation, layer: int, output: Tensor) -> Tensor:
-        """`output`, shown to whoever looks on."""
+        """`output`, also passed to the tap."""
         if self.tap is not None:
             self.tap(operation, layer, output)
         return output
 
-    def _attention_of(self, layer: int) -> PagedAttention:
-        """The layer's own where it sees a window or chunk, caps its scores or scales them otherwise."""
+    def _attention_of(self, layer: int) -> GatheredAttention:
+        """The layer's own attention if it sees a window or chunk, caps its scores or scales them otherwise."""
         form = form_of(self.architecture, layer).within(self.max_sequence_length)
         scale = self.architecture.attention_scale
         if self.latent is not None:
@@ -212,7 +213,7 @@ class Decoder:
         return DecodeGraphs(self._step, CudaCapture, max_pages=max_pages, vocab_size=self.architecture.vocab_size)
 
     def _native_decode(self) -> NativeDecode | None:
-        """Decode steps on the compiled kernels, where the weights are such as they take and the kernels can be had."""
+        """Decode steps on the compiled kernels, if they support the weights and can be built."""
         library = native.load() if native.fits(self.weights, self.architecture) else None
         if library is None:
             return None
@@ -247,12 +248,12 @@ class Decoder:
         return x
 
     def _normed(self, x: Tensor, weights: Affine | None) -> Tensor:
-        """As it is where the model has no norm there."""
+        """`x` itself if the model has no norm there."""
         return x if weights is None else self.norm(x, weights)
 
     def _mixed(self, layer: LayerWeights, number: int, normed: Tensor, rotary: tuple | None) -> tuple[Tensor, ...]:
-        """Queries [N, groups, queries per group, D], keys and values [N, groups, D], rotated; gates, shaped as queries, if it has some."""
-        mixed = self._note(Operation.qkv, number, F.linear(normed, layer.qkv.weight, layer.qkv.bias))
+        """Queries [N, groups, queries per group, D], keys and values [N, groups, D], rotated; gates, shaped like queries, if any."""
+        mixed = self._note(Operation.qkv, number, self._linear(normed, layer.qkv))
         mixed, gates = mixed.view(normed.shape[0], self.groups, -1, self.head_dim), ()
         if self.architecture.attention_gate:
             heads = mixed[..., :-2, :].unflatten(-2, (self.queries, 2))
@@ -265,7 +266,7 @@ class Decoder:
         if rotary is not None:
             if self.architecture.rotary_interleaved:
                 q_and_k = neighbours_apart(q_and_k, rotary[0].shape[-1])
-            q_and_k = rope.rotate(q_and_k, *rotary)
+            q_and_k = self._rotate(q_and_k, *rotary)
             if self.architecture.qk_l2_norm:
                 q_and_k = F.rms_norm(q_and_k.float(), (self.head_dim,), eps=self.architecture.norm_eps).to(q_and_k.dtype)
         queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
@@ -275,7 +276,7 @@ class Decoder:
     def _attended(
         self, layer: LayerWeights, number: int, normed: Tensor, rotary: tuple | None, plan: PrefillPlan | DecodePlan, cache: PagedKV
     ) -> Tensor:
-        """What the layer behind attention reads, [N, heads * D]."""
+        """The input of the layer after attention, [N, heads * D]."""
         if layer.delta is not None:
             return self.delta.mixed(normed, number, layer.delta, plan, cache.states)
         mixed = self._mixed(layer, number, normed, rotary) if self.latent is None else self.latent.mixed(normed, layer.latent, rotary)
@@ -310,7 +311,7 @@ class Decoder:
         return x + F.embedding(positions + self.architecture.position_offset, self.weights.positions)
 
     def _feed_forward(self, layer: LayerWeights, number: int, x: Tensor, *, fixed: bool) -> Tensor:
-        """Of what its norm gives."""
+        """The output of the MLP or the experts for normed `x`."""
         self._note(Operation.mlp_norm, number, x)
         if layer.router is not None:
             mixture = self._experts(layer, number, x, fixed=fixed)
@@ -328,23 +329,27 @@ class Decoder:
         if self._recorded is not None:
             routes, slots = self._recorded
             routes[number].flatten(0, 1).index_copy_(0, slots, routing[1].to(routes.dtype))
-        if architecture.weighted_expert_inputs:  # of the one expert that each token has
+        if architecture.weighted_expert_inputs:  # each token has one expert
             weights, chosen = routing
             tokens, routing = (tokens * weights).to(x.dtype), (torch.ones_like(weights), chosen)
-        biased = self.shards.index == 0  # each rank has its share of every expert; their outputs are summed
+        biased = self.shards.index == 0  # each rank has a share of every expert; the outputs are summed
         if (stack := self._stacks[number]) is not None:
             return self._sum(mix_grouped(tokens, stack, routing, self.activate, biased=biased)).view_as(x)
         add_up = mix_all if fixed else mix
         return self._sum(add_up(tokens, layer.experts, routing, self._expand, biased=biased)).view_as(x)
 
     def _shared(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        """What every token passes beside its experts."""
+        """The experts that every token passes."""
         out = self._project(self._expand(x, layer.shared), layer.shared.down)
         return out if layer.shared_gate is None else out * F.linear(x, layer.shared_gate).sigmoid()
 
     def _expand(self, x: Tensor, weights: FeedForward) -> Tensor:
         """This rank's share of the inner activations, [..., F / tp]."""
-        return self.activate(F.linear(x, weights.up.weight, weights.up.bias))
+        return self.activate(self._linear(x, weights.up))
+
+    def _linear(self, x: Tensor, weights: Affine) -> Tensor:
+        """A matrix whose output is split over the ranks."""
+        return F.linear(x, weights.weight, weights.bias)
 
     def _project(self, x: Tensor, weights: Affine) -> Tensor:
         """A matrix whose input is split over the ranks."""
@@ -363,12 +368,8 @@ class Decoder:
         return out.copy_(own if self.shards.count == 1 else self._gather(own.float()))
 
     def _gather(self, logits: Tensor) -> Tensor:
-        """Full rows from each rank's. Every rank has equally many columns, the last ones padding: what is beyond the vocabulary is cut."""
-        if self.shards.count == 1:
-            return logits
-        parts = [torch.empty_like(logits) for _ in range(self.shards.count)]
-        dist.all_gather(parts, logits, group=self.shards.group)
-        return torch.cat(parts, dim=-1)[:, : self.architecture.vocab_size]
+        """Full rows, without padding, from every rank's equal number of columns."""
+        return logits if self.shards.count == 1 else beside(logits, self.shards.group)[:, : self.architecture.vocab_size]
 
     def _sum(self, x: Tensor) -> Tensor:
         if self.shards.count > 1:

@@ -1,11 +1,10 @@
-"""What layers of the built-in engine compute beside plain attention: norms, positions, latent attention, gated delta nets."""
+"""The parts of the built-in engine's layers other than plain attention: norms, positions, latent attention, gated delta nets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +14,7 @@ from aligner.models.architecture.rope import neighbours_apart
 from aligner.models.config import Architecture, Normalization
 from aligner.models.modules.delta_rule import chunked, convolved, step
 from aligner.models.modules.gated_delta_net import gated_norm, split_heads, tokens_of
-from aligner.rollout.builtin.attention import DecodePlan, PrefillPlan, RecurrentStates, upload
+from aligner.rollout.builtin.attention import DecodePlan, PrefillPlan, SeatStates
 from aligner.rollout.builtin.weights import Affine, DeltaWeights, LatentWeights
 
 Norm = Callable[[Tensor, Affine], Tensor]
@@ -52,7 +51,7 @@ def norm_of_heads(architecture: Architecture, *, ranks: int, add_up: Callable[[T
 
 
 class Rotary:
-    """What positions do in each layer: tables of an architecture for those below `length`, in the dtype and on the device of `like`.
+    """The effect of positions in each layer: tables for positions below `length`, in the dtype and on the device of `like`.
 
     `frequencies`: one for each pair of rotated dimensions; None if positions are learned. `everywhere` are the tables of the layers that
     have no base of their own: [length, R] each for R rotated dimensions.
@@ -72,7 +71,7 @@ class Rotary:
         self._local = tables(rope.frequencies(rope.local(architecture)), 1.0) if local else None
 
     def at(self, positions: Tensor) -> list[Tables | None]:
-        """Of each layer the rows [N, 1, 1, R] of N tokens' positions; None where nothing is rotated."""
+        """For each layer the rows [N, 1, 1, R] of N tokens' positions; None for a layer that rotates nothing."""
         every, local = (None if both is None else _rows(both, positions) for both in (self.everywhere, self._local))
         a = self._architecture
         windowed = [local is not None and a.window_of(layer) > 0 for layer in range(a.num_layers)]
@@ -122,7 +121,7 @@ class LatentHeads:
         return queries[:, None], keys[:, None], F.pad(latent, (0, a.rotated))[:, None]
 
     def values(self, attended: Tensor, weights: LatentWeights) -> Tensor:
-        """[N, heads * value D] of what the heads gathered of the latents [N, 1, heads, W]."""
+        """[N, heads * value D] from the latents that the heads gathered, [N, 1, heads, W]."""
         a = self.architecture
         latent = attended[:, 0, :, : a.latent_size]
         return torch.einsum("nhl,hvl->nhv", latent, self._matrices(weights)[:, a.head_dim - a.rotated :]).flatten(1)
@@ -132,51 +131,6 @@ class LatentHeads:
         return weights.kv_up.unflatten(0, (self.heads, -1))
 
 
-class SeatStates:
-    """`RecurrentStates` of an architecture's delta nets on one of `ranks` that share its heads: at a sequence's seat, not in pages.
-
-    That is the end of the convolution's window and the state of every head, of whatever length the sequence is. It can neither be cut back
-    nor be read in the middle, so beginnings of prompts are not shared: a group's prompt is computed at the seat of its first response, and
-    what is there then is copied to those of the others.
-    """
-
-    def __init__(self, architecture: Architecture, ranks: int, weight: Tensor) -> None:
-        a, heads = architecture, architecture.linear_value_heads // ranks
-        channels = 2 * a.linear_key_heads * a.linear_key_head_dim // ranks + heads * a.linear_value_head_dim
-        shapes = (a.linear_conv_size - 1, channels), (heads, a.linear_key_head_dim, a.linear_value_head_dim)
-        layers = len(a.linear_attention_layers)
-        self._tensors = [
-            torch.zeros((layers, 0, *shape), dtype=dtype, device=weight.device)
-            for shape, dtype in zip(shapes, (weight.dtype, torch.float32), strict=True)
-        ]
-
-    def reserve(self, seats: int) -> None:
-        """There are at least so many seats from now on; those that were there keep what they have."""
-        if (missing := seats - self._tensors[0].shape[1]) > 0:
-            self._tensors = [torch.cat([x, x.new_zeros(len(x), missing, *x.shape[2:])], dim=1) for x in self._tensors]
-
-    def clear(self) -> None:
-        """As if nothing had been there."""
-        for tensor in self._tensors:
-            tensor.zero_()
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """From seat to seat, of all layers."""
-        source, target = (upload(np.array(seats, np.int64), self._tensors[0].device) for seats in (sources, targets))
-        for tensor in self._tensors:
-            tensor[:, target] = tensor[:, source]
-
-    def at(self, layer: int, seats: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the delta net of this number: the windows' ends [N, W - 1, channels], and the states float32 [N, heads, K, V]."""
-        tails, states = (tensor[layer][seats] for tensor in self._tensors)
-        return tails, states
-
-    def put(self, layer: int, seats: Tensor, tails: Tensor, states: Tensor) -> None:
-        """The inverse of `at`."""
-        for tensor, new in zip(self._tensors, (tails, states), strict=True):
-            tensor[layer].index_copy_(0, seats, new)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaHeads:
     """This rank's heads of an architecture's gated delta nets."""
@@ -184,8 +138,8 @@ class DeltaHeads:
     architecture: Architecture
     number: dict[int, int]  # which delta net a layer is
 
-    def mixed(self, x: Tensor, layer: int, weights: DeltaWeights, plan: PrefillPlan | DecodePlan, states: RecurrentStates) -> Tensor:
-        """[N, heads * V] of what a layer reads [N, H]; what it remembers of the sequences goes on to behind these tokens."""
+    def mixed(self, x: Tensor, layer: int, weights: DeltaWeights, plan: PrefillPlan | DecodePlan, states: SeatStates) -> Tensor:
+        """[N, heads * V] of what a layer reads [N, H]; moves what it remembers of the sequences on past these tokens."""
         number, seats, conv = self.number[layer], plan.seats, weights.conv[:, 0]
         channels, gates, rate, decay = split_heads(F.linear(x, weights.qkvz), F.linear(x, weights.ba), self.architecture)
         tails, state = states.at(number, seats)
@@ -194,7 +148,7 @@ class DeltaHeads:
             tails, channels = rows[:, 1:], torch.einsum("nwc,cw->nc", rows, conv)
             out, state = step(tokens_of(channels, rate, decay, (weights.a_log, weights.dt_bias), self.architecture), state)
         else:
-            # What another sequence left at a seat may be anything, NaN too: it is no factor.
+            # `where`, not a product: another sequence may have left anything at a seat, NaN too.
             tails, state = (torch.where(plan.continues.view(-1, *[1] * (x.dim() - 1)), x, 0.0) for x in (tails, state))
             channels, tails = convolved(channels, conv, plan.lengths, tails)
             out, state = chunked(tokens_of(channels, rate, decay, (weights.a_log, weights.dt_bias), self.architecture), plan.lengths, state)

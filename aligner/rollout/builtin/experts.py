@@ -1,9 +1,9 @@
-"""Mixtures of experts in the built-in engine: routing, and three ways to add up what the chosen experts make of each token.
+"""Mixtures of experts in the built-in engine: routing, and three ways to add up the chosen experts' outputs for each token.
 
-`mix` runs each expert on the tokens that chose it and must know on the host how many these are: the arithmetic of Megatron-Core's
-`SequentialMLP`, for the CPU and for prompts. On a GPU a decode step must not wait for that and is recorded in a graph, so its shapes cannot
-depend on the routing. `mix_grouped` sorts the tokens by expert and leaves the counts on the device (`torch._grouped_mm`); it needs the
-experts' matrices in one tensor. `mix_all` runs every expert on every token: with few tokens a step's time is that of reading the weights.
+`mix` runs each expert on the tokens that chose it, and needs their number on the host: the arithmetic of Megatron-Core's `SequentialMLP`,
+for the CPU and for prompts. On a GPU a decode step must not wait for that and is recorded in a graph, so its shapes cannot depend on the
+routing. `mix_grouped` sorts the tokens by expert and leaves the counts on the device (`torch._grouped_mm`); it needs the experts' matrices
+in one tensor. `mix_all` runs every expert on every token: with few tokens a step takes the time of reading the weights.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Inner = Callable[[Tensor, FeedForward], Tensor]  # an expert's inner activations
 
 
 def route(x: Tensor, router: Affine, bias: Tensor | None, architecture: Architecture) -> tuple[Tensor, Tensor]:
-    """(weights [N, k], experts int64 [N, k]) of tokens [N, H], in float32: the best experts and their scores, which sum to 1 where the
-    architecture says so; `bias` counts for the choice alone, the router's own for both."""
+    """(weights [N, k], experts int64 [N, k]) of tokens [N, H], in float32: the best experts and their scores, which sum to 1 if the
+    architecture normalizes them; `bias` affects only the choice, the router's own bias both."""
     logits = F.linear(x.float(), router.weight.float(), None if router.bias is None else router.bias.float())
     normalize, top_k = architecture.normalize_expert_weights, architecture.experts_per_token
     if normalize and not architecture.router_sigmoid:
@@ -39,9 +39,9 @@ def route(x: Tensor, router: Affine, bias: Tensor | None, architecture: Architec
 
 
 def mix(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, Tensor], inner: Inner, *, biased: bool) -> Tensor:
-    """Sum over the experts that `routing` (from `route`) chose for each token [N, H] of weight times output.
+    """Sum of weight times output over the experts that `routing` (from `route`) chose for each token [N, H].
 
-    `biased` where this rank adds the outer biases. Tokens are sorted by expert, so that each expert runs once, on the tokens that chose it.
+    `biased`: this rank adds the outer biases. Tokens are sorted by expert, so each expert runs once, on the tokens that chose it.
     """
     weights, chosen = routing
     top_k = chosen.shape[1]
@@ -61,12 +61,12 @@ def mix(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, Tens
 
 
 def mix_all(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, Tensor], inner: Inner, *, biased: bool) -> Tensor:
-    """`mix` in shapes that are always the same: every expert on all tokens, with weight 0 for those that chose others."""
+    """`mix` in constant shapes: every expert on all tokens, with weight 0 for tokens that chose others."""
     weights, chosen = routing
     scales = weights.new_zeros(x.shape[0], len(experts)).scatter_(1, chosen, weights)
     out = torch.zeros_like(x)
     for expert, scale in zip(experts, scales.split(1, dim=1), strict=True):
-        # Not a product: what an expert makes of a token that is not its own may overflow.
+        # `where`, not a product: an expert's output for a token of others may overflow.
         hidden = torch.where(scale != 0, inner(x, expert) * scale, 0.0).to(x.dtype)
         out = torch.addmm(out, hidden, expert.down.weight.t())
         if biased and expert.down.bias is not None:
@@ -79,7 +79,7 @@ class Stack:
     """The weights of a layer's experts, as views: up [experts, inner (twice if gated), H], down [experts, H, inner], and their biases
     [experts, rows].
 
-    `is_backwards`: the last expert is the first one, as in Megatron-Core's buffers of trained weights.
+    `is_backwards`: the experts are in reverse order, as in Megatron-Core's buffers of trained weights.
     """
 
     up: Affine
@@ -88,7 +88,7 @@ class Stack:
 
 
 def mix_grouped(x: Tensor, stack: Stack, routing: tuple[Tensor, Tensor], activate: Callable[[Tensor], Tensor], *, biased: bool) -> Tensor:
-    """`mix` by two grouped matrix products. The same shapes for any routing, and nothing is read on the host."""
+    """`mix` by two grouped matrix products, in the same shapes for any routing, without reads on the host."""
     weights, chosen = routing
     count, top_k = stack.up.weight.shape[0], chosen.shape[1]
     last = count - 1
@@ -104,13 +104,13 @@ def mix_grouped(x: Tensor, stack: Stack, routing: tuple[Tensor, Tensor], activat
 
 
 def multiplies_groups(weight: Tensor) -> bool:
-    """Whether the device has a kernel for grouped products of this dtype. Others do them one by one, with counts read on the host."""
+    """Whether the device has a kernel for grouped products of this dtype. Others compute them one by one, with counts on the host."""
     return weight.is_cuda and weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
 
 
 def stack_of(experts: Sequence[FeedForward]) -> Stack | None:
-    """The experts' weights where they lie, None if that is not at equal distances in one storage (`OwnWeights` sees to it, and training's
-    buffers mostly do), or not aligned as the kernels want it."""
+    """Views of the experts' weights; None if these are not at equal distances in one storage (`OwnWeights` are, training's buffers mostly),
+    or not aligned for the kernels."""
     for is_backwards in (False, True):
         ordered = experts[::-1] if is_backwards else experts
         up, down = (_stacked_affine([getattr(expert, name) for expert in ordered]) for name in ("up", "down"))

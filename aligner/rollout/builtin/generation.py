@@ -1,14 +1,14 @@
 """Continuous batching over a paged cache: a finished response frees its seat at once, as long as there are requests.
 
 The loop alternates between two kinds of steps. A prefill step puts pieces of prompts into the cache, at most `prefill_chunk_tokens` in one
-pass; a decode step computes one more token of every running response. Prompts go first: the aim is that all responses end early, and
-a decode step costs nearly as much for a few responses as for many.
+pass; a decode step computes one more token of every running response. Prompts go first, since a decode step costs nearly as much for a few
+responses as for many.
 
 A prompt is computed once for all responses to it (a GRPO group), and full pages of common prefixes are shared. If pages run
-out, the response that arrived last releases its own; its tokens so far are recomputed when there is room. Models with delta nets share
-a group's prompt alone (`aligner.rollout.builtin.decode_layers.SeatStates`).
+out, the response that arrived last releases its pages; its tokens so far are recomputed when there is room. Models with delta nets share
+only a group's prompt (`aligner.rollout.builtin.attention.SeatStates`).
 
-If another thread gives the decoder new weights meanwhile (`Pauses`), running responses continue with them. Their keys and values stay
+If another thread gives the decoder new weights meanwhile (`Gate`), running responses continue with them. Their keys and values stay
 those of the old weights (as in PipelineRL, Piche et al. 2025, 2509.19128), or are recomputed (as in AReaL, Fu et al. 2025, 2505.24298).
 Shared prefixes are forgotten in both cases.
 """
@@ -17,102 +17,53 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from aligner.errors import EngineError
-from aligner.models.config import Architecture
 from aligner.parallel import platform
 from aligner.parallel.logprobs import row_sums
-from aligner.rollout.builtin.attention import DecodeBatch, PagedKV, PrefillChunk, upload
+from aligner.rollout.builtin.attention import PagedKV, PrefillChunk, upload
+from aligner.rollout.builtin.decode import Decoder
 from aligner.rollout.builtin.running import Ended, Fetch, RunningBatch, Transcript
 from aligner.rollout.builtin.sampling import FusedDraw, Sampler
 from aligner.rollout.builtin.scheduler import Counters, PagePool, Prefix, Response, Scheduler, copies, seat_copies
 from aligner.rollout.engine import GenRequest, GenResult, Work
+from aligner.rollout.engine.gate import Gate
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 _REFILL_PART = 8  # prompts are computed when this part of the seats is free, or all that wait can have one
 
 
-class PagedDecoder(Protocol):
-    """The model that computes; `aligner.rollout.builtin.decode.Decoder`."""
-
-    architecture: Architecture
-    max_sequence_length: int
-    page_size: int
-
-    def new_cache(self, num_pages: int) -> PagedKV: ...
-
-    def prefill(self, chunks: Sequence[PrefillChunk], cache: PagedKV) -> Tensor: ...
-
-    def decode(self, batch: DecodeBatch, cache: PagedKV) -> Tensor: ...
-
-
-class Pauses(Protocol):
-    """Who may change the weights between two steps; `aligner.rollout.engine.gate.Gate`."""
-
-    def between_steps(self, settle: Callable[[], None]) -> int | None:
-        """Wait while somebody is in, after `settle()`. Returns the version of new weights, None if they are as before. May raise."""
-
-
+@dataclass(kw_only=True, eq=False)
 class Generation:
-    """Samples with a decoder. Every rank of a replica constructs it and runs it with the same requests.
+    """Samples with a decoder. Every rank of a replica constructs it and runs it with the same requests."""
 
-    Args:
-        max_batch_size: responses that are decoded at a time.
-        kv_cache_tokens: tokens that the cache has room for; 0: as many as `max_batch_size` responses of the greatest length need.
-        prefill_chunk_tokens: tokens of one prefill pass.
-        eos_id: ends a response, besides the sampling's own stop tokens.
-        decode: token ids to text, for stop strings.
-        steps_ahead: steps that are launched before the results of an earlier one are read; hides the host's work behind an
-            accelerator's, and costs each response one more row of one step.
-        add_up: the sampler's sum over the vocabulary; the trainer's, if log-probs must be bit-identical to the trainer's.
-        fused_draw: the sampler's kernel, for sampling that nothing reshapes.
-        pauses: asked before each step that begins no prompt; None: the weights stay as they are.
-        recompute: after new weights, keys and values of running responses are computed again.
-        keep_cache: the cache's memory stays allocated from one generation to the next, until `release`.
-    """
-
-    def __init__(
-        self,
-        decoder: PagedDecoder,
-        *,
-        max_batch_size: int,
-        kv_cache_tokens: int,
-        prefill_chunk_tokens: int,
-        eos_id: int,
-        decode: Callable[[Sequence[int]], str] | None = None,
-        steps_ahead: int = 0,
-        add_up: Callable[[Tensor], Tensor] = row_sums,
-        fused_draw: FusedDraw | None = None,
-        pauses: Pauses | None = None,
-        recompute: bool = False,
-        keep_cache: bool = False,
-    ) -> None:
-        self.decoder = decoder
-        self.max_batch_size = max_batch_size
-        self.kv_cache_tokens = kv_cache_tokens
-        self.prefill_chunk_tokens = prefill_chunk_tokens
-        self.eos_id = eos_id
-        self.decode = decode
-        self.steps_ahead = steps_ahead
-        self.add_up = add_up
-        self.fused_draw = fused_draw
-        self.pauses = pauses
-        self.recompute = recompute
-        self.keep_cache = keep_cache
-        self._kept: PagedKV | None = None  # between two generations
-        self.counters = Counters()  # of the last run
+    decoder: Decoder
+    max_batch_size: int  # responses that are decoded at a time
+    kv_cache_tokens: int  # room of the cache; 0: as much as `max_batch_size` responses of the greatest length need
+    prefill_chunk_tokens: int  # tokens of one prefill pass
+    eos_id: int  # ends a response, besides the sampling's own stop tokens
+    decode: Callable[[Sequence[int]], str] | None = None  # token ids to text, for stop strings
+    # Steps that are launched before the results of an earlier one are read: this hides the host's work behind an accelerator's, and costs
+    # each response one more row of one step.
+    steps_ahead: int = 0
+    add_up: Callable[[Tensor], Tensor] = row_sums  # the sampler's sum over the vocabulary; the trainer's, for log-probs of the same bits
+    fused_draw: FusedDraw | None = None  # the sampler's kernel, for sampling that nothing reshapes
+    pauses: Gate | None = None  # asked before each step that begins no prompt; None: the weights never change
+    recompute: bool = False  # after new weights, compute keys and values of running responses again
+    keep_cache: bool = False  # keep the cache's memory from one generation to the next, until `release`
+    counters: Counters = field(default_factory=Counters, init=False)  # of the last run
+    _kept: PagedKV | None = field(default=None, init=False)  # between two generations
 
     def run(self, work: Work, sampling: SamplingConfig, version: int) -> Iterator[list[GenResult]]:
-        """Responses to all requests of `work` as they end, in any order; `version` is that of the weights now.
+        """Responses to all requests of `work` as they end, in any order; `version` is the weights' current one.
 
         Raises EngineError naming a request whose prompt is empty or leaves no room in the context, or which does not fit into a cache of
-        `kv_cache_tokens` even alone. The cache's memory is given back at the end, however that comes, or kept as it was asked for.
+        `kv_cache_tokens` even alone. At the end, also after an error, the cache's memory is released, or kept with `keep_cache`.
         """
         self.counters = Counters()
         loop = _Loop(self, work, sampling, version)
@@ -125,7 +76,7 @@ class Generation:
             self._kept = (loop.cache or loop.spare) if self.keep_cache else None
 
     def release(self) -> None:
-        """Give back the memory of a kept cache. Not while something is generated."""
+        """Release the memory of a kept cache. Not during a generation."""
         self._kept = None
 
 
@@ -161,12 +112,12 @@ class _Loop:
         self.under_way: deque[Fetch] = deque()
         self.finished: list[Ended] = []
         self.has_more_work = True
-        self.most_pages = 0  # that any request so far needs
+        self.most_pages = 0  # the most that any request so far needs
         self.cache: PagedKV | None = None  # may have more pages than the pool
-        self.spare: PagedKV | None = None  # what the generation before left
+        self.spare: PagedKV | None = None  # the cache of the generation before
 
     def step(self) -> list[Ended] | None:
-        """One pass of the decoder at most; the responses that are known to have ended since the last one, None when all have."""
+        """At most one pass of the decoder. Returns the responses found to have ended since the last step, None after the last response."""
         self._pause()
         ready = self._admit()
         if ready or self.scheduler.prefilling:
@@ -180,7 +131,7 @@ class _Loop:
         return finished
 
     def _pause(self) -> None:
-        """Let others in who want to change the weights; not between two pieces of a prompt, which are of the same ones."""
+        """Let another thread change the weights; not between two pieces of a prompt, which must have the same weights."""
         pauses = self.owner.pauses
         if pauses is None or self.scheduler.prefilling:
             return
@@ -197,7 +148,7 @@ class _Loop:
         self.scheduler.forget_everything()
 
     def _admit(self) -> list[tuple[Prefix, Response]]:
-        """Take requests and seat them, if that is worth a step; returns those that can be drawn for at once."""
+        """Take requests and seat them, if that is worth a step; returns those that are ready for a draw."""
         scheduler = self.scheduler
         free = scheduler.num_free_seats
         if self.has_more_work and not scheduler.waiting and (free >= self.refill or not scheduler.seated):
@@ -209,7 +160,7 @@ class _Loop:
         return ready
 
     def _take(self, room: int) -> None:
-        """More requests, if there are any. A queue that replicas share gives each a part at a time: nobody asks twice before a step."""
+        """Take more requests, at most once before a step: a queue that replicas share hands out one part at a time."""
         requests = self.work.take(room)
         self.has_more_work = bool(requests) or self.work.is_open
         for request in requests:
@@ -221,16 +172,14 @@ class _Loop:
             self._provide()
 
     def _limit(self, prompt_length: int, own: int | None = None) -> int:
-        """Tokens of a response at most; `own` is its request's."""
+        """The most tokens of a response; `own` is the request's limit."""
         most = min(self.sampling.longest, self.decoder.max_sequence_length - prompt_length)
         return most if own is None else min(most, own)
 
     def _check(self, request: GenRequest, limit: int) -> None:
         length, context, kv_cache_tokens = len(request.tokens), self.decoder.max_sequence_length, self.owner.kv_cache_tokens
         if not 0 < length < context:
-            raise EngineError(
-                f"request {request.index}: a prompt of {length} tokens leaves no room for a response in the context of {context}"
-            )
+            raise EngineError(f"request {request.index}: a prompt of {length} tokens leaves no room in the context of {context}")
         needed = self.scheduler.pool.pages_for(length + limit - 1) * self.decoder.page_size
         if kv_cache_tokens and needed > kv_cache_tokens:
             raise EngineError(
@@ -239,9 +188,9 @@ class _Loop:
             )
 
     def _provide(self) -> None:
-        """Make the cache as large as it must be; what is in it stays where it is.
+        """Make the cache large enough, and keep its contents in place.
 
-        Where no size is stated, all that have arrived can become as long as the longest may, and have a page more each.
+        Without a stated size, every response that has arrived can become as long as the longest may, with one more page each.
         """
         pool, owner = self.scheduler.pool, self.owner
         seats = min(len(self.scheduler.seated) + len(self.scheduler.waiting), owner.max_batch_size)
@@ -252,9 +201,9 @@ class _Loop:
             self.cache.states.reserve(seats)
 
     def _grow(self, wanted: int) -> None:
-        """Have so many pages, or more."""
+        """Provide at least this many pages."""
         pool, owner = self.scheduler.pool, self.owner
-        if self.cache is not None:  # a shared queue gives a part at a time: not a copy for each
+        if self.cache is not None:  # a shared queue gives one part at a time: do not copy for each part
             wanted = max(wanted, min(2 * pool.num_pages, owner.max_batch_size * (self.most_pages + 1)))
         else:
             self.cache = self._take_spare(wanted)
@@ -268,7 +217,7 @@ class _Loop:
         pool.extend(wanted)
 
     def _take_spare(self, num_pages: int) -> PagedKV | None:
-        """The cache of the generation before, if it has that many pages; if not, its memory is given back before a larger one is made."""
+        """The cache of the generation before, if it has that many pages; else its memory is released before a larger one is made."""
         spare, self.spare = self.spare, None
         if spare is None or spare.num_pages < num_pages:
             return None
@@ -341,7 +290,7 @@ class _Loop:
         self.running.drop_exhausted()
 
     def _find_pages(self) -> None:
-        """A page for each row that enters one. Where none are left, the results under way may free some; else the youngest must wait."""
+        """A page for each row that enters one. If none are left, results under way may free some; else the youngest response must wait."""
         while len(rows := self.running.without_page()) and not self.scheduler.find_pages(len(rows)):
             if self.under_way:
                 self._collect(0)
@@ -359,7 +308,7 @@ class _Loop:
         self.running.drop_unseated()
 
     def _collect(self, ahead: int) -> None:
-        """Look at the results of all steps but the last `ahead`."""
+        """Read the results of all steps but the last `ahead`."""
         while len(self.under_way) > ahead:
             ended = self.transcript.record(self.under_way.popleft())
             for response in ended:
@@ -372,7 +321,7 @@ class _Loop:
                 self.running.drop_unseated()
 
     def _keep_routes(self, response: Response, num_sampled: int) -> None:
-        """Before its pages go. What has been computed again since keeps the experts that it was sampled with."""
+        """Before the response's pages go. Tokens that were computed again keep the experts that they were sampled with."""
         if self.cache is None or self.cache.routes is None:
             return
         routes = self.cache.routes_of(response.pages, len(response.request.tokens) + num_sampled - 1)

@@ -1,15 +1,14 @@
 """CUDA graphs of decode steps: a step is recorded once for each size and replayed, which costs one launch instead of hundreds.
 
-A graph keeps addresses: of its inputs, which are buffers that each step fills; of the logits, a buffer that all graphs share; of the
-weights and the cache, and if one of these has moved all graphs are recorded again. Sizes are rounded up, so that there are few. Rows that
-only fill up write to the cache's scratch page.
+A graph keeps the addresses of its inputs (buffers that each step fills), of the logits (a buffer that all graphs share), and of the weights
+and the cache; if one of these has moved, all graphs are recorded again. Sizes are rounded up to keep their number small. Padding rows write
+to the cache's scratch page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,11 +18,7 @@ from aligner.rollout.builtin.attention import DecodeBatch, PagedKV
 WARM_UPS = 2
 
 
-class Capture(Protocol):
-    """Records the kernels of a function."""
-
-    def __call__(self, function: Callable[[], object]) -> Callable[[], None]:
-        """What does it again, on the same addresses."""
+Capture = Callable[[Callable[[], object]], Callable[[], None]]  # records the kernels of a function, and returns their replay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,29 +30,21 @@ class Recorded:
     replay: Callable[[], None]
 
 
+@dataclass(eq=False)
 class DecodeGraphs:
-    """Decode steps by graph. Every rank of a replica makes the same calls, so all record and replay together.
+    """Decode steps by graph. Every rank of a replica makes the same calls, so all record and replay together."""
 
-    `step` writes a batch's logits to its third argument, float32 [B, `vocab_size`]. `new_capture` is called for each set of graphs that
-    live together.
-    """
+    step: Callable[[DecodeBatch, PagedKV, Tensor], object]  # writes a batch's logits to its third argument, float32 [B, `vocab_size`]
+    new_capture: Callable[[], Capture]  # called for each set of graphs that live together
+    _: KW_ONLY
+    max_pages: int
+    vocab_size: int
+    _recorded: dict[tuple[int, int], Recorded] = field(default_factory=dict, init=False)
+    _addresses: tuple[int, ...] = field(default=(), init=False)
+    _logits: Tensor | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        step: Callable[[DecodeBatch, PagedKV, Tensor], object],
-        new_capture: Callable[[], Capture],
-        *,
-        max_pages: int,
-        vocab_size: int,
-    ) -> None:
-        self._step = step
-        self._new_capture = new_capture
-        self._capture = new_capture()
-        self._max_pages = max_pages
-        self._vocab_size = vocab_size
-        self._recorded: dict[tuple[int, int], Recorded] = {}
-        self._addresses: tuple[int, ...] = ()
-        self._logits: Tensor | None = None
+    def __post_init__(self) -> None:
+        self._capture = self.new_capture()
 
     def __call__(self, batch: DecodeBatch, cache: PagedKV, weights: tuple[int, ...]) -> Tensor:
         """Logits [B, V], overwritten by the next call. `weights`: the addresses of all weights."""
@@ -66,7 +53,7 @@ class DecodeGraphs:
             self.release()
             self._addresses = addresses
         rows, columns = batch.pages.shape
-        size = round_rows(rows), min(round_pages(columns), self._max_pages)
+        size = round_rows(rows), min(round_pages(columns), self.max_pages)
         if size not in self._recorded:
             self._recorded[size] = self._record(size, batch, cache)
         recorded = self._recorded[size]
@@ -80,10 +67,10 @@ class DecodeGraphs:
         return recorded.logits[:rows]
 
     def release(self) -> None:
-        """Forget all graphs, and give back what they take."""
+        """Forget all graphs, and release their memory."""
         if self._recorded:
             self._recorded.clear()
-            self._capture = self._new_capture()  # the pool of graphs that are all gone takes no others
+            self._capture = self.new_capture()  # a pool whose graphs are all gone accepts no others
         self._addresses, self._logits = (), None
 
     def _record(self, size: tuple[int, int], batch: DecodeBatch, cache: PagedKV) -> Recorded:
@@ -94,13 +81,13 @@ class DecodeGraphs:
             pages=batch.pages.new_full(size, cache.scratch_page),
         )
         logits = self._logits_of(size[0], batch.tokens.device)
-        return Recorded(inputs=inputs, logits=logits, replay=self._capture(lambda: self._step(inputs, cache, logits)))
+        return Recorded(inputs=inputs, logits=logits, replay=self._capture(lambda: self.step(inputs, cache, logits)))
 
     def _logits_of(self, rows: int, device: torch.device) -> Tensor:
-        """The first rows of the buffer. Graphs recorded before it grew keep the smaller one: it at least doubles, so that there are few."""
+        """The first rows of the buffer. Graphs recorded before it grew keep the smaller one; it at least doubles, so there are few."""
         room = 0 if self._logits is None else self._logits.shape[0]
         if self._logits is None or room < rows:
-            self._logits = torch.empty(max(rows, 2 * room), self._vocab_size, dtype=torch.float32, device=device)
+            self._logits = torch.empty(max(rows, 2 * room), self.vocab_size, dtype=torch.float32, device=device)
         return self._logits[:rows]
 
 
@@ -116,7 +103,7 @@ def round_pages(pages: int) -> int:
 
 
 class CudaCapture:
-    """`Capture` on the current GPU. All graphs share one pool of memory: only one runs at a time, and each writes what it reads.
+    """A `Capture` on the current GPU. All graphs share one pool of memory: only one runs at a time, and each writes what it reads.
 
     The pool lives as long as one of its graphs does. The allocator accepts no graph for a pool whose graphs are all gone
     (`create_or_incref_pool`: use_count > 0 INTERNAL ASSERT FAILED): then another capture is needed.

@@ -16,18 +16,19 @@ from aligner.parallel import platform
 from aligner.protocols import Replica
 from aligner.rollout.builtin.batch_invariant import BatchInvariantDecoder
 from aligner.rollout.builtin.decode import Decoder
-from aligner.rollout.builtin.generation import Generation, Pauses
+from aligner.rollout.builtin.generation import Generation
 from aligner.rollout.builtin.refit import MIB, TrainingWeights, rollout_weights
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import Capabilities, GenResult, Memory, Refitted, WeightForm, Work
+from aligner.rollout.engine.gate import Gate
 from aligner.types import LogprobKind, SamplingConfig
 
 
 class MegatronEngine:
     """`aligner.rollout.engine.Engine` over the policy's chunks. Constructing it is collective over the component.
 
-    Its weights are not filled yet, and with `rollout.offload` asleep. With `rollout.asynchronous` they are its own in every layout, as are
-    its process groups, and it generates while another thread trains; `pauses` lets that thread change the weights between two steps.
+    Its weights are not filled yet, and with `rollout.offload` asleep. With `rollout.asynchronous` the engine has weights and process groups
+    of its own in every layout, and generates while another thread trains; `pauses` lets that thread change the weights between two steps.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class MegatronEngine:
         *,
         eos_id: int,
         decode: Callable[[Sequence[int]], str] | None = None,
-        pauses: Pauses | None = None,
+        pauses: Gate | None = None,
     ) -> None:
         self.version = 0
         self._chunks = chunks
@@ -66,7 +67,7 @@ class MegatronEngine:
             float32_logits=chunk.float32_logits,
         )
         self.generation = Generation(
-            self.decoder,
+            decoder=self.decoder,
             max_batch_size=config.max_batch_size,
             kv_cache_tokens=config.kv_cache_tokens,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
@@ -92,7 +93,7 @@ class MegatronEngine:
         )
 
     def refit(self, version: int) -> Refitted:
-        """Take the policy's current weights. Raises EngineError, on every rank, if some are missing, damaged, or differ from those sent."""
+        """Take the policy's current weights. Raises EngineError, on every rank, if some are missing, damaged or not what was sent."""
         started = time.monotonic()
         for chunk in self._chunks:
             chunk.settle()
@@ -108,7 +109,7 @@ class MegatronEngine:
             self.weights.allocate()
 
     def sleep(self, memory: frozenset[Memory]) -> None:
-        """Give back the engine's own weights, and the policy's then come back; the cache, if it was kept, and graphs that know it."""
+        """Release the engine's own weights, after which the policy's come back; a kept cache, and the graphs that refer to it."""
         if Memory.kv_cache in memory:
             self.generation.release()
             self.decoder.release()
@@ -116,7 +117,7 @@ class MegatronEngine:
             self.weights.release()
 
     def shutdown(self) -> None:
-        """Give back what was kept for the next generation."""
+        """Release what was kept for the next generation."""
         self.generation.release()
         self.decoder.release()
 

@@ -1,11 +1,11 @@
 """Kernels that attend over pages where they lie, and the choice between them. None gathers pages or needs masks.
 
-FlashAttention-3 (package `flash_attn_interface`, Shah et al. 2024, Hopper) takes pages of any size, FlashAttention-2 (`flash_attn`, Dao
-2023) of multiples of 256 tokens. Torch has FlashAttention-2 built in (`torch.nn.attention.varlen`; paged in newer versions, at least 2.13),
-so that no package is needed. All take float16 and bfloat16 and heads of up to 256 dimensions, and can be recorded in a graph: lengths and
-page tables stay on the device. (FlashInfer's wrappers plan each step on the host, from lengths there.)
+FlashAttention-3 (package `flash_attn_interface`, Shah et al. 2024, Hopper) accepts pages of any size, FlashAttention-2 (`flash_attn`, Dao
+2023) multiples of 256 tokens. Torch has FlashAttention-2 built in (`torch.nn.attention.varlen`; paged in newer versions, at least 2.13),
+and then no package is needed. All accept float16 and bfloat16 and heads of up to 256 dimensions, and can be recorded in a graph, since
+lengths and page tables stay on the device. (FlashInfer's wrappers plan each step on the host, from lengths there.)
 
-Each is called before it is chosen, on a few tokens: one that fails, or attends otherwise than the reference, is left alone.
+Each is tried on a few tokens first; one that fails, or differs from the reference, is not used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.rollout.builtin.attention import Continued, DecodeBatch, DecodePlan, GatheredAttention, PagedKV, causal, plan_decode
+from aligner.rollout.builtin.attention import Continued, DecodeBatch, DecodePlan, GatheredAttention, PagedKV, plan_decode
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ TOLERANCE = 3e-2  # of outputs of the size 1, in bfloat16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """A module with `flash_attn_with_kvcache`, what it calls the page table, and the pages that it likes."""
+    """A module with `flash_attn_with_kvcache`, its name for the page table, and its preferred page size."""
 
     module: str
     table: str
@@ -43,17 +43,14 @@ TORCH = "torch.nn.attention.varlen"
 TORCH_PAGE_SIZE = 256
 
 
-class FlashAttention:
-    """`PagedAttention` by a package's `flash_attn_with_kvcache`."""
+class FlashAttention(GatheredAttention):
+    """Attention by a package's `flash_attn_with_kvcache`, over the pages where they lie."""
 
     def __init__(self, package: Package, function: Callable[..., Tensor]) -> None:
-        self.page_size = package.page_size
+        super().__init__(package.page_size)
         self.name = package.module
         self._table = package.table
         self._function = function
-
-    def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return causal(queries, keys, values)
 
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
         return self._attend(queries[:, None], cache, layer, plan)[:, 0]
@@ -62,7 +59,7 @@ class FlashAttention:
         return self._attend(queries[None], cache, layer, part)[0]
 
     def _attend(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan | Continued) -> Tensor:
-        """[B, S, groups, queries per group, D]: the last S of the sequences' tokens look back."""
+        """[B, S, groups, queries per group, D]: the last S tokens of the sequences attend to all before them."""
         out = self._function(
             queries.flatten(2, 3),
             cache.keys[layer],
@@ -75,7 +72,7 @@ class FlashAttention:
 
 
 class TorchFlashAttention(FlashAttention):
-    """The same by torch's `varlen_attn`, whose queries are those of all sequences, one sequence behind the other."""
+    """Attention by torch's `varlen_attn`, whose queries lie one sequence after the other."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__(Package(module=TORCH, table="block_table", page_size=TORCH_PAGE_SIZE), function)
@@ -97,7 +94,7 @@ class TorchFlashAttention(FlashAttention):
 
 
 def load(package: Package) -> FlashAttention | None:
-    """The package's attention, or None if it is not installed or is one that this was not written for: a log line then says so."""
+    """The package's attention; None if it is not installed, or if its function lacks a parameter (logged)."""
     function, missing = _function(package.module, "flash_attn_with_kvcache", {"cache_seqlens", "causal", package.table})
     if missing:
         _log.warning("rollouts attend without %s, whose flash_attn_with_kvcache has no %s", package.module, ", ".join(sorted(missing)))
@@ -105,13 +102,13 @@ def load(package: Package) -> FlashAttention | None:
 
 
 def load_torch() -> TorchFlashAttention | None:
-    """Torch's own, None if this version's takes no pages."""
+    """Torch's own attention, None if this version does not accept pages."""
     function, _ = _function(TORCH, "varlen_attn", {"window_size", "enable_gqa", "seqused_k", "block_table"})
     return None if function is None else TorchFlashAttention(function)
 
 
 def _function(module: str, name: str, parameters: set[str]) -> tuple[Callable[..., Tensor] | None, set[str]]:
-    """(the module's function, None if there is none that has these parameters; those that it has not)."""
+    """(the module's function with these parameters, or None; the parameters that it lacks)."""
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
@@ -121,8 +118,8 @@ def _function(module: str, name: str, parameters: set[str]) -> tuple[Callable[..
 
 
 def flash_attention(weight: Tensor, heads: tuple[int, int, int]) -> FlashAttention | None:
-    """The fastest one that works for a model with this weight's dtype and device, or None. `heads`: this rank's key-value groups, queries
-    per group, dimensions."""
+    """The fastest kernel that works for this weight's dtype and device, or None. `heads`: this rank's key-value groups, queries per group,
+    dimensions."""
     dimensions = heads[2]
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16) or dimensions > MOST_DIMENSIONS or dimensions % 8:
         return None
@@ -135,7 +132,7 @@ def flash_attention(weight: Tensor, heads: tuple[int, int, int]) -> FlashAttenti
 
 @torch.no_grad()
 def attends_right(attention: FlashAttention, weight: Tensor, heads: tuple[int, int, int]) -> bool:
-    """Whether the kernel gives what the reference gives, for two short sequences; a log line says if not."""
+    """Whether the kernel agrees with the reference on two short sequences; if not, that is logged."""
     groups, share, dimensions = heads
     size, generator = attention.page_size, torch.Generator().manual_seed(0)
 
@@ -150,7 +147,7 @@ def attends_right(attention: FlashAttention, weight: Tensor, heads: tuple[int, i
     try:
         found = attention.decode(queries, cache, 0, plan)
         worst = float((found - GatheredAttention(size).decode(queries, cache, 0, plan)).abs().max())
-    except Exception as error:  # of whatever kind: the reference goes on without it
+    except Exception as error:  # of any kind: the reference works without it
         _log.warning("rollouts attend without %s, which failed: %s: %s", attention.name, type(error).__name__, error)
         return False
     if not worst <= TOLERANCE:

@@ -1,6 +1,6 @@
-"""The engine's side of a comparison: its own decoder run over given sequences, as generation runs it, with everything that it shows.
+"""The engine's side of a comparison: its decoder traced over given sequences, as in a generation.
 
-Two ways: all of a sequence in prefill passes, and its prompt in prefill passes with every later token in a decode step.
+Either a whole sequence in prefill passes, or its prompt in prefill passes and every later token in a decode step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from aligner.parallel.collectives import gather_columns
 from aligner.rollout.builtin.attention import DecodeBatch, PagedKV, PrefillChunk
 from aligner.rollout.builtin.decode import Decoder
 
-_LAST = (Operation.final_norm, Operation.logits)  # only where logits are wanted
+_LAST = (Operation.final_norm, Operation.logits)  # only for tokens whose logits are wanted
 
 
 class SequenceProbe:
-    """A decoder and a cache with room for these sequences (token ids, as many as the rows of the traces). Every rank of a replica makes it.
+    """A decoder and a cache for these sequences (token ids, as many as the rows of the traces). Every rank of a replica makes it.
 
     `chunk_tokens` bounds a prefill pass, as `rollout.prefill_chunk_tokens` does.
     """
@@ -77,7 +77,7 @@ class SequenceProbe:
 
     @contextmanager
     def _looking(self, trace: Trace, tokens: Tensor, last: Tensor) -> Iterator[None]:
-        """Put what the decoder shows of one pass into the trace: its rows are `tokens`, of the last operations `last`."""
+        """Add the decoder's outputs of one pass to the trace: their rows are `tokens`, for the last operations `last`."""
         decoder = self._decoder
         group = decoder.shards.group if decoder.shards.count > 1 else None
 

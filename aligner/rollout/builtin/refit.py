@@ -1,13 +1,13 @@
 """The built-in engine's weights between training and generation: their source, and when they are filled and released.
 
-`TrainingWeights` are the policy's parameters themselves, `SnapshotWeights` a copy of them for an engine that samples while they are
-trained. `OwnWeights` are in the rollout layout, refilled from the training shards in buckets. With `rollout.offload` only one of the two
-sets is on the device at a time: the engine's weights release their memory while the policy trains (they are copies of the policy's, so
-nothing needs to be kept), and the policy's wait in host memory while the engine samples.
+`TrainingWeights` are the policy's parameters themselves, `SnapshotWeights` a copy for an engine that samples while the policy trains.
+`OwnWeights` are in the rollout layout, refilled from the training shards in buckets. With `rollout.offload` only one set is on the device:
+the engine's weights release their memory while the policy trains (as copies they need not be kept), and the policy's wait in host memory
+while the engine samples.
 
-Every refit checks the training shards before any of them moves, on all ranks, and the received tensors for numbers that are not finite;
-`rollout.verify_refit=checksum` also compares checksums of sent and received tensors. Weights that the engine reads in place are checked
-only if that is asked for.
+Every refit checks the training shards on all ranks before any of them moves, and the received tensors for numbers that are not finite;
+`rollout.verify_refit=checksum` also compares checksums of sent and received tensors. Weights that are read in place are only checked with
+that setting.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from aligner.parallel.collectives import together
 from aligner.parallel.reshard import Move, plan
 from aligner.parallel.transfer import Lanes, Refill, block_group
 from aligner.rollout.builtin.decode import Shards
-from aligner.rollout.builtin.weights import ModelWeights, by_role, held_here, moves, named_parameters, usable_in_place
+from aligner.rollout.builtin.weights import ModelWeights, by_role, moves, named_parameters, usable_in_place
 from aligner.rollout.config import VerifyRefit, check_splits
 from aligner.rollout.engine import verify
-from aligner.rollout.engine.manifest import TensorSpec, global_manifest, mismatch, named_few
+from aligner.rollout.engine.manifest import Manifest, Receipt, TensorSpec, global_manifest, named_few
 
 MIB = 2**20
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
@@ -55,14 +55,14 @@ class TrainingWeights:
         """Nothing to do: the weights belong to the policy."""
 
     def fill(self) -> int:
-        """They are always the policy's: 0 bytes move. Raises EngineError for numbers that are not finite, if that is asked for."""
+        """Moves 0 bytes. Raises EngineError for numbers that are not finite, if `checked`."""
         if self._checked:
             _refuse_not_finite(self._named)
         return 0
 
 
 class SnapshotWeights:
-    """A copy of the training parameters in their own layout: a refit copies them, on each rank for itself. Making it is collective."""
+    """A copy of the training parameters in their own layout: a refit copies them on each rank. The constructor is collective."""
 
     def __init__(self, chunk: LanguageModel, *, verified: bool) -> None:
         groups = chunk.pg_collection
@@ -72,7 +72,7 @@ class SnapshotWeights:
             {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self._named.items()}, stacked=_stacks()
         )
         self.model: ModelWeights = by_role(self._tensors, chunk.architecture)
-        # Their own group: the two threads' collectives would meet in training's.
+        # A group of their own: in training's the collectives of the two threads would meet.
         self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=block_group(groups.tp.size()))
 
     def allocate(self) -> None:
@@ -83,7 +83,7 @@ class SnapshotWeights:
 
     @torch.no_grad()
     def fill(self) -> int:
-        """Copy the policy's weights; the bytes that were copied. Raises EngineError for numbers that are not finite, naming them."""
+        """Copy the policy's weights; returns the copied bytes. Raises EngineError naming weights that are not finite."""
         torch._foreach_copy_(list(self._tensors.values()), [parameter.detach() for parameter in self._named.values()])
         _refuse_not_finite(self._tensors)
         differs = [name for name, copy in self._tensors.items() if self._verified and not torch.equal(copy, self._named[name])]
@@ -95,14 +95,14 @@ class SnapshotWeights:
 class OwnWeights:
     """A copy split over blocks of `tp` consecutive ranks; filled on demand. Construction and filling are collective over the component.
 
-    `apart`: sampling runs in another thread than training, and shares no group with it.
+    `apart`: sampling runs in another thread than training, in groups of its own.
     """
 
     def __init__(
         self, chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: int, verified: bool, takes_turns: bool, apart: bool = False
     ) -> None:
         groups, architecture = chunks[0].pg_collection, chunks[0].architecture
-        # Blocks of as many consecutive ranks as train together are the tensor-parallel groups: those exist.
+        # If the block has as many ranks as a tensor-parallel group, the two are equal.
         group = groups.tp if groups.tp.size() == tp and not apart else block_group(tp)
         self.shards = Shards(index=dist.get_rank() % tp, count=tp, group=group)
         self._lanes = Lanes(pp=groups.pp, ep=groups.ep, tp=groups.tp, expert_tp=groups.expt_tp)
@@ -111,7 +111,7 @@ class OwnWeights:
         check_moves(self._moves, chunks)
         self._refill = Refill(plan(self._moves, bucket_bytes=bucket_bytes), lanes=self._lanes, index=self.shards.index)
         self._verified = verified
-        # The first rank's vocabulary rows: the last ones may be fewer, but all ranks must hold equally many.
+        # The first rank's vocabulary rows: the last rank may have fewer, but all must hold equally many.
         self._tensors = allocated(
             {move.name: TensorSpec(shape=move.target_shape(0), dtype=move.dtype) for move in self._moves}, stacked=_stacks()
         )
@@ -121,25 +121,25 @@ class OwnWeights:
         self.model: ModelWeights = by_role(self._tensors, architecture)
 
     def allocate(self) -> None:
-        """Take the memory again, with any contents."""
+        """Allocate the memory again, with any contents."""
         for storage, size in self._storages.values():
             storage.resize_(size)
 
     def release(self) -> None:
-        """Release the memory, and move the policy's weights back if the two take turns."""
+        """Release the memory, and move the policy's weights back if the two alternate."""
         for storage, _ in self._storages.values():
             storage.resize_(0)
         if self._training is not None:
             self._training.move_in()
 
     def fill(self) -> int:
-        """Copy the policy's current weights, which then leave the device if the two take turns; returns the bytes copied here.
+        """Copy the policy's current weights, which then leave the device if the two alternate; returns the bytes copied here.
 
         Raises EngineError, on every rank, naming a training shard that is missing, extra or has the wrong shape or dtype (nothing has
         moved then), and numbers that are not finite or differ from those sent.
         """
         sources = named_parameters(self._chunks)
-        together(lambda: check_sources(self._moves, sources, self._chunks[0]), "checking the weights to send", error=EngineError)
+        together(lambda: check_sources(self._moves, sources, self._lanes), "checking the weights to send", error=EngineError)
         merged = MergedWeights(sources, self._chunks)
         self._refill.run(merged, self._tensors)
         held = {move.name: self._tensors[move.name].narrow(move.dim, 0, move.target.size(self.shards.index)) for move in self._moves}
@@ -155,7 +155,7 @@ class OwnWeights:
             return
         differs = wanted[:, self.shards.index] != verify.found(self._moves, held, self.shards.index)
         if names := [move.name for move, bad in zip(self._moves, differs.tolist(), strict=True) if bad]:
-            raise EngineError(f"{named_few(names)} of {len(self._moves)} tensors arrived with another checksum than they were sent with")
+            raise EngineError(f"{named_few(names)} of {len(self._moves)} tensors arrived with a different checksum")
 
 
 def _stacks() -> bool:
@@ -163,8 +163,8 @@ def _stacks() -> bool:
 
 
 def allocated(specs: Mapping[str, TensorSpec], *, stacked: bool) -> dict[str, Tensor]:
-    """A tensor for each name, of any contents. `stacked`: the same matrix of all experts of a layer is one tensor, of which each has a
-    view, for kernels that multiply by all of them at once."""
+    """A tensor for each name, with any contents. `stacked`: the same matrix of all experts of a layer is one tensor, and each expert has a
+    view of it, for kernels that multiply by all of them at once."""
     kinds: dict[str, dict[int, str]] = {}
     found: dict[str, Tensor] = {}
     for name, spec in specs.items():
@@ -191,7 +191,7 @@ def rollout_weights(
 ) -> TrainingWeights | SnapshotWeights | OwnWeights:
     """The policy's weights for `tp` ranks that share the model in generation (0: as many as in training), not filled yet. Collective.
 
-    `takes_turns`: of the engine's own weights and the policy's one set is on the device. `apart`: they stay as they are while the policy
+    `takes_turns`: only the engine's own weights or the policy's are on the device. `apart`: the engine's do not change while the policy
     trains in another thread. Raises ConfigError if `tp` ranks cannot share the model.
     """
     chunk = chunks[0]
@@ -204,36 +204,20 @@ def rollout_weights(
 
 
 def check_moves(found: Sequence[Move], chunks: Sequence[LanguageModel]) -> None:
-    """Raise EngineError unless the moves are of the tensors that the architecture says the model has, each once and whole."""
-    architecture = chunks[0].architecture
-    wanted = global_manifest(architecture, chunks[0].config.params_dtype).tensors
-    names = [move.name for move in found]
-    _compare_names(names, list(wanted), "the plan of the refit")
+    """Raise EngineError unless the moves cover the tensors of the architecture, each once and whole."""
+    receipt = Receipt(global_manifest(chunks[0].architecture, chunks[0].config.params_dtype), "the plan of the refit")
     for move in found:
         full = (*move.shape[: move.dim], move.target.extent, *move.shape[move.dim + 1 :])
-        if wrong := mismatch(move.name, torch.empty(full, dtype=move.dtype, device="meta"), wanted[move.name]):
-            raise EngineError(f"refit: {wrong}")
+        receipt.take([(move.name, torch.empty(full, dtype=move.dtype, device="meta"))])
+    receipt.complete()
 
 
-def check_sources(found: Sequence[Move], sources: Mapping[str, Tensor], chunk: LanguageModel) -> None:
+def check_sources(found: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes) -> None:
     """Raise EngineError unless this rank's training shards are the ones that the moves begin with."""
-    held = [move for move in found if held_here(move, chunk)]
-    _compare_names(list(sources), [move.name for move in held], "the training weights of this rank")
-    for move in held:
-        if wrong := mismatch(move.name, sources[move.name], TensorSpec(shape=move.shape, dtype=move.dtype)):
-            raise EngineError(f"refit: {wrong}")
-
-
-def _compare_names(names: Sequence[str], wanted: Sequence[str], where: str) -> None:
-    seen, known = set(), set(wanted)
-    for name in names:
-        if name not in known:
-            raise EngineError(f"refit: {name} is extra in {where}: no weight of the model that belongs there has that name")
-        if name in seen:
-            raise EngineError(f"refit: {name} is twice in {where}")
-        seen.add(name)
-    if missing := [name for name in wanted if name not in seen]:
-        raise EngineError(f"refit: {named_few(missing)} of {len(wanted)} tensors missing in {where}")
+    held = {move.name: TensorSpec(shape=move.shape, dtype=move.dtype) for move in found if lanes.holds(move)}
+    receipt = Receipt(Manifest(tensors=held), "the training weights of this rank")
+    receipt.take(sources.items())
+    receipt.complete()
 
 
 def _refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""The responses that are being decoded: one row each, and what was sampled for them.
+"""The responses in decoding, one row each, and their sampled tokens.
 
-The state of the rows lives in arrays on the host, known beforehand; only the tokens come from the device, in one transfer per step.
-A step touches in Python the rows that enter a new page and no others.
+The state of the rows is in arrays on the host, known in advance; only the tokens come from the device, in one transfer per step. In
+Python a step handles only the rows that enter a new page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aligner.rollout.builtin.scheduler import NO_SEAT, Response
 
 
 class RunningBatch:
-    """The rows, in the order in which they joined; `max_length` is of responses.
+    """The rows, in the order in which they joined; `max_length`: the most tokens of a response.
 
     Arrays that steps under way may still read are replaced, never changed in place.
     """
@@ -27,8 +27,8 @@ class RunningBatch:
     def __init__(self, *, num_seats: int, max_length: int, max_pages: int, page_size: int, device: torch.device) -> None:
         self.responses: list[Response] = []
         self.seats = torch.zeros(0, dtype=torch.int64, device=device)
-        self._positions = np.zeros(0, np.int64)  # of the tokens drawn last: where they go
-        self._last_positions = np.zeros(0, np.int64)  # of the tokens that end the responses at the latest
+        self._positions = np.zeros(0, np.int64)  # of the tokens drawn last
+        self._last_positions = np.zeros(0, np.int64)  # of the last possible token of each response
         self._offsets = np.zeros(0, np.int64)  # from a token's position to its place in the transcript
         self._seats = np.zeros(0, np.int64)
         self._tokens = torch.zeros(0, dtype=torch.int64, device=device)
@@ -37,13 +37,13 @@ class RunningBatch:
         self._page_size = page_size
         self._device = device
         self._longest = 0  # the greatest position
-        self._least_left = 0  # tokens until the first row has as many as it may
+        self._least_left = 0  # tokens until the first row reaches its limit
 
     def __len__(self) -> int:
         return len(self.responses)
 
     def join(self, responses: Sequence[Response], seats: Tensor, draw: Draw) -> Fetch:
-        """Rows for responses at `seats` int64 [N] for which `draw` has one token each: the first, or the first since they came back."""
+        """Rows for responses at `seats` int64 [N]; `draw` has one token for each, the first one or the first since it returned."""
         for response in responses:
             self._tables[response.seat, : len(response.pages)] = response.pages
         new = np.array([self._facts(response) for response in responses], np.int64).T
@@ -67,7 +67,7 @@ class RunningBatch:
             self._keep(np.array(rows, np.int64))
 
     def without_page(self) -> np.ndarray:
-        """Numbers of the rows whose tokens begin a page."""
+        """The rows whose tokens begin a page."""
         return (self._positions % self._page_size == 0).nonzero()[0]
 
     def extend(self, rows: np.ndarray, pages: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class RunningBatch:
         return int(self._positions[self.responses.index(response)]) - len(response.request.tokens) + 1
 
     def _facts(self, response: Response) -> tuple[int, int, int, int]:
-        """Of a row that joins: its position, its last one, its offset, its seat."""
+        """A new row's position, last position, offset and seat."""
         prompt = len(response.request.tokens)
         return len(response.tokens), prompt + response.limit - 1, response.seat * self._max_length - prompt, response.seat
 
@@ -126,7 +126,7 @@ class Ended:
 
 
 class Fetch:
-    """One step's draws on their way to the host, and the `places` int64 [rows] in the transcript where they go."""
+    """One step's draws in transfer to the host, and their `places` int64 [rows] in the transcript."""
 
     def __init__(self, draw: Draw, responses: list[Response], places: np.ndarray) -> None:
         self.responses = responses
@@ -144,7 +144,7 @@ class Fetch:
             self._event.record()
 
     def wait(self) -> list[np.ndarray]:
-        """Tokens, whether they ended (0 no, 1 stop, 2 length), log-probs, and raw ones if they were asked for."""
+        """Tokens, ends (0 none, 1 stop, 2 length), log-probs, and raw log-probs if recorded."""
         if self._event is not None:
             self._event.synchronize()
         return [part.numpy() for part in self._parts]
@@ -155,9 +155,9 @@ class Transcript:
 
     def __init__(self, *, num_seats: int, max_length: int, raw: bool) -> None:
         self._max_length = max_length
-        # Tokens, log-probs, raw log-probs: those of all seats, one seat behind the other.
+        # Tokens, log-probs and raw log-probs of all seats, one seat after the other.
         self._rows = [np.zeros(num_seats * max_length, dtype) for dtype in (np.int64, np.float32, np.float32)[: 2 + raw]]
-        self._saved: dict[int, list[np.ndarray]] = {}  # what was sampled at seats that were lost, by arrival
+        self._saved: dict[int, list[np.ndarray]] = {}  # sampled at seats that were lost, by arrival
 
     def interrupt(self, response: Response, length: int) -> None:
         """The response is about to lose its seat: its `length` tokens are recomputed before it continues."""
@@ -165,10 +165,10 @@ class Transcript:
         response.tokens = (*response.request.tokens, *sampled[0].tolist())
 
     def record(self, fetch: Fetch) -> list[Ended]:
-        """Take a step's draws; returns the responses that they ended.
+        """Store a step's draws; returns the responses that they ended.
 
-        A row may be of a response that ended while this step was under way. What it leaves behind the end of that response is not read:
-        the next one at that seat writes there later, unless it had sampled as much before it came.
+        A row may belong to a response that ended while this step ran. Its entry after the end of that response is not read: the next
+        response at that seat overwrites it, or had sampled as much before it came.
         """
         tokens, ended, *logprobs = fetch.wait()
         for row, new in zip(self._rows, (tokens, *logprobs), strict=True):

@@ -1,11 +1,11 @@
 """Drawing the next tokens: one pass over the logits of all running sequences, reproducible per sample.
 
 Each draw uses one uniform number that is a pure function of (the sample's seed, the position in its response), so a sample is the same
-whatever else is in the batch, on whichever rank it runs, and after it was preempted.
+whatever else is in the batch, on every rank, and after a preemption.
 
 The order is Hugging Face's: repetition penalty (Keskar et al. 2019), frequency and presence penalties (OpenAI's), no stop token before
-`min_response_length`, temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). Ids that stand for no token are out
-before all of these. Log-probs know nothing of all this: they are log softmax(logits / temperature) over the whole vocabulary, the number
+`min_response_length`, temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). Ids that stand for no token are
+excluded before all of these. Log-probs ignore all of this: they are log softmax(logits / temperature) over the whole vocabulary, the number
 that the trainer's ratio compares with.
 """
 
@@ -24,17 +24,18 @@ from torch import Tensor
 from aligner.errors import ConfigError
 from aligner.parallel.logprobs import log_normalizer, row_sums
 from aligner.rollout.builtin.attention import upload
-from aligner.rollout.builtin.stopping import StopStrings
 from aligner.rollout.engine import missing_ids
 from aligner.types import SamplingConfig
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 BLOCK = 128  # tokens whose weights are summed first
-WINDOW = 256  # positions for which uniforms are made at a time
+WINDOW = 256  # positions for which uniforms are made at once
 HEAD = 1024  # likeliest tokens among which top-p looks first on a CPU
 _INT32_MAX = 2**31 - 1
 GOES_ON, STOP, LENGTH = 0, 1, 2  # values of `Draw.ended`
+PARTIAL = "\ufffd"  # what bytes that are not a whole character decode to
+MOST_BYTES = 4  # of a character, so the most tokens over which one can be split
 
 
 class FusedDraw(Protocol):
@@ -57,9 +58,8 @@ class Draw:
 
 
 class Sampler:
-    """Draws for the sequences that occupy `num_seats` seats. `decode` (ids to text) is needed for stop strings only; `add_up` sums the
-    rows of [B, V] numbers from 0 to 1 for log-probs, as the trainer does if they must be bit-identical to the trainer's. `fused` draws if
-    no setting reshapes the softmax.
+    """Draws for the sequences in `num_seats` seats. `decode` (ids to text) is needed for stop strings only. `add_up` sums rows of [B, V]
+    numbers from 0 to 1 for log-probs: the trainer's sum if both must be bit-identical. `fused` draws if no setting reshapes the softmax.
 
     Raises ConfigError if there are stop strings and no `decode`.
     """
@@ -122,7 +122,7 @@ class Sampler:
 
     @torch.no_grad()
     def draw(self, logits: Tensor, seats: Tensor) -> Draw:
-        """The next token of each seat in `seats` (int64 [B], no seat twice) from its logits, float32 [B, V], which are left as they are.
+        """The next token of each seat in `seats` (int64 [B], no seat twice) from its logits, float32 [B, V], which stay unchanged.
 
         A response ends with its stop token, with the token that completes a stop string, or at its limit. Waits for the device only if
         there are stop strings.
@@ -138,18 +138,8 @@ class Sampler:
         ended = self._ended(seats, tokens, positions + 1, limits)
         return Draw(tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs, ended=ended)
 
-    @torch.no_grad()
-    def probabilities(self, logits: Tensor, seats: Tensor) -> Tensor:
-        """The distribution that `draw` would use now, float32 [B, V]; changes nothing. Not for greedy."""
-        self._settle()
-        with self._without_missing(logits):
-            processed = self._processed(logits, seats, self._state[1, seats])
-            z = self._heated(logits)
-            weights = self._kept(processed, logits, z, (z - z.amax(dim=-1, keepdim=True)).exp_())
-        return weights / weights.sum(dim=-1, keepdim=True)
-
     def _settle(self) -> None:
-        """Take over who arrived, and have uniforms for the next draw of every seat: made ahead, they cost next to nothing."""
+        """Take over the new arrivals, and make uniforms for the next draws of every seat: made ahead, they cost next to nothing."""
         device = self._state.device
         if self._arrived:
             seats = upload(np.array(list(self._arrived)), device)
@@ -184,8 +174,8 @@ class Sampler:
 
     @contextmanager
     def _without_missing(self, logits: Tensor) -> Iterator[Tensor]:
-        """In the block the logits of ids that stand for no token are -inf; gives what they are otherwise, [B, ids]. Few columns are
-        written, and no pass over the vocabulary is made."""
+        """In the block the logits of ids that stand for no token are -inf; yields their real values, [B, ids]. Writes only these columns,
+        without a pass over the vocabulary."""
         beyond = logits.index_select(1, self._missing)
         if len(self._missing):
             logits.index_fill_(1, self._missing, -torch.inf)
@@ -194,7 +184,7 @@ class Sampler:
             logits.index_copy_(1, self._missing, beyond)
 
     def _over_all(self, logprobs: Tensor, tokens: Tensor, z: Tensor, beyond: Tensor) -> Tensor:
-        """The log-probs over the whole vocabulary, from those among tokens; `beyond` are the `z` of ids that stand for none."""
+        """The log-probs over the whole vocabulary, from log-probs over real tokens; `beyond` are the `z` of the other ids."""
         own = z.gather(1, tokens[:, None])[:, 0]
         if self._add_up is not row_sums:  # the trainer's own sum, bit for bit
             return own - self._normalizer(z)
@@ -208,7 +198,7 @@ class Sampler:
         return logits if self._sampling.temperature in (0.0, 1.0) else logits / self._sampling.temperature
 
     def _processed(self, logits: Tensor, seats: Tensor, positions: Tensor) -> Tensor:
-        """The logits with penalties, and without stop tokens if it is too early for them; `logits` itself if nothing changes."""
+        """The logits with penalties, and without stop tokens below the minimal length; `logits` itself if nothing changes."""
         sampling = self._sampling
         if self._seen is not None:
             penalty = sampling.repetition_penalty
@@ -223,7 +213,7 @@ class Sampler:
         return logits
 
     def _kept(self, processed: Tensor, logits: Tensor, z: Tensor, weights: Tensor) -> Tensor:
-        """[B, V], proportional to the probabilities to draw with; `weights` are those of the unprocessed `z`."""
+        """[B, V], proportional to the probabilities to draw with; `weights` belong to the unprocessed `z`."""
         if processed is not logits:
             z = self._heated(processed)
             weights = (z - z.amax(dim=-1, keepdim=True)).exp_()
@@ -250,6 +240,83 @@ class Sampler:
         return torch.where(stopped, STOP, (lengths >= limits) * LENGTH).to(torch.int8)
 
 
+class StopStrings:
+    """Strings that end a response: found the moment a token completes one, at a cost that does not grow with the response.
+
+    The text of a token depends on its neighbours: a character of several bytes may be split over tokens, and some tokenizers drop the space
+    before the first word of what they decode. So a few earlier tokens are always decoded too (at the start of a response, the end of its
+    prompt), and nothing is decoded if the newest token cannot complete a string.
+
+    `decode` (ids to text) must concatenate: apart from partial characters, the text of more tokens begins with the text of fewer. A special
+    token that `decode` leaves out is part of no string.
+    """
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self._strings = tuple(strings)
+        self._decode = decode
+        self._longest = max(map(len, strings))
+        self._candidates: dict[int, bool] = {}  # by token: whether it can complete a string
+
+    def context(self, prompt: Sequence[int]) -> list[int]:
+        """The end of a prompt, which is decoded in front of its response."""
+        return list(prompt[self._boundary(prompt, len(prompt) - MOST_BYTES, 0) :])
+
+    def completes(self, tokens: Sequence[int], start: int) -> bool:
+        """Whether the last of `tokens` completes a string in the text of `tokens[start:]`; the tokens before are its prompt's `context`."""
+        if not self._can_complete(tokens[-1]):
+            return False
+        count, end = self._longest, len(tokens)
+        while True:
+            first = self._boundary(tokens, max(start, end - 1 - count), start)
+            before = self._text(tokens, first, start, end - 1)
+            if first == start or len(before) >= self._longest:
+                break
+            count *= 2  # tokens without a text, or with less than a character
+        text = self._text(tokens, first, start, end)
+        return any(text.find(string, max(0, len(before) + 1 - len(string))) >= 0 for string in self._strings)
+
+    def _can_complete(self, token: int) -> bool:
+        if token not in self._candidates:
+            self._candidates[token] = self._ends_one(self._decode([token]))
+        return self._candidates[token]
+
+    def _ends_one(self, text: str) -> bool:
+        """Whether a string can end inside a token of this text; by itself it may have lost a leading space, or be part of a character."""
+        if PARTIAL in text:
+            return True
+        return any(
+            string in own or any(own.startswith(string[i:]) for i in range(1, len(string)))
+            for own in (text, " " + text)
+            for string in self._strings
+        )
+
+    def _boundary(self, tokens: Sequence[int], first: int, start: int) -> int:
+        """The nearest place at or before `first` where a character begins: some tokenizers decode nothing of a run of bytes that begins
+        inside one. `first` itself if there is none, as with bytes that are no characters."""
+        for place in range(first, first - MOST_BYTES, -1):
+            if place <= start:
+                return start
+            if any(not self._decode(tokens[place : place + n]).startswith(PARTIAL) for n in range(1, MOST_BYTES + 1)):
+                return place
+        return first
+
+    def _text(self, tokens: Sequence[int], first: int, start: int, end: int) -> str:
+        """The text of `tokens[first:end]` up to its last whole character, wherever among the last tokens that ends."""
+        longest = ""
+        for stop in range(end, max(first, end - MOST_BYTES), -1):
+            text = self._decode(tokens[first:stop]) if first > start else self._continuation(tokens[:stop], start)
+            whole = text.rstrip(PARTIAL)
+            longest = max(longest, whole, key=len)
+            if whole == text:
+                break
+        return longest
+
+    def _continuation(self, tokens: Sequence[int], start: int) -> str:
+        """The text of `tokens[start:]` after the text of the others."""
+        prompt = self._decode(tokens[:start]).rstrip(PARTIAL) if start else ""
+        return self._decode(tokens)[len(prompt) :]
+
+
 def _signed(x: int) -> int:
     """The int64 with the same 64 bits."""
     return x - (1 << 64) if x >= 1 << 63 else x
@@ -262,7 +329,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """Numbers in [0, 1), float64, from int64 seeds and positions: SplitMix64 (Steele et al. 2014) seeded with `seed`, draw `position`."""
-    x = seeds + (positions + 1) * _signed(_GOLDEN)  # wraps modulo 2^64, as SplitMix64 wants
+    x = seeds + (positions + 1) * _signed(_GOLDEN)  # wraps modulo 2^64, as SplitMix64 requires
     x = (x ^ _shift_right(x, 30)) * _signed(_MIX[0])
     x = (x ^ _shift_right(x, 27)) * _signed(_MIX[1])
     x = x ^ _shift_right(x, 31)
@@ -272,7 +339,7 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
 def truncated(z: Tensor, weights: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """`weights` [B, V], 0 for the tokens that are not kept.
 
-    Of equally likely tokens those of lower id come first, so exactly `top_k` are kept, and the same ones on every device.
+    Of equally likely tokens the lower id comes first, so exactly `top_k` are kept, and the same ones on every device.
 
     Args:
         z: float32 [B, V] logits; weights: exp(z - max z).
@@ -296,11 +363,11 @@ def truncated(z: Tensor, weights: Tensor, *, top_k: int = 0, top_p: float = 1.0,
 
 
 def _nucleus(z: Tensor, top_p: float, *, total: Tensor | None, num: int) -> tuple[Tensor, Tensor]:
-    """Of the `num` likeliest tokens, what the smallest set with `top_p` of `total` (None: of their own) weight is: its least logit and
-    its size, at least one; [B, 1] and int64 [B, 1].
+    """The smallest set of the `num` likeliest tokens with `top_p` of the `total` weight (None: of their own): its least logit [B, 1] and
+    its size int64 [B, 1], at least one.
 
-    Sorting a large vocabulary costs many times the rest of the sampler, so `num` is a few, and the rows that need more are done again,
-    on the CPU: other devices would have to be waited for.
+    Sorting a large vocabulary costs many times the rest of the sampler, so `num` is small, and rows that need more tokens are computed
+    again. This is for the CPU: on another device it would wait.
     """
     ordered = z.topk(num, dim=-1).values if num < z.shape[1] else z.sort(dim=-1, descending=True).values
     own = (ordered - ordered[:, :1]).exp_().double()
@@ -316,8 +383,8 @@ def _nucleus(z: Tensor, top_p: float, *, total: Tensor | None, num: int) -> tupl
 
 
 def halved_nucleus(z: Tensor, weights: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """`_nucleus` without a sort, and without a step whose size depends on the logits: of the smallest set of likeliest tokens that weighs
-    `mass` (float64 [B, 1], at most the whole of `weights` [B, V]) the least logit and the size.
+    """`_nucleus` without a sort, and without a step whose size depends on the logits: the least logit and the size of the smallest set of
+    likeliest tokens that weighs `mass` (float64 [B, 1], at most the whole of `weights` [B, V]).
 
     Finds the least logit bit by bit, over integers in the order of the float32 numbers whose bits they are.
     """
@@ -335,7 +402,7 @@ def halved_nucleus(z: Tensor, weights: Tensor, mass: Tensor) -> tuple[Tensor, Te
 
 
 def _likeliest(z: Tensor, least: Tensor, count: Tensor) -> Tensor:
-    """True for the `count` [B, 1] largest entries of each row of `z`, the first of equal ones; the last of them is as large as `least`."""
+    """True for the `count` [B, 1] largest entries of each row of `z`, the first of equal ones; `least` is the smallest of them."""
     above, equal = z > least, z == least
     room = count - above.sum(dim=-1, keepdim=True)
     if z.device.type == "cpu" and bool((equal.sum(dim=-1, keepdim=True) == room).all()):
@@ -344,8 +411,8 @@ def _likeliest(z: Tensor, least: Tensor, count: Tensor) -> Tensor:
 
 
 def invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the cumulative weight passes `uniform` of the whole; int64 [B]. First the block of tokens, then the token in it:
-    a cumulative sum over a large vocabulary in float64 costs several times as much as all the rest of the sampler."""
+    """The token at which the cumulative weight passes `uniform` of the whole; int64 [B]. Finds the block of tokens, then the token in it: a
+    float64 cumulative sum over a large vocabulary costs several times as much as the rest of the sampler."""
     if weights.shape[1] <= 8 * BLOCK:
         return _pass(weights.double(), uniform)[0][:, 0]
     missing = -weights.shape[1] % BLOCK

@@ -1,16 +1,16 @@
-"""Continuous batching without tensors: which sequences wait, which have a seat and pages, and which tokens are put into the cache next.
+"""Continuous batching without tensors: which sequences wait, which have a seat and pages, and which tokens enter the cache next.
 
-Nothing here depends on anything but the calls, so all ranks of a replica decide the same. Sequences are seated in the order in which they
-arrived, and those that arrived last lose their seats first if pages run out: the oldest always continues, and in the end all finish.
+Decisions depend on the calls alone, so all ranks of a replica decide the same. Sequences are seated in the order of their arrival, and the
+last to arrive is the first to lose its seat if pages run out: the oldest always continues, and in the end all finish.
 
-A `PagePool` knows which pages of the key-value cache are free, who uses the others, and which of them hold a prefix that sequences can
+A `PagePool` records which pages of the key-value cache are free, how many users the others have, and which hold a prefix that sequences can
 share.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from aligner.rollout.engine import GenRequest
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROOT = -1  # stands for the page before a sequence's first
+_ROOT = -1  # the page before a sequence's first
 
 _Key = tuple[int, tuple[int, ...]]  # the page before, and the tokens of the whole page
 
@@ -27,13 +27,12 @@ _Key = tuple[int, tuple[int, ...]]  # the page before, and the tokens of the who
 class PagePool:
     """`num_pages` pages of `page_size` tokens each, counted by their users; a page without users is free.
 
-    Whole pages of tokens may be published: a sequence that begins with the same tokens finds them. The comparison is of the tokens
-    themselves, not of hashes. A published page is known by the page before it, which cannot be given to other tokens meanwhile: whoever
-    uses a page uses all the pages before it.
+    Whole pages of tokens may be published: a sequence that begins with the same tokens finds them. The tokens themselves are compared, not
+    hashes. The key of a published page is the page before it, which cannot be reused meanwhile: a user of a page uses all pages before it.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, shares: bool = True) -> None:
-        self.shares = shares  # false: nothing is published, since what a model remembers of a prefix is not all in pages
+        self.shares = shares  # false: publish nothing, since the model remembers parts of a prefix outside pages
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
@@ -46,17 +45,17 @@ class PagePool:
         return len(self._free)
 
     def extend(self, num_pages: int) -> None:
-        """There are more pages now, `num_pages` in all."""
+        """Add pages, up to `num_pages` in all."""
         self._free = list(range(num_pages - 1, self.num_pages - 1, -1)) + self._free
         self._users += [0] * (num_pages - self.num_pages)
         self.num_pages = num_pages
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages hold this many tokens."""
+        """The number of pages for this many tokens."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Free pages, with one user each; the caller has asked for `num_free` before."""
+        """Free pages, with one user each; the caller has checked `num_free`."""
         assert count <= len(self._free)
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -64,13 +63,13 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Each gets one more user."""
+        """Add a user to each page."""
         for page in pages:
             assert self._users[page] > 0
             self._users[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Each has one user less; the last one's frees it."""
+        """Remove a user from each page; a page without users is free."""
         for page in reversed(pages):
             self._users[page] -= 1
             assert self._users[page] >= 0
@@ -80,9 +79,9 @@ class PagePool:
                     del self._published[self._key_of.pop(page)]
 
     def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
-        """Let other sequences find the whole pages of `tokens`; their contents must be there before anybody reads them.
+        """Let other sequences find the whole pages of `tokens`, which must be filled before they are read.
 
-        Returns how many of these pages can be found.
+        Returns the number of these pages that can be found.
         """
         if not self.shares:
             return 0
@@ -91,7 +90,7 @@ class PagePool:
             key = (before, tuple(tokens[number * self.page_size : (number + 1) * self.page_size]))
             page = pages[number]
             if self._published.setdefault(key, page) != page:
-                return number  # the same tokens were put into two pages: what follows could not be found through this one
+                return number  # the same tokens are in two pages: later pages could not be found through this one
             self._key_of[page] = key
             before = page
         return len(tokens) // self.page_size
@@ -102,7 +101,7 @@ class PagePool:
         self._key_of.clear()
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """The published pages that hold the beginning of `tokens`, never all of them: after the last token something is to be computed."""
+        """The published pages with the beginning of `tokens`, never with all of them: the last token must be computed."""
         pages: list[int] = []
         before = _ROOT
         for number in range((len(tokens) - 1) // self.page_size):
@@ -115,25 +114,25 @@ class PagePool:
 
 
 NO_SEAT = -1
-KEPT_PREFIXES = 4  # that sequences still to come may start from: those of one prompt arrive next to each other
+KEPT_PREFIXES = 4  # for later sequences to start from: requests of one prompt arrive together
 
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """One response in the making."""
+    """An unfinished response."""
 
     arrival: int
     request: GenRequest
-    limit: int  # tokens that it may have
-    tokens: tuple[int, ...]  # what must be in the cache before it goes on: the prompt, and what was sampled before its seat was lost
+    limit: int  # its most tokens
+    tokens: tuple[int, ...]  # must be in the cache before it continues: the prompt, and the tokens sampled before it lost its seat
     pages: list[int] = field(default_factory=list)
     seat: int = NO_SEAT
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (number of the first token, version) of what the same weights sampled
-    routes: Tensor | None = None  # [tokens, layers, k] of the first tokens, if they are recorded: before its seat was lost, or at its end
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, version) of each stretch from the same weights
+    routes: Tensor | None = None  # [tokens, layers, k] of the first tokens, if recorded: from before it lost its seat, or from its end
 
     def sampled_by(self, version: int, start: int) -> None:
-        """From token `start` of the response on, `version` samples it."""
-        if self.versions and self.versions[-1][0] == start:  # nothing was sampled by the one before
+        """`version` samples the response from token `start` on."""
+        if self.versions and self.versions[-1][0] == start:  # the previous version sampled nothing
             self.versions.pop()
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((start, version))
@@ -141,14 +140,14 @@ class Response:
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """Tokens that are put into the cache for one or several responses; later responses with the same tokens start from them.
+    """Tokens that enter the cache for one or several responses; later responses with the same tokens start from them.
 
     A last page that is not full belongs to the first response, which continues to write after these tokens. The others get copies.
     """
 
     tokens: tuple[int, ...]
     pages: list[int]
-    computed: int  # tokens that are in the cache, or are put there in the pass that is being planned
+    computed: int  # tokens in the cache, or in the planned pass
     waiting: list[Response] = field(default_factory=list)
     is_claimed: bool = False  # some response writes into the last page
     logits: Tensor | None = None  # float32 [V], after the last token
@@ -171,13 +170,13 @@ class Piece:
 class Counters:
     """Counts of one generation, on one replica."""
 
-    prefilled_tokens: int = 0  # computed in prefill passes, those of responses that came back included
-    shared_tokens: int = 0  # of prompts (and responses that came back) that were in the cache already, or on their way there
+    prefilled_tokens: int = 0  # computed in prefill passes, also for responses that returned to a seat
+    shared_tokens: int = 0  # of prompts and of responses that returned, already in the cache or on the way there
     preemptions: int = 0
     prefill_passes: int = 0
     decode_steps: int = 0
     decoded_tokens: int = 0  # rows of all decode steps
-    refits: int = 0  # new weights on the way
+    refits: int = 0  # new weights during the generation
 
 
 class Scheduler:
@@ -187,11 +186,11 @@ class Scheduler:
         self.pool = pool
         self.chunk_tokens = chunk_tokens
         self.counters = counters
-        self.waiting: deque[Response] = deque()  # all arrived after all that are seated
+        self.waiting: deque[Response] = deque()  # each arrived after all seated ones
         self.seated: dict[int, Response] = {}  # by arrival, in that order
         self.prefilling: deque[Prefix] = deque()
-        self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()  # being computed or kept; those used last at the end
-        self._turns: deque[list[int]] = deque()  # pages of episodes whose next turn may come, the oldest first
+        self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()  # being computed or kept, the last used at the end
+        self._turns: deque[list[int]] = deque()  # pages of episodes with a possible next turn, the oldest first
         self._free_seats = list(range(num_seats - 1, -1, -1))
         self.num_arrived = 0
 
@@ -200,12 +199,12 @@ class Scheduler:
         return len(self._free_seats)
 
     def arrive(self, request: GenRequest, limit: int) -> None:
-        """A new request, behind those that wait."""
+        """Queue a new request."""
         self.waiting.append(Response(arrival=self.num_arrived, request=request, limit=limit, tokens=request.tokens))
         self.num_arrived += 1
 
     def admit(self) -> list[tuple[Prefix, Response]]:
-        """Seat those that wait while there is room; returns those whose tokens are all in the cache already, with their prefixes."""
+        """Seat waiting responses while there is room; returns those with all tokens in the cache already, with their prefixes."""
         ready: list[tuple[Prefix, Response]] = []
         while self.waiting and self._free_seats and self._make_room(self.waiting[0]):
             response = self.waiting.popleft()
@@ -219,7 +218,7 @@ class Scheduler:
         return ready
 
     def next_pieces(self) -> list[Piece]:
-        """The pieces of the next prefill pass: the oldest prefixes, as much of them as fits. They count as computed from here on."""
+        """The pieces of the next prefill pass: the oldest prefixes, as far as they fit. They count as computed from now on."""
         pieces: list[Piece] = []
         room = self.chunk_tokens
         for prefix in self.prefilling:
@@ -233,7 +232,7 @@ class Scheduler:
         return pieces
 
     def computed(self, prefix: Prefix, logits: Tensor) -> list[Response]:
-        """Its last piece is in the cache; returns the responses that waited for it. It is kept for others while there is room."""
+        """The prefix's last piece is in the cache; returns the responses that waited for it. It is kept for others while there is room."""
         assert self.prefilling[0] is prefix  # they end in the order in which they began
         self.prefilling.popleft()
         prefix.logits = logits
@@ -241,19 +240,19 @@ class Scheduler:
         return responses
 
     def forget_surplus(self) -> None:
-        """Keep no more prefixes than `KEPT_PREFIXES`; none where the first response goes on in what is remembered of one."""
+        """Keep at most `KEPT_PREFIXES`; none if a prefix's state is continued by its first response."""
         while len(self._prefixes) - len(self.prefilling) > (KEPT_PREFIXES if self.pool.shares else 0):
             self.forget_oldest()
 
     def forget_everything(self) -> None:
-        """The weights have changed: nothing that is in the cache may be found by others any more. Nothing is being put there now."""
+        """The weights have changed: nothing in the cache may be found any more. Called while no prefix is being computed."""
         assert not self.prefilling
         while self.forget_oldest():
             pass
         self.pool.unpublish()
 
     def find_pages(self, count: int) -> bool:
-        """Whether `count` pages are free, once kept prefixes have been forgotten for them if needed."""
+        """Whether `count` pages are free, after kept prefixes are forgotten as needed."""
         while self.pool.num_free < count:
             if not self.forget_oldest():
                 return False
@@ -283,19 +282,19 @@ class Scheduler:
         for prefix in self.prefilling:
             if response in prefix.waiting:
                 prefix.waiting.remove(response)
-                if not prefix.waiting:  # nobody older wants it, so nobody reads its pages
+                if not prefix.waiting:  # no older response needs it, so nobody reads its pages
                     self.prefilling.remove(prefix)
                     self._forget(prefix)
                 break
 
     def keep(self, response: Response, sampled: Sequence[int]) -> None:
-        """A response is about to leave which a turn of the same episode may follow: while there is room, that one finds its whole pages.
+        """Before a response leaves: keep its whole pages, while there is room, for the next turn of the same episode.
 
-        Not if the weights changed meanwhile: other sequences begin with the same tokens.
+        Not if the weights changed meanwhile, since other sequences begin with the same tokens.
         """
         if len(response.versions) > 1:
             return
-        in_cache = (*response.request.tokens, *sampled[:-1])  # nothing was computed after the last token
+        in_cache = (*response.request.tokens, *sampled[:-1])  # the last token was never computed
         if count := self.pool.publish(in_cache, response.pages):
             self.pool.share(response.pages[:count])
             self._turns.append(response.pages[:count])
@@ -308,7 +307,7 @@ class Scheduler:
         del self.seated[response.arrival]
 
     def _make_room(self, response: Response) -> bool:
-        """Whether the response can get its pages and every seated one a page besides, which it may want soon. Alone it always can."""
+        """Whether the response can get its pages, with one more page for every seated one. Alone it always can."""
         while True:
             prefix = self._prefixes.get(response.tokens)
             if prefix is None:
@@ -325,7 +324,7 @@ class Scheduler:
         return prefix.is_claimed and len(prefix.tokens) % self.pool.page_size > 0
 
     def _join(self, response: Response) -> Prefix:
-        """Give the response its pages: those of a prefix with the same tokens, which is made if there is none."""
+        """Give the response the pages of a prefix with the same tokens, which is made if needed."""
         prefix = self._prefixes.get(response.tokens)
         if prefix is None:
             prefix = self._begin(response.tokens)
@@ -343,7 +342,7 @@ class Scheduler:
         return prefix
 
     def _begin(self, tokens: tuple[int, ...]) -> Prefix:
-        """Pages for these tokens. They are found by others from now on: whoever finds them comes later in the queue of what is computed."""
+        """Pages for these tokens. Others find them from now on, and come later in the queue for the computation."""
         shared = self.pool.find(tokens)
         self.pool.share(shared)
         pages = shared + self.pool.allocate(self.pool.pages_for(len(tokens)) - len(shared))
@@ -360,18 +359,16 @@ class Scheduler:
 
 
 def copies(pairs: Sequence[tuple[Prefix, Response]]) -> tuple[list[int], list[int]]:
-    """(pages, the pages that they must be copied to) for responses that start from a computed prefix."""
-    wanted = [(prefix.pages[-1], response.pages[-1]) for prefix, response in pairs if prefix.pages[-1] != response.pages[-1]]
-    return [source for source, _ in wanted], [target for _, target in wanted]
+    """(source pages, target pages) of the copies for responses that start from a computed prefix."""
+    return _different((prefix.pages[-1], response.pages[-1]) for prefix, response in pairs)
 
 
 def seat_copies(pairs: Sequence[tuple[Prefix, Response]]) -> tuple[list[int], list[int]]:
-    """(seats, the seats that what is remembered there must be copied to) for responses to prefixes that have just been computed.
-
-    Each was computed at the seat of the first of its responses.
-    """
+    """(source seats, target seats) of the states of prefixes that have just been computed, each at the seat of its first response."""
     first: dict[Prefix, int] = {}
-    for prefix, response in pairs:
-        first.setdefault(prefix, response.seat)
-    wanted = [(first[prefix], response.seat) for prefix, response in pairs if first[prefix] != response.seat]
+    return _different((first.setdefault(prefix, response.seat), response.seat) for prefix, response in pairs)
+
+
+def _different(pairs: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    wanted = [(source, target) for source, target in pairs if source != target]
     return [source for source, _ in wanted], [target for _, target in wanted]

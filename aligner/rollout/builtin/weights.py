@@ -1,14 +1,15 @@
 """The weights that a rollout engine computes with, by role: the training parameters in place, or the engine's own in another split.
 
 Reading in place costs nothing and needs no refit. The engine needs its own weights if the training layout leaves a rank without all
-layers or experts (pipeline, expert parallelism), or splits them over another number of ranks. Names are global, as in
-`models.initialise`.
+layers or experts (pipeline, expert parallelism), or splits them over another number of ranks. Names are global
+(`aligner.models.modules.initialise`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +26,7 @@ POSITIONS = "embedding.position_embeddings.weight"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Affine:
-    """Weight and bias of a linear layer or a norm; bias None if there is none."""
+    """Weight and bias (if any) of a linear layer or a norm."""
 
     weight: Tensor
     bias: Tensor | None
@@ -33,7 +34,7 @@ class Affine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForward:
-    """A dense layer's, or an expert's, two matrices; `up` is `[gate; up]` if the model gates."""
+    """The two matrices of a dense layer or an expert; `up` is `[gate; up]` if the model gates."""
 
     up: Affine
     down: Affine
@@ -41,7 +42,7 @@ class FeedForward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentWeights:
-    """Of latent attention; `q_down` is None where queries have no latent. The projections onto latents are whole on every rank."""
+    """Latent attention; `q_down` is None if queries have no latent. The projections onto latents are whole on every rank."""
 
     q_down: Tensor | None
     q_norm: Affine | None
@@ -53,7 +54,7 @@ class LatentWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaWeights:
-    """Of a gated delta net, this rank's heads: names as in `aligner.models.modules.gated_delta_net`."""
+    """This rank's heads of a gated delta net; names as in `aligner.models.modules.gated_delta_net`."""
 
     qkvz: Tensor
     ba: Tensor
@@ -65,7 +66,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """One layer's parameters on this rank; what the architecture lacks is None or empty. Without a router there is one expert: the MLP."""
+    """One layer's parameters on this rank. Parts that the architecture lacks are None or empty. Without a router, the MLP is the expert."""
 
     input_norm: Affine | None
     qkv: Affine | None  # None with a latent, and in a delta net
@@ -77,11 +78,11 @@ class LayerWeights:
     post_attention_norm: Affine | None
     mlp_norm: Affine | None
     post_mlp_norm: Affine | None
-    sinks: Tensor | None  # a learned score of each head of this rank, [heads]
+    sinks: Tensor | None  # a learned score for each head of this rank, [heads]
     router: Affine | None
     router_bias: Tensor | None
     experts: tuple[FeedForward, ...]
-    shared: FeedForward | None  # what every token passes beside its experts
+    shared: FeedForward | None  # the experts that every token passes
     shared_gate: Tensor | None
 
 
@@ -94,36 +95,20 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Affine | None
     output: Tensor
-    projections: tuple[Tensor, Tensor] | None = None  # behind the embedding, and in front of the output layer
+    projections: tuple[Tensor, Tensor] | None = None  # after the embedding and before the output layer
 
 
-def tensors(weights: ModelWeights) -> Iterator[Tensor]:
-    """All of them, in an order that is always the same."""
-    yield from (weights.embedding, weights.output)
-    if weights.positions is not None:
-        yield weights.positions
-    yield from weights.projections or ()
-    affines = [weights.final_norm] if weights.final_norm is not None else []
-    for layer in weights.layers:
-        affines += [layer.attention_out]
-        norms = layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.post_mlp_norm
-        affines += [affine for affine in (layer.qkv, layer.router, *norms) if affine is not None]
-        affines += [affine for expert in (*layer.experts, layer.shared) if expert for affine in (expert.up, expert.down)]
-        matrices = [layer.sinks, layer.router_bias, layer.shared_gate]
-        if (latent := layer.latent) is not None:
-            matrices += [latent.q_down, latent.q_up, latent.kv_down, latent.kv_up]
-            affines += [norm for norm in (latent.q_norm, latent.kv_norm) if norm is not None]
-        if (delta := layer.delta) is not None:
-            matrices += [delta.qkvz, delta.ba, delta.conv, delta.a_log, delta.dt_bias, delta.norm]
-        yield from (matrix for matrix in matrices if matrix is not None)
-    for affine in affines:
-        yield affine.weight
-        if affine.bias is not None:
-            yield affine.bias
+def tensors(weights: Any) -> Iterator[Tensor]:
+    """All tensors of a `ModelWeights` (or of a part of one), always in the same order."""
+    if isinstance(weights, Tensor):
+        yield weights
+    elif weights is not None:
+        for part in weights if isinstance(weights, tuple) else [getattr(weights, one.name) for one in fields(weights)]:
+            yield from tensors(part)
 
 
 def by_role(tensors: Mapping[str, Tensor], architecture: Architecture) -> ModelWeights:
-    """The named tensors of a whole model (of one rank of a split) in the places where the decoder looks for them."""
+    """Assign the named tensors of a whole model (on one rank of a split) to their roles."""
 
     def affine(name: str, *, bias: bool) -> Affine:
         return Affine(weight=tensors[name + ".weight"], bias=tensors[name + ".bias"] if bias else None)
@@ -215,37 +200,27 @@ def named_parameters(chunks: Sequence[LanguageModel]) -> dict[str, Tensor]:
 
 
 def moves(chunks: Sequence[LanguageModel], *, tp: int) -> list[Move]:
-    """How every tensor of the model gets from the training layout to `tp` tensor-parallel ranks: the same list on every rank.
+    """The move of every tensor of the model from the training layout to `tp` tensor-parallel ranks: the same list on every rank.
 
     Collective over each pipeline group. Raises ConfigError if the model's sizes cannot be split over `tp` ranks.
     """
-    chunk = chunks[0]
     found = []
     for place in all_places(chunks):
-        source, target = _shardings(place, chunk.architecture, old_tp=tensor_group(chunk, place).size(), tp=tp)
-        found.append(
-            Move(
-                name=place.name,
-                shape=place.shape,
-                dtype=place.dtype,
-                source=source,
-                target=target,
-                stage=place.stage,
-                expert_rank=place.expert_rank,
-            )
-        )
+        source, target = _shardings(place, chunks[0].architecture, old_tp=tensor_group(chunks[0], place).size(), tp=tp)
+        shard = {name: getattr(place, name) for name in ("name", "shape", "dtype", "stage", "expert_rank")}
+        found.append(Move(source=source, target=target, **shard))
     return found
 
 
 def _shardings(place: Place, architecture: Architecture, *, old_tp: int, tp: int) -> tuple[Sharding, Sharding]:
-    """(training, rollout): rank by rank what is held of the full tensor."""
+    """(training, rollout): each rank's part of the full tensor."""
     dim = place.split_dim
     if dim is None:
         return replicated(place.shape[0]), replicated(place.shape[0])
     size = place.shape[dim] * old_tp
     layout = weight_names(architecture).find(place.name).layout
     if layout == Layout.vocabulary:
-        # The training layout's padding where it fits: then equal splits stay equal and nothing need be gathered.
+        # Keep the training layout's padding if it fits: then equal splits stay equal and nothing must be gathered.
         rows = size if size % tp == 0 else -(-architecture.vocab_size // tp) * tp
         return even(size, old_tp), padded(architecture.vocab_size, rows, tp)
     if layout.is_qkv:
@@ -255,16 +230,10 @@ def _shardings(place: Place, architecture: Architecture, *, old_tp: int, tp: int
     return even(size, old_tp, dim=dim, blocks=layout.blocks), even(size, tp, dim=dim, blocks=layout.blocks)
 
 
-def held_here(move: Move, chunk: LanguageModel) -> bool:
-    """Whether this rank has a shard of the tensor in training."""
-    groups = chunk.pg_collection
-    return groups.pp.rank() == move.stage and move.expert_rank in (None, groups.ep.rank())
-
-
 def usable_in_place(chunk: LanguageModel, *, tp: int) -> bool:
-    """Whether every rank holds, for `tp` ranks that share the model in rollouts, all that it needs: it can read the training parameters.
+    """Whether rollouts with `tp` ranks to a model can read the training parameters: every rank holds all that it needs.
 
-    Not those of a model with adapters: the engine computes with weights that have them in.
+    Always false for a model with adapters, since the engine computes with merged weights.
     """
     groups, architecture = chunk.pg_collection, chunk.architecture
     if chunk.lora.is_on:

@@ -1,11 +1,11 @@
-"""Multi-turn episodes in one generation: a finished turn goes to the environment, and the next turn is a further request.
+"""Multi-turn episodes in one generation: a finished turn goes to the environment, and the next turn is another request.
 
-The next turn of an episode takes any free seat as soon as its observation is there, beside other episodes' turns: none waits for the
-slowest. Tokens go in and come out: the request of the next turn is the prompt, all that the policy wrote, as it was sampled, and the
-observations' tokens. Each turn draws with its own seed, a pure function of the episode's seed and the turn's number, so an episode
-depends on its prompt and seed alone (as far as its environment does).
+The next turn of an episode takes any free seat once its observation is there, beside other episodes' turns: none waits for the slowest.
+Everything is tokens: the request of the next turn is the prompt, the policy's tokens as sampled, and the observations' tokens. Each turn
+draws with its own seed, a pure function of the episode's seed and the turn's number, so an episode depends on its prompt and seed alone (if
+its environment does).
 
-The replica's leading rank alone keeps the conversations; the others of the replica are told which requests follow.
+Only the replica's leading rank keeps the conversations, and sends the following requests to the other ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from aligner.protocols import Exchange, FollowUp, Reply
 from aligner.rollout.engine import GenRequest, GenResult, Work
 from aligner.types import FinishReason, Prompt, Rollout
 
-BEAT_SECONDS = 5.0  # how often the ranks that follow hear from one that waits for its environment
+BEAT_SECONDS = 5.0  # between messages to the other ranks from a leading rank that waits for its environment
 _SEED_BITS = 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversing:
-    """How the engine's replicas talk with an environment.
+    """The exchange between the engine's replicas and an environment.
 
-    `group`: this replica's ranks, leader first, for tensors on the CPU; None if it is one. `in_step`: wait for
-    the replies to all finished turns before starting more requests, so that batches do not depend on timing.
+    `group`: this replica's ranks, leader first, for tensors on the CPU; None for a single rank. `in_step`: wait for the replies to all
+    finished turns before starting more requests, so that batches do not depend on timing.
     """
 
     follow_up: FollowUp
@@ -43,17 +43,17 @@ class Conversing:
 
 
 def turn_seed(seed: int, number: int) -> int:
-    """Of turn `number` (from 1): the episode's own for the first one."""
+    """The seed of turn `number` (from 1); the first turn has the episode's own."""
     return seed if number == 1 else random.Random(f"{seed}/{number}").getrandbits(_SEED_BITS)
 
 
 @dataclass(slots=True)
 class _Episode:
-    """All that came after the prompt, so far."""
+    """Everything after the prompt, so far."""
 
     prompt: Prompt
     seed: int
-    limit: int  # tokens of it at most
+    limit: int  # its most tokens
     turns: list[GenResult] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ class _Episode:
         self._extend(tokens, [0.0] * len(tokens), is_written=False)
 
     def request(self, index: int) -> GenRequest:
-        """For the next turn."""
+        """The request for the next turn."""
         tokens = (*self.prompt.tokens, *self.tokens)
         return GenRequest(index=index, tokens=tokens, seed=turn_seed(self.seed, len(self.turns) + 1), limit=self.room)
 
@@ -105,7 +105,7 @@ class _Episode:
         )
 
     def _routes(self) -> Tensor | None:
-        """Of each token those of the turn that it was first part of: what a later turn has of it may have been computed again."""
+        """Each token's routes in its first turn: a later turn may have computed them again."""
         turns = [turn.routes for turn in self.turns if turn.routes is not None]
         known = [0, *(len(routes) for routes in turns)]
         return torch.cat([routes[start:] for routes, start in zip(turns, known, strict=False)]) if turns else None
@@ -117,7 +117,7 @@ class _Episode:
 
 
 class Episodes:
-    """One generation's conversations, on its replica's leading rank. `limits[i]`: tokens that the episode of request i may have."""
+    """One generation's conversations, on its replica's leading rank. `limits[i]`: the most tokens in the episode of request i."""
 
     def __init__(
         self, exchange: Exchange, prompts: Sequence[Prompt], requests: Sequence[GenRequest], limits: Sequence[int], *, max_turns: int
@@ -128,11 +128,11 @@ class Episodes:
             request.index: _Episode(prompt=prompt, seed=request.seed, limit=limit)
             for request, prompt, limit in zip(requests, prompts, limits, strict=True)
         }
-        self._lasting: set[int] = set()  # episodes of which the environment has the last turn
+        self._lasting: set[int] = set()  # episodes whose last turn is with the environment
         self._ended: list[Rollout] = []
         self.follow_ups: deque[GenRequest] = deque()
-        self.num_sampling = 0  # requests that the engine has
-        self.num_waiting = 0  # turns that the environment has
+        self.num_sampling = 0  # requests with the engine
+        self.num_waiting = 0  # turns with the environment
 
     @property
     def is_open(self) -> bool:
@@ -144,7 +144,7 @@ class Episodes:
         self.num_sampling += len(requests)
 
     def record(self, results: Sequence[GenResult]) -> None:
-        """Turns have ended: the environment's turn."""
+        """Turns have ended: pass them to the environment."""
         for turn in results:
             episode = self._episodes[turn.index]
             episode.add_turn(turn)
@@ -157,7 +157,7 @@ class Episodes:
         self.num_waiting += len(results)
 
     def hear(self, wait_seconds: float) -> None:
-        """Take the replies that have come; waits for the first so long at most."""
+        """Take the replies that have arrived; waits at most this long for the first one."""
         for index, reply in self._exchange.hear(wait_seconds):
             self.num_waiting -= 1
             episode = self._episodes[index]
@@ -170,33 +170,33 @@ class Episodes:
                 self.follow_ups.append(episode.request(index))
 
     def take_ended(self) -> list[Rollout]:
-        """Those that have ended since they were last asked for."""
+        """The episodes that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
 
 @dataclass(frozen=True, slots=True)
 class _News:
-    """What the leading rank tells the others of its replica."""
+    """A message of the leading rank to the others of its replica."""
 
     requests: tuple[GenRequest, ...] = ()
     is_open: bool = True
     is_idle: bool = False  # the engine has nothing to do
-    again: bool = False  # it waits for the environment: the next news come at once
+    again: bool = False  # it still waits for the environment: another message follows
     failed: bool = False
 
 
 class EpisodeWork:
-    """`aligner.rollout.engine.Work`: the next turns of episodes first, then new ones, from `work`.
+    """`aligner.rollout.engine.Work`: the next turns of episodes first, then new episodes, from `work`.
 
-    `episodes` is None on the ranks that follow. Every rank of the replica calls `take` at the same points, with the same room.
+    `episodes` is None on all but the leading rank. Every rank of the replica calls `take` at the same points, with the same room.
     """
 
     def __init__(self, work: Work, conversing: Conversing, episodes: Episodes | None) -> None:
         self._work = work
         self._conversing = conversing
         self._episodes = episodes
-        self._is_fresh = True  # whether `work` has more, for all that is known
+        self._is_fresh = True  # whether `work` may have more
         self.is_open = True
 
     def take(self, room: int) -> Sequence[GenRequest]:
@@ -221,21 +221,21 @@ class EpisodeWork:
         return requests
 
     def _agree(self, room: int, *, is_needed: bool) -> _News:
-        """The leading rank's news, on every rank of the replica."""
+        """The leading rank's message, on every rank of the replica."""
         group = self._conversing.group
         while True:
             news, error = _News(), None
             if self._episodes is not None:
                 try:
                     news = self._news(self._episodes, room, is_needed=is_needed)
-                except Exception as failed:  # raised when the others of this replica know
+                except Exception as failed:  # raised once the other ranks of this replica know
                     news, error = _News(failed=True), failed
             if group is not None:
                 news = broadcast_object(news, src=dist.get_global_rank(group, 0), group=group)
             if error is not None:
                 raise error
             if news.failed:
-                raise EngineError("the leading rank of this replica could not go on with its episodes; its own message says why")
+                raise EngineError("the leading rank of this replica could not continue its episodes; see its own message")
             if not news.again:
                 return news
 

@@ -1,11 +1,10 @@
-"""An inference package's engine as one that the lifecycle can drive: the policy's weights are streamed into it, checked on the way.
+"""Wraps an inference package's engine for the lifecycle: the policy's weights are streamed into it, and checked on the way.
 
 The stream is collective over the component. If an engine fails on one rank, that rank follows the stream to its end without loading, so
-that no other is left waiting; then all give the refit up.
+that no other rank waits for it; then all abort the refit.
 
 The weights have Hugging Face names and travel as full tensors in buckets. Engines fuse q, k and v, gate and up, and a layer's experts into
-one tensor each, and some can only be given all of a fused tensor's parts at once: such a group is never cut, even where it alone exceeds
-the size of a bucket.
+one tensor each, and some need all parts of a fused tensor at once: such a group is never cut, even if it alone exceeds a bucket's size.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 
 import torch
@@ -30,7 +29,7 @@ from aligner.types import SamplingConfig
 
 Bucket = list[tuple[str, Tensor]]
 
-# What is fused: the part of the name that stands for the group, and what tells its members apart.
+# Fused tensors: the part of the name for the group, and the part that distinguishes its members.
 _GROUPS = (
     re.compile(r"(.*\.experts)\.\d+\..*"),
     re.compile(r"(.*)\.(?:q|k|v)_proj\.(?:weight|bias)"),
@@ -40,7 +39,7 @@ _GROUPS = (
 
 
 def fusion_group(name: str) -> str:
-    """A key shared by all tensors that an engine may fuse with this one (Hugging Face name); its own name if there are none."""
+    """A common key of all tensors that an engine may fuse with this one (Hugging Face name); its own name if there are none."""
     for kind, pattern in enumerate(_GROUPS):
         if found := pattern.fullmatch(name):
             return f"{found[1]}/{kind}"
@@ -50,12 +49,11 @@ def fusion_group(name: str) -> str:
 def weight_buckets(named: Iterator[tuple[str, Tensor]], *, bucket_bytes: int, manifest: Manifest) -> Iterator[Bucket]:
     """Collect the full tensors of a model, in `manifest`'s order, into buckets of at most `bucket_bytes`, whole fusion groups each.
 
-    A larger group gets a bucket to itself. The tensors are the stream's own, made contiguous; contiguous ones are not copied, so
-    the buckets must be used while the weights stay as they are. The next tensor is asked for when a bucket has been used, so a caller that
-    drops it then never has more than one, and what the stream needs to make the next tensor.
+    A larger group gets a bucket of its own. The tensors are the stream's own, made contiguous; contiguous ones are not copied, so the
+    buckets must be used before the weights change. The next tensor is requested after a bucket has been used, so a caller that drops each
+    bucket never holds more than one, besides what the stream needs for the next tensor.
 
-    Raises EngineError if the stream does not keep a group together. A tensor that the manifest has not, or that is missing, is for
-    `Receipt` to find.
+    Raises EngineError if the stream does not keep a group together. `Receipt` finds extra and missing tensors.
     """
     ends = _last_names(manifest, bucket_bytes)
     bucket: Bucket = []
@@ -106,34 +104,26 @@ class WeightStream:
     export: Export
     manifest: Manifest
     bucket_bytes: int
-    verified: bool = False  # whether what the engine holds afterwards is compared with what was sent
+    verified: bool = False  # whether the engine's weights are compared with those sent
 
 
+@dataclass(eq=False)
 class StreamedEngine:
-    """`aligner.rollout.engine.Engine` around a `ForeignEngine`, which it starts. Collective over the component.
+    """`aligner.rollout.engine.Engine` around a `ForeignEngine`, which it starts. Collective over the component."""
 
-    policy: where the policy's weights wait in host memory while the engine's are awake; None: they stay, and the engine never sleeps.
-    at_end: called at shutdown.
-    """
+    foreign: ForeignEngine
+    stream: WeightStream
+    replica: Replica
+    _: KW_ONLY
+    policy: HostMemory | None = None  # holds the policy's weights while the engine is awake; None: they stay, the engine never sleeps
+    at_end: Callable[[], None] = lambda: None  # called at shutdown
 
-    def __init__(
-        self,
-        engine: ForeignEngine,
-        stream: WeightStream,
-        replica: Replica,
-        *,
-        policy: HostMemory | None = None,
-        at_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.foreign = engine
-        self.replica = replica
-        self._stream = stream
-        self._policy = policy
-        self._at_end = at_end
-        platform.release_cached()  # what building the policy left: the package allocates past torch
+    def __post_init__(self) -> None:
+        platform.release_cached()  # left from building the policy: the package allocates without torch
+        engine = self.foreign
         try:
             together(engine.start, f"starting {engine.capabilities.name}", error=EngineError)
-            if policy is not None:
+            if self.policy is not None:
                 together(lambda: engine.sleep(ALL_MEMORY), f"putting {engine.capabilities.name} to sleep", error=EngineError)
         except AlignerError:
             self.shutdown()  # it may have started here
@@ -141,69 +131,64 @@ class StreamedEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The wrapped engine's."""
         return self.foreign.capabilities
 
     @property
     def max_sequence_length(self) -> int:
-        """The wrapped engine's."""
         return self.foreign.max_sequence_length
 
     def refit(self, version: int) -> Refitted:
-        """Stream the policy's current weights into the engine. Raises EngineError on every rank if it failed on any, also
-        if a verification was asked for and the engine cannot read its weights back."""
+        """Stream the policy's current weights into the engine. Raises EngineError on every rank if it failed on any, also if it should be
+        verified and the engine cannot read its weights back."""
         started = time.monotonic()
-        delivery = _Delivery(self.foreign, self._stream)
+        delivery = _Delivery(self.foreign, self.stream)
         try:
             together(delivery.run, "streaming the weights", error=EngineError)
             together(lambda: self.foreign.finish_refit(version), "finishing the refit", error=EngineError)
         except EngineError:
             self.foreign.abort_refit()
             raise
-        if self._stream.verified:
+        if self.stream.verified:
             together(delivery.compare, "verifying the refit", error=EngineError)
-        if self._policy is not None:
-            self._policy.move_out()
+        if self.policy is not None:
+            self.policy.move_out()
         platform.synchronize()
-        return Refitted(num_bytes=self._stream.manifest.num_bytes, seconds=time.monotonic() - started)
+        return Refitted(num_bytes=self.stream.manifest.num_bytes, seconds=time.monotonic() - started)
 
     def wake(self, memory: frozenset[Memory]) -> None:
-        """See `Engine.wake`. What training used and torch still keeps is given back first."""
+        """Releases first the memory that torch still keeps from training."""
         platform.release_cached()
         self.foreign.wake(memory)
 
     def sleep(self, memory: frozenset[Memory]) -> None:
-        """See `Engine.sleep`."""
         self.foreign.sleep(memory)
-        if self._policy is not None and Memory.weights in memory:
-            self._policy.move_in()
+        if self.policy is not None and Memory.weights in memory:
+            self.policy.move_in()
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        """See `Engine.generate`."""
         return self.foreign.generate(work, sampling)
 
     def shutdown(self) -> None:
-        """See `Engine.shutdown`."""
         self.foreign.shutdown()
-        self._at_end()
+        self.at_end()
 
 
 class _Delivery:
-    """One refit: the stream, what has come of it, and what went wrong on this rank."""
+    """One refit on this rank: the stream, its receipt, and its failure."""
 
     def __init__(self, engine: ForeignEngine, stream: WeightStream) -> None:
         self._engine = engine
         self._stream = stream
         self._receipt = Receipt(stream.manifest)
-        self._largest: dict[str, Tensor] = {}  # a scalar on the device for each tensor, that says whether all of it is finite
+        self._largest: dict[str, Tensor] = {}  # a scalar on the device for each tensor, finite if the whole tensor is
         self._sent: dict[str, Tensor] = {}  # checksums
 
     def run(self) -> None:
-        """Load the whole stream; every rank follows it to its end, whatever happens on the way."""
+        """Load the whole stream; every rank follows it to its end, also after a failure."""
         failure: Exception | None = None
         try:
             self._engine.begin_refit(self._stream.manifest)
-        except Exception as failed:  # raised when the stream has ended
+        except Exception as failed:  # raised at the end of the stream
             failure = failed
         stream = self._stream
         for bucket in weight_buckets(stream.export(), bucket_bytes=stream.bucket_bytes, manifest=stream.manifest):
@@ -212,20 +197,19 @@ class _Delivery:
                     self._load(bucket)
                 except Exception as failed:
                     failure = failed
-            del bucket  # before the next one is put together
+            del bucket  # before the next one is made
         if failure is not None:
             raise failure
         self._receipt.complete()
         self._refuse_not_finite()
 
     def compare(self) -> None:
-        """Raise EngineError naming the weights that the engine holds otherwise than they were sent."""
+        """Raise EngineError naming the engine's weights that differ from those sent."""
         names = list(self._sent)
         held = {name: tensor for name in names if (tensor := self._engine.read_back(name)) is not None}
         if not held:
-            raise ConfigError(
-                f"rollout.verify_refit=checksum: {self._engine.capabilities.name} cannot read its weights back; allowed: none"
-            )
+            name = self._engine.capabilities.name
+            raise ConfigError(f"rollout.verify_refit=checksum: {name} cannot read its weights back; allowed: none")
         differs = [name for name, tensor in held.items() if not _same(self._sent[name], tensor, self._stream.manifest.tensors[name].shape)]
         if differs:
             raise EngineError(f"{named_few(differs)} of {len(held)} tensors that were read back are not what was sent")

@@ -1,13 +1,12 @@
-"""Holds a rollout engine to the order of its phases, and all ranks to one answer about each of them.
+"""Keeps a rollout engine to the order of its phases, with the same outcome of each phase on all ranks.
 
     wake(weights) -> refit -> wake(kv_cache) -> generate -> sleep
 
-`wake()` goes through the first three if they are due, so an algorithm says `refit`, `wake`, `generate`, `sleep`. Without
-`rollout.offload` nothing is ever released: a refit happens at once, and `wake` and `sleep` do nothing. A refit that fails on any rank
-fails on all, and leaves weights of two versions: until another one succeeds nothing is generated.
+`wake()` performs the first three if they are due, so an algorithm calls `refit`, `wake`, `generate`, `sleep`. Without `rollout.offload`
+nothing is ever released: a refit happens at once, and `wake` and `sleep` do nothing. A refit that fails on any rank fails on all, and
+leaves weights of two versions: nothing is generated until another one succeeds.
 
-With a `Gate`, another thread may generate meanwhile: a refit then comes between two of its steps, and `wake` waits until it has done what
-it was asked for.
+With a `Gate`, another thread may generate meanwhile: a refit then comes between two of its steps, and `wake` waits for its generations.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields
-from typing import Protocol
 
 from aligner.errors import EngineError
 from aligner.parallel.collectives import together
@@ -25,27 +23,21 @@ from aligner.protocols import Replica
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, EngineSampling, GenRequest, GenResult, Memory, Refitted, Work
 from aligner.rollout.engine.episodes import Conversing, Episodes, EpisodeWork
 from aligner.rollout.engine.gate import Gate
+from aligner.rollout.engine.work import WorkSharing
 from aligner.telemetry import recording
 from aligner.types import Prompt, Rollout, SamplingConfig
 
 _WEIGHTS, _CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
 
 
-class Sharing(Protocol):
-    """How the replicas share the requests of a generation; `aligner.rollout.engine.work.WorkSharing`."""
-
-    def open(self, requests: Sequence[GenRequest]) -> AbstractContextManager[Work]:
-        """This replica's share of the requests. Every rank calls it with the same requests."""
-
-
 class RecordedWork:
-    """`Work` that another one gives, whose requests the replica's leading rank records as spans: from when its engine takes one until the
-    response has ended. A turn of an episode is a request of its own."""
+    """Wraps a `Work`; on the replica's leading rank each request becomes a span, from when the engine takes it until its response ends. A
+    turn of an episode is a request of its own."""
 
     def __init__(self, work: Work, replica: Replica) -> None:
         self._work = work
         self._lane = f"replica {replica.index}"
-        self._taken: dict[int, tuple[float, int]] = {}  # since when, and the tokens of the prompt
+        self._taken: dict[int, tuple[float, int]] = {}  # start, and tokens of the prompt
         self._records = replica.is_leader and recording.is_on()
 
     @property
@@ -60,7 +52,7 @@ class RecordedWork:
         return requests
 
     def ended(self, results: Sequence[GenResult]) -> None:
-        """The engine has given these."""
+        """The engine has yielded these results."""
         for result in results:
             if result.index not in self._taken:
                 continue
@@ -71,17 +63,17 @@ class RecordedWork:
 class PhasedEngine:
     """`aligner.protocols.RolloutEngine`. Every method is collective over the component; errors are raised on every rank.
 
-    `offload`: device memory is released between generations; the engine's starts out asleep. Otherwise everything is awake, and
-    constructing this refits for the first time. `gate`: `generate` is called in another thread than everything else, validation aside.
-    `conversing`: samples multi-turn episodes with an environment. `end_ids` end a response besides the sampling's own stop tokens; ids
-    in `missing` stand for no token: an engine that samples one fails.
+    `offload`: device memory is released between generations, and the engine starts asleep. Otherwise everything is awake, and the
+    constructor refits for the first time. `gate`: another thread calls `generate`, except for validation. `conversing`: samples multi-turn
+    episodes with an environment. `end_ids` end a response besides the sampling's own stop tokens; ids in `missing` stand for no token, and
+    an engine that samples one fails.
     """
 
     def __init__(
         self,
         engine: Engine,
         sampling: SamplingConfig,
-        sharing: Sharing,
+        sharing: WorkSharing,
         *,
         offload: bool,
         gate: Gate | None = None,
@@ -95,11 +87,11 @@ class PhasedEngine:
         self.sampling = sampling
         self._end_ids, self._missing = tuple(end_ids), frozenset(missing)
         self.version = 0
-        self.refitted = Refitted(num_bytes=0, seconds=0.0)  # what the last refit moved
+        self.refitted = Refitted(num_bytes=0, seconds=0.0)  # the last refit
         self._sharing = sharing
         self._offload = offload
         self._awake = frozenset() if offload else ALL_MEMORY
-        self._is_due = True  # weights are not those of `version` yet
+        self._is_due = True  # the weights are not of `version` yet
         self._poison = ""
         self._generating_in: int | None = None  # thread
         self._has_ended = False
@@ -108,20 +100,20 @@ class PhasedEngine:
 
     @property
     def replica(self) -> Replica:
-        """Which of the engine's replicas this rank belongs to."""
+        """This rank's replica of the engine."""
         return self.engine.replica
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the engine can do."""
+        """The engine's capabilities."""
         return self.engine.capabilities
 
     def refit(self, version: int) -> None:
-        """Sample from the policy's current weights, of optimizer step `version`; if the weights are asleep, from when they wake. A
-        generation in another thread continues with them.
+        """Sample from the policy's current weights, of optimizer step `version`; sleeping weights are refitted when they wake. A
+        generation in another thread continues with the new ones.
 
-        Raises EngineError if it fails on any rank (on all of them), while something is generated, and if a cache that can sleep is
-        awake: it is of other weights, and the policy's may be away.
+        Raises EngineError on all ranks if it fails on any, during a generation, and if a cache that can sleep is awake: it belongs to
+        other weights, and the policy's may be away.
         """
         self._refuse_unless_idle("take new weights")
         if self._offload and Memory.kv_cache in self._awake:
@@ -132,10 +124,10 @@ class PhasedEngine:
                 self._refill()
 
     def wake(self, memory: frozenset[Memory] = ALL_MEMORY) -> None:
-        """Take device memory again; with the cache, be ready to generate from the policy's current weights. Awake memory stays as it is.
-        Waits for generations that another thread was asked for.
+        """Allocate device memory; with the cache, be ready to generate from the policy's current weights. Awake memory is unchanged. Waits
+        for the expected generations of another thread.
 
-        Waking everything refits if that is due. Raises EngineError for a cache that is to wake before the weights have and are refitted.
+        Waking everything refits if that is due. Raises EngineError if the cache would wake before the weights are awake and refitted.
         """
         self._refuse_unless_idle("wake")
         if self.gate is not None:
@@ -149,14 +141,14 @@ class PhasedEngine:
             raise EngineError("the rollout engine's cache was asked to wake while its weights are asleep: wake the weights first")
         if self._is_due:
             if Memory.weights not in memory:
-                raise EngineError("the rollout engine's cache was asked to wake before its weights are the policy's: refit() first")
+                raise EngineError("call refit() before waking the rollout engine's cache: its weights are not the policy's current ones")
             self._refill()
         together(lambda: self.engine.wake(_CACHE), "waking the rollout engine's cache", error=EngineError)
         self._awake |= _CACHE
 
     def sleep(self, memory: frozenset[Memory] = ALL_MEMORY) -> None:
-        """Release device memory, if `rollout.offload` is set. Raises EngineError while something is generated, and for weights
-        that are to sleep before the cache."""
+        """Release device memory, if `rollout.offload` is set. Raises EngineError during a generation, and if the weights would sleep
+        before the cache."""
         self._refuse_unless_idle("sleep")
         given = memory & self._awake
         if not self._offload or not given:
@@ -168,12 +160,12 @@ class PhasedEngine:
         self._is_due |= Memory.weights in given
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig | None = None) -> Iterator[list[Rollout]]:
-        """One response per (prompt, seed), yielded as they end, in any order, each by one replica: on all of its ranks; episodes of several
-        turns on its leading rank alone.
+        """One response per (prompt, seed), yielded as they end, in any order. One replica yields each, on all of its ranks, or for episodes
+        of several turns on its leading rank only.
 
-        Every rank passes the same whole lists, and consumes what it is given to the end. `sampling` replaces the engine's own settings for
-        this call. Raises EngineError out of order, after a refit that failed, and naming a prompt that leaves no room for a response;
-        what went wrong with an environment on the leading rank of its replica.
+        Every rank passes the same whole lists and consumes the iterator. `sampling` replaces the engine's own settings for this call.
+        Raises EngineError out of order, after a failed refit, and naming a prompt that leaves no room for a response; an environment's
+        error on the leading rank of its replica.
         """
         self._refuse_unless_idle("generate")
         if self._poison:
@@ -182,10 +174,8 @@ class PhasedEngine:
             raise EngineError("the rollout engine was asked to generate while it sleeps: wake() it first")
         for prompt in prompts:
             if not 0 < len(prompt.tokens) < self.engine.max_sequence_length:
-                raise EngineError(
-                    f"{prompt.source}: a prompt of {len(prompt.tokens)} tokens leaves no room for a response in the context of "
-                    f"{self.engine.max_sequence_length}"
-                )
+                length, context = len(prompt.tokens), self.engine.max_sequence_length
+                raise EngineError(f"{prompt.source}: a prompt of {length} tokens leaves no room in the context of {context}")
         requests = [
             GenRequest(index=index, tokens=prompt.tokens, seed=seed)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
@@ -200,8 +190,8 @@ class PhasedEngine:
         return self._episodes(requests, prompts, sampling, self.conversing)
 
     def shutdown(self) -> None:
-        """Give everything back for good; afterwards only `shutdown` may be called. Not collective: each rank ends its own part (with
-        the others of its replica, where another thread generates)."""
+        """Release everything for good; afterwards only `shutdown` may be called. Not collective: each rank ends its own part (together with
+        the other ranks of its replica, if another thread generates)."""
         self._has_ended = True
         if self.gate is not None:
             self.gate.stop()
@@ -230,7 +220,7 @@ class PhasedEngine:
                 yield ended
 
     def _results(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        """What the engine gives, each of the weights that it should be of."""
+        """The engine's results, checked for ids and weight version."""
         requests = RecordedWork(work, self.replica)
         for results in self.engine.generate(requests, sampling):
             requests.ended(results)
@@ -251,7 +241,7 @@ class PhasedEngine:
 
     @contextmanager
     def _held(self, version: int) -> Iterator[None]:
-        """In the block no other thread generates, which then continues with weights of `version`."""
+        """In the block no other thread generates; afterwards it continues with weights of `version`."""
         if self.gate is None:
             yield
             return
@@ -277,9 +267,9 @@ class PhasedEngine:
 
     def _refuse_unless_idle(self, what: str) -> None:
         if self._has_ended:
-            raise EngineError(f"the rollout engine was asked to {what} after it was shut down: make another one")
+            raise EngineError(f"the rollout engine was asked to {what} after its shutdown: make another one")
         if self._generating_in is not None and (self.gate is None or self._generating_in == threading.get_ident()):
-            raise EngineError(f"the rollout engine was asked to {what} while it generates: consume what generate() gives, or close it")
+            raise EngineError(f"the rollout engine was asked to {what} during a generation: consume generate() to its end, or close it")
 
 
 def _rollout(result: GenResult, prompt: Prompt, seed: int) -> Rollout:

@@ -1,12 +1,11 @@
-"""The tensors of a whole model, from its architecture alone, and a check that a refit brought exactly these.
+"""The tensors of a whole model, derived from its architecture alone, and a check that a refit delivered exactly these.
 
-Hugging Face names and shapes are what engines of other packages are filled with (`hf_manifest`); global Megatron names are the built-in
-engine's (`global_manifest`). No tensor is needed to make one, so what the weights should be does not depend on what they are.
+Engines of other packages are filled with Hugging Face names and shapes (`hf_manifest`), the built-in engine with global Megatron names
+(`global_manifest`). A manifest is made without any tensor, so the expected weights do not depend on the actual ones.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -41,7 +40,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole model."""
+        """The size of the whole model."""
         return sum(spec.num_bytes for spec in self.tensors.values())
 
 
@@ -52,7 +51,7 @@ def global_manifest(architecture: Architecture, dtype: torch.dtype) -> Manifest:
 
 
 def hf_manifest(architecture: Architecture, dtype: torch.dtype) -> Manifest:
-    """Full tensors under Hugging Face's names: what `Policy.export_weights` streams."""
+    """Full tensors under Hugging Face's names, as `Policy.export_weights` streams them."""
     table, tensors = weight_names(architecture), {}
     for name in table.names(architecture):
         rule = table.find(name)
@@ -63,7 +62,7 @@ def hf_manifest(architecture: Architecture, dtype: torch.dtype) -> Manifest:
 
 
 def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The biases by which experts are chosen keep small steps."""
+    """float32 for the biases by which experts are chosen, since their updates are small."""
     return torch.float32 if name.endswith(".expert_bias") else dtype
 
 
@@ -114,39 +113,39 @@ def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
 
 
 def mismatch(name: str, tensor: Tensor, spec: TensorSpec) -> str:
-    """The error in a tensor's shape or dtype; empty if there is none."""
+    """A message about a tensor's wrong shape or dtype; empty if both are right."""
     if tuple(tensor.shape) != spec.shape:
-        return f"{name} has the shape {list(tensor.shape)}, the model's config makes it {list(spec.shape)}"
+        return f"{name} has the shape {list(tensor.shape)}, the model's config requires {list(spec.shape)}"
     if tensor.dtype != spec.dtype:
         return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, the model is {str(spec.dtype).removeprefix('torch.')}"
     return ""
 
 
 class Receipt:
-    """Checks one refit: what arrives against the manifest. Each refit needs a new one."""
+    """Checks tensors against the manifest: those that arrive in one refit, or (`where`) those of a list. Each check needs a new one."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._seen: Counter[str] = Counter()
+    def __init__(self, manifest: Manifest, where: str = "") -> None:
+        self._manifest, self._where = manifest, where and f" in {where}"
+        self._seen: set[str] = set()
 
     def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Note tensors that arrived. Raises EngineError naming one that is extra, came before, or has the wrong shape or dtype."""
+        """Note tensors. Raises EngineError naming one that is extra, came before, or has the wrong shape or dtype."""
         for name, tensor in named:
             if name not in self._manifest.tensors:
-                raise EngineError(f"refit: {name} is extra: no weight of this model has that name")
-            self._seen[name] += 1
-            if self._seen[name] > 1:
-                raise EngineError(f"refit: {name} came twice")
+                raise EngineError(f"refit: {name} is extra{self._where}: no weight of this model has that name")
+            if name in self._seen:
+                raise EngineError(f"refit: {name} came twice{self._where}")
+            self._seen.add(name)
             if wrong := mismatch(name, tensor, self._manifest.tensors[name]):
                 raise EngineError(f"refit: {wrong}")
 
     def complete(self) -> None:
         """Raises EngineError naming tensors that did not arrive."""
         if missing := [name for name in self._manifest.tensors if name not in self._seen]:
-            raise EngineError(f"refit: {named_few(missing)} of {len(self._manifest.tensors)} tensors did not arrive")
+            raise EngineError(f"refit: {named_few(missing)} of {len(self._manifest.tensors)} tensors missing{self._where}")
 
 
 def named_few(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
+    """The first few names, and the number of the others."""
     shown = ", ".join(names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,9 +1,9 @@
-"""Are the weights that an engine holds after a refit finite, and bit for bit what training holds?
+"""Checks that an engine's weights after a refit are finite, and bit for bit the training weights.
 
-A checksum is a sum over a tensor's bit patterns, each times an odd number that says where along the split dimension it belongs, modulo
-2^64. So the checksum of a whole is the sum of its parts' however it is split, and one that is in the wrong place is noticed.
+A checksum is a sum over a tensor's bit patterns, modulo 2^64, each times an odd number for its place along the split dimension. So the
+checksum of a whole is the sum of its parts' checksums for any split, and a part in the wrong place is noticed.
 
-`negated` serves the question whether a refit reaches the engine: what is sampled then must be what the negated policy gives.
+`negated` tests whether a refit reaches the engine: then it must sample as the negated policy does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors with a NaN or an infinity, each with how many; one pass, one answer from the device."""
+    """Names of tensors with a NaN or an infinity, and their numbers; one pass, and one wait for the device."""
     named = [(name, tensor.detach()) for name, tensor in tensors.items() if tensor.numel()]
     if not named:
         return []
@@ -32,14 +32,14 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def magnitudes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A scalar for each tensor that is finite if all of its elements are; needs no further memory."""
+    """A scalar for each tensor, finite if all of its elements are; allocates no other memory."""
     if tensors[0].is_cuda:
         return list(torch._foreach_norm(tensors, float("inf")))  # fused over all of them
-    return [torch.maximum(low.abs(), high.abs()) for low, high in map(torch.aminmax, tensors)]  # ten times as fast as that norm
+    return [torch.maximum(low.abs(), high.abs()) for low, high in map(torch.aminmax, tensors)]  # ten times as fast as the norm
 
 
 def along(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """The contribution of each index along `dim` to the checksum, int64 [size]; `indices` int64 [size] are those of the full tensor."""
+    """The contribution of each index along `dim` to the checksum, int64 [size]; `indices` int64 [size] refer to the full tensor."""
     bits = tensor.detach().view(_BITS[tensor.element_size()])
     others = [other for other in range(bits.dim()) if other != dim]
     sums = bits.sum(dim=others, dtype=torch.int64) if others else bits.long()
@@ -47,22 +47,21 @@ def along(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Of a full tensor: an int64 scalar on its device."""
+    """The checksum of a full tensor, an int64 scalar on its device."""
     return along(tensor, 0, torch.arange(tensor.shape[0], device=tensor.device)).sum()
 
 
 def expected(moves: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes) -> Tensor:
-    """Checksum of the part of each tensor that each rank of the new split must get, int64 [moves, ranks], from the training shards.
+    """Checksums of the parts that each rank of the new split must get, int64 [moves, ranks], from the training shards.
 
-    Collective over the world; every rank gets all of it.
+    Collective over the world; every rank gets all of them.
     """
     ranks = max(len(move.target.shards) for move in moves)
     device = next(iter(sources.values())).device
     sums = torch.zeros(len(moves), ranks, dtype=torch.int64, device=device)
     for row, move in zip(sums, moves, strict=True):
         group = lanes.tp if move.expert_rank is None else lanes.expert_tp
-        is_held = lanes.pp.rank() == move.stage and move.expert_rank in (None, lanes.ep.rank())
-        if not is_held or (len(move.source.shards) == 1 and group.rank()):  # of equal copies the first counts
+        if not lanes.holds(move) or (len(move.source.shards) == 1 and group.rank()):  # only the first of equal copies counts
             continue
         own = along(sources[move.name], move.dim, _indices(move.source, group.rank(), device))
         for rank in range(ranks):
@@ -73,7 +72,7 @@ def expected(moves: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes)
 
 
 def found(moves: Sequence[Move], targets: Mapping[str, Tensor], index: int) -> Tensor:
-    """Checksum of the part of each tensor that this rank, `index` of the new split, holds: int64 [moves]."""
+    """Checksums of the parts that this rank, `index` in the new split, holds: int64 [moves]."""
     sums = []
     for move in moves:
         target = targets[move.name].narrow(move.dim, 0, move.target.size(index))
@@ -82,26 +81,17 @@ def found(moves: Sequence[Move], targets: Mapping[str, Tensor], index: int) -> T
 
 
 def _indices(sharding: Sharding, index: int, device: torch.device) -> Tensor:
-    """The indices of the full tensor that a shard holds, int64, in the shard's order."""
+    """The indices of the full tensor in a shard, int64, in the shard's order."""
     held = [torch.arange(start, stop, device=device) for start, stop in sharding.held_by(index)]
     return torch.cat(held)
 
 
 @contextmanager
 def negated(chunks: Sequence[LanguageModel]) -> Iterator[None]:
-    """The policy with the sign of all its parameters turned, which is undone to the bit. Not while an engine has the policy's place."""
-    _negate(chunks)
+    """In the block all parameters of the policy have the opposite sign. Not while an engine has the policy's place in memory."""
+    parameters = {parameter.data_ptr(): parameter.data for chunk in chunks for parameter in chunk.parameters()}  # a tied one once
+    torch._foreach_neg_(list(parameters.values()))
     try:
         yield
     finally:
-        _negate(chunks)
-
-
-@torch.no_grad()
-def _negate(chunks: Sequence[LanguageModel]) -> None:
-    seen: set[int] = set()
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            if parameter.data_ptr() not in seen:  # a tied one once
-                seen.add(parameter.data_ptr())
-                parameter.neg_()
+        torch._foreach_neg_(list(parameters.values()))

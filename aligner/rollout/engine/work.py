@@ -1,19 +1,18 @@
-"""Sharing the requests of one generation out over an engine's replicas while it runs, so that all of them end at about the same time.
+"""Shares the requests of one generation over an engine's replicas while it runs, so that all of them end at about the same time.
 
-How long a response gets is known when it ends: replicas with equal numbers of requests end far apart. So each of them begins with a small
-share that is dealt out, and takes more from one queue as it has room. All replicas hold the whole list, in the same order; the queue is a
-number in the store that the process groups met in (gloo and NCCL alike), which the leading rank of a replica adds to; its other ranks
-follow. A sample depends on its prompt and seed alone, so it does not matter who computes it.
+The length of a response is unknown until it ends, so replicas with equally many requests would end far apart. Each replica therefore starts
+with a small share and takes more from one queue as it has room. All replicas hold the whole list, in the same order. The queue is a number
+in the rendezvous store of the process groups (the same for gloo and NCCL); the leading rank of a replica adds to it, and the others follow.
+A sample depends on its prompt and seed alone, so any replica may compute it.
 
-- Longest prompts first, ties in the order given: their part of the cost is known beforehand and the largest, so that what remains at the
-  end, when replicas run out of work one after the other, is small. (List scheduling in order of decreasing cost ends within 4/3 of the
-  optimum, in any order within 2: Graham, "Bounds on multiprocessing timing anomalies", 1969.)
-- Half of the work is dealt out before the first is taken, as the first round of guided self-scheduling would (a replica takes
-  1 / (2 * replicas) of what is left: Polychronopoulos and Kuck, 1987), but at least one group each. So no replica that arrives first takes
-  what all were to begin with.
-- The responses to one prompt are a group: they go to one replica, which computes the prompt once. A replica that has begun a group keeps
-  it, until there is no more than a group for each replica in the queue; then one that lacks the room for a whole group takes what it has
-  room for, but at least a quarter (each part computes the prompt again), and others the rest.
+- Longest prompts first, ties in the given order: their cost is known and the largest, so little work remains when replicas run out one
+  after the other. (List scheduling in order of decreasing cost ends within 4/3 of the optimum, in any order within 2: Graham, "Bounds on
+  multiprocessing timing anomalies", 1969.)
+- Half of the work, at least one group each, is dealt out first, as in the first round of guided self-scheduling (a replica takes
+  1 / (2 * replicas) of the rest: Polychronopoulos and Kuck, 1987). So the first replica to arrive does not take the others' start.
+- The responses to one prompt are a group for one replica, which computes the prompt once. When the queue has no more than a group for each
+  replica, a replica without room for a whole group takes as much as it has room for, at least a quarter (each part computes the prompt
+  again), and others take the rest.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ from torch.distributed.distributed_c10d import _get_default_store  # no public w
 
 from aligner.errors import EngineError
 from aligner.parallel import platform
-from aligner.parallel.collectives import broadcast_integers, shard_bounds
+from aligner.parallel.collectives import leaders_integers
+from aligner.parallel.micro_batches import shard_bounds
 from aligner.protocols import Replica
 from aligner.rollout.engine import GenRequest, ListedWork, Work
 
-STORE_SECONDS = 120.0  # how long the store may take to answer: it does so in microseconds, where rank 0 lives
-MOST_PARTS = 4  # that a group at the end of the queue is cut into
+STORE_SECONDS = 120.0  # for an answer of the store, which takes microseconds if rank 0 lives
+MOST_PARTS = 4  # into which a group at the end of the queue is cut
 KEY = "aligner/rollout/work"
 
 T = TypeVar("T")
@@ -43,9 +43,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """Requests as they are shared out: what each replica begins with, and what they take as they have room.
+    """The `opening` requests of each replica, and the `queue` that all take from as they have room.
 
-    `ends[i]` is where group i ends in `queue`, `group_of[j]` the group of request j in it.
+    `ends[i]` is the end of group i in `queue`, `group_of[j]` the group of request j in it.
     """
 
     opening: tuple[tuple[GenRequest, ...], ...]
@@ -54,7 +54,7 @@ class Division:
     group_of: tuple[int, ...]
 
     def claim(self, start: int, room: int) -> int:
-        """How many requests a replica with `room` takes from the queue, of which `start` are gone; 0 if none are left."""
+        """The number of requests that a replica with `room` takes from the queue, of which `start` are gone; 0 if none are left."""
         if start >= len(self.queue):
             return 0
         first, replicas = self.group_of[start], len(self.opening)
@@ -69,7 +69,7 @@ class Division:
 
 
 def divide(requests: Sequence[GenRequest], num_replicas: int, *, fixed: bool = False) -> Division:
-    """A pure function of its arguments, so that every rank finds the same. `fixed` deals everything out: nothing is left to take."""
+    """A pure function, so every rank gets the same result. `fixed` deals everything out and leaves an empty queue."""
     groups = _groups(requests, num_replicas)
     each = max(1, len(groups) // (2 * num_replicas)) if not fixed else -(-len(groups) // num_replicas)
     dealt, shared = groups[: each * num_replicas], groups[each * num_replicas :]
@@ -86,7 +86,7 @@ def divide(requests: Sequence[GenRequest], num_replicas: int, *, fixed: bool = F
 
 
 def _groups(requests: Sequence[GenRequest], num_replicas: int) -> list[list[GenRequest]]:
-    """Neighbours with the same prompt, longest prompts first; cut evenly where there would be fewer groups than replicas."""
+    """Neighbours with the same prompt, longest prompts first; cut evenly if there would be fewer groups than replicas."""
     groups = [list(group) for _, group in groupby(requests, key=lambda request: request.tokens)]
     groups.sort(key=lambda group: -len(group[0].tokens))
     if len(groups) >= num_replicas:
@@ -101,7 +101,7 @@ def _groups(requests: Sequence[GenRequest], num_replicas: int) -> list[list[GenR
 
 
 class SharedWork:
-    """One replica's part of a generation: `aligner.rollout.engine.Work`. Fewer requests than there is room for do not mean the end."""
+    """One replica's part of a generation: `aligner.rollout.engine.Work`. Fewer requests than fit do not mean the end."""
 
     is_open = False
 
@@ -109,8 +109,8 @@ class SharedWork:
         self._division = division
         self._replica = replica
         self._queue = queue
-        self._group = group  # the ranks of the replica; None where it is one
-        self._held = list(division.opening[replica.index])  # the replica's own, for which it had no room yet
+        self._group = group  # the ranks of the replica; None for a single rank
+        self._held = list(division.opening[replica.index])  # requests of the replica that it had no room for yet
         self._is_over = not division.queue
 
     def take(self, room: int) -> Sequence[GenRequest]:
@@ -138,27 +138,25 @@ class SharedWork:
         if self._replica.is_leader:
             try:
                 start, stop = self._claim(room)
-            except EngineError as failed:  # raised when the others of this replica know
+            except EngineError as failed:  # raised once the other ranks of this replica know
                 error = failed
         if self._group is not None:
-            start, stop = broadcast_integers(
-                (start, stop), src=dist.get_global_rank(self._group, 0), group=self._group, device=platform.device()
-            )
+            start, stop = leaders_integers((start, stop), group=self._group, device=platform.device())
         if error is not None:
             raise error
         if start < 0:
-            raise EngineError(f"the leading rank of replica {self._replica.index} could not take requests; its own message says why")
+            raise EngineError(f"the leading rank of replica {self._replica.index} could not take requests; see its own message")
         return start, stop
 
     def _claim(self, room: int) -> tuple[int, int]:
-        # Others may take between the two calls: then this part is a later one, of the size that was right a moment ago.
+        # Others may take between the two calls: then this is a later part, of the size that was right before.
         count = self._division.claim(self._queue.add(0), room)
         stop = self._queue.add(count) if count else len(self._division.queue)
         return stop - count, stop
 
 
 class Queue:
-    """How many requests of one generation are gone: a number that the leaders of all replicas add to, in the store. Not collective."""
+    """The number of requests of one generation that are gone: the leaders of all replicas add to it in the store. Not collective."""
 
     def __init__(self, store: dist.Store, name: str, num_replicas: int, timeout_seconds: float = STORE_SECONDS) -> None:
         self._store = store
@@ -171,13 +169,13 @@ class Queue:
         return self._answer(self._taken, lambda: self._store.add(self._taken, count))
 
     def leave(self) -> None:
-        """This replica will not ask again. The last one to leave clears up."""
+        """This replica is done. The last one to leave removes the keys."""
         if self._answer(self._left, lambda: self._store.add(self._left, 1)) == self._num_replicas:
             for key in (self._taken, self._left):
                 self._answer(key, lambda key=key: self._store.delete_key(key))
 
     def _answer(self, key: str, ask: Callable[[], T]) -> T:
-        """What the store answers. In a thread: its calls know no time limit where the other side is there but hangs."""
+        """The store's answer. In a thread, since a call has no time limit if the other side hangs."""
         answers: list[T] = []
         errors: list[Exception] = []
 
@@ -201,22 +199,19 @@ class Queue:
 class WorkSharing:
     """Opens the work of one generation after the other. Every rank constructs it, and opens, at the same points.
 
-    `group` is of the ranks of this replica, its leader first; None if a replica is one rank. `fixed` gives each replica a share that
-    depends on the requests alone: then the batches that samples are computed in, and so the last bits of log-probs, are the same in
-    every run. `store` is for tests; else it is the default process group's.
+    `group`: the ranks of this replica, its leader first; None for a single rank. `fixed` gives each replica a share that depends on the
+    requests alone: then samples are computed in the same batches in every run, with the same last bits of log-probs. `store` is for tests;
+    the default is the process group's.
     """
 
     def __init__(self, replica: Replica, group: dist.ProcessGroup | None, *, fixed: bool = False, store: dist.Store | None = None) -> None:
-        self._replica = replica
-        self._group = group
-        self._fixed = fixed
-        self._store = store
+        self._replica, self._group, self._fixed, self._store = replica, group, fixed, store
         self._num_opened = 0
 
     @contextmanager
     def open(self, requests: Sequence[GenRequest]) -> Iterator[Work]:
-        """This replica's share of `requests`, which are the same on all ranks. If the block raises, the other replicas begin
-        nothing more. No rank waits for another one here."""
+        """This replica's share of `requests`, which are the same on all ranks. If the block raises, the other replicas start nothing more.
+        No rank waits for another one here."""
         self._num_opened += 1
         division = divide(requests, self._replica.count, fixed=self._fixed)
         if not division.queue or self._replica.count == 1:
@@ -235,5 +230,5 @@ class WorkSharing:
 
     def _connection(self) -> dist.Store:
         if self._store is None:
-            self._store = _get_default_store().clone()  # a connection of its own: the first may be held by a rank that waits in it
+            self._store = _get_default_store().clone()  # a connection of its own: a wait may occupy the first one
         return self._store

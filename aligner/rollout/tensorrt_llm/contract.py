@@ -1,10 +1,10 @@
 """The recorded assumptions about each TensorRT-LLM version, taken from its sources, and the list of known versions.
 
-A contract (`contracts/tensorrt_llm-<version>.json`) lists the functions with their signatures, the classes with their fields or members
-that the engine uses, where each was read (repository, commit, whether at the version's own tag), and the rules that no signature tells; or
-the version it is like, its `base`, and what differs.
-The engine asks it what a version can do; the tests' stand-in of the package binds every call to it; `tools/tensorrt_llm_diff.py`
-compares it with an installed package. Nothing of the package is imported here: importing it starts MPI.
+A contract (`contracts/tensorrt_llm-<version>.json`) lists the functions with their signatures and the classes with their fields or members
+that the engine uses, the source of each (repository, commit, whether at the version's own tag), and the rules that signatures do not
+express; or a similar version, its `base`, and the differences. The engine looks up a version's abilities in it, the tests' stand-in of the
+package binds every call to it, and `tools/tensorrt_llm_diff.py` compares it with an installed package. Nothing of the package is imported
+here, since the import starts MPI.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import EngineError
-from aligner.rollout.tensorrt_llm.config import CudaGraphs
+from aligner.rollout.config import CudaGraphs
 from aligner.types import LogprobKind
 
 PACKAGE = "tensorrt_llm"
@@ -28,20 +28,10 @@ FOLDER = Path(__file__).parent / "contracts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """Where something was read. `commit` None: a stored copy of the file whose commit is not known."""
-
-    repository: str
-    commit: str | None
-    at_tag: bool  # whether it is the version's own
-    note: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Symbol:
     """A function with its signature, or a class with its fields (keyword arguments) or members, or an attribute that is assigned.
 
-    `open`: the real one may take more arguments than are listed. `extra`: the symbol whose fields `**kwargs` accepts, besides `also`.
+    `open`: the real one may accept more arguments. `extra`: the symbol whose fields `**kwargs` accepts, besides `also`.
     """
 
     file: str
@@ -64,21 +54,21 @@ class Symbol:
 class Rules:
     """Rules that signatures do not express."""
 
-    cuda_graphs_with_sleep: bool  # whether graphs survive that memory is given back and taken again
+    cuda_graphs_with_sleep: bool  # whether graphs survive a release of memory
     per_request_seeds: Mapping[str, bool]  # by sampler
     logprobs: Mapping[str, LogprobKind]  # by sampler
-    memory_tags: Mapping[str, tuple[str, ...]]  # of weights and kv_cache
+    memory_tags: Mapping[str, tuple[str, ...]]  # for weights and kv_cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
-    """One version's. Symbols by `file:name`."""
+    """The contract of one version. Symbols by `file:name`."""
 
     version: str
     commit: str | None
     draft: bool
     rules: Rules
-    sources: Mapping[str, Source]
+    sources: Mapping[str, Mapping[str, Any]]  # where the symbols were read: repository, commit (if known), at_tag, note
     symbols: Mapping[str, Symbol]
 
     def find(self, name: str) -> Symbol | None:
@@ -86,7 +76,7 @@ class Contract:
         return next((symbol for symbol in self.symbols.values() if symbol.name == name), None)
 
     def accepts(self, name: str, argument: str) -> bool:
-        """Whether a recorded function or class takes an argument of this name."""
+        """Whether a recorded function or class accepts an argument of this name."""
         symbol = self.find(name)
         if symbol is None:
             return False
@@ -118,7 +108,7 @@ def load(name: str) -> Contract:
             logprobs={sampler: LogprobKind(kind) for sampler, kind in rules["logprobs"].items()},
             memory_tags={memory: tuple(tags) for memory, tags in rules["memory_tags"].items()},
         ),
-        sources={key: Source(**{"commit": None} | source) for key, source in data["sources"].items()},
+        sources=data["sources"],
         symbols={key: _symbol(key, entry) for key, entry in data["symbols"].items()},
     )
 
@@ -147,8 +137,8 @@ def _symbol(key: str, entry: Mapping[str, Any]) -> Symbol:
 def gate(*, allow_drafts: bool) -> Contract:
     """The contract of the installed version, found without importing it.
 
-    Raises EngineError if the package is not installed, and listing the known versions if this one is not among them, or its contract
-    is a draft that was not asked for.
+    Raises EngineError if the package is not installed and, with a list of the known versions, if this one is unknown or its contract is a
+    draft and drafts are not allowed.
     """
     known = [load(name) for name in known_versions()]
     shown = ", ".join(one.version + (" (draft)" if one.draft else "") for one in known)
@@ -175,7 +165,7 @@ def gate(*, allow_drafts: bool) -> Contract:
 
 @cache
 def graphs_lost(kind: CudaGraphs, *, offload: bool) -> str:
-    """What `rollout.offload` costs in the newest version that is no draft, in words; nothing where it costs no CUDA graphs."""
+    """A sentence on the cost of `rollout.offload` in the newest version that is not a draft; empty if it keeps CUDA graphs."""
     contract = [one for name in known_versions() if not (one := load(name)).draft][-1]
     if not offload or kind is CudaGraphs.never or contract.rules.cuda_graphs_with_sleep:
         return ""

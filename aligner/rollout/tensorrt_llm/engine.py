@@ -1,9 +1,9 @@
 """NVIDIA TensorRT-LLM as a rollout engine: `aligner.rollout.engine.ForeignEngine` over its PyTorch backend.
 
-The engine of a replica of `rollout.tp` ranks is a process of its own, started by the replica's first rank on the replica's GPUs
-(`aligner.rollout.tensorrt_llm.worker`). Each rank has a connection to the worker on its GPU, which it tells to take new weights and to
-give memory back; the first rank has another, for requests. Tokens in, tokens out. What is used of the package is in the contract
-(`aligner.rollout.tensorrt_llm.contract`) and was written against that: docs/tensorrt_llm.md says what of it has run.
+The engine of a replica of `rollout.tp` ranks is a separate process, started by the replica's first rank on the replica's GPUs
+(`aligner.rollout.tensorrt_llm.worker`). Each rank has a connection to the worker on its GPU, for new weights and the release of memory; the
+first rank has another one for requests. Requests and results are tokens. The contract (`aligner.rollout.tensorrt_llm.contract`) lists the
+parts of the package in use; docs/tensorrt_llm.md lists the parts that have run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from aligner.errors import ConfigError, EngineError
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.transfer import block_group
-from aligner.rollout.config import RolloutConfig
+from aligner.rollout.config import CudaGraphs, RolloutConfig, Sampler, TensorRTLLMConfig
 from aligner.rollout.engine import Capabilities, GenResult, Memory, WeightForm, Work
 from aligner.rollout.engine.manifest import Manifest
-from aligner.rollout.tensorrt_llm.config import CudaGraphs, Sampler, TensorRTLLMConfig
 from aligner.rollout.tensorrt_llm.contract import Contract, gate
 from aligner.rollout.tensorrt_llm.link import (
     REQUESTS,
@@ -51,11 +50,11 @@ END_SECONDS = 60.0  # for the process to end by itself
 
 
 class TensorRTLLMEngine:
-    """One rank's. Constructing it checks the installed version and the settings, and starts nothing.
+    """One rank's engine. The constructor checks the installed version and the settings, and starts nothing.
 
-    path: a Hugging Face directory with config.json; weights in it are not read, sockets are made in it. tp: ranks that share a replica.
-    max_sequence_length: tokens of prompt and response. Raises EngineError for a version that is not known, ConfigError for a setting that
-    cannot work.
+    path: a Hugging Face directory with config.json, for sockets; weights in it are not read. tp: ranks that share a replica.
+    max_sequence_length: tokens of prompt and response. Raises EngineError for an unknown version, ConfigError for a setting that cannot
+    work.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class TensorRTLLMEngine:
             raise
 
     def begin_refit(self, manifest: Manifest) -> None:
-        """Pause the executor for exactly these tensors (the caller checks that they come); nothing is generated until `finish_refit`."""
+        """Pause the executor for exactly these tensors, which the caller checks; nothing is generated until `finish_refit`."""
         self._running()
         self._unready = "its last refit did not end well, so its weights are mixed"
         self._shapes = {name: spec.shape for name, spec in manifest.tensors.items()}
@@ -125,7 +124,7 @@ class TensorRTLLMEngine:
         self._tell("load", specs, handle(buffer))
 
     def finish_refit(self, version: int) -> None:
-        """All buckets have come: results are of `version` from now on."""
+        """All buckets have arrived: later results have this `version`."""
         self._tell("finish_refit")
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
@@ -138,8 +137,7 @@ class TensorRTLLMEngine:
             self._tell("abort_refit")
 
     def read_back(self, name: str) -> Tensor | None:
-        """The engine's weight of this name, in host memory, if it is kept unchanged: embeddings, norms and output projections of a
-        replica of one rank.
+        """The engine's weight of this name, in host memory: embeddings, norms and output projections of a replica of one rank.
 
         None for weights that it fuses or splits over ranks.
         """
@@ -154,7 +152,7 @@ class TensorRTLLMEngine:
             self._asleep |= memory
 
     def wake(self, memory: frozenset[Memory]) -> None:
-        """Take it again; weights are undefined until the next refit."""
+        """Allocate it again; weights are undefined until the next refit."""
         if self._config.offload and (asleep := memory & self._asleep):
             self._tell("materialize", asleep)
             self._asleep -= memory
@@ -204,11 +202,11 @@ class TensorRTLLMEngine:
         return self._running().call(name, *arguments, seconds=self._settings.pause_seconds)
 
     def _open_door(self, home: Path) -> Door:
-        """Where this rank's worker will come. Returns when every rank of the replica has one; raises EngineError on all if one cannot."""
+        """The door for this rank's worker. Returns once every rank of the replica has one; raises EngineError on all if one cannot."""
         door, failure = None, ""
         try:
             door = Door(worker_socket(home, self._index))
-        except EngineError as error:  # raised below, when all ranks know
+        except EngineError as error:  # raised below, once all ranks know
             failure = str(error)
         failures = [failure] if self._group is None else gather_objects(failure, self._group)
         if door is None or any(failures):
@@ -216,7 +214,7 @@ class TensorRTLLMEngine:
         return door
 
     def _lead(self, home: Path, door: Door) -> Link:
-        """Start the process; the connection to this rank's worker. The other ranks of the replica hear of it if that fails."""
+        """Start the process; returns the connection to this rank's worker. The other ranks of the replica are informed of a failure."""
         try:
             desk = Door(home / REQUESTS)
             self._process = start_process(home, engine_environment(os.environ, _devices(self._tp)))
@@ -229,17 +227,17 @@ class TensorRTLLMEngine:
             return worker
         except BaseException as error:
             for index in range(1, self._tp):
-                with suppress(OSError, EngineError):  # it has its worker already, or does not wait
+                with suppress(OSError, EngineError):  # it already has its worker, or does not wait
                     knock(worker_socket(home, index), "another rank").send("error", str(error))
             raise
 
     def _check_process(self) -> None:
-        """Raise EngineError if there is no use in waiting for the process, with what it said."""
+        """Raise EngineError, with the process's message, if waiting for it is useless."""
         assert self._process is not None
         if self._requests is not None and self._requests.has_message(0):
             raise EngineError(f"{_PROCESS} could not build its model: {self._requests.receive(0)[1]}")
         if (status := self._process.poll()) is not None:
-            raise EngineError(f"{_PROCESS} ended with status {status} before it was ready; its own messages say why")
+            raise EngineError(f"{_PROCESS} ended with status {status} before it was ready; see its own messages")
 
     def _greet(self) -> None:
         kind, said = self._running().receive(self._settings.start_seconds)
@@ -252,7 +250,7 @@ class TensorRTLLMEngine:
             )
 
     def _end(self, seconds: float) -> None:
-        """Let the process end by itself for so long, then end it."""
+        """Give the process this time to end by itself, then kill it."""
         process, self._process = self._process, None
         if process is not None and self._requests is not None and seconds:
             with suppress(EngineError):  # it is gone, or does not read
@@ -270,9 +268,9 @@ class TensorRTLLMEngine:
         self._worker = self._requests = None
 
     def _arguments(self, home: Path) -> dict[str, Any]:
-        """Of `LLM`, with dictionaries for its configs; see `tensorrt_llm_worker.build`."""
+        """Arguments of `LLM`, with dictionaries for its configs; see `aligner.rollout.tensorrt_llm.worker.build`."""
         config, settings, longest = self._config, self._settings, self.max_sequence_length
-        # The buffers of its own all-reduce are not among the memory that it knows how to give back and take again.
+        # It cannot release and reallocate the buffers of its own all-reduce.
         reduces = {"allreduce_strategy": "NCCL"} if self._tp > 1 and config.offload else {}
         return reduces | {
             "model": str(home),
@@ -313,7 +311,7 @@ def _devices(tp: int) -> list[str]:
 
 
 def _uses_graphs(settings: TensorRTLLMConfig, contract: Contract, *, sleeps: bool) -> bool:
-    """Raise ConfigError if they were asked for and cannot be had."""
+    """Whether CUDA graphs are used. Raises ConfigError if they are required and not possible."""
     possible = contract.rules.cuda_graphs_with_sleep or not sleeps
     if settings.cuda_graphs == CudaGraphs.always and not possible:
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""Between the training ranks of a replica and the processes of its TensorRT-LLM engine: how these start, and the sockets to them.
+"""Connects the training ranks of a replica with the processes of its TensorRT-LLM engine: their start, and the sockets.
 
-The sockets are files in a directory of the replica's that only its user can enter: on `requests` the replica's first rank waits for the
-engine's process, on `worker<i>` rank i waits for the worker that computes on its GPU. A message is a pickled tuple, the first item is its
-kind. A tensor on a GPU travels as a handle of its memory (CUDA IPC), which another process on the same GPU opens; others by value.
+The sockets are files in a directory of the replica that only its user can enter: on `requests` the replica's first rank waits for the
+engine's process, on `worker<i>` rank i waits for the worker on its GPU. A message is a pickled tuple whose first item is its kind. A tensor
+on a GPU travels as a handle of its memory (CUDA IPC), which another process on the same GPU opens; others travel by value.
 
-Unpickling does what a message says. So whoever connects first sends the socket's key, which is in a file beside it that only its user can
-read; whoever does not is sent away, and nothing of it is unpickled.
+Unpickling can run code. So a process that connects must first send the socket's key, from a file beside it that only its user can read;
+other processes are disconnected, and nothing that they send is unpickled.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from torch.multiprocessing import reductions
 from aligner.errors import EngineError
 
 REQUESTS = "requests"
-KEY_BYTES, KEY_SECONDS = 32, 10.0  # the time is for whoever connects to send it
+KEY_BYTES, KEY_SECONDS = 32, 10.0  # and the time to send it
 ALIGNMENT = 16  # bytes: no element has more
 DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor: the number of the GPU in the process that opens the handle
-# What launchers tell a rank. An MPI library that saw it would join their world, or wait for it.
+# Variables of launchers: an MPI library that sees them would join their world, or wait for it.
 HIDDEN_PREFIXES = ("PMI_", "PMI2_", "PMIX_", "MPI_", "OMPI_", "PRTE_", "SLURM_", "TORCHELASTIC_")
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-PERMISSION = "_ALLOW_RUN_AS_ROOT"  # of Open MPI in a container, which is nobody's world
-SET = {"TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1"}  # of a bucket at a time there is nothing to win by threads
+PERMISSION = "_ALLOW_RUN_AS_ROOT"  # of Open MPI in a container, not part of a world
+SET = {"TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1"}  # threads gain nothing for single buckets
 
 Spec = tuple[str, torch.dtype, tuple[int, ...], int]  # of a tensor in a buffer: its name, dtype, shape, and first byte
 
@@ -49,27 +49,27 @@ def worker_socket(home: Path, index: int) -> Path:
 
 
 def engine_environment(environ: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
-    """The environment of the engine's process: no launcher is in sight, only the replica's GPUs are, modules are found as they are here."""
+    """The environment of the engine's process: no launchers' variables, only the replica's GPUs, and the modules of this process."""
     hidden = {name for name in environ if name.startswith(HIDDEN_PREFIXES) and PERMISSION not in name} | set(HIDDEN)
     kept = {name: value for name, value in environ.items() if name not in hidden}
     return kept | SET | {"CUDA_VISIBLE_DEVICES": ",".join(devices), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def start_process(home: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """The engine's process, which connects to `requests` in `home`. In a session of its own: signals of a terminal are for the ranks."""
+    """The engine's process, which connects to `requests` in `home`. In its own session: signals of a terminal are for the ranks."""
     command = [sys.executable, "-m", "aligner.rollout.tensorrt_llm.worker", str(home)]
     return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def gpu_name() -> str:
-    """What tells this process's current GPU from all others."""
+    """A unique name of this process's current GPU."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else "cpu"
 
 
 def packed(bucket: Sequence[tuple[str, Tensor]]) -> tuple[list[Spec], Tensor]:
-    """Named tensors of one device copied into one buffer there, uint8 [bytes], and where each of them lies in it.
+    """Named tensors of one device copied into one buffer there, uint8 [bytes], and the place of each.
 
-    A buffer and not the tensors themselves: those may be parameters, whose memory is to be freed and moved as if nobody else had seen it.
+    The tensors themselves may be parameters, whose memory must be free to move, so they are not shared.
     """
     specs: list[Spec] = []
     size = 0
@@ -92,12 +92,12 @@ def unpacked(specs: Iterable[Spec], buffer: Tensor) -> dict[str, Tensor]:
 
 
 def handle(buffer: Tensor) -> Any:
-    """What stands for a tensor in a message: of one on a GPU, which must then live until the other side has done with it, a handle."""
+    """A tensor's form in a message: a handle on a GPU, where the tensor must live until the other side is done with it."""
     return reductions.reduce_tensor(buffer) if buffer.is_cuda else buffer
 
 
 def opened(handle: Any, device: int) -> Tensor:
-    """The tensor of a handle, in another process; `device` is the number there of the GPU that it is on."""
+    """The tensor of a handle, in another process, where its GPU has the number `device`."""
     if isinstance(handle, Tensor):
         return handle
     rebuild, arguments = handle
@@ -105,7 +105,7 @@ def opened(handle: Any, device: int) -> Tensor:
 
 
 class Link:
-    """One end of a connection. `who` is at the other end. After an error or silence nothing more can be said over it."""
+    """One end of a connection to `who`. After an error or a timeout it can no longer be used."""
 
     def __init__(self, connection: socket.socket, who: str) -> None:
         self._connection = Connection(connection.detach())
@@ -114,11 +114,11 @@ class Link:
 
     @property
     def is_lost(self) -> bool:
-        """Whether there was an error or silence, which was raised then."""
+        """Whether an error or a timeout was raised before."""
         return bool(self._lost)
 
     def fileno(self) -> int:
-        """For event loops: readable where a message is there."""
+        """For event loops: readable if a message has arrived."""
         return self._connection.fileno()
 
     def send(self, *message: Any) -> None:
@@ -127,25 +127,25 @@ class Link:
         try:
             self._connection.send_bytes(pickle.dumps(message))
         except OSError as error:
-            raise self._lose(f"{self._who} ended; its own messages say why") from error
+            raise self._lose(f"{self._who} ended; see its own messages") from error
 
     def has_message(self, seconds: float) -> bool:
-        """Whether a message (or the end) is there; waits so long for one."""
+        """Whether a message (or the end) has arrived within this time."""
         self._refuse_lost()
         return self._connection.poll(seconds)
 
     def receive(self, seconds: float | None = None) -> tuple[Any, ...]:
-        """The next message; waits for it, `seconds` at most. Raises EngineError if none comes or the other end is gone."""
+        """The next message, within `seconds`. Raises EngineError if none comes or the other end is gone."""
         self._refuse_lost()
         try:
             if not self._connection.poll(seconds):
                 raise self._lose(f"{self._who} did not answer within {seconds:.0f} s")
             return pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise self._lose(f"{self._who} ended; its own messages say why") from error
+            raise self._lose(f"{self._who} ended; see its own messages") from error
 
     def call(self, name: str, *arguments: Any, seconds: float) -> Any:
-        """What the other end's method gives. Raises EngineError with its error, and if it takes longer than that."""
+        """The result of the other end's method. Raises EngineError with its error, and after `seconds`."""
         self.send(name, *arguments)
         kind, value = self.receive(seconds)
         if kind == "error":
@@ -166,7 +166,7 @@ class Link:
 
 
 class Door:
-    """A socket's file, on which one process is waited for, and the file of its key."""
+    """A socket's file that waits for one process, and the file of its key."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -175,10 +175,8 @@ class Door:
         self._remove()
         try:
             self._socket.bind(str(path))
-        except OSError as error:  # most likely that the path is too long: 107 bytes are allowed
-            raise EngineError(
-                f"{path}: no socket can be made there ({error}); set TMPDIR to a short path on the node's own disk"
-            ) from error
+        except OSError as error:  # usually the path is too long: 107 bytes are allowed
+            raise EngineError(f"{path}: cannot make a socket ({error}); set TMPDIR to a short path on the node's own disk") from error
         with open(os.open(_key_path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(self._key)
         self._socket.listen(1)
@@ -188,7 +186,7 @@ class Door:
             file.unlink(missing_ok=True)
 
     def answer(self, who: str, seconds: float, check: Callable[[], None] = lambda: None) -> Link:
-        """The process that comes with the key. `check`, called every second, raises if there is nothing to wait for any more."""
+        """The connection of the process with the key. `check`, called every second, raises if the wait has become useless."""
         deadline = time.monotonic() + seconds
         self._socket.settimeout(min(1.0, seconds))
         while True:
@@ -211,7 +209,7 @@ class Door:
 
 
 def knock(path: Path, who: str) -> Link:
-    """Connect to a door. Raises OSError where there is none."""
+    """Connect to a door. Raises OSError if it does not exist."""
     key, connection = _key_path(path).read_bytes(), socket.socket(socket.AF_UNIX)
     connection.connect(str(path))
     connection.sendall(key)

@@ -1,24 +1,25 @@
-"""Requests on their way through TensorRT-LLM: submitted to its process as room is free, collected as they end.
+"""Requests to TensorRT-LLM: submitted to its process as room is free, collected as they end.
 
-Sampling settings become TensorRT-LLM's, and its responses ours. A setting that has no exact counterpart is refused by its name.
+Converts sampling settings and responses. A setting without an exact counterpart is refused by name.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from aligner.errors import EngineError
-from aligner.parallel.collectives import broadcast_integers
+from aligner.parallel.collectives import leaders_integers
 from aligner.rollout.engine import GenRequest, GenResult, Work, missing_ids
 from aligner.rollout.tensorrt_llm.link import Link
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
-_NO_END = -1  # no end-of-sequence token of its own: all that stop are stop tokens, which stay in the response
+_NO_END = -1  # no end-of-sequence token: all are stop tokens, which stay in the response
 _SEED_BITS = (1 << 63) - 1
 
 
@@ -29,7 +30,7 @@ def stop_ids(sampling: SamplingConfig, eos_id: int) -> list[int]:
 
 def sampling_arguments(sampling: SamplingConfig, request: GenRequest, *, max_tokens: int, eos_id: int, pad_id: int) -> dict[str, Any]:
     """Keyword arguments of the package's SamplingParams for one request."""
-    drawn: dict[str, Any] = {"top_k": 1}  # greedy in either sampler, whatever else is left unset
+    drawn: dict[str, Any] = {"top_k": 1}  # greedy in either sampler
     if sampling.temperature > 0:
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": request.seed & _SEED_BITS}
         drawn |= {"top_k": sampling.top_k} if sampling.top_k else {}
@@ -46,17 +47,17 @@ def sampling_arguments(sampling: SamplingConfig, request: GenRequest, *, max_tok
     }
 
 
-Answer = tuple[tuple[int, ...], tuple[float, ...], str]  # tokens, their log-probs, why the package ended the response
+Answer = tuple[tuple[int, ...], tuple[float, ...], str]  # tokens, their log-probs, the package's reason for the end
 
 
 def to_result(request: GenRequest, answer: Answer, sampling: SamplingConfig, *, kind: LogprobKind, eos_id: int, version: int) -> GenResult:
-    """The package's answer as ours. Raises EngineError for one that ended in another way than by a stop token or its length."""
+    """Convert the package's answer. Raises EngineError if it did not end by a stop token or its length."""
     tokens, logprobs, reason = answer
     if not tokens or len(logprobs) != len(tokens):
         raise EngineError(f"TensorRT-LLM gave {len(logprobs)} log-probs for the {len(tokens)} tokens of request {request.index}")
     if reason not in ("stop", "length"):
         raise EngineError(f"TensorRT-LLM ended request {request.index} after {len(tokens)} tokens: finish_reason={reason!r}")
-    stopped = tokens[-1] in stop_ids(sampling, eos_id)  # also where that was at the very limit, which the package calls its length
+    stopped = tokens[-1] in stop_ids(sampling, eos_id)  # also at the limit, where the package reports the length
     return GenResult(
         index=request.index,
         tokens=tokens,
@@ -68,16 +69,16 @@ def to_result(request: GenRequest, answer: Answer, sampling: SamplingConfig, *, 
     )
 
 
-BEAT_SECONDS = 5.0  # how often the ranks that follow hear from the one that leads
-ASK_SECONDS = 0.05  # how often more is asked for while some is to come
-ABORT_SECONDS = 60.0  # for the package's process to take requests back
+BEAT_SECONDS = 5.0  # between messages from the leading rank to the others
+ASK_SECONDS = 0.05  # between requests for more work while some may follow
+ABORT_SECONDS = 60.0  # for the package's process to withdraw requests
 _WAIT, _END = 0, -1
 
 
 class Take:
-    """The source of requests for all ranks of a replica: only the first knows when it has room, so it says so to the others first.
+    """The source of requests for all ranks of a replica: only the first rank knows when it has room, and informs the others.
 
-    `group`: the ranks of the replica, for tensors on the CPU; None if it is one rank.
+    `group`: the ranks of the replica, for tensors on the CPU; None for a single rank.
     """
 
     def __init__(self, work: Work, group: dist.ProcessGroup | None) -> None:
@@ -95,50 +96,38 @@ class Take:
         return self._work.take(room)
 
     def heartbeat(self) -> None:
-        """On the first rank, now and then while it waits: so that the others know it is alive."""
+        """On the first rank, while it waits: shows the others that it is alive."""
         self._tell(_WAIT)
 
     def end(self) -> None:
-        """On the first rank, when it is done, or has failed."""
+        """On the first rank, at its end or after an error."""
         self._tell(_END)
 
     def follow(self) -> None:
-        """On the other ranks, until the first ends: take part if taking is collective."""
+        """On the other ranks, until the first one ends: take part in collective calls of `take`."""
         while (room := self._tell(_END)) != _END:
             if room != _WAIT:
                 self._work.take(room)
 
     def _tell(self, number: int) -> int:
-        """The first rank's number, on all of them. It waits for it as long as the group's timeout."""
-        if self._group is None:
-            return number
-        source = dist.get_global_rank(self._group, 0)
-        return broadcast_integers((number,), src=source, group=self._group, device=torch.device("cpu"))[0]
+        """The first rank's number, on all ranks. Waits up to the group's timeout."""
+        return number if self._group is None else leaders_integers((number,), group=self._group, device=torch.device("cpu"))[0]
 
 
+@dataclass(eq=False, slots=True)
 class Requests:
     """One generation, on the first rank of a replica. `link` leads to the package's process; `context` is the longest sequence."""
 
-    def __init__(
-        self,
-        link: Link,
-        sampling: SamplingConfig,
-        *,
-        eos_id: int,
-        context: int,
-        kind: LogprobKind,
-        version: int,
-        timeout_seconds: float,
-    ) -> None:
-        self._link = link
-        self._sampling = sampling
-        self._eos_id = eos_id
-        self._context = context
-        self._kind = kind
-        self._version = version
-        self._timeout_seconds = timeout_seconds
-        self._running: dict[int, GenRequest] = {}
-        self._heard = time.monotonic()  # when a request ended last, or the first ones began
+    link: Link
+    sampling: SamplingConfig
+    _: KW_ONLY
+    eos_id: int
+    context: int
+    kind: LogprobKind
+    version: int
+    timeout_seconds: float
+    _running: dict[int, GenRequest] = field(default_factory=dict, init=False)
+    _heard: float = field(default_factory=time.monotonic, init=False)  # when a request ended last, or the first ones began
 
     def run(self, take: Take, *, limit: int) -> Iterator[list[GenResult]]:
         """Keep `limit` requests in the package until nothing is left to take. Requests that still run on exit are aborted."""
@@ -157,7 +146,7 @@ class Requests:
                         yield ended
         finally:
             try:
-                if self._running and not self._link.is_lost:
+                if self._running and not self.link.is_lost:
                     self._abort()
             finally:
                 take.end()
@@ -165,45 +154,44 @@ class Requests:
     def _submit(self, requests: Sequence[GenRequest]) -> None:
         asked = []
         for request in requests:
-            room = self._context - len(request.tokens)
+            room = self.context - len(request.tokens)
             if not request.tokens or room < 1:
-                raise EngineError(
-                    f"request {request.index}: a prompt of {len(request.tokens)} tokens leaves no room for a response in {self._context}"
-                )
-            most = min(self._sampling.longest, room, request.limit or room)
-            arguments = sampling_arguments(self._sampling, request, max_tokens=most, eos_id=self._eos_id, pad_id=self._eos_id)
+                prompt = f"request {request.index}: a prompt of {len(request.tokens)} tokens"
+                raise EngineError(f"{prompt} leaves no room in the context of {self.context}")
+            most = min(self.sampling.longest, room, request.limit or room)
+            arguments = sampling_arguments(self.sampling, request, max_tokens=most, eos_id=self.eos_id, pad_id=self.eos_id)
             asked.append((request.index, request.tokens, arguments))
         if asked:
             self._running |= {request.index: request for request in requests}
-            self._link.send("submit", asked)
+            self.link.send("submit", asked)
 
     def _wait(self, take: Take, seconds: float) -> list[GenResult]:
-        """The requests that have ended; waits so long for the first."""
-        if self._link.has_message(min(seconds, self._timeout_seconds)):
+        """The requests that have ended; waits at most this long for the first."""
+        if self.link.has_message(min(seconds, self.timeout_seconds)):
             self._heard = time.monotonic()
             ended = [self._collect()]
-            while self._running and self._link.has_message(0):
+            while self._running and self.link.has_message(0):
                 ended.append(self._collect())
             return ended
-        if time.monotonic() - self._heard < self._timeout_seconds:
+        if time.monotonic() - self._heard < self.timeout_seconds:
             take.heartbeat()
             return []
         named = ", ".join(str(index) for index in list(self._running)[:5])
         raise EngineError(
-            f"TensorRT-LLM ended none of its {len(self._running)} running requests ({named}, ...) in {self._timeout_seconds:.0f} s: its "
+            f"TensorRT-LLM ended none of its {len(self._running)} running requests ({named}, ...) in {self.timeout_seconds:.0f} s: its "
             "executor hangs, or rollout.tensorrt_llm.timeout_seconds is short for rollout.sampling.max_response_length"
         )
 
     def _collect(self) -> GenResult:
-        kind, index, found = self._link.receive(self._timeout_seconds)
+        kind, index, found = self.link.receive(self.timeout_seconds)
         request = self._running.pop(index)
         if kind == "failed":
             raise EngineError(f"TensorRT-LLM failed at request {index} ({len(request.tokens)} prompt tokens): {found}")
-        return to_result(request, found, self._sampling, kind=self._kind, eos_id=self._eos_id, version=self._version)
+        return to_result(request, found, self.sampling, kind=self.kind, eos_id=self.eos_id, version=self.version)
 
     def _abort(self) -> None:
-        """Take back what still runs, after an error or if the caller wants no more."""
+        """Withdraw running requests, after an error or if the caller stops early."""
         self._running = {}
-        self._link.send("abort")
-        while self._link.receive(ABORT_SECONDS)[0] != "aborted":
-            pass  # what ended meanwhile
+        self.link.send("abort")
+        while self.link.receive(ABORT_SECONDS)[0] != "aborted":
+            pass  # results that ended meanwhile

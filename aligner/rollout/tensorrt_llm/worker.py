@@ -1,14 +1,14 @@
-"""What runs in the processes of a TensorRT-LLM engine, which train nothing.
+"""The processes of a TensorRT-LLM engine, which do not train.
 
     python -m aligner.rollout.tensorrt_llm.worker DIRECTORY         # the engine of one replica; started by its first rank
 
-The process builds the package's `LLM` and answers requests. For a model on several GPUs `LLM` starts a worker on each, by MPI, in its own
-usual way; for one GPU the worker is this process. All that is added: each worker has a thread that takes orders from the training rank on
-the same GPU. It pauses the worker's executor, puts new weights into its model, gives memory back and takes it again.
+The process builds the package's `LLM` and answers requests. For a model on several GPUs `LLM` starts a worker on each by MPI, as usual; for
+one GPU the worker is this process. In addition each worker has a thread that takes orders from the training rank on the same GPU: it pauses
+the worker's executor, loads new weights, and releases and reallocates memory.
 
-Most of that goes through private parts of the package, recorded in the contract. The rules: weights are replaced while the executor is
-paused (`control_action`), on all workers of the model; a refit ends with each module's own work after loading and with forgetting all
-cached prefixes; what stays paused for long is taken for hung, so training must not happen in between.
+Most of this uses private parts of the package, recorded in the contract. The rules: weights are replaced while the executor is paused
+(`control_action`), on all workers of the model; a refit ends with each module's own work after loading, and with forgetting all cached
+prefixes; a long pause counts as a hang, so training must not happen in between.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from aligner.rollout.engine import Memory
 from aligner.rollout.tensorrt_llm.contract import PACKAGE, Contract, load
 from aligner.rollout.tensorrt_llm.link import REQUESTS, Link, Spec, gpu_name, knock, opened, unpacked, worker_socket
 
-OF_WORKERS = ("hf_model_dir", "tokenizer", "llm_args")  # what the package gives each of them, where it is not nothing
+OF_WORKERS = ("hf_model_dir", "tokenizer", "llm_args")  # the package's arguments for each of them
 GRACE_SECONDS = 60.0  # for the package to end by itself once training is gone
 _BEFORE, _AFTER = ("pre_reload_weights",), ("process_weights_after_loading", "post_load_weights")
 
 
 class Control:
-    """Around a worker's executor (a PyExecutor). Its methods are called over a `Link`, all in one thread; on every worker of a model."""
+    """Controls a worker's executor (a PyExecutor). Methods are called over a `Link`, in one thread, on every worker of a model."""
 
     def __init__(self, engine: Any, contract: Contract) -> None:
         self._engine = engine
@@ -62,7 +62,7 @@ class Control:
         self._call_modules(_BEFORE)
 
     def load(self, specs: Sequence[Spec], buffer: Any) -> None:
-        """Copy full tensors, by Hugging Face name, into the fused and split ones. Done when it returns; then nothing of them is held."""
+        """Copy full tensors, by Hugging Face name, into the fused and split ones. Keeps no reference to them."""
         weights = unpacked(specs, opened(buffer, torch.cuda.current_device() if torch.cuda.is_available() else 0))
         self._loader.reload(self._model, weights, allow_partial_loading=True)
         platform.synchronize()
@@ -92,7 +92,7 @@ class Control:
             self._resume()
 
     def release(self, memory: frozenset[Memory]) -> None:
-        """Give device memory back, whatever the package keeps of its contents."""
+        """Release device memory, with or without its contents."""
         from tensorrt_llm._torch.virtual_memory import release_with_tag
 
         self._exchange(release_with_tag, memory)
@@ -100,14 +100,13 @@ class Control:
         platform.release_cached()
 
     def materialize(self, memory: frozenset[Memory]) -> None:
-        """Take it again, at the same addresses."""
+        """Allocate it again, at the same addresses."""
         from tensorrt_llm._torch.virtual_memory import materialize_with_tag
 
         self._exchange(materialize_with_tag, memory)
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """The model's parameter of exactly this name and shape, in host memory, if it has one: those that it neither fuses, renames nor
-        pads."""
+        """The model's parameter of exactly this name and shape, in host memory; None if it is fused, renamed or padded."""
         found = dict(self._model.named_parameters()).get(name)
         return found.detach().cpu() if found is not None and tuple(found.shape) == shape else None
 
@@ -120,7 +119,7 @@ class Control:
         return self._engine.model_engine.model_loader
 
     def _pause(self, stack: ExitStack) -> None:
-        """Enter control_action: its requests are done and its loop stands still."""
+        """Enter control_action: its requests are done and its loop is paused."""
         drains = {"drain": True} if self._contract.accepts("PyExecutor.control_action", "drain") else {}
         stack.enter_context(self._engine.control_action(**drains))
 
@@ -133,13 +132,13 @@ class Control:
         with ExitStack() as stack:
             self._pause(stack)
             if Memory.kv_cache in memory:
-                self._engine.reset_prefix_cache()  # the cache's contents go: nobody may find a prefix in them
+                self._engine.reset_prefix_cache()  # the cache's contents are lost: no prefix may be found in them
             platform.synchronize()
             action(*tags)
             platform.synchronize()
 
     def _call_modules(self, names: Sequence[str]) -> None:
-        """Call the hooks that modules have, as the package's own refit does. Which ones have any only they know: so it is asked."""
+        """Call the modules' hooks, as the package's own refit does. Not every module has one."""
         for module in self._model.modules():
             if getattr(module, "_weights_removed", False):
                 continue
@@ -149,8 +148,8 @@ class Control:
                     hook()
 
     def _finalize_by_extension(self) -> None:
-        """The package's own finalisation, which keeps what captured CUDA graphs refer to in place. It is a method of a class for Ray's
-        workers that only needs to know the executor."""
+        """The package's own finalisation, which keeps addresses that captured CUDA graphs use. It is a method of a class for Ray's workers
+        that only needs the executor."""
         from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
 
         extension = WorkerExtension.__new__(WorkerExtension)
@@ -159,9 +158,9 @@ class Control:
 
 
 def make_worker(*arguments: Any, **named: Any) -> Any:
-    """The package's worker, and a thread that takes orders for it. What the package calls in each worker's process, with its own arguments.
+    """The package's worker, with a thread that takes orders for it. The package calls this in each worker's process.
 
-    A function and no class: it is pickled by its name, and the class to derive from is only there once the package is imported.
+    A function, not a class: it is pickled by name, and its base class would exist only after the package is imported.
     """
     from tensorrt_llm.executor.worker import GenerationExecutorWorker
 
@@ -176,7 +175,7 @@ def make_worker(*arguments: Any, **named: Any) -> Any:
 
 def _obey(control: Control, link: Link, device: int | None) -> None:
     if device is not None:
-        torch.cuda.set_device(device)  # a new thread begins on the first one
+        torch.cuda.set_device(device)  # a new thread starts on the first GPU
     while True:
         try:
             name, *arguments = link.receive()
@@ -192,18 +191,18 @@ def _obey(control: Control, link: Link, device: int | None) -> None:
 
 
 def abandoned() -> None:
-    """Training is gone: leave, by force if the package does not end by itself."""
+    """Training is gone: exit, by force if the package does not end by itself."""
     time.sleep(GRACE_SECONDS)
     os._exit(1)
 
 
 def describe(error: BaseException) -> str:
-    """For the training ranks."""
+    """A message for the training ranks."""
     return str(error) if isinstance(error, AlignerError) else f"{type(error).__name__}: {error}"
 
 
 class Executors:
-    """What `LLM` makes its executor with: as the package's own factory does, but with `make_worker` for its workers."""
+    """`LLM`'s factory of executors: the package's own, but with `make_worker` for its workers."""
 
     @staticmethod
     def create(engine: Any, **given: Any) -> Any:
@@ -223,7 +222,7 @@ class Executors:
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
-    """The package's LLM. Its configs come as dictionaries (`cuda_graph_config` may be None); `sleeps`: its memory can be given back."""
+    """The package's LLM. Its configs are dictionaries (`cuda_graph_config` may be None); `sleeps`: its memory can be released."""
     from tensorrt_llm import LLM
     from tensorrt_llm.llmapi import CudaGraphConfig, KvCacheConfig
 
@@ -241,7 +240,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
 
 
 class Desk:
-    """Takes requests from the replica's first rank to the package, and what comes of them back."""
+    """Passes requests from the replica's first rank to the package, and results back."""
 
     def __init__(self, llm: Any, link: Link) -> None:
         self._llm = llm
@@ -249,11 +248,11 @@ class Desk:
         self._running: dict[asyncio.Task[None], Any] = {}
         self._over = asyncio.Event()
         self._outgoing: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
-        self._least = 0  # log-probs to ask for at each token: 1 once it has turned out that this version takes 0 for none
+        self._least = 0  # log-probs to request at each token: 1 once this version has treated 0 as none
 
     async def run(self) -> None:
-        """Until the rank says `shutdown`, or is gone."""
-        # In a thread: both sides may send more than the socket holds, and then one of them must still read.
+        """Run until the rank sends `shutdown` or is gone."""
+        # In a thread: if both sides send more than the socket holds, one of them must still read.
         threading.Thread(target=self._send, daemon=True, name="aligner-answers").start()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link.fileno(), self._read)
@@ -266,7 +265,7 @@ class Desk:
             try:
                 self._link.send(*message)
             except EngineError:
-                return  # the rank is gone, which the reader sees too
+                return  # the rank is gone, as the reader notices too
 
     def _read(self) -> None:
         try:
@@ -299,25 +298,25 @@ class Desk:
     async def _finish(self, index: int, handle: Any, tokens: Sequence[int], sampling: Mapping[str, Any]) -> None:
         try:
             await handle.aresult()
-            said = ("ended", index, answer(handle.outputs[0]))
+            message = ("ended", index, answer(handle.outputs[0]))
         except Exception as error:
-            said = ("failed", index, describe(error))
+            message = ("failed", index, describe(error))
         self._running.pop(asyncio.current_task(), None)
-        if said[0] == "ended" and not said[2][1] and sampling["logprobs"] == 0:
+        if message[0] == "ended" and not message[2][1] and sampling["logprobs"] == 0:
             self._least = 1
             self._submit(index, tokens, sampling)
         else:
-            self._outgoing.put(said)
+            self._outgoing.put(message)
 
 
 def answer(output: Any) -> tuple[tuple[int, ...], tuple[float, ...], str]:
-    """(tokens, log-probs of these, why it ended) of the package's CompletionOutput."""
+    """(tokens, their log-probs, reason of the end) of the package's CompletionOutput."""
     tokens = tuple(output.token_ids)
     return tokens, tuple(_logprob(entry, token) for entry, token in zip(output.logprobs or (), tokens, strict=False)), output.finish_reason
 
 
 def _logprob(entry: Any, token: int) -> float:
-    """One position's: a number, or by token, with the sampled one among them."""
+    """The sampled token's log-prob at one position, from a number or a mapping by token."""
     return float(entry[token].logprob) if isinstance(entry, Mapping) else float(entry)
 
 

@@ -1,8 +1,8 @@
 """vLLM as a rollout engine, in the training processes: each rank has an `LLM` whose worker is this process, on this rank's device.
 
-Tokens go in and tokens come out, so no tokenizer is loaded. With `rollout.tp` ranks to a replica each of them schedules the same requests
-(vLLM's external launcher), and their workers meet in the process groups that training has. Weights come by vLLM's interface for weight
-transfer, with a backend of this project's (`aligner.rollout.vllm.weights`).
+Requests and results are tokens, so no tokenizer is loaded. With `rollout.tp` ranks to a replica each of them schedules the same requests
+(vLLM's external launcher), and their workers use training's process groups. Weights arrive through vLLM's weight-transfer interface, with
+this project's backend (`aligner.rollout.vllm.weights`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from aligner.types import FinishReason, LogprobKind, SamplingConfig
 _SAME = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"  # as in our SamplingConfig
 _OTHER = "logit_bias min_tokens max_tokens stop_token_ids ignore_eos seed logprobs detokenize output_kind"
 _IPC = "IPCWeightTransferEngine"
-# What is called of vLLM and with which arguments: a version that has all of it is taken, whatever its number.
+# The functions and arguments of vLLM in use: any version that has all of them is accepted.
 USED = (
     ("vllm", "LLM.collective_rpc method kwargs, LLM.apply_model func, LLM.reset_prefix_cache, LLM.sleep level, LLM.wake_up tags"),
     ("vllm", f"SamplingParams {_SAME} {_OTHER}"),
@@ -47,12 +47,12 @@ USED = (
     ("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine name module_path_or_cls class_name"),
     ("vllm.distributed.weight_transfer.ipc_engine", f"{_IPC}.start_weight_update, {_IPC}.finish_weight_update"),
 )
-# Of its core in this process, to which no public interface leads.
+# Parts of its core in this process, without a public interface.
 HELD = ("_finalizer", "engine_core.batch_queue", "engine_core.scheduler.has_requests", "engine_core.model_executor.shutdown")
 INSTALL = "pip install 'aligner[vllm]' in an environment without the extra servers (numpy 2)"
-BACKEND = "aligner"  # of vLLM's weight transfer
-DRAIN_SECONDS = 60.0  # for what a generation left in vLLM's queue: a step or two
-LEAST_BIAS = -100.0  # that vLLM adds to a logit
+BACKEND = "aligner"  # the name in vLLM's weight transfer
+DRAIN_SECONDS = 60.0  # for steps that a generation left in vLLM's queue: one or two
+LEAST_BIAS = -100.0  # the least that vLLM adds to a logit
 LARGEST_PAGE = 128  # tokens; vLLM's on the CPU, 16 on a GPU
 _REASONS = {"stop": FinishReason.stop, "length": FinishReason.length}
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -70,12 +70,12 @@ class VLLMModel:
 
 
 class VLLMEngine:
-    """`aligner.rollout.engine.ForeignEngine`, which says what the methods do. `tp` consecutive ranks share a replica."""
+    """`aligner.rollout.engine.ForeignEngine`, which describes the methods. `tp` consecutive ranks share a replica."""
 
     def __init__(self, model: VLLMModel, config: RolloutConfig, *, tp: int) -> None:
         self.max_sequence_length = model.max_sequence_length
         self._model, self._config, self._tp = model, config, tp
-        # Whether vLLM is to give log-probs after the temperature (and all else) was applied, not before.
+        # Whether vLLM computes log-probs after applying the temperature (and all else), not before.
         self._scaled = config.sampling.temperature not in (0.0, 1.0) and not config.sampling.reshaping()
         kind = self._kind(config.sampling)
         self.capabilities = Capabilities(
@@ -85,11 +85,11 @@ class VLLMEngine:
         self._manifest, self._loaded, self._version = Manifest(tensors={}), set(), 0
         self._wanted: set[str] = set()  # parameters of vLLM's model in an update
         self._updating = False  # whether vLLM is between the start and the finish of an update of its weights
-        self._ids = count()  # of requests, over the engine's life: a step that was left over knows none of a later generation's
+        self._ids = count()  # of requests, unique over the engine's life: a leftover step has none of a later generation's
         self._can_sleep, self._asleep = config.offload and torch.cuda.is_available(), frozenset()
 
     def start(self) -> None:
-        """Collective over the component. Raises EngineError if vLLM is missing, or has not what is used of it."""
+        """Collective over the component. Raises EngineError if vLLM is missing or lacks a part in use."""
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         try:
@@ -102,14 +102,14 @@ class VLLMEngine:
 
         with suppress(ValueError):  # an engine was started before
             WeightTransferEngineFactory.register_engine(BACKEND, "aligner.rollout.vllm.weights", "InProcessWeights")
-        with _generators_kept():  # vLLM seeds those of the process
+        with _generators_kept():  # vLLM seeds the process's generators
             self._llm = vllm.LLM(**settings)
         client = self._llm.llm_engine.engine_core
         try:
             attrgetter(*HELD)(client)
         except AttributeError as error:
             raise _unfit(str(error)) from error
-        # At shutdown, or when it is collected, vLLM would destroy the process groups of training.
+        # At shutdown or collection vLLM would destroy training's process groups.
         client._finalizer.detach()
 
     def _settings(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class VLLMEngine:
             launcher = {"distributed_executor_backend": "external_launcher"}
         memory = {"gpu_memory_utilization": self._memory_share()} if torch.cuda.is_available() else {}
         own: dict[str, Any] = {}
-        if model.architecture.family == Family.cohere2 and model.architecture.sliding_window:  # vLLM's windows have one token more
+        if model.architecture.family == Family.cohere2 and model.architecture.sliding_window:  # vLLM's windows are one token longer
             own = {"hf_overrides": {"sliding_window": model.architecture.sliding_window - 1}}
         if model.architecture.no_rope_layers:  # else vLLM decides by the context's length, whatever the model's config says
             own |= {"override_generation_config": {"attn_temperature_tuning": model.architecture.attention_temperature > 0}}
@@ -149,12 +149,12 @@ class VLLMEngine:
         )
 
     def _memory_share(self) -> float:
-        """The part of the device's memory that must be free at the start: weights and cache. vLLM's own part, 0.92, never is beside a
-        trainer; it is checked (`request_memory`) although the cache's size is given, and means nothing else then.
+        """The part of the device's memory that must be free at the start: weights and cache. vLLM checks it (`request_memory`) although the
+        cache's size is given; its default of 0.92 is never free beside a trainer.
 
         Raises EngineError if less is free.
         """
-        torch.cuda.empty_cache()  # vLLM looks at what the device has, not at what training's allocator could hand out again
+        torch.cuda.empty_cache()  # vLLM counts the device's free memory, without what training's allocator could reuse
         free, total = torch.cuda.mem_get_info()
         weights, cache = hf_manifest(self._model.architecture, self._model.dtype).num_bytes // self._tp, self._cache_bytes()
         if weights + cache > free:
@@ -168,17 +168,17 @@ class VLLMEngine:
         return (weights + cache) / total
 
     def _cache_bytes(self) -> int:
-        """Keys and values of as many tokens as the config says, on one rank."""
+        """Bytes of one rank's keys and values, for the configured number of tokens."""
         sizes, pages = self._model.architecture, -(-self.max_sequence_length // LARGEST_PAGE)
         tokens = self._config.kv_cache_tokens or pages * self._config.max_batch_size * LARGEST_PAGE
         groups = max(sizes.num_key_value_heads // self._tp, 1)
-        # One page more: vLLM keeps one for itself.
+        # vLLM keeps one page for itself.
         return (tokens + LARGEST_PAGE) * 2 * sizes.num_layers * groups * sizes.head_dim * self._model.dtype.itemsize
 
     def begin_refit(self, manifest: Manifest) -> None:
         self._manifest, self._loaded = manifest, set()
         self._llm.collective_rpc("start_weight_update")
-        self._updating, self._wanted = True, set(self._parameters())  # without what vLLM computes from the others, and only now
+        self._updating, self._wanted = True, set(self._parameters())  # read now, before parameters appear that vLLM computes
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         try:
@@ -188,7 +188,7 @@ class VLLMEngine:
             raise
 
     def finish_refit(self, version: int) -> None:
-        """Raises EngineError naming weights of vLLM's model that did not come."""
+        """Raises EngineError naming weights of vLLM's model that did not arrive."""
         self.abort_refit()
         names = [name for name in self._parameters() if name in self._wanted]
         if missing := [name for name in names if name not in self._loaded]:
@@ -228,7 +228,7 @@ class VLLMEngine:
             self._asleep -= memory
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        """Raises ConfigError for settings of `sampling` that vLLM cannot follow here."""
+        """Raises ConfigError for settings of `sampling` that vLLM does not support here."""
         from vllm.inputs import tokens_input
 
         kind, engine, more = self._kind(sampling), self._llm.llm_engine, True
@@ -245,7 +245,7 @@ class VLLMEngine:
                 if finished := [output for output in self._step() if output.finished]:
                     yield [self._result(output, running.pop(output.request_id), kind) for output in finished]
         except Exception:
-            engine.abort_request(list(running))  # no more: what has failed may hang
+            engine.abort_request(list(running))  # but do not drain: a failed engine may hang
             raise
         except GeneratorExit:
             self._drain(running)
@@ -253,11 +253,11 @@ class VLLMEngine:
         self._drain(running)
 
     def _step(self) -> list[Any]:
-        with _generators_kept():  # on the CPU vLLM draws from the process's
+        with _generators_kept():  # on the CPU vLLM draws from the process's generator
             return self._llm.llm_engine.step()
 
     def _drain(self, running: dict[str, GenRequest]) -> None:
-        """Withdraw what still runs, and step until vLLM has nothing left: on a GPU it is a step ahead of what it has given."""
+        """Withdraw running requests, and step until vLLM has nothing left: on a GPU it is one step ahead of its results."""
         core, until = self._llm.llm_engine.engine_core.engine_core, time.monotonic() + DRAIN_SECONDS
         self._llm.llm_engine.abort_request(list(running))
         while core.scheduler.has_requests() or core.batch_queue:
@@ -277,7 +277,7 @@ class VLLMEngine:
             min_tokens=min(sampling.min_response_length, room, request.limit or room),
             max_tokens=min(sampling.longest, room, request.limit or room),
             stop_token_ids=sorted({self._model.eos_id, *sampling.stop_token_ids}.intersection(range(self._model.architecture.vocab_size))),
-            ignore_eos=True,  # vLLM's idea of it; the one of this run is a stop token
+            ignore_eos=True,  # vLLM's own; this run's is a stop token
             seed=request.seed,
             logprobs=0,  # of the sampled token only
             detokenize=False,
@@ -285,9 +285,9 @@ class VLLMEngine:
         )
 
     def _kind(self, sampling: SamplingConfig) -> LogprobKind:
-        """What the log-probs are of."""
+        """The kind of the log-probs."""
         self._config.vllm.check(sampling)
-        if self._scaled and (refused := sampling.reshaping()):  # vLLM's log-probs are then of what is drawn from, which these reshape
+        if self._scaled and (refused := sampling.reshaping()):  # then vLLM's log-probs are after reshaping
             scaled = f"where rollouts have temperature={self._config.sampling.temperature}"
             raise ConfigError(f"rollout.sampling.{refused[0]}: not available with rollout.engine=vllm {scaled}; allowed: the default")
         return LogprobKind.sampled if self._scaled or sampling.temperature in (0.0, 1.0) else LogprobKind.raw
@@ -306,32 +306,32 @@ class VLLMEngine:
         )
 
     def shutdown(self) -> None:
-        """Process groups stay: training's are among them."""
+        """Keeps the process groups, since training's are among them."""
         if self._llm is not None:
             from vllm.distributed.parallel_state import destroy_model_parallel
 
             core = self._llm.llm_engine.engine_core.engine_core
             core.model_executor.shutdown()
             core.scheduler.shutdown()
-            destroy_model_parallel()  # its own: those of a dense model have none for the experts of a later engine's
+            destroy_model_parallel()  # its own: a dense model's have no group for a later engine's experts
             self._llm = None
             gc.unfreeze()
             gc.collect()
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Of the model in this rank's worker."""
+        """The parameters of the model in this rank's worker."""
         found: list[dict[str, Tensor]] = self._llm.apply_model(lambda model: dict(model.named_parameters()))
         return found[0]
 
 
 def _generators_kept() -> AbstractContextManager[None]:
-    """Torch's generators of the process and of this rank's device, and of no other, are afterwards as they were."""
+    """Restores torch's generators of the process and of this rank's device, and no other, at the end."""
     device = platform.device()
     return torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else [])
 
 
 def _check_use(used: Iterable[tuple[str, str]]) -> None:
-    """Raise EngineError naming what a module of vLLM has not, or has with other arguments."""
+    """Raise EngineError naming parts that vLLM lacks, or has with other arguments."""
     wrong = []
     for module, calls in used:
         for name, *arguments in map(str.split, calls.split(",")):
@@ -348,6 +348,6 @@ def _check_use(used: Iterable[tuple[str, str]]) -> None:
 def _unfit(wrong: str) -> EngineError:
     found = getattr(import_module("vllm"), "__version__", "?")
     return EngineError(
-        f"rollout.engine=vllm: the installed version of vLLM, {found}, is not as it is used here (written for 0.32 and 0.33): {wrong}; "
+        f"rollout.engine=vllm: the installed version of vLLM, {found}, does not match this engine (written for 0.32 and 0.33): {wrong}; "
         f"allowed: {INSTALL}; rollout.engine=megatron"
     )

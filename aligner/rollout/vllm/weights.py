@@ -1,7 +1,7 @@
-"""The policy's weights on their way into vLLM's model in the same process, as a backend of vLLM's weight-transfer interface.
+"""Loads the policy's weights into vLLM's model in the same process, as a backend of vLLM's weight-transfer interface.
 
-Imported by vLLM, under the name that `aligner.rollout.vllm.engine` registers. How an update begins and ends is vLLM's own: layers are
-loaded one by one into the tensors that its compiled code and CUDA graphs read.
+vLLM imports it under the name that `aligner.rollout.vllm.engine` registers, and begins and ends an update itself: layers are loaded one by
+one into the tensors that its compiled code and CUDA graphs read.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from aligner.rollout.engine.manifest import named_few
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """Full tensors by Hugging Face name; the names of what they went into are added to `loaded`."""
+    """Full tensors by Hugging Face name; the names of the filled parameters are added to `loaded`."""
 
     weights: Sequence[tuple[str, Tensor]]
     loaded: set[str]
 
 
 class InProcessWeights(IPCWeightTransferEngine):  # type: ignore[misc]
-    """Takes the tensors themselves, where its base takes handles of another process's memory."""
+    """Accepts the tensors themselves; its base accepts handles of another process's memory."""
 
     update_info_cls = Bucket
 
     def start_weight_update(self) -> None:
-        """On the CPU experts are packed when their kernel is made, and then no more: it is made again."""
+        """On the CPU experts are packed only when their kernel is made, so it is made again."""
         for module in self.model.modules() if self.device.type == "cpu" else ():
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                 module.quant_method.moe_kernel = None
@@ -51,7 +51,7 @@ class InProcessWeights(IPCWeightTransferEngine):  # type: ignore[misc]
             raise
 
     def receive_weights(self, update_info: Bucket) -> None:
-        """A layer holds on to what it was given until it has everything, and the bucket's memory is used again: it gets copies.
+        """A layer keeps its tensors until it has all of them, and the bucket's memory is reused, so it gets copies.
 
         Raises EngineError naming tensors that the model ignores, as Cohere's does an output layer of its own.
         """
@@ -63,7 +63,7 @@ class InProcessWeights(IPCWeightTransferEngine):  # type: ignore[misc]
             update_info.loaded.update(loaded)
 
     def finish_weight_update(self) -> None:
-        """vLLM forgets that modules which share a weight with another, as a tied output layer does, may have a packed copy of their own."""
+        """vLLM does not update the packed copy of a module that shares a weight with another, such as a tied output layer."""
         super().finish_weight_update()
         first: dict[int, Any] = {}
         for module in self.model.modules():

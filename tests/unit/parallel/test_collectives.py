@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.parallel import collectives
-from aligner.parallel.collectives import shard_bounds
+from aligner.parallel.micro_batches import shard_bounds
 from aligner.telemetry.metrics import Max, Mean, Sum
 
 

@@ -14,9 +14,8 @@ from torch.distributed import HashStore
 from torch.torch_version import TorchVersion
 
 from aligner.errors import LaunchError
-from aligner.parallel import agreement, launch, mpi
-from aligner.parallel.hostlist import expand_counts, expand_hostlist
-from aligner.parallel.launch import LaunchSource, Rendezvous, World, detect_source, detect_world
+from aligner.parallel import agreement, launch
+from aligner.parallel.launch import LaunchSource, Rendezvous, World, detect_source, detect_world, expand_counts, expand_hostlist
 
 TORCHRUN = {
     "RANK": "5",
@@ -159,8 +158,8 @@ def test_unknown_forced_source():
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
 def test_wrong_mpi_pairing_is_explained(name):
     with pytest.raises(LaunchError, match=f"{name}=4.*--mpi=pmi2.*--mpi=pmix"):
-        mpi.check_pairing(1, {name: "4"})
-    mpi.check_pairing(4, {name: "4"})
+        launch.check_pairing(1, {name: "4"})
+    launch.check_pairing(4, {name: "4"})
 
 
 MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ucx,ofi{}\nMPICH CC:           cc\n"
@@ -173,22 +172,22 @@ MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ucx,of
 def test_an_mpich_that_a_pmix_launcher_started_is_refused_before_it_aborts(variable, launcher):
     environ = {"PMIX_RANK": "0", variable: "2"}
     with pytest.raises(LaunchError, match=f"^{launcher} started this process, .* MPICH without PMIx.*--mpi=pmi2.*--mpi=pmix"):
-        mpi.check_library(MPICH.format(""), environ)
-    mpi.check_library(MPICH.format(" --with-pmix=/opt/pmix"), environ)
-    mpi.check_library("Open MPI v5.0.11, package: Open MPI", environ)
-    mpi.check_library(MPICH.format(""), environ | {"PMI_FD": "9"})  # a launcher that speaks both
+        launch.check_library(MPICH.format(""), environ)
+    launch.check_library(MPICH.format(" --with-pmix=/opt/pmix"), environ)
+    launch.check_library("Open MPI v5.0.11, package: Open MPI", environ)
+    launch.check_library(MPICH.format(""), environ | {"PMI_FD": "9"})  # a launcher that speaks both
 
 
 @pytest.mark.mpi
 def test_the_process_ends_with_our_error_and_not_with_mpichs_abort():
-    program = "import os; from aligner.parallel import mpi; mpi.join(os.environ)"
+    program = "import os; from aligner.parallel import launch; launch.join_mpi(os.environ)"
     environ = {**os.environ, "PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
     assert "LaunchError: a launcher started this process, which speaks PMIx" in done.stderr and "Abort(" not in done.stderr
 
 
 def test_one_mpi_rank_inside_a_larger_allocation_is_right():
-    mpi.check_pairing(1, {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "8"})
+    launch.check_pairing(1, {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "8"})
 
 
 def record(rank, *, world_size=2, fingerprint="abc", torch="2.13.0"):

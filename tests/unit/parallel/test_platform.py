@@ -149,10 +149,10 @@ NODES = {0: "0-3,8-11\n", 1: "4-7,12-15\n"}
         ("1\n", range(16), {4, 5, 6, 7, 12, 13, 14, 15}, ""),
         ("0\n", range(2, 6), {2, 3}, ""),  # of what the scheduler gave it
         ("1\n", range(4), None, r"^it was given processors 0 to 3, and GPU 0000:1b:00\.0 is beside others \(node 1: 4-7,12-15\)$"),
-        ("-1\n", range(16), None, r"does not tell beside which processors GPU 0000:1b:00\.0 is \(node -1\)$"),
-        ("7\n", range(16), None, r"does not tell where GPU 0000:1b:00\.0 is \(.*node7/cpulist"),
-        ("what\n", range(16), None, r"does not tell where GPU 0000:1b:00\.0 is \(invalid literal"),
-        (None, range(16), None, r"does not tell where GPU 0000:1b:00\.0 is \(.*numa_node"),
+        ("-1\n", range(16), None, r"does not report which processors are beside GPU 0000:1b:00\.0 \(node -1\)$"),
+        ("7\n", range(16), None, r"does not report where GPU 0000:1b:00\.0 is \(.*node7/cpulist"),
+        ("what\n", range(16), None, r"does not report where GPU 0000:1b:00\.0 is \(invalid literal"),
+        (None, range(16), None, r"does not report where GPU 0000:1b:00\.0 is \(.*numa_node"),
     ],
 )
 def test_a_rank_stays_beside_its_gpu(node, given, bound, reason, monkeypatch, tmp_path):
@@ -174,6 +174,6 @@ def test_a_rank_stays_beside_its_gpu(node, given, bound, reason, monkeypatch, tm
     assert made == ([] if bound is None else [bound])
     assert re.search(reason, said) if reason else said == ""
     del gpu.pci_bus_id
-    assert platform.bind_to_node(tmp_path) == "torch 2.11.0 does not tell where the GPU is"
+    assert platform.bind_to_node(tmp_path) == "torch 2.11.0 does not report where the GPU is"
     cuda.is_available = lambda: False
     assert platform.bind_to_node(tmp_path) == ""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
-from aligner.parallel.progress import Collective, GroupInfo, Progress, Snapshot, from_json, to_json
-from aligner.parallel.stall import RankState, diagnose, rank_list
+from aligner.parallel.progress import Collective, GroupInfo, Progress, Snapshot, from_json
+from aligner.parallel.watch import Place, RankState, diagnose, rank_list
 
 WORLD = GroupInfo("0", "world", (0, 1, 2, 3))
 FIRST, SECOND = GroupInfo("5", "tensor model parallel", (0, 1)), GroupInfo("6", "tensor model parallel", (2, 3))
@@ -31,7 +32,8 @@ def state(rank: int, inside: tuple | None = None, *, counts: dict | None = None,
         last_left=None,
         counts=entered,
     )
-    return RankState(rank=rank, host=f"n{rank // 2}", snapshot=snapshot, **fields)
+    place = Place(component="actor", rank=rank, world_size=4, host=f"n{rank // 2}", incarnation="")
+    return RankState(place=place, snapshot=snapshot, **fields)
 
 
 def verdict(*states: RankState, world_size: int = 4):
@@ -104,4 +106,4 @@ def test_a_record_survives_json():
     progress.enter("send", STAGES, peers=(3,))
     snapshot = progress.snapshot()
     assert snapshot.counts == {"5": 1} and (snapshot.inside.number, snapshot.inside.peers) == (2, (3,))
-    assert from_json(json.loads(json.dumps(to_json(snapshot)))) == snapshot
+    assert from_json(json.loads(json.dumps(asdict(snapshot)))) == snapshot

@@ -20,8 +20,7 @@ from aligner.planner.estimate import Scales, predict, with_fitting_cache
 from aligner.planner.schedule import stage_layers
 from aligner.planner.simulation import Simulated
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
-from aligner.rollout.config import EngineKind, RolloutConfig
-from aligner.rollout.tensorrt_llm.config import TensorRTLLMConfig
+from aligner.rollout.config import EngineKind, RolloutConfig, TensorRTLLMConfig
 
 GPU = ClusterConfig(device=Device.gpu, gpus_per_node=8, gpu_memory_gib=80, reserved_gib=1)
 GPT = Architecture(  # of Korthikanti et al.: 175 thousand million parameters

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from aligner.types import Prompt, SamplingConfig
+from aligner.types import SamplingConfig
+
+pytestmark = pytest.mark.usefixtures("topology")
 
 FAMILIES = ("llama", "llama_tied_llama3_rope", "qwen2_tied", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2")
 EXACT = 1e-4  # nats, float32 on the CPU
-LENGTHS = (3, 22, 1, 9, 22, 6)
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
-
-
-def prompts() -> list[Prompt]:
-    """Two are the same, and one begins like them."""
-    generator = torch.Generator().manual_seed(12)
-    rows = [torch.randint(3, 61, (length,), generator=generator).tolist() for length in LENGTHS]
-    rows[4], rows[5] = rows[1], rows[1][:17] + rows[5]
-    return [Prompt(id=number, tokens=tuple(row), source=f"prompt {number}") for number, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_logprobs_are_the_policys(family, hf_directory, load_policy, logprob_gap):
+def test_sampled_logprobs_are_the_policys(family, hf_directory, load_policy, logprob_gap, mixed_prompts):
     from aligner.rollout.config import RolloutConfig
     from aligner.rollout.create import create_engine
 
@@ -36,7 +24,7 @@ def test_sampled_logprobs_are_the_policys(family, hf_directory, load_policy, log
     # Prompts go into the cache in pieces of 6 tokens, and there is room for two or three responses: others wait, or lose their places.
     config = RolloutConfig(sampling=sampling, max_batch_size=4, prefill_chunk_tokens=6, kv_cache_tokens=96)
     engine = create_engine(policy, config, eos_id=2)
-    rollouts = [rollout for part in engine.generate(prompts(), list(range(len(LENGTHS)))) for rollout in part]
+    rollouts = [rollout for part in engine.generate(mixed_prompts, range(6)) for rollout in part]
     counters = engine.engine.generation.counters
-    assert counters.preemptions > 0 and counters.shared_tokens > 0 and counters.prefill_passes > len(LENGTHS)
+    assert counters.preemptions > 0 and counters.shared_tokens > 0 and counters.prefill_passes > 6
     assert float(logprob_gap(policy, rollouts).max()) < EXACT

@@ -11,6 +11,8 @@ from aligner.errors import ConfigError
 from aligner.models.config import Activation, Layers, ModelConfig, Normalization, PositionEmbedding, Recompute
 from aligner.types import FinishReason, LossOutput, Prompt, Rollout, SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 ARCHITECTURES = {
     "llama": {"qkv_bias": False, "tied_embeddings": False, "hidden_size": 36, "ffn_hidden_size": 51, "num_attention_heads": 6},
     "qwen3": {"qk_norm": True, "qkv_bias": False, "num_key_value_heads": 1, "rope_llama3_factor": 8.0},
@@ -48,10 +50,6 @@ ENGINES = (
 )
 LENGTHS = (3, 22, 1, 9, 22, 6)
 SHAPE = ("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts")
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import torch
 from aligner.models.config import Activation, Normalization, PositionEmbedding
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 MOE = {"num_experts": 5, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
 ARCHITECTURES = {
     "layer_norm": {"normalization": Normalization.layer_norm},
@@ -27,10 +29,6 @@ ARCHITECTURES = {
     "experts_ungated": MOE | {"gated_mlp": False, "activation": Activation.squared_relu},
 }
 GENERATOR_SEED = 5
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def engine_of(policy, **fields):

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from aligner.data.collate import rollout_batch
 from aligner.errors import EngineError
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Dtype
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.types import FinishReason, LabeledBatch, Prompt, Rollout, SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 VOCAB, EOS = 61, 2
+OLD = ["llama", "llama_tied_llama3_rope", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"]
+OLD += ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "nemotron", "gpt2"]
 NEW = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn", "qwen2_dynamic_rope"]
 NEW += ["mistral", "mistral_no_window", "qwen2_windows", "qwen3_layer_types", "mixtral_window"]
 NEW += ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "olmo3", "olmo3_tied"]
@@ -24,10 +29,6 @@ NEW += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", 
 NEW += ["opt_projected", "opt_projected_untied", "ministral", "cohere_plus", "cohere2", "cohere2_untied"]
 NEW += ["gpt2_scaled", "phi3", "phi3_window", "phi3_longrope", "phi3_longrope_short"]
 NEW += ["gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def make_prompts(lengths: Sequence[int]) -> list[Prompt]:
@@ -57,38 +58,15 @@ def generate(engine, prompts=PROMPTS, seeds=SEEDS, sampling=None) -> dict[tuple[
 
 def as_batch(rollouts: Sequence[Rollout]) -> tuple[LabeledBatch, torch.Tensor]:
     """Right-padded rows and the engine's log-probs beside their tokens."""
-    width = max(len(rollout.tokens) for rollout in rollouts)
-    tokens, mask = torch.zeros(len(rollouts), width, dtype=torch.int64), torch.zeros(len(rollouts), width, dtype=torch.bool)
-    logprobs = torch.zeros(len(rollouts), width)
-    for row, rollout in enumerate(rollouts):
-        start, stop = len(rollout.prompt.tokens), len(rollout.tokens)
-        tokens[row, :stop] = torch.tensor(rollout.tokens)
-        mask[row, start:stop] = True
-        logprobs[row, start:stop] = torch.tensor(rollout.logprobs)
-    return LabeledBatch(tokens=tokens, lengths=torch.tensor([len(r.tokens) for r in rollouts]), loss_mask=mask), logprobs
+    batch = rollout_batch(list(rollouts), 0)
+    return LabeledBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask), batch.rollout_logprobs
 
 
 def samples(rollouts: dict) -> dict:
     return {key: (rollout.response, rollout.finish_reason) for key, rollout in rollouts.items()}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "llama_tied_llama3_rope",
-        "qwen2",
-        "qwen2_tied",
-        "qwen3",
-        "qwen3_tied",
-        "mixtral",
-        "qwen3_moe",
-        "qwen3_moe_unnormalized",
-        "nemotron",
-        "gpt2",
-        *NEW,
-    ],
-)
+@pytest.mark.parametrize("name", [*OLD, *NEW])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_recomputed_ones(name, temperature, hf_directory, load_policy):
     policy = load_policy(hf_directory(name), training={"temperature": temperature, "micro_batch_size": 2})
@@ -99,16 +77,18 @@ def test_logprobs_equal_recomputed_ones(name, temperature, hf_directory, load_po
     assert (policy.logprobs(batch) - logprobs).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama", *NEW])
-def test_greedy_tokens_equal_those_of_transformers(name, hf_directory, load_policy):
+@pytest.mark.parametrize(
+    ("name", "eos"), [*((name, EOS) for name in ("llama", "qwen2_tied", "qwen3")), *((name, VOCAB + 5) for name in ("llama", *NEW))]
+)
+def test_greedy_tokens_equal_those_of_transformers(name, eos, hf_directory, load_policy):
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(hf_directory(name), dtype=torch.float32)
-    options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": VOCAB + 5, "pad_token_id": 0}
-    engine = engine_of(load_policy(hf_directory(name)), eos_id=VOCAB + 5)
+    options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": eos, "pad_token_id": 0}
+    engine = engine_of(load_policy(hf_directory(name)), eos_id=eos)
     for rollout in generate(engine, sampling=SamplingConfig(temperature=0.0, max_response_length=40)).values():
-        expected = theirs.generate(torch.tensor([rollout.prompt.tokens]), **options)[0].tolist()
-        assert list(rollout.tokens) == expected
+        prompt = torch.tensor([rollout.prompt.tokens])
+        assert list(rollout.tokens) == theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0].tolist()
 
 
 def test_logprobs_are_before_top_k_and_top_p(make_model):
@@ -251,20 +231,6 @@ def test_updated_weights_are_sampled_from_without_a_copy(make_model):
     assert {rollout.policy_version for rollout in after.values()} == {1}
     batch, logprobs = as_batch(list(after.values()))
     assert (policy.logprobs(batch) - logprobs).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2_tied", "qwen3"])
-def test_greedy_equals_transformers_generate(name, hf_directory, load_policy):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(hf_directory(name), dtype=torch.float32)
-    engine = engine_of(load_policy(hf_directory(name)), eos_id=EOS)
-    for rollout in generate(engine, sampling=SamplingConfig(temperature=0.0, max_response_length=30)).values():
-        prompt = torch.tensor([rollout.prompt.tokens])
-        expected = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=30, eos_token_id=EOS, pad_token_id=0
-        )
-        assert expected[0].tolist() == list(rollout.tokens)
 
 
 def test_16_bits_sample_with_the_policys_logprobs(make_model):

@@ -10,9 +10,9 @@ from hf_models import write
 
 from aligner.errors import EngineError
 from aligner.models.config import ModelConfig
+from aligner.rollout import create
 from aligner.rollout.config import AsynchronousConfig, EngineKind, RolloutConfig, VerifyRefit
-from aligner.rollout.engine import choice
-from aligner.rollout.engine.choice import choose
+from aligner.rollout.create import choose
 from aligner.types import SamplingConfig
 
 
@@ -24,8 +24,8 @@ def config_of(*, sampling: dict | None = None, **fields) -> RolloutConfig:
 def installed(monkeypatch) -> set[str]:
     """A GPU and both packages; a test takes one away."""
     packages = {"tensorrt_llm", "vllm"}
-    monkeypatch.setattr(choice.platform, "device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(choice, "find_spec", lambda name: object() if name in packages else None)
+    monkeypatch.setattr(create.platform, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(create, "find_spec", lambda name: object() if name in packages else None)
     return packages
 
 
@@ -44,14 +44,14 @@ def test_what_has_been_executed_is_taken(installed):
 
 
 def test_without_a_gpu_it_is_the_built_in_one(installed, monkeypatch):
-    monkeypatch.setattr(choice.platform, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(create.platform, "device", lambda: torch.device("cpu"))
     found = choose(config_of(), tp=1)
     assert found.engine == EngineKind.megatron and found.reasons == ("vllm (it is for GPUs)", NEVER)
 
 
 def test_delta_nets_are_left_to_the_built_in_one(installed):
     found = choose(config_of(), tp=1, delta_nets=True)
-    assert found.engine == EngineKind.megatron and "the model's delta nets are" in found.reasons[0]
+    assert found.engine == EngineKind.megatron and "the model's delta nets need" in found.reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,8 @@ def test_checksums_of_a_split_model(installed):
 
 
 def test_a_run_samples_with_what_was_chosen_and_says_so(topology, make_model, capsys):
-    from aligner.rollout.create import create_engine
 
-    engine = create_engine(make_model("policy"), config_of(sampling={"max_response_length": 4}), eos_id=2)
+    engine = create.create_engine(make_model("policy"), config_of(sampling={"max_response_length": 4}), eos_id=2)
     assert engine.capabilities.name == "megatron"
     expected = f"rollout.engine=auto: megatron; not vllm (it is for GPUs){OTHERS}\n"
     if not torch.cuda.is_available():
@@ -105,8 +104,6 @@ def test_a_run_samples_with_what_was_chosen_and_says_so(topology, make_model, ca
 
 
 def test_ranks_that_find_different_engines_are_told(topology, make_model, monkeypatch):
-    from aligner.rollout import create
-
     monkeypatch.setattr(create, "gather_objects", lambda own: [own, "rollout.engine=auto: vllm"])
     with pytest.raises(
         EngineError, match=r"megatron.* on rank 0, but on rank 1 rollout\.engine=auto: vllm: all nodes need the same packages"
@@ -122,7 +119,7 @@ def test_the_preflight_names_it(tmp_path, installed):
     assert _chosen_engine(run) == f"rollout.engine=auto: vllm; not {NEVER}{OTHERS}"
     write("qwen3_next", tmp_path / "model")
     model.path = str(tmp_path / "model")
-    assert _chosen_engine(run).startswith("rollout.engine=auto: megatron; not vllm (the model's delta nets are sampled from by")
+    assert _chosen_engine(run).startswith("rollout.engine=auto: megatron; not vllm (the model's delta nets need the built-in engine)")
     model.path = str(tmp_path / "nowhere")
     assert _chosen_engine(run) == f"rollout.engine=auto: vllm; not {NEVER}{OTHERS}"
     run.rollout = RolloutConfig(engine=EngineKind.tensorrt_llm, offload=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 
 import pytest
 import torch
+from fake_decoder import FakeDecoder
+from fake_environment import repeats
 
 from aligner.data.collate import rollout_batch
 from aligner.environments.config import OnEnvironmentError
@@ -23,15 +23,9 @@ from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Refitted
 from aligner.rollout.engine.episodes import Conversing, turn_seed
 from aligner.types import FinishReason, LogprobKind, Prompt, Rollout, SamplingConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_decoder import FakeDecoder  # noqa: E402
-from fake_environment import repeats  # noqa: E402
+pytestmark = pytest.mark.usefixtures("topology")
 
 EOS, VOCAB, CONTEXT = 2, 13, 64
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 class FakeEngine:
@@ -354,7 +348,7 @@ def test_two_replicas_share_the_first_turns() -> None:
     for index in range(2):
         replica = Replica(index=index, count=2)
         options = {"max_batch_size": 3, "kv_cache_tokens": 0, "prefill_chunk_tokens": 16, "eos_id": EOS}
-        generation = Generation(FakeDecoder(vocab_size=VOCAB, page_size=4, max_sequence_length=CONTEXT), **options)
+        generation = Generation(decoder=FakeDecoder(vocab_size=VOCAB, page_size=4, max_sequence_length=CONTEXT), **options)
         alike = engine_of(generation.run, Quiz())
         engines.append(
             PhasedEngine(
@@ -383,7 +377,7 @@ def test_an_episode_depends_on_prompt_and_seed_alone(in_step: bool) -> None:
     preemptions, turns, computed = 0, 0, []
     for settings in ({"max_batch_size": 1}, {"max_batch_size": 16, "steps_ahead": 1}, {"max_batch_size": 5, "kv_cache_tokens": 56}):
         options = {"kv_cache_tokens": 0, "prefill_chunk_tokens": 16, "eos_id": EOS} | settings
-        generation = Generation(FakeDecoder(vocab_size=VOCAB, page_size=4, max_sequence_length=CONTEXT), **options)
+        generation = Generation(decoder=FakeDecoder(vocab_size=VOCAB, page_size=4, max_sequence_length=CONTEXT), **options)
         episodes = collect(engine_of(generation.run, Quiz(), in_step=in_step, sampling=sampling), prompts)
         assert {i: (one.response, one.logprobs) for i, one in episodes.items()} == wanted
         preemptions += generation.counters.preemptions
@@ -407,7 +401,7 @@ def test_stop_strings_end_turns() -> None:
             return Observation(text="4 5", done=turn.number == 3)
 
     generation = Generation(
-        FakeDecoder(vocab_size=VOCAB, page_size=4, max_sequence_length=CONTEXT),
+        decoder=FakeDecoder(vocab_size=VOCAB, page_size=4, max_sequence_length=CONTEXT),
         max_batch_size=8,
         kv_cache_tokens=0,
         prefill_chunk_tokens=16,

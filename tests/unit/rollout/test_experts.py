@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from host_syncs import HostSyncs
 
 from aligner.models.architecture.architecture import Architecture
 from aligner.models.modules.megatron_config import activation_of
+from aligner.parallel import platform
 from aligner.rollout.builtin.experts import FeedForward, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
 from aligner.rollout.builtin.refit import allocated
 from aligner.rollout.builtin.weights import Affine
 from aligner.rollout.engine.manifest import TensorSpec
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from host_syncs import HostSyncs  # noqa: E402
-
-from aligner.parallel import platform
 
 EXPERTS, HIDDEN, INNER, TOP_K = 6, 16, 24, 2
 

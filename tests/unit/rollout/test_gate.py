@@ -101,7 +101,7 @@ def test_without_whole_weights_it_ends():
     gate.hold()
     gate.release(2, broken="layer 3 is not finite")
     worker.join()
-    assert "no whole weights to go on with: layer 3 is not finite" in str(worker.error)
+    assert "no whole weights to continue with: layer 3 is not finite" in str(worker.error)
     gate.drain()
 
 

@@ -7,12 +7,11 @@ the bit. The last tests are with a model.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
+from fake_decoder import FakeDecoder
 
 from aligner.errors import ConfigError, EngineError
 from aligner.rollout.builtin.generation import Generation
@@ -21,9 +20,6 @@ from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_decoder import FakeDecoder  # noqa: E402
-
 pytestmark = pytest.mark.cpu  # where the decoder's stand-in is, and each response can be compared bit for bit
 PAGE, CONTEXT, VOCAB, EOS = 4, 64, 13, 2
 
@@ -31,7 +27,7 @@ PAGE, CONTEXT, VOCAB, EOS = 4, 64, 13, 2
 def run(requests: Sequence[GenRequest], sampling: SamplingConfig, **options) -> tuple[Generation, dict[int, GenResult]]:
     """A generation by the fake decoder, and its results by index."""
     settings = {"max_batch_size": 8, "kv_cache_tokens": 0, "prefill_chunk_tokens": 16, "eos_id": EOS} | options
-    generation = Generation(FakeDecoder(vocab_size=VOCAB, page_size=PAGE, max_sequence_length=CONTEXT), **settings)
+    generation = Generation(decoder=FakeDecoder(vocab_size=VOCAB, page_size=PAGE, max_sequence_length=CONTEXT), **settings)
     results = [result for part in generation.run(ListedWork(requests), sampling, 3) for result in part]
     assert len(results) == len(requests)
     return generation, {result.index: result for result in results}
@@ -152,7 +148,7 @@ def test_a_response_that_ends_makes_room_at_once():
 def test_results_are_given_as_they_end():
     requests = [GenRequest(index=i, tokens=(3 + i,), seed=i) for i in range(6)]
     sampling = SamplingConfig(max_response_length=30)
-    generation = Generation(FakeDecoder(), max_batch_size=6, kv_cache_tokens=0, prefill_chunk_tokens=64, eos_id=EOS)
+    generation = Generation(decoder=FakeDecoder(), max_batch_size=6, kv_cache_tokens=0, prefill_chunk_tokens=64, eos_id=EOS)
     lengths = [[len(result.tokens) for result in part] for part in generation.run(ListedWork(requests), sampling, 0)]
     assert len(lengths) > 2 and lengths == sorted(lengths) and all(len(set(part)) == 1 for part in lengths)
 
@@ -201,7 +197,7 @@ def test_a_cache_of_no_stated_size_grows_with_the_requests():
     requests = [GenRequest(index=i, tokens=(3 + i,) * length, seed=i) for i, length in enumerate((2, 2, 50, 3))]
     sampling = SamplingConfig(max_response_length=5)
     for seats, sizes in ((1, [3, 15]), (2, [3, 6, 15, 30])):  # 2 pages for 2 + 4 tokens, 14 for 50 + 4; each has one to spare
-        generation = Generation(FakeDecoder(), max_batch_size=seats, kv_cache_tokens=0, prefill_chunk_tokens=64, eos_id=10**6)
+        generation = Generation(decoder=FakeDecoder(), max_batch_size=seats, kv_cache_tokens=0, prefill_chunk_tokens=64, eos_id=10**6)
         results = {result.index: result for part in generation.run(Trickle(list(requests)), sampling, 3) for result in part}
         assert results == {request.index: alone(request, sampling, eos_id=10**6) for request in requests}
         assert generation.decoder.caches == sizes and generation.counters.preemptions == 0

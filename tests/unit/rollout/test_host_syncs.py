@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from host_syncs import HostSyncs
 
 from aligner.rollout.builtin.attention import (
     DecodeBatch,
@@ -22,8 +20,6 @@ from aligner.rollout.builtin.attention import (
 )
 
 pytestmark = pytest.mark.cpu
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from host_syncs import HostSyncs  # noqa: E402
 
 CHUNKS = [  # three sizes of attention call, and one that goes on
     PrefillChunk(tokens=[1] * 7, start=0, pages=[0, 1], wants_logits=True),

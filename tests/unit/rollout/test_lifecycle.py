@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from fake_foreign import FakeForeign
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_foreign import FakeForeign  # noqa: E402
+from aligner.errors import ConfigError, EngineError
+from aligner.protocols import Replica
+from aligner.rollout.engine import Memory
+from aligner.rollout.engine.manifest import Manifest, TensorSpec
+from aligner.types import FinishReason, LogprobKind, Prompt, SamplingConfig
 
-from aligner.errors import ConfigError, EngineError  # noqa: E402
-from aligner.protocols import Replica  # noqa: E402
-from aligner.rollout.engine import Memory  # noqa: E402
-from aligner.rollout.engine.manifest import Manifest, TensorSpec  # noqa: E402
-from aligner.types import FinishReason, LogprobKind, Prompt, SamplingConfig  # noqa: E402
+pytestmark = pytest.mark.usefixtures("topology")
 
 WEIGHTS, CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
 PROMPTS = [Prompt(id=i, tokens=(5 + i,), source=f"p:{i}") for i in range(3)]
@@ -27,10 +26,6 @@ NAMES = [
     "model.norm.weight",
 ]
 SHAPES = [(6, 4), (4, 4), (2, 4), (4,)]
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def manifest() -> Manifest:
@@ -85,7 +80,7 @@ def test_phases_in_order():
     engine.shutdown()
     engine.shutdown()
     assert foreign.log[-2:] == ["shutdown", "shutdown"]
-    with pytest.raises(EngineError, match="after it was shut down: make another one"):
+    with pytest.raises(EngineError, match="after its shutdown: make another one"):
         engine.wake()
 
 
@@ -127,11 +122,11 @@ def test_without_offload_the_weights_are_there_from_the_start():
 def wrong_orders():
     """(phases that went well, the one that must not come now, what is said)"""
     yield lambda e: None, lambda e: e.wake(CACHE), "weights are asleep: wake the weights first"
-    yield lambda e: e.wake(WEIGHTS), lambda e: e.wake(CACHE), "before its weights are the policy's: refit\\(\\) first"
+    yield lambda e: e.wake(WEIGHTS), lambda e: e.wake(CACHE), "call refit\\(\\) before waking"
     yield lambda e: e.wake(WEIGHTS), generate, "generate while it sleeps: wake\\(\\) it first"
     yield lambda e: e.wake(), lambda e: e.refit(1), "while it is ready to generate: sleep\\(\\) it first"
     yield lambda e: e.wake(), lambda e: e.sleep(WEIGHTS), "put the cache to sleep first"
-    yield lambda e: (e.wake(), next(begin(e))), lambda e: e.sleep(), "asked to sleep while it generates: consume what generate"
+    yield lambda e: (e.wake(), next(begin(e))), lambda e: e.sleep(), "asked to sleep during a generation: consume"
 
 
 def begin(engine):
@@ -153,7 +148,7 @@ def test_a_generation_that_was_closed_makes_way():
     engine = engine_of(FakeForeign(), Policy())
     responses = engine.generate(PROMPTS, [7, 8, 9])
     next(responses)
-    with pytest.raises(EngineError, match="take new weights while it generates"):
+    with pytest.raises(EngineError, match="take new weights during a generation"):
         engine.refit(1)
     responses.close()
     engine.refit(1)
@@ -186,10 +181,10 @@ def spoil(policy):
 
 
 FAULTS = [
-    (drop, "model.layers.0.self_attn.k_proj.weight of 4 tensors did not arrive"),
+    (drop, "model.layers.0.self_attn.k_proj.weight of 4 tensors missing"),
     (add, "model.extra.weight is extra"),
     (double, "model.embed_tokens.weight came twice"),
-    (reshape, r"model.norm.weight has the shape \[5\], the model's config makes it \[4\]"),
+    (reshape, r"model.norm.weight has the shape \[5\], the model's config requires \[4\]"),
     (retype, "model.norm.weight is bfloat16, the model is float32"),
     (spoil, "not finite: model.layers.0.self_attn.q_proj.weight, model.norm.weight of 4 tensors"),
 ]

@@ -13,15 +13,13 @@ from aligner.parallel import platform
 from aligner.rollout.engine.foreign import fusion_group, weight_buckets
 from aligner.rollout.engine.manifest import Manifest, TensorSpec, global_manifest, hf_manifest
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 FAMILIES = ["llama", "llama_tied_llama3_rope", "qwen2", "qwen2_tied", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2"]
 FAMILIES += ["llama_biases_llama3_rope", "mistral", "phi3", "gpt_neox", "opt", "gemma2", "gemma3_text", "olmo2", "glm4", "cohere"]
 FAMILIES += ["olmo3", "glm4_moe", "deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe_dense_layers"]
 FAMILIES += ["cohere_plus", "cohere2", "opt_projected", "gpt_oss", "llama4_text"]
 FAMILIES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 @pytest.mark.parametrize("name", FAMILIES)

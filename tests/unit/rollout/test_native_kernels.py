@@ -13,6 +13,7 @@ from aligner.models.config import Activation, Normalization
 from aligner.rollout.config import Kernels
 
 pytestmark = [
+    pytest.mark.usefixtures("topology"),
     pytest.mark.cpu,
     pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")), reason="no C compiler"),
 ]
@@ -22,10 +23,6 @@ SIZES = {  # heads of 12 and 40 dimensions are no whole vectors; 7 queries per g
     "wide": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 40, "rotary_fraction": 0.5, "qk_norm": True},
     "gelu": {"activation": Activation.gelu, "normalization": Normalization.layer_norm_1p, "qk_norm": True, "linear_bias": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from aligner.models.config import Activation, Normalization, PositionEmbedding
 from aligner.parallel import platform
 from aligner.rollout.config import Kernels
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 MOE = {"num_experts": 5, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
 ARCHITECTURES = {
     "llama": {"qkv_bias": False},
@@ -40,10 +42,6 @@ ARCHITECTURES = {
 }
 PAGE = 4
 LENGTHS = (30, 5, 21, 8)
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def decoder_of(policy, **options):

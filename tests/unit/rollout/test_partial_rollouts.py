@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from fake_decoder import FakeDecoder
 from torch import Tensor
 
 from aligner.losses.sft import sft_loss
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.parallel import platform
 from aligner.rollout.builtin.attention import DecodeBatch, PagedKV, PrefillChunk
 from aligner.rollout.builtin.generation import Generation
 from aligner.rollout.builtin.sampling import Sampler
 from aligner.rollout.config import AsynchronousConfig, EngineKind, RolloutConfig
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
 from aligner.types import LabeledBatch, Prompt, Rollout, SamplingConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_decoder import FakeDecoder  # noqa: E402
-
-from aligner.parallel import platform
 
 VOCAB, EOS, CONTEXT, PAGE = 13, 2, 64, 4
 MODEL_EOS = 2
@@ -107,7 +102,7 @@ def test_any_schedule_of_new_weights(recompute):
         decoder = Versioned()
         switches = Switches(decoder.take, at=sorted(rng.sample(range(1, 30), 3)))
         generation = Generation(
-            decoder,
+            decoder=decoder,
             max_batch_size=rng.choice([3, 6, 16]),
             kv_cache_tokens=rng.choice([0, 48, 64]),
             prefill_chunk_tokens=rng.choice([5, 100]),
@@ -133,7 +128,7 @@ def test_any_schedule_of_new_weights(recompute):
 def test_the_last_version_is_known_where_nothing_runs():
     decoder = Versioned()
     switches = Switches(decoder.take, at=[1])
-    generation = Generation(decoder, max_batch_size=2, kv_cache_tokens=0, prefill_chunk_tokens=9, eos_id=EOS, pauses=switches)
+    generation = Generation(decoder=decoder, max_batch_size=2, kv_cache_tokens=0, prefill_chunk_tokens=9, eos_id=EOS, pauses=switches)
     request = GenRequest(index=0, tokens=(5, 6), seed=1)
     (result,) = [result for part in generation.run(ListedWork([request]), SamplingConfig(max_response_length=6), 0) for result in part]
     assert (result.weight_version, result.versions) == (1, ())

@@ -10,12 +10,10 @@ from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig, check_engine
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 VOCAB = 61
 MODEL = "qwen3_next"
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def prompts(lengths: list[int]) -> list[Prompt]:

@@ -16,13 +16,11 @@ from aligner.parallel.reshard import replicated
 from aligner.rollout.config import RolloutConfig, VerifyRefit, check_splits
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("topology")
+
 OPTIMIZER = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0)
 PROMPTS = [Prompt(id=i, tokens=tokens, source="") for i, tokens in enumerate([(5, 9, 11), (40,), (7, 8, 9, 10, 3)])]
 SEEDS = [1, 2, 3]
-
-
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
 
 
 def engine_of(policy, **fields):
@@ -258,7 +256,7 @@ def spoil(sources: dict) -> None:
     [
         (drop, "decoder.layers.1.mlp.linear_fc2.weight of 16 tensors missing in the training weights of this rank"),
         (add, "decoder.layers.2.mlp.linear_fc2.weight is extra in the training weights of this rank"),
-        (reshape, r"decoder.final_layernorm.weight has the shape \[31\], the model's config makes it \[32\]"),
+        (reshape, r"decoder.final_layernorm.weight has the shape \[31\], the model's config requires \[32\]"),
         (retype, "decoder.final_layernorm.weight is float16, the model is float32"),
         (spoil, r"not finite: decoder.layers.0.self_attention.linear_qkv.weight \(2 of 2048 elements\) of 16 tensors"),
     ],
@@ -290,7 +288,7 @@ def test_a_plan_that_is_not_of_the_whole_model_is_refused(make_model):
     policy = make_model("policy")
     found = moves(policy.chunks, tp=1)
     check_moves(found, policy.chunks)
-    with pytest.raises(EngineError, match=f"{found[3].name} is twice in the plan of the refit"):
+    with pytest.raises(EngineError, match=f"{found[3].name} came twice in the plan of the refit"):
         check_moves([*found, found[3]], policy.chunks)
     with pytest.raises(EngineError, match=f"{found[2].name} of 16 tensors missing in the plan"):
         check_moves(found[:2] + found[3:], policy.chunks)
@@ -318,7 +316,7 @@ def test_a_checksum_notices_what_arrived_wrong(swapped, make_model, own_weights,
 
     with monkeypatch.context() as patch:
         patch.setattr(transfer.Refill, "run", damage)
-        with pytest.raises(EngineError, match="layers.1.self_attention.linear_proj.weight of 16 tensors arrived with another checksum"):
+        with pytest.raises(EngineError, match="layers.1.self_attention.linear_proj.weight of 16 tensors arrived with a different checksum"):
             engine.refit(1)
     engine.refit(2)
 

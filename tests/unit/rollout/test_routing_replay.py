@@ -11,37 +11,30 @@ from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.losses.sft import sft_loss
 from aligner.parallel import platform
-from aligner.types import LabeledBatch, Prompt, RolloutBatch, SamplingConfig, no_expert
+from aligner.types import LabeledBatch, RolloutBatch, SamplingConfig, no_expert
+
+pytestmark = pytest.mark.usefixtures("topology")
 
 EXACT = 1e-4  # nats, float32 on the CPU
-LENGTHS = (3, 22, 1, 9, 22, 6)
 MISMATCH, REPLACED = "rollout/route_mismatch", "rollout/route_replaced"
 
 
-@pytest.fixture(autouse=True)
-def _world(topology) -> None: ...
-
-
-def prompts() -> list[Prompt]:
-    """Two are the same, and one begins like them."""
-    generator = torch.Generator().manual_seed(12)
-    rows = [torch.randint(3, 61, (length,), generator=generator).tolist() for length in LENGTHS]
-    rows[4], rows[5] = rows[1], rows[1][:17] + rows[5]
-    return [Prompt(id=number, tokens=tuple(row), source=f"prompt {number}") for number, row in enumerate(rows)]
-
-
-def sample(policy, **settings) -> list:
-    """Rollouts in the order of their prompts."""
+@pytest.fixture
+def sample(mixed_prompts):
+    """`sample(policy, **settings)`: rollouts in the order of their prompts."""
     from aligner.rollout.config import RolloutConfig, RoutingReplay
     from aligner.rollout.create import create_engine
 
-    sampling = SamplingConfig(max_response_length=18, min_response_length=14, top_k=50, stop_token_ids=[7])
-    config = RolloutConfig(sampling=sampling, max_batch_size=4, routing_replay=RoutingReplay.replay, **settings)
-    engine = create_engine(policy, config, eos_id=2)
-    found = [rollout for part in engine.generate(prompts(), list(range(len(LENGTHS)))) for rollout in part]
-    if "kv_cache_tokens" in settings:
-        assert engine.engine.generation.counters.preemptions > 0 and engine.engine.generation.counters.shared_tokens > 0
-    return sorted(found, key=lambda rollout: rollout.seed)
+    def sampled(policy, **settings) -> list:
+        sampling = SamplingConfig(max_response_length=18, min_response_length=14, top_k=50, stop_token_ids=[7])
+        config = RolloutConfig(sampling=sampling, max_batch_size=4, routing_replay=RoutingReplay.replay, **settings)
+        engine = create_engine(policy, config, eos_id=2)
+        found = [rollout for part in engine.generate(mixed_prompts, range(6)) for rollout in part]
+        if "kv_cache_tokens" in settings:
+            assert engine.engine.generation.counters.preemptions > 0 and engine.engine.generation.counters.shared_tokens > 0
+        return sorted(found, key=lambda rollout: rollout.seed)
+
+    return sampled
 
 
 def make(load_policy, directory, *, replays: bool):
@@ -74,7 +67,7 @@ def disturb(policy) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe_unnormalized", "deepseek_v2_groups", "deepseek_v3"])
-def test_what_sampled_is_what_trains(family, hf_directory, load_policy, logprob_gap):
+def test_what_sampled_is_what_trains(family, hf_directory, load_policy, logprob_gap, sample):
     """Chunked prefill, shared prompts, evicted responses and kernels of another arithmetic record the same routes, which are the trainer's
     own where the weights are the same."""
     policy = make(load_policy, hf_directory(family), replays=True)
@@ -89,7 +82,7 @@ def test_what_sampled_is_what_trains(family, hf_directory, load_policy, logprob_
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_another_router_goes_where_the_sampler_went(family, hf_directory, load_policy):
+def test_another_router_goes_where_the_sampler_went(family, hf_directory, load_policy, sample):
     """Differences are counted without replay, and gone with it; then even log-probs are nearer to the sampler's."""
     rollouts = sample(make(load_policy, hf_directory(family), replays=True))
     batch, gaps = rollout_batch(rollouts, 0), []
@@ -162,13 +155,13 @@ def test_recomputed_layers_replay_their_own_micro_batch(make_model):
 @pytest.mark.parametrize(
     ("settings", "num_experts", "message"),
     [
-        ({}, 0, "rollout.routing_replay=replay: the model is no mixture of experts; allowed: none"),
+        ({}, 0, "rollout.routing_replay=replay: the model has no experts; allowed: none"),
         (
             {"engine": "vllm"},
             4,
-            "rollout.routing_replay=replay: rollout.engine=vllm does not tell which experts it chose; allowed: none, or",
+            "rollout.routing_replay=replay: rollout.engine=vllm does not report the chosen experts; allowed: none, or",
         ),
-        ({"engine": "tensorrt_llm"}, 4, "rollout.routing_replay=replay: rollout.engine=tensorrt_llm does not tell"),
+        ({"engine": "tensorrt_llm"}, 4, "rollout.routing_replay=replay: rollout.engine=tensorrt_llm does not report"),
     ],
 )
 def test_what_cannot_replay_is_refused(settings, num_experts, message):
@@ -183,7 +176,7 @@ def test_what_cannot_replay_is_refused(settings, num_experts, message):
         check_untrained(config, "nothing is trained here")
 
 
-def test_prompts_with_other_routes_are_not_shared(hf_directory, load_policy):
+def test_prompts_with_other_routes_are_not_shared(hf_directory, load_policy, sample):
     """Rows 1 and 4 have one prompt, and one family unless a token of it was sampled by other experts; not the prompt's last, which no
     family shares."""
     from aligner.models.training.trainable import families

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
+from host_syncs import HostSyncs
 
 from aligner.errors import ConfigError
 from aligner.parallel.logprobs import log_normalizer, row_sums
 from aligner.rollout.builtin.sampling import GOES_ON, LENGTH, STOP, Draw, Sampler, halved_nucleus, uniforms
 from aligner.rollout.engine import EngineSampling
 from aligner.types import SamplingConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from host_syncs import HostSyncs  # noqa: E402
 
 EOS = 0
 CPU = torch.device("cpu")
@@ -35,6 +31,16 @@ def seated(
     for seat in range(rows):
         sampler.seat(seat, prompt=prompt, response=response, seed=seat, limit=limit)
     return sampler
+
+
+@torch.no_grad()
+def probabilities(sampler: Sampler, logits: torch.Tensor, seats: torch.Tensor) -> torch.Tensor:
+    """The distribution that the next draw would use, [B, V]."""
+    sampler._settle()
+    with sampler._without_missing(logits):
+        z, processed = sampler._heated(logits), sampler._processed(logits, seats, sampler._state[1, seats])
+        weights = sampler._kept(processed, logits, z, (z - z.amax(dim=-1, keepdim=True)).exp_())
+    return weights / weights.sum(dim=-1, keepdim=True)
 
 
 def by_hand(logits: list[float], prompt: Sequence[int], response: Sequence[int], config: SamplingConfig) -> list[float]:
@@ -92,7 +98,7 @@ def test_draws_follow_the_distribution_that_the_settings_say(settings):
     sampler = seated(rows, vocab_size, prompt=PROMPT, response=RESPONSE, **settings)
     expected = torch.tensor(by_hand(logits[0].tolist(), PROMPT, RESPONSE, SamplingConfig(**settings)), dtype=torch.float64)
     seats = torch.arange(rows)
-    torch.testing.assert_close(sampler.probabilities(logits[:2], seats[:2])[1].double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(probabilities(sampler, logits[:2], seats[:2])[1].double(), expected, rtol=0, atol=1e-6)
     draw = sampler.draw(logits, seats)
     counts = torch.bincount(draw.tokens, minlength=vocab_size).double()
     kept = expected > 0
@@ -107,11 +113,11 @@ def test_draws_follow_the_distribution_that_the_settings_say(settings):
 def test_settings_by_hand():
     """Repetition 2 divides 3 and multiplies -1 (prompt and response); frequency 0.5 and presence 1 are taken from response tokens only."""
     logits = torch.tensor([[3.0, -1.0, 0.5, 2.0, 1.0]])
-    repeated = seated(1, 5, prompt=[0], response=[1, 1], repetition_penalty=2.0).probabilities(logits, torch.tensor([0]))
+    repeated = probabilities(seated(1, 5, prompt=[0], response=[1, 1], repetition_penalty=2.0), logits, torch.tensor([0]))
     torch.testing.assert_close(repeated, torch.softmax(torch.tensor([[1.5, -2.0, 0.5, 2.0, 1.0]]), dim=-1))
     counted = seated(1, 5, prompt=[0, 3], response=[1, 1, 3], frequency_penalty=0.5, presence_penalty=1.0)
     torch.testing.assert_close(
-        counted.probabilities(logits, torch.tensor([0])), torch.softmax(torch.tensor([[3.0, -3.0, 0.5, 0.5, 1.0]]), dim=-1)
+        probabilities(counted, logits, torch.tensor([0])), torch.softmax(torch.tensor([[3.0, -3.0, 0.5, 0.5, 1.0]]), dim=-1)
     )
 
 
@@ -124,7 +130,7 @@ def test_the_draw_itself_is_counted():
     for row in range(40):
         told = seated(1, 6, prompt=[2, 4], response=[first[row], second[row]], **settings)
         torch.testing.assert_close(
-            sampler.probabilities(logits[row : row + 1], seats[row : row + 1]), told.probabilities(logits[row : row + 1], seats[:1])
+            probabilities(sampler, logits[row : row + 1], seats[row : row + 1]), probabilities(told, logits[row : row + 1], seats[:1])
         )
 
 
@@ -161,9 +167,9 @@ def test_the_distribution_is_transformers(vocab_size):
         sampler = sampler_of(32, vocab_size, stop_token_ids=stops[1:], **{name: ours[name] for name in names})
         for row in range(32):
             sampler.seat(row, prompt=prompts[row].tolist(), response=responses[row].tolist(), seed=row, limit=50)
-        torch.testing.assert_close(sampler.probabilities(logits, torch.arange(32)), scores.softmax(dim=-1), rtol=0, atol=1e-6)
-    early = seated(1, vocab_size, response=[5] * 6, min_response_length=7).probabilities(logits[:1], torch.tensor([0]))
-    late = seated(1, vocab_size, response=[5] * 7, min_response_length=7).probabilities(logits[:1], torch.tensor([0]))
+        torch.testing.assert_close(probabilities(sampler, logits, torch.arange(32)), scores.softmax(dim=-1), rtol=0, atol=1e-6)
+    early = probabilities(seated(1, vocab_size, response=[5] * 6, min_response_length=7), logits[:1], torch.tensor([0]))
+    late = probabilities(seated(1, vocab_size, response=[5] * 7, min_response_length=7), logits[:1], torch.tensor([0]))
     assert early[0, EOS] == 0 < late[0, EOS]
 
 
@@ -172,7 +178,7 @@ def test_of_equal_tokens_the_first_are_kept():
     seats = torch.arange(2)
 
     def kept(**settings) -> list[list[int]]:
-        return [row.nonzero()[:, 0].tolist() for row in seated(2, 6, **settings).probabilities(logits, seats)]
+        return [row.nonzero()[:, 0].tolist() for row in probabilities(seated(2, 6, **settings), logits, seats)]
 
     assert kept(top_k=1) == [[1], [0]]
     assert kept(top_k=4) == [[0, 1, 2, 3], [0, 1, 2, 3]]
@@ -187,13 +193,13 @@ def test_top_p_over_a_large_vocabulary_where_few_tokens_are_enough_and_where_the
     flat = peaked / 8
     even = torch.zeros(vocab_size)
     logits = torch.stack([peaked, flat, peaked, even])
-    probabilities = seated(4, vocab_size, top_p=0.9).probabilities(logits, torch.arange(4))
+    found = probabilities(seated(4, vocab_size, top_p=0.9), logits, torch.arange(4))
     for row in range(4):
         p = logits[row].double().softmax(dim=-1)
         ordered, order = p.sort(descending=True, stable=True)
         size = int((ordered.cumsum(dim=-1) - ordered < 0.9 - 1e-12).sum())
-        assert sorted(order[:size].tolist()) == probabilities[row].nonzero()[:, 0].tolist()
-    assert (probabilities[3] > 0).sum() == 4500
+        assert sorted(order[:size].tolist()) == found[row].nonzero()[:, 0].tolist()
+    assert (found[3] > 0).sum() == 4500
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.9999])
@@ -423,7 +429,7 @@ def test_ids_that_stand_for_no_token_are_never_drawn(height, sampling, kernel):
         return
     _, expected = without((), reduced, fused=fused, **sampling)
     assert torch.equal(draw.tokens, expected.tokens)  # what a vocabulary without them gives for the same numbers
-    assert torch.equal(sampler.probabilities(logits, torch.arange(4000))[:, list(MISSING)], torch.zeros(4000, len(MISSING)))
+    assert torch.equal(probabilities(sampler, logits, torch.arange(4000))[:, list(MISSING)], torch.zeros(4000, len(MISSING)))
     assert torch.equal(logits, before)
 
 

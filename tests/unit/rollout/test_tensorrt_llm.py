@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fake_tensorrt_llm import executor_class, installed
+from fake_tensorrt_llm_model import Misuse
+from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_tensorrt_llm import executor_class, installed  # noqa: E402
-from fake_tensorrt_llm_model import Misuse  # noqa: E402
-
-from aligner.errors import ConfigError, EngineError  # noqa: E402
-from aligner.rollout.config import RolloutConfig  # noqa: E402
-from aligner.rollout.engine import ALL_MEMORY, GenRequest, GenResult, ListedWork, Memory  # noqa: E402
-from aligner.rollout.engine.foreign import weight_buckets  # noqa: E402
-from aligner.rollout.tensorrt_llm.config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
-from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
+from aligner.errors import ConfigError, EngineError
+from aligner.rollout.config import (
+    CudaGraphs,
+    RolloutConfig,
+    Sampler,
+    TensorRTLLMConfig,
+)
+from aligner.rollout.engine import ALL_MEMORY, GenRequest, GenResult, ListedWork, Memory
+from aligner.rollout.engine.foreign import weight_buckets
+from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 pytestmark = pytest.mark.cpu  # where the package's stand-in is, in this process: no handle of a GPU's memory opens where it was made
 VERSIONS = ["1.2.1", "1.3.0rc24"]
@@ -69,6 +71,14 @@ def refit(engine, policy, version: int = 1) -> int:
     return count
 
 
+def ready(hf_directory, policy, **settings: Any):
+    """An engine with the policy's weights."""
+    engine = build(hf_directory("llama"), **settings)
+    engine.start()
+    refit(engine, policy)
+    return engine
+
+
 def requests(copies: int = 2) -> list[GenRequest]:
     rows = [prompt for prompt in PROMPTS for _ in range(copies)]
     return [GenRequest(index=i, tokens=row, seed=100 + i) for i, row in enumerate(rows)]
@@ -86,8 +96,7 @@ def policy_logprobs(policy, wanted: list[GenRequest], results: dict[int, GenResu
     from aligner.types import LabeledBatch
 
     rows = [one.tokens + results[one.index].tokens for one in wanted]
-    width = max(map(len, rows))
-    tokens = torch.tensor([row + (0,) * (width - len(row)) for row in rows])
+    tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     for i, (one, row) in enumerate(zip(wanted, rows, strict=True)):
         mask[i, len(one.tokens) : len(row)] = True
@@ -123,9 +132,7 @@ def test_after_a_refit_the_engines_logprobs_are_the_policys(package, policy, hf_
 @pytest.mark.parametrize("zero_is_none", [False, True])
 def test_a_version_that_takes_zero_log_probs_for_none_is_asked_for_one(zero_is_none, package, policy, hf_directory):
     package.zero_is_none = zero_is_none
-    engine = build(hf_directory("llama"))
-    engine.start()
-    refit(engine, policy)
+    engine = ready(hf_directory, policy)
     first, again = (generate(engine, SamplingConfig(max_response_length=6)) for _ in range(2))
     assert {index: one.tokens for index, one in first.items()} == {index: one.tokens for index, one in again.items()}
     for one, expected in zip(requests(), policy_logprobs(policy, requests(), first), strict=True):
@@ -141,18 +148,14 @@ def test_a_version_that_gives_no_log_probs_at_all_is_an_error(package, policy, h
     from aligner.rollout.tensorrt_llm import worker as tensorrt_llm_worker
 
     monkeypatch.setattr(tensorrt_llm_worker, "_logprob", lambda entry, token: {}[token])
-    engine = build(hf_directory("llama"))
-    engine.start()
-    refit(engine, policy)
+    engine = ready(hf_directory, policy)
     with pytest.raises(EngineError, match=r"TensorRT-LLM failed at request \d .*KeyError"):
         generate(engine, SamplingConfig(max_response_length=6))
     engine.shutdown()
 
 
 def test_new_weights_are_sampled_from_and_a_sample_depends_on_its_seed(package, policy, hf_directory):
-    engine = build(hf_directory("llama"))
-    engine.start()
-    refit(engine, policy)
+    engine = ready(hf_directory, policy)
     sampling = SamplingConfig(max_response_length=12)
     first = generate(engine, sampling)
     assert generate(engine, sampling, requests()[::-1][::-1]) == first
@@ -207,9 +210,7 @@ def test_memory_sleeps_and_wakes_by_tags_and_in_order(package, policy, hf_direct
 def test_a_refit_that_fails_forbids_generating_until_one_succeeds(package, policy, hf_directory):
     from aligner.rollout.engine.manifest import hf_manifest
 
-    engine = build(hf_directory("llama"))
-    engine.start()
-    refit(engine, policy)
+    engine = ready(hf_directory, policy)
     manifest = hf_manifest(policy.chunks[0].architecture, torch.float32)
     buckets = list(weight_buckets(policy.export_weights(), bucket_bytes=12_000, manifest=manifest))
     engine.begin_refit(manifest)
@@ -290,7 +291,7 @@ def test_errors_and_silence_of_the_package_come_to_the_caller(package, policy, h
     package.answers = True
     assert len(generate(engine, SamplingConfig(max_response_length=2))) == 6  # what hung was taken back
     long = GenRequest(index=9, tokens=(5,) * CONTEXT, seed=0)
-    with pytest.raises(EngineError, match="request 9: a prompt of 64 tokens leaves no room for a response in 64"):
+    with pytest.raises(EngineError, match="request 9: a prompt of 64 tokens leaves no room in the context of 64"):
         list(engine.generate(ListedWork([long]), SamplingConfig()))
     near = GenRequest(index=9, tokens=(5,) * (CONTEXT - 2), seed=0)
     assert len(generate(engine, SamplingConfig(max_response_length=20), [near])[9].tokens) <= 2
@@ -300,9 +301,7 @@ def test_errors_and_silence_of_the_package_come_to_the_caller(package, policy, h
 
 
 def test_finished_responses_come_before_the_others_and_leaving_early_takes_the_rest_back(package, policy, hf_directory):
-    engine = build(hf_directory("llama"), max_batch_size=2)
-    engine.start()
-    refit(engine, policy)
+    engine = ready(hf_directory, policy, max_batch_size=2)
     parts = engine.generate(ListedWork(requests(copies=4)), SamplingConfig(max_response_length=8))
     first = next(parts)
     assert 1 <= len(first) <= 3  # as many as there is room for: max_batch_size, and one that waits
@@ -321,9 +320,7 @@ def test_settings_that_cannot_work_are_refused_before_the_package_is_imported(pa
 
 
 def test_read_back_tells_what_is_kept_as_it_came(package, policy, hf_directory):
-    engine = build(hf_directory("llama"))
-    engine.start()
-    refit(engine, policy)
+    engine = ready(hf_directory, policy)
     for name, tensor in policy.export_weights():
         held = engine.read_back(name)
         if "_proj" in name and "o_proj" not in name and "down_proj" not in name:
@@ -410,9 +407,7 @@ def test_episodes_of_several_turns(package, policy, hf_directory):
     prompts = [Prompt(id=one.index, tokens=one.tokens, source=f"p:{one.index}") for one in requests()]
     found = []
     for seats in (2, 8):
-        engine = build(hf_directory("llama"), sampling=sampling, max_batch_size=seats, sampler=Sampler.torch)
-        engine.start()
-        refit(engine, policy)
+        engine = ready(hf_directory, policy, sampling=sampling, max_batch_size=seats, sampler=Sampler.torch)
         conversing = Conversing(follow_up=repeats())
         exchange = conversing.follow_up.open()
         episodes = Episodes(exchange, prompts, requests(), [24] * len(prompts), max_turns=3)

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "tests" / "fakes"), str(ROOT / "tools")]
+sys.path.insert(0, str(ROOT / "tools"))
 import tensorrt_llm_diff  # noqa: E402
 from fake_tensorrt_llm import installed  # noqa: E402
 
 from aligner.errors import ConfigError, EngineError  # noqa: E402
+from aligner.rollout.config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
 from aligner.rollout.engine import EngineSampling, GenRequest  # noqa: E402
 from aligner.rollout.tensorrt_llm import contract as contracts  # noqa: E402
-from aligner.rollout.tensorrt_llm.config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
 from aligner.rollout.tensorrt_llm.contract import Contract, gate, known_versions, load  # noqa: E402
 from aligner.rollout.tensorrt_llm.requests import sampling_arguments, to_result  # noqa: E402
 from aligner.rollout.tensorrt_llm.worker import answer as answer_of  # noqa: E402
@@ -41,8 +41,8 @@ def test_every_entry_of_a_contract_says_where_it_was_read():
             kinds = (symbol.signature, symbol.fields, symbol.members)
             assert sum(kind is not None for kind in kinds) + symbol.assigned == 1, symbol
         for source in contract.sources.values():
-            assert source.repository == "NVIDIA/TensorRT-LLM" and source.note
-            assert source.commit is None or len(source.commit) == SHA1_LENGTH
+            assert source["repository"] == "NVIDIA/TensorRT-LLM" and source["note"]
+            assert len(source.get("commit") or "0" * SHA1_LENGTH) == SHA1_LENGTH
         assert set(contract.rules.logprobs) == set(contract.rules.per_request_seeds) == {one.value for one in Sampler}
         tags = set(contract.find("ExecutorMemoryType").members.values())
         assert tags >= {tag for some in contract.rules.memory_tags.values() for tag in some}
@@ -248,8 +248,7 @@ def test_smoke_passes_over_the_stand_in_and_notices_weights_that_stay(tmp_path, 
     from tensorrt_llm_smoke import Trial, main, run
     from transformers import AutoModelForCausalLM
 
-    from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.tensorrt_llm.config import TensorRTLLMConfig
+    from aligner.rollout.config import RolloutConfig, TensorRTLLMConfig
     from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
 
     with installed("1.2.1", tmp_path):

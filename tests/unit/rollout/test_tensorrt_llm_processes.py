@@ -18,19 +18,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fake_tensorrt_llm import installed
+from fake_tensorrt_llm_binding import OnGpu, handle_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_tensorrt_llm import installed  # noqa: E402
-from fake_tensorrt_llm_binding import OnGpu, handle_of  # noqa: E402
-
-from aligner.errors import EngineError  # noqa: E402
-from aligner.rollout.config import RolloutConfig  # noqa: E402
-from aligner.rollout.engine import GenRequest, ListedWork  # noqa: E402
-from aligner.rollout.engine.manifest import Manifest  # noqa: E402
+from aligner.errors import EngineError
+from aligner.rollout.config import (
+    RolloutConfig,
+    TensorRTLLMConfig,
+)
+from aligner.rollout.engine import GenRequest, ListedWork
+from aligner.rollout.engine.manifest import Manifest
 from aligner.rollout.tensorrt_llm import link as tensorrt_llm_link
-from aligner.rollout.tensorrt_llm.config import TensorRTLLMConfig  # noqa: E402
-from aligner.rollout.tensorrt_llm.link import Door, knock  # noqa: E402
-from aligner.types import LogprobKind, SamplingConfig  # noqa: E402
+from aligner.rollout.tensorrt_llm.link import Door, knock
+from aligner.types import LogprobKind, SamplingConfig
 
 CONTEXT = 64
 
@@ -83,7 +83,7 @@ def test_a_buffer_on_a_gpu_travels_as_a_handle_that_another_process_opens(monkey
 
 
 def test_connections_end_with_errors_that_say_what_happened(tmp_path):
-    with pytest.raises(EngineError, match="no socket can be made there.*a short path"):
+    with pytest.raises(EngineError, match="cannot make a socket.*a short path"):
         Door(tmp_path / ("long" * 40))
     with pytest.raises(EngineError, match="the worker did not connect to .*worker0 within 0 s"):
         Door(tmp_path / "worker0").answer("the worker", 0.05)
@@ -103,7 +103,7 @@ def test_connections_end_with_errors_that_say_what_happened(tmp_path):
         here.call("load", seconds=60.0)
     assert there.receive(60.0) == ("load",)
     there.close()
-    with pytest.raises(EngineError, match="the worker ended; its own messages say why"):
+    with pytest.raises(EngineError, match="the worker ended; see its own messages"):
         here.receive(60.0)
     for again in (here.receive, lambda: here.send("x"), lambda: here.has_message(0)):
         with pytest.raises(EngineError, match="the worker ended"):
@@ -332,13 +332,12 @@ def test_ranks_that_follow_take_part_when_the_first_takes(monkeypatch):
 
     told: list[int] = []
     first, follower = Counted(), Counted()
-    monkeypatch.setattr(tensorrt_llm_requests.dist, "get_global_rank", lambda group, rank: 4)
-    monkeypatch.setattr(tensorrt_llm_requests, "broadcast_integers", lambda numbers, *, src, group, device: told.extend(numbers) or numbers)
+    monkeypatch.setattr(tensorrt_llm_requests, "leaders_integers", lambda numbers, *, group, device: told.extend(numbers) or numbers)
     take = Take(first, "the ranks of a replica")
     take.requests(4)
     take.heartbeat()
     take.requests(1)
     take.end()
-    monkeypatch.setattr(tensorrt_llm_requests, "broadcast_integers", lambda numbers, *, src, group, device: [told.pop(0)])
+    monkeypatch.setattr(tensorrt_llm_requests, "leaders_integers", lambda numbers, *, group, device: [told.pop(0)])
     Take(follower, "the ranks of a replica").follow()
     assert first.rooms == follower.rooms == [4, 1] and not told

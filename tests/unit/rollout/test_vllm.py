@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, make_dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError, EngineError
 from aligner.models.config import Architecture, Family
 from aligner.rollout.config import RolloutConfig, VLLMConfig
@@ -31,52 +32,26 @@ SIZES = Architecture(num_layers=1, hidden_size=8, num_attention_heads=2, num_key
 CONTEXT, EOS = 20, 2
 
 
-@dataclass(kw_only=True)
-class SamplingParams:
-    """The fields of vLLM's that are used."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    min_tokens: int
-    max_tokens: int
-    stop_token_ids: list[int]
-    ignore_eos: bool
-    seed: int
-    logprobs: int
-    detokenize: bool
-    output_kind: str
-    logit_bias: dict[int, float] | None = None
-
-
-@dataclass(kw_only=True)
-class EngineSettings:
-    """The arguments of `vllm.LLM` that are used."""
-
-    model: str
-    load_format: str
-    dtype: str
-    skip_tokenizer_init: bool
-    generation_config: str
-    tensor_parallel_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    kv_cache_memory_bytes: int
-    enable_prefix_caching: bool
-    enforce_eager: bool
-    enable_sleep_mode: bool
-    logprobs_mode: str
-    weight_transfer_config: dict[str, str]
-    seed: int
-    distributed_executor_backend: str = "uni"
-    hf_overrides: dict[str, int] | None = None
-    override_generation_config: dict[str, bool] | None = None
-    gpu_memory_utilization: float = 0.92
+# The fields of vLLM's `SamplingParams`, and the arguments of `vllm.LLM`, that are used; those with a default may be left out.
+SamplingParams = make_dataclass(
+    "SamplingParams",
+    [
+        *("temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty min_tokens max_tokens".split()),
+        *("stop_token_ids ignore_eos seed logprobs detokenize output_kind".split()),
+        ("logit_bias", dict, None),
+    ],
+    kw_only=True,
+)
+EngineSettings = make_dataclass(
+    "EngineSettings",
+    [
+        *("model load_format dtype skip_tokenizer_init generation_config tensor_parallel_size max_model_len max_num_seqs".split()),
+        *("max_num_batched_tokens kv_cache_memory_bytes enable_prefix_caching enforce_eager enable_sleep_mode logprobs_mode".split()),
+        *("weight_transfer_config", "seed", ("distributed_executor_backend", str, "uni"), ("hf_overrides", dict, None)),
+        *(("override_generation_config", dict, None), ("gpu_memory_utilization", float, 0.92)),
+    ],
+    kw_only=True,
+)
 
 
 class FusedModel(torch.nn.Module):
@@ -336,7 +311,7 @@ def test_a_version_is_taken_by_what_it_has_and_not_by_its_number(place, now, sai
         monkeypatch.delattr(getattr(fake_vllm[module], owner[0]) if owner else fake_vllm[module], last)
     else:
         monkeypatch.setattr(getattr(fake_vllm[module], owner[0]) if owner else fake_vllm[module], last, now)
-    with pytest.raises(EngineError, match=f"vLLM, 0\\.34\\.1, is not as it is used here .*{said}.*allowed: pip install"):
+    with pytest.raises(EngineError, match=f"vLLM, 0\\.34\\.1, does not match this engine .*{said}.*allowed: pip install"):
         make_engine().start()
 
 
@@ -350,7 +325,7 @@ def test_what_it_has_only_when_it_runs_is_looked_at_too(path, fake_vllm, monkeyp
         delattr(owner, path.rpartition(".")[2])
 
     monkeypatch.setattr(LLMEngine, "__init__", init)
-    with pytest.raises(EngineError, match=f"is not as it is used here .*no attribute '{path.rpartition('.')[2]}'"):
+    with pytest.raises(EngineError, match=f"does not match this engine .*no attribute '{path.rpartition('.')[2]}'"):
         make_engine().start()
 
 
@@ -601,14 +576,9 @@ def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(family,
         engine.refit(policy.version)
         rollouts = [rollout for part in engine.generate(prompts, [11, 12, 13, 14, 15]) for rollout in part]
         assert sorted(rollout.seed for rollout in rollouts) == [11, 12, 13, 14, 15]
-        width = max(len(rollout.tokens) for rollout in rollouts)
-        tokens, mask, logprobs = torch.zeros(5, width, dtype=torch.int64), torch.zeros(5, width, dtype=torch.bool), torch.zeros(5, width)
-        for row, rollout in enumerate(rollouts):
-            span = slice(len(rollout.prompt.tokens), len(rollout.tokens))
-            tokens[row, : span.stop], mask[row, span] = torch.tensor(rollout.tokens), True
-            logprobs[row, span] = torch.tensor(rollout.logprobs)
-        batch = LabeledBatch(tokens=tokens, lengths=torch.tensor([len(rollout.tokens) for rollout in rollouts]), loss_mask=mask)
-        torch.testing.assert_close(logprobs, policy.logprobs(batch) * mask, rtol=0, atol=1e-4)
+        rows = rollout_batch(rollouts, 0)
+        batch = LabeledBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=rows.loss_mask)
+        torch.testing.assert_close(rows.rollout_logprobs, policy.logprobs(batch) * rows.loss_mask, rtol=0, atol=1e-4)
         found.append({rollout.seed: rollout.logprobs for rollout in rollouts})
         if step == 0:
             policy.train_step(batch, sft_loss)

@@ -1,7 +1,7 @@
-"""The compiled kernels as Python functions. `kernels.h` says what each one does.
+"""The compiled kernels as Python functions. `kernels.h` describes each one.
 
-They are compiled once for this machine's processor. The library is kept in the user's cache directory under a name that says what it was
-made of, so that a new source, compiler flag or processor gets its own.
+They are compiled once for this machine's processor. The library is kept in the user's cache directory under a name derived from sources,
+compiler flags and processor.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ TIMEOUT_SECONDS = 120
 
 
 class BuildError(Exception):
-    """The kernels cannot be compiled here; the message says why."""
+    """The kernels cannot be compiled here."""
 
 
 def cache_directory(environment: Mapping[str, str]) -> Path:
-    """Where compiled kernels are kept: `aligner` under XDG_CACHE_HOME or ~/.cache."""
+    """The folder of compiled kernels: `aligner` under XDG_CACHE_HOME or ~/.cache."""
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aligner"
 
 
 def processor() -> str:
-    """The inputs of `-march=native`, as far as they can be read: the processor's model and features."""
+    """The inputs of `-march=native`, as far as they are readable: the processor's model and features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux
@@ -57,7 +57,7 @@ def processor() -> str:
 
 
 def compiled(environment: Mapping[str, str] = os.environ, flags: Sequence[str] = FLAGS) -> Path:
-    """The shared library, compiled now if no process has done it before. Raises BuildError."""
+    """The shared library, compiled now unless it exists. Raises BuildError."""
     sources = sorted([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")])
     if not sources:
         raise BuildError(f"no sources in {SOURCES}")
@@ -81,12 +81,12 @@ def _compiler(environment: Mapping[str, str]) -> str:
 
 
 def _compile(sources: Sequence[Path], library: Path, compiler: str, flags: Sequence[str]) -> None:
-    """Ranks that start together may all come here: each compiles to a file of its own and moves it to its place at once."""
+    """Ranks may compile at the same time: each compiles to its own file and moves it into place."""
     library.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=library.stem, suffix=".so", dir=library.parent)
     os.close(handle)
     try:
-        for openmp in ([OPENMP], []):  # a compiler without OpenMP gives kernels of one thread
+        for openmp in ([OPENMP], []):  # without OpenMP the kernels have one thread
             command = [compiler, *flags, *openmp, "-o", name, *map(str, sources), "-lm"]
             try:
                 result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
@@ -145,7 +145,7 @@ class Library:
         self._draw = function("draw", _size, _size, _pointer, _pointer, _double, *pointers[:5], _size)
 
     def draw(self, logits: Tensor, uniforms: Tensor, temperature: float, *, raw: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One token of each row by inverting the cumulative distribution; what `sampling.sample` does without top-k and top-p.
+        """One token of each row by inverting the cumulative distribution, as the sampler does without top-k and top-p.
 
         Args:
             logits: float32 [B, V] on the CPU.
@@ -172,7 +172,7 @@ class Library:
 
 @functools.cache
 def load() -> Library | None:
-    """The kernels, or None if they cannot be had: a line in the log then says why, once."""
+    """The kernels, or None if they cannot be compiled or loaded (logged once)."""
     try:
         return Library(str(compiled()))
     except (BuildError, OSError) as error:
@@ -181,7 +181,7 @@ def load() -> Library | None:
 
 
 def fits(weights: ModelWeights, architecture: Architecture) -> bool:
-    """Whether the kernels can compute this model with these weights."""
+    """Whether the kernels support this model with these weights."""
     if unusual(architecture):
         return False
     layer = weights.layers[0]

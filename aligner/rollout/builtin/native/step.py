@@ -1,4 +1,4 @@
-"""A decode step on the compiled kernels: everything between two matrix products is one of them, in buffers that are made once."""
+"""A decode step on the compiled kernels: one kernel between any two matrix products, in reused buffers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Outside:
 
 
 class Buffers:
-    """Room for up to `capacity` rows, used from the start whatever their number."""
+    """Room for up to `capacity` rows, filled from the start."""
 
     def __init__(self, capacity: int, weights: ModelWeights, model: Model, room: int, threads: int) -> None:
         heads = model.groups * model.head_dim
@@ -59,7 +59,7 @@ class Buffers:
 
 
 class Matrix:
-    """A weight [outputs, inputs] as both products want it."""
+    """A weight [outputs, inputs] for both products."""
 
     def __init__(self, weight: Tensor) -> None:
         self.outputs, self.inputs = weight.shape
@@ -94,7 +94,7 @@ class Layer:
 
 
 class NativeDecode:
-    """Decode steps of one model, float32 on the CPU. Weights and caches may move between two steps: their addresses are looked up again."""
+    """Decode steps of one model, float32 on the CPU. Addresses are looked up again if weights or caches move between two steps."""
 
     def __init__(self, library: Library, weights: ModelWeights, model: Model, outside: Outside, *, max_sequence_length: int) -> None:
         self._library = library
@@ -110,7 +110,7 @@ class NativeDecode:
         self._buffers: Buffers | None = None
 
     def __call__(self, batch: DecodeBatch, cache: PagedKV, vocabulary: int, tap: Tap | None = None) -> Tensor:
-        """This rank's logits float32 [B, its tokens], at most `vocabulary` of them. `tap` sees what lies in the buffers between kernels."""
+        """This rank's logits float32 [B, its tokens], at most `vocabulary` of them. `tap` sees the buffers between kernels."""
         rows, threads = batch.tokens.shape[0], torch.get_num_threads()
         self._look_up(cache, vocabulary)
         buffers = self._room_for(rows, threads)
@@ -144,7 +144,7 @@ class NativeDecode:
         return logits
 
     def _feed_forward(self, buffers: Buffers, rows: int, layer: Layer, tap: Tap | None) -> int | None:
-        """Fills `delta`; returns the address of the bias that is to be added to it."""
+        """Fills `delta`; returns the address of the bias to add to it."""
         if not layer.is_dense:
             buffers.view("delta", rows).copy_(self._outside.experts(layer.weights, layer.number, buffers.view("normed", rows)))
             return None
@@ -180,8 +180,8 @@ class NativeDecode:
         return self._buffers
 
     def _look_up(self, cache: PagedKV, vocabulary: int) -> None:
-        """A refit that gives the engine's own weights their memory back, or an offload, moves tensors."""
-        # A cache of another size may begin where an earlier one did: then its later layers do not.
+        """Tensors move when the engine's own weights are allocated again, and by an offload."""
+        # A cache of another size may start at the same address, but its later layers do not.
         now = (*(tensor.data_ptr() for tensor in self._tensors), cache.keys.data_ptr(), cache.values.data_ptr(), cache.num_pages)
         if now != self._known:
             self._known = now
