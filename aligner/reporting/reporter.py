@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from aligner.errors import describe_os_error
 from aligner.reporting.config import LoggingConfig
@@ -23,26 +23,9 @@ from aligner.reporting.jsonl import MetricsFile, read_metrics
 from aligner.reporting.loggers import open_loggers
 from aligner.reporting.progress import open_view
 from aligner.reporting.rollout_table import SampleRow, write_rows
+from aligner.telemetry.run_files import RunFiles
 
 _SHOWN = 8  # steps that a message lists
-
-
-class RunPaths(Protocol):
-    """Where a run keeps what a reporter writes (`aligner.cluster.run_directory.RunDirectory`)."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def metrics(self) -> Path: ...
-
-    def run_id(self) -> str: ...
-
-    @property
-    def tensorboard(self) -> Path: ...
-
-    @property
-    def rollouts(self) -> Path: ...
 
 
 class Reporter:
@@ -60,7 +43,7 @@ class Reporter:
         self,
         config: LoggingConfig,
         *,
-        run_directory: RunPaths,
+        run_directory: RunFiles,
         columns: Sequence[Column],
         total_steps: int,
         start_step: int = 0,
