@@ -38,11 +38,11 @@ import numpy as np
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig, Transport
 from aligner.servers.frontend import MARKER
+from aligner.servers.gateway import STRANGER_SECONDS
 from aligner.servers.intake import Operation
 from aligner.servers.kserve import encode_request
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.registry import Registration, wait_for_service
-from aligner.servers.seats import SECONDS
 from aligner.servers.server import serve
 from aligner.servers.wire import CRITIC_INFER
 
@@ -286,7 +286,7 @@ def flooded_soak(options: argparse.Namespace, load: Load, gateway: str) -> dict:
         rounds.append((quiet, load.put("flooded", gateway, clients, SLICE_SECONDS, 1.0)))
         opened += counted.get(timeout=60)
         attacker.join(timeout=60)
-    time.sleep(SECONDS + 2.0)
+    time.sleep(STRANGER_SECONDS + 2.0)
     after = resident(load.pids)
     middle = [statistics.median(getattr(pair[side], name) for pair in rounds) for side in (0, 1) for name in ("p50_ms", "p99_ms")]
     errors = sum(figures.errors for pair in rounds for figures in pair)

@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from aligner.errors import ServerError, TritonDied
-from aligner.servers import watchdog
+from aligner.servers import processes
 from aligner.servers.config import ServerConfig
+from aligner.servers.intake import Submit
 from aligner.servers.kserve import TensorSpec
 from aligner.servers.processes import parent, processes_with_variable, start_ticks, zombie_children
-from aligner.servers.upstream import Submit
 from aligner.servers.wire import Endpoint
 
 MARKER = "ALIGNER_SERVER_INCARNATION"
@@ -58,10 +58,10 @@ class Frontend:
         self._log = log
         self._endpoints = endpoints
         self._submit = submit
-        for left in watchdog.sweep(Path(tempfile.gettempdir())):
+        for left in processes.sweep(Path(tempfile.gettempdir())):
             print(f"server: removed {left}, which a server that was killed had left", flush=True)
-        self._workspace = Path(tempfile.mkdtemp(prefix=watchdog.PREFIX))  # mode 0700
-        self._owned = watchdog.own(self._workspace)
+        self._workspace = Path(tempfile.mkdtemp(prefix=processes.PREFIX))  # mode 0700
+        self._owned = processes.own(self._workspace)
         self.socket = self._workspace / "http"
         self._watchdog = self._start_watchdog()
         self._processes: dict[int, tuple[int, str]] = {}
@@ -116,7 +116,7 @@ class Frontend:
         if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
             self._watchdog.stdin.close()  # the watchdog takes this for our end and removes what is left
         try:
-            self._watchdog.wait(timeout=watchdog.KILL_SECONDS + 5.0)
+            self._watchdog.wait(timeout=processes.KILL_SECONDS + 5.0)
         except subprocess.TimeoutExpired:
             print(
                 f"server: the watchdog {self._watchdog.pid} did not finish; left: {processes_with_variable(self._marker)}", file=sys.stderr
@@ -141,7 +141,7 @@ class Frontend:
                 print(line, flush=True)
 
     def _start_watchdog(self) -> subprocess.Popen:
-        command = [sys.executable, "-S", "-E", watchdog.__file__, str(os.getpid()), self._marker, str(self._workspace)]
+        command = [sys.executable, "-S", "-E", processes.__file__, str(os.getpid()), self._marker, str(self._workspace)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _lost_stub(self) -> bool:

@@ -37,12 +37,11 @@ from aligner.servers.config import RequestLimits, ServerConfig, Transport
 from aligner.servers.frontend import Frontend
 from aligner.servers.gateway import Gateway
 from aligner.servers.health import Health, Pulse, Purpose, Supervisor
-from aligner.servers.intake import Answer, Intake, Operation
+from aligner.servers.intake import Answer, Intake, Operation, Straight, ThroughTriton
 from aligner.servers.kserve import AnswerError
 from aligner.servers.ledger import Refused
 from aligner.servers.registry import Publication, make_registration
 from aligner.servers.turns import LINGER_SECONDS, Residence
-from aligner.servers.upstream import Straight, ThroughTriton
 from aligner.servers.wire import Endpoint, Payload
 
 FAILURE_KEY = "aligner/servers/failure"

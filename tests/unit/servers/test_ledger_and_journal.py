@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from aligner.errors import CheckpointError, ServerError
-from aligner.servers.journal import Journal
-from aligner.servers.ledger import NUM_RECORDS, Ledger, Reason, Refused
+from aligner.servers.ledger import NUM_RECORDS, Journal, Ledger, Reason, Refused
 from aligner.servers.payloads import START, TrainIdentity, TrainReply, describe, digest_of, position
 
 
