@@ -43,7 +43,7 @@ from aligner.servers.intake import Operation
 from aligner.servers.kserve import encode_request
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.registry import Registration, wait_for_service
-from aligner.servers.server import serve
+from aligner.servers.server import Service, serve
 from aligner.servers.wire import CRITIC_INFER
 
 TARGET = f"/v2/models/{CRITIC_INFER.name}/infer"
@@ -86,15 +86,16 @@ def serve_nothing(run: Path, transport: Transport) -> None:
     operation = Operation(endpoint=CRITIC_INFER, handler=lambda request: request.batch.tokens.float())
     limits = RequestLimits(vocab_size=32_000, max_sequence_length=8192)
     own_tls = (run / "tls").is_dir()
-    serve(
-        "critic",
-        [operation],
+    service = Service(
+        name="critic",
+        operations=[operation],
         config=ServerConfig(transport=transport),
         limits=limits,
         services_dir=run / transport.value,
         secret=run / "secret",
         own_tls=own_tls,
     )
+    serve(service)
 
 
 ACCESS: list[Access] = []  # of the clients; forked with them

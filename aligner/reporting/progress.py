@@ -271,16 +271,8 @@ class PlainView:
         """Nothing is held."""
 
 
-class NoView:
+class NoView(View):
     """Shows nothing."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def table(self, step: int, rows: Sequence[SampleRow]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def open_view(

@@ -6,11 +6,10 @@ It also reports what the run learnt from: the counts that every step adds (`alig
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from aligner.models.training.guard import OVERFLOWS, SKIPPED, UPDATES
 from aligner.reporting.formats import Column, seconds, sparkline
-from aligner.reporting.jsonl import StepMetrics, read_metrics
+from aligner.reporting.jsonl import StepMetrics
 
 TOKENS, TOKENS_SEEN, SAMPLES, SEEN = "learnt/tokens", "learnt/tokens_seen", "learnt/samples", "learnt/samples_seen"
 LEFT_OUT = "left_out/"
@@ -58,19 +57,13 @@ _TREND_WIDTH = 32
 _HEADER = ("metric", "first", "last", "best", "course")
 
 
-def summary(metrics_path: Path, columns: Sequence[Column]) -> str:
-    """A table as text, one line per column that the run has (`best` only where the column has a goal: value and step).
+def table(records: Sequence[StepMetrics], columns: Sequence[Column]) -> str:
+    """Text, one line per column that the run has (`best` only if the column has a goal: value and step). There is at least one step.
 
     42 steps in 2m24s (3.4 s each)
     metric   first   last   best           course
     reward   0.102  0.931  0.940 @ 39  ▁▂▂▃▅▆▇▇██
     """
-    records = read_metrics(metrics_path)
-    return table(records, columns) if records else f"no steps in {metrics_path}"
-
-
-def table(records: Sequence[StepMetrics], columns: Sequence[Column]) -> str:
-    """As `summary`, of these steps; there is at least one."""
     rows = cells(records, columns)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [heading(records)]

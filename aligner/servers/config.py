@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from importlib.util import find_spec
 
 from aligner.errors import ConfigError
 
 
-def _positive(**values: float) -> None:
-    """Raise ConfigError for the first value that is not above zero."""
-    for name, value in values.items():
-        if not value > 0:
-            raise ConfigError(f"{name}={value}: must be above 0")
+def _check_above_0(config: ServerConfig | ClientConfig, *, but: Sequence[str] = ()) -> None:
+    """Raise ConfigError for the first number that is not above zero, except those that other rules are for."""
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if isinstance(value, (int, float)) and one.name not in but and not value > 0:
+            raise ConfigError(f"{one.name}={value}: must be above 0")
 
 
 class Transport(str, Enum):
@@ -59,20 +61,7 @@ class ServerConfig:
             raise ConfigError("host='': give an address of this machine, such as 127.0.0.1")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port}: must be from 1 to 65535, or 0 to pick a free one")
-        _positive(
-            ready_timeout_seconds=self.ready_timeout_seconds,
-            heartbeat_seconds=self.heartbeat_seconds,
-            idle_seconds=self.idle_seconds,
-            idle_timeout_seconds=self.idle_timeout_seconds,
-            control_timeout_seconds=self.control_timeout_seconds,
-            failure_grace_seconds=self.failure_grace_seconds,
-            shutdown_timeout_seconds=self.shutdown_timeout_seconds,
-            max_connections=self.max_connections,
-            max_requests=self.max_requests,
-            max_request_bytes=self.max_request_bytes,
-            body_timeout_seconds=self.body_timeout_seconds,
-            operation_limit_seconds=self.operation_limit_seconds,
-        )
+        _check_above_0(self, but=("port", "round_limit_seconds", "stuck_limit_seconds", "max_pending_bytes"))
         if self.stuck_limit_seconds < self.round_limit_seconds:
             raise ConfigError(
                 f"stuck_limit_seconds={self.stuck_limit_seconds}: must be at least round_limit_seconds={self.round_limit_seconds}"
@@ -120,18 +109,7 @@ class ClientConfig:
     tls_ca: str = ""  # PEM file with the certificate, or its authority's, of servers that speak TLS; empty: plain HTTP
 
     def __post_init__(self) -> None:
-        _positive(
-            discovery_timeout_seconds=self.discovery_timeout_seconds,
-            recovery_timeout_seconds=self.recovery_timeout_seconds,
-            connect_timeout_seconds=self.connect_timeout_seconds,
-            request_timeout_seconds=self.request_timeout_seconds,
-            train_timeout_seconds=self.train_timeout_seconds,
-            heartbeat_timeout_seconds=self.heartbeat_timeout_seconds,
-            num_threads=self.num_threads,
-            rows_per_request=self.rows_per_request,
-            max_lost_servers=self.max_lost_servers,
-            retry_delay_seconds=self.retry_delay_seconds,
-        )
+        _check_above_0(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,8 +21,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -109,26 +109,30 @@ DRAIN_SECONDS = 1.0  # an error answer needs a moment to leave
 FOLLOWER_SECONDS = 3.0  # ranks other than 0 wait so much longer, so that rank 0 can still answer its client
 
 
-def serve(
-    name: str,
-    operations: Sequence[Operation],
-    *,
-    config: ServerConfig,
-    limits: RequestLimits,
-    services_dir: Path,
-    secret: Path,
-    publication: Publication | None = None,
-    progress: Progress | None = None,
-    residence: Residence | None = None,
-    purpose: Purpose | None = None,
-    own_tls: bool = False,
-) -> None:
-    """Serve until a signal or a failure. Every rank calls it, from its main thread; `name` is what clients look for in `services_dir`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Service:
+    """One server: `name` is what clients look for in `services_dir`. Every rank constructs it alike."""
 
-    `publication` is rank 0's registration of a component that said early that it was loading; without it one is made now. Only requests
-    with the secret of the file `secret` are let in; it is made if there is none. With `own_tls`, server and clients show each other
-    certificates of the run's own authority. `progress` records what this rank does; `residence` has the models, which are away already
-    where they share their devices. `purpose`: the server ends by itself when that is over.
+    name: str
+    operations: Sequence[Operation]
+    config: ServerConfig
+    limits: RequestLimits
+    services_dir: Path
+    secret: Path  # the file with the run's secret, which every request carries; made if it does not exist
+    publication: Publication | None = None  # rank 0's, of a component that registered early as loading; None: one is made
+    progress: Progress = field(default_factory=Progress)  # records what this rank does
+    residence: Residence = field(default_factory=Residence)  # the models, away already if they share their devices
+    purpose: Purpose | None = None  # the server ends by itself when that is over
+    own_tls: bool = False  # server and clients show each other certificates of the run's own authority
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Those of its operations, in their order."""
+        return [operation.endpoint for operation in self.operations]
+
+
+def serve(service: Service) -> None:
+    """Serve until a signal or a failure. Every rank calls it, from its main thread.
 
     Returns after SIGTERM or SIGINT on any rank, when the running operation is finished and answered.
 
@@ -136,21 +140,8 @@ def serve(
         ServerError: an operation failed on some rank, Triton or its stub died, the port is taken, the name is served already. On ranks that
             hang in a collective the process exits with status 1 instead, after `config.failure_grace_seconds`.
     """
-    service = _Service(
-        name=name,
-        operations={operation.endpoint.name: operation for operation in operations},
-        config=config,
-        limits=limits,
-        services_dir=services_dir,
-        secret=secret,
-        publication=publication,
-        progress=progress or Progress(),
-        residence=residence or Residence(),
-        purpose=purpose,
-        own_tls=own_tls,
-    )
     service.progress.enter_phase(IDLE)
-    control = ControlGroup(config.control_timeout_seconds)
+    control = ControlGroup(service.config.control_timeout_seconds)
     stop = _StopSignal()
     with stop.installed():
         try:
@@ -159,30 +150,8 @@ def serve(
             else:
                 _follow(service, control, stop)
         except RuntimeError as error:  # what torch.distributed raises
-            raise ServerError(f"{name}: rank {control.rank} lost contact with the other ranks: {error}") from error
+            raise ServerError(f"{service.name}: rank {control.rank} lost contact with the other ranks: {error}") from error
     control.close()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Service:
-    """The arguments of `serve`."""
-
-    name: str
-    operations: Mapping[str, Operation]
-    config: ServerConfig
-    limits: RequestLimits
-    services_dir: Path
-    secret: Path
-    publication: Publication | None
-    progress: Progress
-    residence: Residence
-    purpose: Purpose | None
-    own_tls: bool
-
-    @property
-    def endpoints(self) -> list[Endpoint]:
-        """Of its operations, in their order."""
-        return [operation.endpoint for operation in self.operations.values()]
 
 
 class _StopSignal:
@@ -218,9 +187,9 @@ class _Open:
     health: Health
 
 
-def _lead(service: _Service, control: ControlGroup, stop: _StopSignal) -> None:
+def _lead(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
     """Rank 0: gateway, front end, registration and loop; all taken down again whatever happens, and the other ranks told."""
-    intake = Intake(service.operations, service.limits)
+    intake = Intake({one.endpoint.name: one for one in service.operations}, service.limits)
     with contextlib.ExitStack() as cleanup:
         try:
             parts = _open(service, control, intake, stop, cleanup)
@@ -262,7 +231,7 @@ def _give_up(intake: Intake, publication: Publication, message: str) -> None:
     publication.withdraw()
 
 
-def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> _Open:
+def _open(service: Service, control: ControlGroup, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> _Open:
     """Start gateway and Triton, if it is used, and publish the service. At the end answers leave first, then the registration goes."""
     config, transport = service.config, service.config.chosen_transport()
     publication = service.publication
@@ -294,7 +263,7 @@ def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopS
     return _Open(gateway=gateway, frontend=frontend, publication=publication, health=health)
 
 
-def _start_frontend(service: _Service, incarnation: str, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> Frontend:
+def _start_frontend(service: Service, incarnation: str, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> Frontend:
     """Start Triton; a second time if it dies on the way, which its Python backend does now and then on a busy machine
     (boost::interprocess::lock_exception, triton-inference-server/server issue 8882). Nothing has been asked of it by then.
 
@@ -315,7 +284,7 @@ def _start_frontend(service: _Service, incarnation: str, intake: Intake, stop: _
     return frontend
 
 
-def _lead_loop(service: _Service, control: ControlGroup, intake: Intake, supervisor: Supervisor, stop: _StopSignal, pulse: Pulse) -> None:
+def _lead_loop(service: Service, control: ControlGroup, intake: Intake, supervisor: Supervisor, stop: _StopSignal, pulse: Pulse) -> None:
     """One command after the other until a stop command. A request that has to wait for the devices is kept, while no-ops go round."""
     residence, kept = service.residence, None
     while True:
@@ -347,7 +316,7 @@ def _lead_loop(service: _Service, control: ControlGroup, intake: Intake, supervi
             return
 
 
-def _follow(service: _Service, control: ControlGroup, stop: _StopSignal) -> None:
+def _follow(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
     """The other ranks: do what rank 0 says until it says stop."""
     supervisor = Supervisor(
         [control.announced_failure],
@@ -364,7 +333,7 @@ def _follow(service: _Service, control: ControlGroup, stop: _StopSignal) -> None
                 return
 
 
-def _take_part(service: _Service, control: ControlGroup, command: Command, stop: _StopSignal) -> Answer | AnswerError | None:
+def _take_part(service: Service, control: ControlGroup, command: Command, stop: _StopSignal) -> Answer | AnswerError | None:
     """Run a command together with all ranks and agree on how it went; the encoded answer, or a refusal, on rank 0.
 
     Raises:
@@ -381,13 +350,13 @@ def _take_part(service: _Service, control: ControlGroup, command: Command, stop:
     return answer
 
 
-def _run(service: _Service, command: Command, control: ControlGroup) -> tuple[Answer | AnswerError | None, str | None]:
+def _run(service: Service, command: Command, control: ControlGroup) -> tuple[Answer | AnswerError | None, str | None]:
     """The answer (on rank 0), or what went wrong on this rank. A refusal is an answer."""
     try:
         service.residence.move(command.here)
         if command.operation is None:
             return None, None
-        operation = service.operations[command.operation]
+        operation = next(one for one in service.operations if one.endpoint.name == command.operation)
         result = operation.handler(command.payload)
         return (operation.endpoint.encode(command.payload, result) if control.rank == 0 else None), None
     except Refused as refusal:  # every rank has refused, before anything was changed

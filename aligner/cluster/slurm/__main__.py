@@ -20,13 +20,13 @@ from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.cluster.lease import RunHeld
 from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.slurm.allocation import Allocation, allocation, step_environment
+from aligner.cluster.slurm.allocation import Allocation, StopRequests, allocation, step_environment
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import EXPORT, Runtime, runtime, wrapped
-from aligner.cluster.slurm.conductor import Surroundings, conduct
-from aligner.cluster.slurm.requests import StopRequests
+from aligner.cluster.slurm.conductor import conduct
 from aligner.cluster.slurm.separate import hold
 from aligner.cluster.slurm.spec import ContainerConfig, JobSpec, read_spec
+from aligner.cluster.slurm.steps import Surroundings
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
 from aligner.telemetry import terminal

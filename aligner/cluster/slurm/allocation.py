@@ -1,11 +1,13 @@
-"""The job that this process runs in, as Slurm's variables describe it."""
+"""The job that this process runs in: as Slurm's variables describe it, and what its signals request."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from aligner.cluster.slurm.spec import JobSpec
 from aligner.errors import ConfigError
@@ -112,3 +114,27 @@ def export_option(environ: Mapping[str, str]) -> str:
     """Which variables sbatch gives a following job: all, or where this one was not given all, those that it cannot do without."""
     is_all = environ.get(_EXPORT, "ALL").split(",")[0] == "ALL"
     return "--export=ALL" if is_all else f"--export={','.join([*(name for name in CHOICES if name in environ), CONTINUES])}"
+
+
+class StopRequests:
+    """Installed for the life of the process. `--signal=B:USR1@...` sends SIGUSR1; scancel, preemption and the time limit send SIGTERM."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        self.terminate = False
+
+    def install(self) -> None:
+        """From the main thread, before anything is started."""
+        signal.signal(signal.SIGUSR1, self._stop)
+        signal.signal(signal.SIGTERM, self._terminate)
+        signal.signal(signal.SIGINT, self._terminate)
+
+    @property
+    def any(self) -> bool:
+        return self.stop or self.terminate
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop = True
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self.terminate = True

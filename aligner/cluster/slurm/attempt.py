@@ -18,8 +18,7 @@ from aligner.cluster.outcomes import TOO_EARLY
 from aligner.cluster.services import is_ready, waits_for_its_turn
 from aligner.cluster.slurm.client import JobRecord
 from aligner.cluster.slurm.history import History, done_step
-from aligner.cluster.slurm.requests import StopRequests
-from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
+from aligner.cluster.slurm.spec import ComponentSpec, OnFailure
 from aligner.cluster.slurm.steps import Place, Step
 from aligner.errors import LaunchError
 from aligner.settings.user_code import was_calling
@@ -56,13 +55,12 @@ class Verdict:
 class Attempt:
     """`number` counts the starts of all components in this job; `restarts` the servers that were started again in it."""
 
-    def __init__(self, spec: JobSpec, place: Place, lease: Lease, history: History, requests: StopRequests, *, number: int) -> None:
-        self._spec = spec
-        self._slurm = spec.slurm
+    def __init__(self, place: Place, lease: Lease, history: History, *, number: int) -> None:
+        self._spec, self._slurm = place.spec, place.spec.slurm
         self._place = place
+        self._requests, self._say = place.around.requests, place.around.say
         self._lease = lease
         self._history = history
-        self._requests = requests
         self._number = number
         self._steps: dict[str, Step] = {}
         self._starts: dict[str, int] = {}
@@ -107,7 +105,7 @@ class Attempt:
     def _start(self, component: ComponentSpec) -> None:
         start = self._starts[component.name] = self._starts.get(component.name, -1) + 1
         key = f"{self._number}/{component.name}.{start}"
-        self._steps[component.name] = self._place.start(component, shares=self._spec.shares(component), key=key, variables=self._variables)
+        self._steps[component.name] = self._place.start(component, key=key, variables=self._variables)
 
     def _watch(self) -> Verdict:
         while True:
@@ -210,7 +208,7 @@ class Attempt:
         self._show(step, outcome.rank if outcome else 0)
         if outcome is not None and outcome.code in (ExitCode.refused, ExitCode.halted):
             return Verdict(ending=_ENDINGS[ExitCode(outcome.code)], reason=self._describe_end(step))
-        lost = self._place.lost(self._place.allocation.jobs[step.component.part :][:1])
+        lost = self._place.lost(self._place.around.allocation.jobs[step.component.part :][:1])
         allowed = self._slurm.on_server_failure is OnFailure.restart and self.restarts < self._slurm.max_server_restarts and not lost
         reason = f"{self._describe_end(step)}{f': {lost}' if lost else ''}"
         self._history.add("server_died", component=step.name, reason=reason, restarted=allowed)
@@ -248,9 +246,6 @@ class Attempt:
         self._say(f"{end}. Its last lines ({self._place.run.log(step.name, rank)}):" if lines else end)
         for line in lines:
             self._say(f"  | {line}")
-
-    def _say(self, text: str) -> None:
-        self._place.say(text)
 
 
 def end_time(components: Sequence[JobRecord]) -> float | None:

@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from aligner.cluster import lease as leases
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import Lease, LeaseRecord
 from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.slurm.allocation import Allocation
 from aligner.cluster.slurm.attempt import POLL_SECONDS, Attempt, Ending, Verdict, end_time
-from aligner.cluster.slurm.client import OVER, JobRecord, SlurmClient
-from aligner.cluster.slurm.commands import Runtime
+from aligner.cluster.slurm.client import OVER, JobRecord
 from aligner.cluster.slurm.following import FollowingJobs, Request
 from aligner.cluster.slurm.history import ENDED, STARTED, SUBMITTED, History, done_step, newest_step, no_progress
-from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
-from aligner.cluster.slurm.steps import Place, Step
+from aligner.cluster.slurm.steps import Place, Step, Surroundings
 from aligner.errors import LaunchError
 
 SKIP_VARIABLE = "ALIGNER_PREFLIGHT"  # 0: do not run it
@@ -39,16 +36,17 @@ _SHOWN_LINES = 60
 _NAME = "preflight"
 
 
-def run_preflight(spec: JobSpec, place: Place, requests: StopRequests, variables: Mapping[str, str]) -> Verdict | None:
+def run_preflight(place: Place, variables: Mapping[str, str]) -> Verdict | None:
     """Run the preflight on the job's nodes; None if the job may start."""
-    if not spec.preflight or place.environ.get(SKIP_VARIABLE) == "0":
+    spec, requests, say = place.spec, place.around.requests, place.around.say
+    if not spec.preflight or place.around.environ.get(SKIP_VARIABLE) == "0":
         return None
-    place.say(f"preflight on {sum(place.allocation.num_nodes)} nodes ({SKIP_VARIABLE}=0 skips it)")
+    say(f"preflight on {sum(place.around.allocation.num_nodes)} nodes ({SKIP_VARIABLE}=0 skips it)")
     components = [_component(spec, index) for index in range(len(spec.components))]
     for component in components:
         for path in (place.run.log(component.name, 0), place.run.logs / f"{component.name}.step.log"):
             path.unlink(missing_ok=True)
-    steps = [place.start(one, shares=spec.shares(one), key=one.name, variables=variables) for one in components]
+    steps = [place.start(one, key=one.name, variables=variables) for one in components]
     deadline = time.monotonic() + spec.slurm.preflight_timeout_seconds
     while not all(step.has_ended() for step in steps) and time.monotonic() < deadline and not requests.any:
         time.sleep(POLL_SECONDS)
@@ -58,9 +56,9 @@ def run_preflight(spec: JobSpec, place: Place, requests: StopRequests, variables
         lines = place.last_lines(component, 0, _SHOWN_LINES)
         if component is not components[0] and lines and lines[-1].endswith(": ready"):
             lines = lines[-1:]  # one table is enough where nothing is the matter
-        place.say(f"{component.name}:")
+        say(f"{component.name}:")
         for line in lines:
-            place.say(f"  | {line}")
+            say(f"  | {line}")
     if requests.terminate:
         return Verdict(ending=Ending.terminated, reason="Slurm is ending the job")
     if requests.stop:
@@ -101,20 +99,6 @@ _CODES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
-    """The conductor's inputs: job, process environment, script and arguments, Slurm's commands."""
-
-    allocation: Allocation
-    runtime: Runtime
-    client: SlurmClient
-    requests: StopRequests
-    script: Path
-    arguments: tuple[str, ...]
-    environ: Mapping[str, str]
-    say: Callable[[str], None]
-
-
 def conduct(spec: JobSpec, around: Surroundings) -> int:
     """Run a job of this run to its end; the exit code. Raises LaunchError if another job holds the run."""
     run = RunDirectory(Path(spec.run_directory)).create()
@@ -150,16 +134,7 @@ class _Conductor:
         self._history = History(run.attempts, around.allocation.job)
         self._restarts = 0
         self._is_looked_at = False
-        self._place = Place(
-            run=run,
-            allocation=around.allocation,
-            runtime=around.runtime.with_mount(run.path),
-            slurm=spec.slurm,
-            container=spec.container,
-            client=around.client,
-            environ=around.environ,
-            say=around.say,
-        )
+        self._place = Place(spec=spec, run=run, around=replace(around, runtime=around.runtime.with_mount(run.path)))
         self._components = self._ask_for_components()
         self._following = FollowingJobs(
             Request(
@@ -170,12 +145,8 @@ class _Conductor:
                 arguments=around.arguments,
                 options=tuple(record.options for record in self._components),
             ),
-            spec,
-            around.client,
+            self._place,
             self._history,
-            folder=run.jobs / around.allocation.job,
-            environ=around.environ,
-            say=around.say,
         )
 
     def run(self) -> int:
@@ -203,7 +174,7 @@ class _Conductor:
         """What the preflight has found, None if nothing or if it has passed already; one that has crashed says nothing and runs again."""
         if self._is_looked_at or self._around.requests.any:
             return None
-        verdict = run_preflight(self._spec, self._place, self._around.requests, self._variables(number))
+        verdict = run_preflight(self._place, self._variables(number))
         self._is_looked_at = verdict is None
         return verdict
 
@@ -226,7 +197,7 @@ class _Conductor:
             return Verdict(ending=Ending.stopped, reason="it had to stop before the components were started")
         if number:
             self._lease.renew(self._attempt_id(number))
-        attempt = Attempt(self._spec, self._place, self._lease, self._history, self._around.requests, number=number)
+        attempt = Attempt(self._place, self._lease, self._history, number=number)
         self._say(f"attempt {self._attempt_id(number)}: starting {', '.join(one.name for one in self._spec.components)}")
         verdict = attempt.run(self._variables(number), restarts=self._restarts)
         self._restarts = attempt.restarts

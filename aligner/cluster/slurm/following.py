@@ -12,7 +12,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.history import History, done_step, newest_step, no_progress
 from aligner.cluster.slurm.separate import Together
 from aligner.cluster.slurm.spec import JobSpec, read_spec
+from aligner.cluster.slurm.steps import Place
 from aligner.errors import AlignerError, LaunchError
 
 REQUEST, GATEKEEPER = "following.json", "gatekeeper.sub"
@@ -60,27 +61,14 @@ class Request:
 
 
 class FollowingJobs:
-    """Submits and cancels what follows one job. `folder` is `<run>/jobs/<job>`."""
+    """Submits and cancels what follows the job of `place`, and records it in `<run>/jobs/<job>`."""
 
-    def __init__(
-        self,
-        request: Request,
-        spec: JobSpec,
-        client: SlurmClient,
-        history: History,
-        *,
-        folder: Path,
-        environ: Mapping[str, str],
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, request: Request, place: Place, history: History) -> None:
         self._request = request
-        self._client = client
         self._history = history
-        self._folder = folder
-        self._spec = spec
-        self._slurm = spec.slurm
-        self._environ = environ
-        self._say = say
+        self._spec, self._slurm = place.spec, place.spec.slurm
+        self._client, self._environ, self._say = place.around.client, place.around.environ, place.around.say
+        self._folder = place.run.jobs / request.job
         self.gatekeeper = ""
 
     def queue_gatekeeper(self) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
+from aligner.cluster.slurm.allocation import StopRequests
 from aligner.cluster.slurm.client import OVER, SlurmClient
-from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.script import part_options
 from aligner.cluster.slurm.spec import JobSpec
 from aligner.errors import LaunchError

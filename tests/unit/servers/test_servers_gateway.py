@@ -288,7 +288,7 @@ def test_whoever_has_a_wrong_secret_is_hung_up_on(serving: Serving, monkeypatch:
 
 
 def test_open_files_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats.resource, "getrlimit", lambda kind: (256, 1024))
+    monkeypatch.setattr(gateway.resource, "getrlimit", lambda kind: (256, 1024))
     with pytest.raises(ConfigError, match=r"server.max_connections=1024: this process may open 1024 files \(ulimit -Hn\); 1792 are needed"):
         Gateway(ServerConfig(), ACCESS, ENDPOINTS, LIMITS, Health("critic", "1234", "", 1, config=ServerConfig()))
 
