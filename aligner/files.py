@@ -1,4 +1,4 @@
-"""Files that are either not there or complete; what comes with the package."""
+"""Files that are either absent or complete; files that ship with the package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shipped(folder: str) -> Path:
 
 
 def conf_directory() -> Path:
-    """The configs and presets that come with the package."""
+    """The configs and presets that ship with the package."""
     return shipped("conf")
 
 
@@ -37,7 +37,7 @@ def configs() -> list[str]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name`, which a downloaded file says, is that of a file in its own folder: no path, and nothing that no file is called."""
+    """Whether `name`, from a downloaded file, names a file in that file's own folder: not a path, and a possible name."""
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
@@ -64,7 +64,7 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
         os.close(folder)
 
 
-def as_umask_says(path: Path, write: Callable[[Path], object]) -> None:
+def with_umask_mode(path: Path, write: Callable[[Path], object]) -> None:
     """`write` a file, which then has the mode of any new one. The writer of safetensors makes files that their owner alone may read."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)

@@ -57,7 +57,7 @@ class LineAssembler:
 class Echo:
     """Writes prefixed lines to one stream; colours only if it is a terminal and NO_COLOR is unset.
 
-    When the stream's reader goes away (`aligner launch | head`) the run goes on: its output is in the log files anyway.
+    When the stream's reader goes away (`aligner launch | head`) the run continues: its output is in the log files anyway.
     """
 
     def __init__(self, stream: TextIO, prefixes: Sequence[str], groups: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ class Echo:
             self._write(f"{label} {plain(text)}\n")
 
     def raw(self, data: bytes) -> None:
-        """Pass the bytes of a process that draws the whole terminal itself: what it can draw with, whoever's text is among it."""
+        """Pass on the bytes of a process that draws the whole terminal itself, limited to what a live view draws with."""
         self._write(self._decoder.decode(data), self._drawing)
 
     def _write(self, text: str, stream: TextIO | Guarded | None = None) -> None:
@@ -97,7 +97,7 @@ class Echo:
 
 _READ_BYTES = 1 << 16
 _KEPT_LINES = 200
-_DEFAULT_TERMINAL = (40, 120)  # rows, columns where the terminal does not tell
+_DEFAULT_TERMINAL = (40, 120)  # rows, columns if the terminal does not report them
 
 
 class LogFile:
@@ -123,7 +123,7 @@ class LogFile:
         except OSError as error:
             if self._is_whole:
                 self._is_whole = False
-                self._warn(f"warning: {describe_os_error(error, self._path)}; the log lacks lines, the run goes on")
+                self._warn(f"warning: {describe_os_error(error, self._path)}; the log lacks lines, the run continues")
 
     def close(self) -> None:
         """Nothing is written from now on."""
@@ -166,7 +166,7 @@ class Console:
     def __exit__(self, *_: object) -> None:
         for channel in list(self._open):
             self.drain(channel)
-        for channel in list(self._open):  # pipes that somebody still holds
+        for channel in list(self._open):  # pipes that a process still holds
             self._close(channel)
         self._selector.close()
         self._notes.close()

@@ -15,7 +15,7 @@ component with any code (PyTriton's parent exits 0 after Triton crashed). The ma
 checkpoint and stop. After that all processes and descendants are ended, by SIGTERM and then SIGKILL. Linux only.
 
 The launcher holds the run's lock, which excludes other launchers on this machine, and its lease, which excludes Slurm jobs of the
-same run and tells its own processes when it is gone. Signals are recorded and handled between two polls.
+same run and by which its own processes notice its end. Signals are recorded and handled between two polls.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class _Run:
                 self._console.drain(rank.channel)
 
     def _is_done(self) -> bool:
-        """Whether `done.json` is from this start. The main components write it before any of their ranks exits."""
+        """Whether `done.json` is from this start: the main components write it before any of their ranks exits."""
         return _identity(self._run_directory.done) not in (None, self._done_before)
 
     def _first_failure(self) -> Rank | None:
@@ -284,11 +284,11 @@ class _Run:
         self._failed = next((rank for rank in self._mains() if rank.exit_code not in (None, ExitCode.stopped)), None)
         if self._failed is not None:
             return self._failed.exit_code or 1
-        self._console.note(f"{self._main_names()} stopped before the last step, with a checkpoint; the same command goes on from there")
+        self._console.note(f"{self._main_names()} stopped before the last step, with a checkpoint; the same command continues from there")
         return ExitCode.stopped
 
     def _stop_on_failure(self, failed: Rank) -> int:
-        self._console.note(f"{failed.name} {self._ending(failed)} while the run was going on")
+        self._console.note(f"{failed.name} {self._ending(failed)} during the run")
         if not failed.component.main:
             self._services.gone(failed.component.name, f"{failed.name} {self._ending(failed)}, and the launcher does not restart it")
         if any(rank.exit_code is None for rank in self._mains()):

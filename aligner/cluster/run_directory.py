@@ -24,8 +24,7 @@ class RunDirectory(RunFiles):
         """Make the directory (mode 0700: it holds the servers' access token) and its sub-directories; existing ones stay, with that mode.
 
         Raises:
-            ConfigError: the path exists and is no directory, belongs to someone else, others may write to it, it cannot be written to, or
-                there is no room.
+            ConfigError: the path is not a directory, belongs to someone else, is writable by others or not by this user, or is full.
         """
         try:
             return self._create()
@@ -44,7 +43,7 @@ class RunDirectory(RunFiles):
         if status.st_mode & 0o022:
             raise ConfigError(
                 f"run.directory={self.path}: can be written by others (mode {status.st_mode & 0o777:o}): "
-                f"they could replace its services and checkpoints. Mend with: chmod 700 {self.path}"
+                f"they could replace its services and checkpoints. Run: chmod 700 {self.path}"
             )
         if status.st_mode & 0o077:
             self.path.chmod(0o700)
@@ -60,12 +59,12 @@ class RunDirectory(RunFiles):
         if (free := status.f_bavail * status.f_frsize) < LEAST_FREE_BYTES:
             raise ConfigError(
                 f"run.directory={self.path}: {free / 2**20:.1f} MiB are free there, allowed: at least {LEAST_FREE_BYTES >> 20} MiB, "
-                "without which no checkpoint can be begun"
+                "which a checkpoint needs to begin"
             )
         return self
 
     def record(self, **facts: Any) -> None:
-        """Put what is known of this start into `run.json`; one process at a time. Raises as `run_id`, and OSError."""
+        """Add facts about this start to `run.json`; one process at a time. Raises as `run_id`, and OSError."""
         self.run_id()
         own = self.path / f".run.{uuid.uuid4().hex}.json"
         own.write_text(json.dumps(json.loads(self.identity.read_text()) | facts) + "\n")

@@ -40,8 +40,8 @@ def entropy_collapse(history: History) -> str:
 
 @rule(
     "the same response to many prompts",
-    cause="one text is rewarded whatever is asked: the reward does not read the prompt",
-    remedy="make the reward depend on the prompt, and go on from a checkpoint before it with a higher algorithm.kl_coef",
+    cause="one text is rewarded for every prompt: the reward does not read the prompt",
+    remedy="make the reward depend on the prompt, and resume from a checkpoint before it with a higher algorithm.kl_coef",
 )
 def mode_collapse(history: History) -> str:
     same = history.of("rollout/same_response")
@@ -50,8 +50,8 @@ def mode_collapse(history: History) -> str:
 
 @rule(
     "the reward rises while validation falls",
-    cause="the reward is exploited (a reward model outside of what it was trained on), or the few training prompts are learnt by heart",
-    remedy="use the best checkpoint (checkpoint.best_metric), raise algorithm.kl_coef, mend the reward, or train on more prompts",
+    cause="the reward is exploited (a reward model outside of what it was trained on), or the few training prompts are memorized",
+    remedy="use the best checkpoint (checkpoint.best_metric), raise algorithm.kl_coef, fix the reward, or train on more prompts",
 )
 def validation_falls(history: History) -> str:
     """Compares medians of three validations: a difference between two single ones is noise."""
@@ -101,7 +101,7 @@ def length_shrinks(history: History) -> str:
     remedy="choose prompts by difficulty, set algorithm.dynamic_sampling=true, raise algorithm.group_size, or grade the reward finer",
 )
 def no_signal(history: History) -> str:
-    """A run that learns solves more and more groups: that alone is no failure."""
+    """A run that learns solves more and more groups: that alone is not a failure."""
     without, reward = history.of("rollout/groups_without_signal", least=2 * WINDOW), history.of("rollout/reward", least=2 * WINDOW)
     if without.now < 0.85 or (reward.rose and without.now < 0.95):
         return ""
@@ -124,11 +124,11 @@ def constant_reward(history: History) -> str:
 
 @rule(
     "the clip fraction is outside 0.05-0.4",
-    cause="where much is clipped, updates are too large or too many for one batch; where nothing is, and none is learnt, too small",
+    cause="if much is clipped, updates are too large or too many for one batch; if nothing is clipped or learned, they are too small",
     remedy="above 0.4 lower optimizer.lr, algorithm.num_epochs or the number of mini-batches; below 0.05 raise optimizer.lr",
 )
 def clip_fraction(history: History) -> str:
-    """A run with small updates clips little: that alone is no failure."""
+    """A run with small updates clips little: that alone is not a failure."""
     clipped, moved = history.of("policy/clip_fraction"), history.of("policy/approx_kl")
     if moved.now < ROUNDING:
         raise NotJudged("every batch has one update, of the policy that sampled it: its ratios are 1")
@@ -143,7 +143,7 @@ def clip_fraction(history: History) -> str:
 @rule(
     "the KL to the reference explodes",
     cause="nothing holds the policy: updates too large, or algorithm.kl_coef too small for the reward's size",
-    remedy="go on from a checkpoint before it with a lower optimizer.lr, a higher algorithm.kl_coef, or algorithm.kl_target",
+    remedy="resume from a checkpoint before it with a lower optimizer.lr, a higher algorithm.kl_coef, or algorithm.kl_target",
 )
 def kl_explodes(history: History) -> str:
     kl = history.of(*KL, least=2 * WINDOW)
@@ -210,7 +210,7 @@ def gap_grows(history: History) -> str:
 
 @rule(
     "truncated or empty responses are rewarded",
-    cause="the reward does not ask whether there is an answer that ends: the policy learns not to end, or not to answer",
+    cause="the reward does not check that an answer exists and ends: the policy learns not to end, or not to answer",
     remedy="give such responses the lowest reward, or set algorithm.mask_truncated=true, or algorithm.shaping.overlong_buffer",
 )
 def unfinished_rewarded(history: History) -> str:
@@ -234,7 +234,7 @@ def _rewarded(history: History, kind: str) -> str:
 @rule(
     "a part of the reward never varies",
     cause="that part parses nothing, or is met or missed by every response: it teaches nothing",
-    remedy="call it on the lines of rollouts/*.jsonl, mend it, or take it out of reward.functions",
+    remedy="call it on the lines of rollouts/*.jsonl, fix it, or remove it from reward.functions",
 )
 def part_never_varies(history: History) -> str:
     constant = []

@@ -82,7 +82,7 @@ class Column:
         return number(value, self.format)
 
     def best(self, values: Sequence[float]) -> float | None:
-        """The best finite value; None if there is no goal or no finite value."""
+        """The best finite value; None without a goal or a finite value."""
         finite = [value for value in values if math.isfinite(value)]
         if self.goal is Goal.none or not finite:
             return None

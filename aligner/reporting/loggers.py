@@ -156,9 +156,9 @@ class NeverFatal:
             return
         try:
             call()
-        except Exception as error:  # whatever a third-party client raises: the training is worth more than its chart
+        except Exception as error:  # whatever a third-party client raises: training matters more than its chart
             if not self._num_lost:
-                self._warn(f"{self._name} failed and is tried again later, the run goes on: {type(error).__name__}: {error}")
+                self._warn(f"{self._name} failed and is tried again later, the run continues: {type(error).__name__}: {error}")
             self._num_lost += 1
             self._pause = 2 * self._pause or _RETRY_SECONDS
             self._again_at = self._clock() + self._pause

@@ -3,7 +3,7 @@
 Metrics named `time/<phase>` (seconds) are the phases of a step, `time/step` the total; every other shown metric is a `Column` of the
 caller.
 
-`Pace` says how fast a run goes and when it will end. The live view is one screen redrawn, with the course of the metrics, the phases
+`Pace` measures the speed of a run and estimates its end. The live view is one screen redrawn, with the course of the metrics, the phases
 of a step and the last sample rollouts.
 """
 
@@ -56,7 +56,7 @@ class LiveView:
             vertical_overflow="crop",
         )
         self._live.start()
-        guard()  # Rich shows above the view what is printed meanwhile, but does not clean it
+        guard()  # Rich shows other output above the view, but does not clean it
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:

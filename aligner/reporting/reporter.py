@@ -29,8 +29,8 @@ _SHOWN = 8  # steps that a message lists
 
 
 class Reporter:
-    """Rank 0's reporter. `start_step`: last step of the checkpoint resumed from, 0 for a new run. `lost` says it if that had none to
-    resume from although there was an earlier start.
+    """Rank 0's reporter. `start_step`: last step of the checkpoint resumed from, 0 for a new run. `lost`: a warning if an earlier start
+    left metrics but no checkpoint.
 
     Raises:
         ConfigError: at construction, where a configured logger is not installed or cannot start.
@@ -127,7 +127,7 @@ class Reporter:
 
     def close(self) -> None:
         """Close loggers, file and view; nothing may be reported afterwards."""
-        with ExitStack() as last_first:  # whatever one of them raises, the others are closed and the terminal is given back
+        with ExitStack() as last_first:  # whatever one of them raises, the others are closed and the terminal is restored
             last_first.callback(self._view.close)
             last_first.callback(self._file.close)
             last_first.callback(self._show_warnings)
@@ -139,7 +139,7 @@ class Reporter:
         try:
             action()
         except OSError as error:
-            self._warnings.append(f"{what} could not be written, the run goes on: {describe_os_error(error, path)}")
+            self._warnings.append(f"{what} could not be written, the run continues: {describe_os_error(error, path)}")
 
     def _show_warnings(self) -> None:
         warnings, self._warnings[:] = list(self._warnings), []

@@ -54,7 +54,7 @@ def write_report(run: RunView, output: Path) -> None:
 
 
 def text_of(before: Samples | None, after: Samples | None, max_chars: int = 240) -> str:
-    """The samples side by side as text; empty if there are none."""
+    """The samples side by side as text; empty without samples."""
     if before is None or after is None:
         return ""
     lines = [f"greedy responses to validation prompts, before (step {before.step}) and after (step {after.step})"]

@@ -1,6 +1,6 @@
 """The end of a run in a few lines: first, last and best value of each metric, and its course.
 
-It also reports what the run learnt from: the counts that every step adds (`aligner.loop.learnt`), summed.
+It also reports what the run learned from: the sum of every step's counts (`aligner.loop.learnt`).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def reasons(counts: Mapping[str, float]) -> list[str]:
 
 
 def is_empty(metrics: Mapping[str, float]) -> bool:
-    """Whether a step with these counts has learnt from nothing: no token had a weight, or no update a gradient.
+    """Whether a step with these counts learned nothing: no token had a weight, or no update a gradient.
 
-    Not where a float16 gradient overflowed: the loss scale is lower then.
+    False if a float16 gradient overflowed: the loss scale is lower then.
     """
     if TOKENS not in metrics or metrics.get(OVERFLOWS):
         return False

@@ -34,14 +34,14 @@ from aligner.errors import ConfigError, ServerError, ServerUnreachable, describe
 from aligner.servers.config import ClientConfig, ServerConfig
 
 EVERYWHERE = ("0.0.0.0", "::")
-BACKLOG = 4096  # connections that wait to be accepted, if the kernel allows so many (net.core.somaxconn)
+BACKLOG = 4096  # connections waiting to be accepted, if the kernel allows that many (net.core.somaxconn)
 SECRET_BYTES = 32
 _SECRET = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}")
 _SCHEME = "Bearer "
 
 
 def run_secret(path: Path) -> str:
-    """The secret in the file `path`, 64 hexadecimal digits; whoever comes first chooses it, and everybody gets the same.
+    """The secret in the file `path`, 64 hexadecimal digits. The first caller chooses it; all others get the same.
 
     Raises:
         ConfigError: the file is damaged, is not an ordinary file of this user, or others have any right to it.
@@ -60,8 +60,8 @@ def run_secret(path: Path) -> str:
             )
         if status.st_mode & 0o077:
             raise ConfigError(
-                f"{path}: mode {status.st_mode & 0o777:o} lets others at the run's secret; allowed is 600. "
-                "End the run, remove the file (the next start chooses a new secret), and look who has read it"
+                f"{path}: mode {status.st_mode & 0o777:o} lets others read the run's secret; allowed is 600. "
+                "End the run, remove the file (the next start chooses a new secret), and find out who has read it"
             )
         secret = file.read(4 * SECRET_BYTES).strip()
     if not _SECRET.fullmatch(secret):
@@ -132,7 +132,7 @@ class Access:
             try:
                 tls = ssl.create_default_context(cafile=config.tls_ca)
             except OSError as error:
-                raise ConfigError(f"server_client.tls_ca={config.tls_ca}: no certificates can be read there: {error}") from error
+                raise ConfigError(f"server_client.tls_ca={config.tls_ca}: cannot read certificates there: {error}") from error
             tls.minimum_version = ssl.TLSVersion.TLSv1_2
         return cls(run_secret(secret), tls)
 
@@ -154,8 +154,8 @@ class Access:
         """An unopened connection to a server.
 
         Raises:
-            ServerUnreachable: the server speaks TLS and this client has no `server_client.tls_ca`, or the other way round: then nothing is
-                sent, because the secret would cross the network in the clear.
+            ServerUnreachable: only one of server and client is set up for TLS. Nothing is sent then: the secret would cross the network in
+            the clear.
         """
         address = urlsplit(url)
         if address.scheme != self.scheme:
@@ -172,14 +172,14 @@ class Access:
 
 def _no_password() -> str:
     """OpenSSL would ask at the terminal otherwise."""
-    raise ValueError("the key is protected by a password, and nobody is there to type it")
+    raise ValueError("the key is protected by a password, which nobody can type here")
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on `port`, or on a free one for 0.
 
     Raises:
-        ServerError: the port is taken, or `host` is no address of this machine.
+        ServerError: the port is taken, or `host` is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -198,8 +198,8 @@ def listen(host: str, port: int) -> socket.socket:
 def advertised_host(config: ServerConfig, environ: Mapping[str, str]) -> str:
     """The host that clients connect to: as configured, else the bound address, else (if every address is bound) this machine's own.
 
-    That is an address rather than a name, so that clients need no resolver; with TLS it is a name, because certificates hold names. Slurm's
-    name for the node comes first, then the machine's, then any interface that is up; loopback only if there is nothing else.
+    An address, so that clients need no resolver; with TLS a name, because certificates hold names. Slurm's name for the node comes first,
+    then the machine's, then any interface that is up, and loopback last.
     """
     if config.advertised_host:
         return _bracketed(config.advertised_host)
@@ -217,7 +217,7 @@ def _resolved(name: str) -> list[str]:
     try:
         return [entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
     except socket.gaierror:
-        return []  # a node may well be unknown to the resolver: its interfaces are asked then
+        return []  # the resolver may not know a node: its interfaces are used then
 
 
 def _is_ours(address: str) -> bool:
@@ -238,13 +238,13 @@ def _interface_addresses() -> Iterator[str]:
 
 
 def _bracketed(host: str) -> str:
-    """As it stands in a URL."""
+    """As written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
 TLS = "tls"
 _AUTHORITY, _KEY, _CLIENT = "authority.pem", "authority.key", "client.pem"
-_VALID = timedelta(days=3650)  # longer than a run is gone on with
+_VALID = timedelta(days=3650)  # longer than any run lasts
 _SKEW = timedelta(days=1)  # between the clocks of two nodes
 _LOCAL = ("localhost", "127.0.0.1")
 
@@ -281,7 +281,7 @@ def _context(protocol: int, folder: Path, certificate: Path) -> ssl.SSLContext:
 
 
 def _folder(run: Path) -> Path:
-    """The folder, made by whoever comes first; everybody gets the same. Raises ConfigError, also if others have any right to it."""
+    """The folder; the first caller makes it. Raises ConfigError, also if others have any right to it."""
     folder = run / TLS
     try:
         if not folder.exists():
@@ -292,7 +292,7 @@ def _folder(run: Path) -> Path:
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"{folder}: user {status.st_uid}, mode {status.st_mode & 0o777:o}: the run's keys must be its owner's alone (700). "
-            "End the run, remove the folder (the next start makes new ones), and look who has read it"
+            "End the run, remove the folder (the next start makes new ones), and find out who has read it"
         )
     return folder
 
@@ -334,7 +334,7 @@ class _Signed:
             from cryptography.hazmat.primitives.asymmetric import ec
             from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
         except ImportError as error:
-            raise ConfigError(f"run.server_tls=true needs the package cryptography here ({error}): pip install cryptography") from error
+            raise ConfigError(f"run.server_tls=true: requires the package cryptography ({error}): pip install cryptography") from error
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
         issuer, signer = subject, key
@@ -362,7 +362,7 @@ class _Signed:
 
     @property
     def both(self) -> bytes:
-        """As `ssl.SSLContext.load_cert_chain` takes them from one file."""
+        """Both in one file, for `ssl.SSLContext.load_cert_chain`."""
         return self.key + self.certificate
 
 

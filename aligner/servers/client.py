@@ -1,7 +1,7 @@
 """Asynchronous clients of the critic and reward servers: they satisfy `aligner.protocols.Critic` and `RewardModel`.
 
-Every call returns a future at once; `result()` gives the tensors or raises ServerUnreachable, ServerTimeout or RequestRejected. Nothing is
-ever swallowed. After a server dies, the client waits for its successor and asks again; each train request is still applied only once.
+Every call returns a future at once; `result()` gives the tensors or raises ServerUnreachable, ServerTimeout or RequestRejected. After a
+server dies, the client waits for its successor and asks again; each train request is still applied only once.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ class CriticClient:
     def resume(self, mark: str) -> None:
         """Continue after `mark`, which an actor's checkpoint holds. Only the client with the journal.
 
-        Raises ServerError if the critic was trained on something else and cannot be brought there: it says which checkpoints there are,
-        and what to do.
+        Raises ServerError if the critic was trained on something else and cannot be brought there; it lists the checkpoints and the remedy.
         """
         self._history.resume(mark)
 
@@ -122,7 +121,7 @@ class CriticClient:
                 threads.close(CLOSE_SECONDS)
 
     def _look_now_and_then(self) -> None:
-        """Bring a new server to where this client is although nobody asks anything of it yet: other ranks may."""
+        """Bring a new server to this client's mark even before this client's next request: other ranks may ask first."""
         while not self._link.is_closed:
             self._link.pause(WATCH_SECONDS)
             try:
@@ -172,7 +171,7 @@ class RewardClient:
         return combine(pieces, lambda rewards: Scores.of(torch.cat(rewards)))
 
     def attributes(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """All scores of token sequences, float32 [B, K], as the model gives them. Waits for them; raises what went wrong."""
+        """All scores of token sequences, float32 [B, K], as the model gives them. Waits for them; raises the error of a failed request."""
         piece = self._config.rows_per_request
         parts = [wire.RewardRequest(batch=padded_tokens(rows[start : start + piece])) for start in range(0, len(rows), piece)]
         pieces = [self._threads.submit(lambda part=part: self._asked(part)) for part in parts]
@@ -193,10 +192,7 @@ class RewardClient:
         if self._reduce is not None:
             return self._reduce(scores)
         if scores.shape[1] != 1:
-            raise RequestRejected(
-                f"reward_model: {scores.shape[1]} attributes per row; give reward.attribute_weights (RewardClient: a `reduce`), to "
-                "make one reward of them"
-            )
+            raise RequestRejected(f"reward_model: {scores.shape[1]} attributes per row; set reward.attribute_weights to combine them")
         return scores[:, 0]
 
     def _asked(self, request: wire.RewardRequest) -> Tensor:
@@ -366,5 +362,5 @@ class CriticHistory:
         held = f"holds steps {entries[0].step} to {entries[-1].step}" if entries else "holds nothing"
         return (
             f"{both}: the critic is behind, and the journal {held}. Resume both sides from a step that both have a checkpoint of (move "
-            "the policy's newer ones away), or set critic.accept_gap=true to go on with a critic that was not trained on what lies between"
+            "the policy's newer ones away), or set critic.accept_gap=true to continue without the training in between"
         )

@@ -32,8 +32,8 @@ from aligner.servers.wire import Endpoint
 
 MARKER = "ALIGNER_SERVER_INCARNATION"
 
-BROKEN_SECONDS = 2.0  # for what is left of a Triton of which a process has died
-ALWAYS_SAID = "NODELAY NOT SUPPORTED"  # by Triton's HTTP library of every Unix socket
+BROKEN_SECONDS = 2.0  # to shut down a Triton that has lost a process
+ALWAYS_PRINTED = "NODELAY NOT SUPPORTED"  # by Triton's HTTP library for every Unix socket
 
 
 def _bound_function(endpoint: Endpoint, submit: Submit) -> Callable:
@@ -67,7 +67,7 @@ class Frontend:
         self._processes: dict[int, tuple[int, str]] = {}
         self._ready = threading.Event()
         self._stop = threading.Event()
-        self._ends_well, self._begun = False, ""  # the part of a line that it has printed so far
+        self._ends_well, self._begun = False, ""  # the part of a line printed so far
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="pytriton", daemon=True)
 
@@ -85,7 +85,7 @@ class Frontend:
             if isinstance(self._error, TritonDied):
                 raise TritonDied(f"{self._error}; see {self._log}")
             if self._error is not None:
-                raise ServerError(f"PyTriton did not start: {self._error}; server.transport=http does without it") from self._error
+                raise ServerError(f"PyTriton did not start: {self._error}; server.transport=http does not need it") from self._error
             if self._lost_stub():
                 raise TritonDied(f"a Python stub of tritonserver died while starting; see {self._log}")
             if stop_requested():
@@ -97,7 +97,7 @@ class Frontend:
         self._processes = {pid: (start_ticks(pid) or 0, command) for pid, command in found.items() if "resource_tracker" not in command}
 
     def failure(self) -> str | None:
-        """Which process of Triton is gone, or None. Health endpoints do not tell: they answer 200 with a dead Python stub."""
+        """Which process of Triton is gone, or None. Health endpoints do not show it: they answer 200 with a dead Python stub."""
         for pid, (ticks, command) in self._processes.items():
             if start_ticks(pid) != ticks:
                 return f"process {pid} of Triton died ({command[:80].strip()}); see {self._log}"
@@ -110,7 +110,7 @@ class Frontend:
         has_failed = self.failure() is not None or not self._ready.is_set()
         self._processes, self._ends_well = {}, not has_failed
         self._stop.set()
-        # A thread that still waits for a Triton that is gone is waited for too: it sets the environment back.
+        # Wait for the thread even if Triton is gone: it restores the environment.
         if self._thread.is_alive() and self._error is None:
             self._thread.join(timeout=BROKEN_SECONDS if has_failed else self._config.shutdown_timeout_seconds)
         if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
@@ -125,19 +125,19 @@ class Frontend:
         if self._owned >= 0:
             os.close(self._owned)
             self._owned = -1
-        self._ends_well = True  # what a thread of PyTriton's says now is late: the last word is that of whoever ended it
+        self._ends_well = True  # later output of PyTriton's threads is not shown: whoever ended it has reported the reason
 
     @property
     def _marker(self) -> str:
         return f"{MARKER}={self._incarnation}"
 
     def _note(self, text: str) -> None:
-        """Triton or a stub of it has printed this: it goes to the log, and to whoever watches unless Triton ends as it was told to."""
+        """Write output of Triton or its stubs to the log, and print it unless Triton ends in order."""
         with self._log.open("a") as log:
             log.write(text)
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
-            if not self._ends_well and ALWAYS_SAID not in line:
+            if not self._ends_well and ALWAYS_PRINTED not in line:
                 print(line, flush=True)
 
     def _start_watchdog(self) -> subprocess.Popen:
@@ -145,7 +145,7 @@ class Frontend:
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _lost_stub(self) -> bool:
-        """Whether one of Triton's children is dead. While it starts it does not look, and waits for good for what the stub says."""
+        """Whether one of Triton's children is dead. A starting Triton does not notice, and waits forever for its stub's answer."""
         found = processes_with_variable(self._marker)
         servers = [pid for pid, command in found.items() if "tritonserver --id" in command and parent(pid) == os.getpid()]
         return any(zombie_children(pid) for pid in servers)
@@ -163,14 +163,14 @@ class Frontend:
     def _start_marked(self, triton) -> None:
         """Run Triton with an environment that marks its processes and shows its Python stub the interpreter's library.
 
-        PyTriton copies `os.environ`; there is no other way to set its child's environment.
+        PyTriton copies `os.environ`: its child's environment cannot be set in another way.
         """
-        os.environ.setdefault("PATH", os.defpath)  # PyTriton cannot do without
+        os.environ.setdefault("PATH", os.defpath)  # PyTriton requires one
         library_path = os.environ.get("LD_LIBRARY_PATH")
         interpreter = sysconfig.get_config_var("LIBDIR")
         os.environ["LD_LIBRARY_PATH"] = f"{interpreter}:{library_path}" if library_path else interpreter
         warnings = os.environ.get("PYTHONWARNINGS")
-        # Trackers of shared memory (ours and the stubs') report what a Triton that is ended has removed first, after the last word.
+        # Trackers of shared memory (ours and the stubs') would warn about what a killed Triton has already removed.
         os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (warnings, "ignore:resource_tracker:UserWarning")))
         resource_tracker.ensure_running()
         os.environ[MARKER] = self._incarnation
@@ -193,12 +193,12 @@ class Frontend:
 
         # It warns with a traceback for every error answer; rejections and failures are printed where they are made.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
-        # It says that Triton is gone, some time after `start` or `failure` have said so with the reason; the last word is theirs.
+        # It reports that Triton is gone, some time after `start` or `failure` have reported it with the reason.
         logging.getLogger("pytriton.server.triton_server").setLevel(logging.ERROR)
         config = TritonConfig(
             id=self._incarnation,
             log_file=self._log.resolve(),
-            http_address="127.0.0.1",  # nobody listens there; PyTriton looks once, at the end, whether Triton is gone
+            http_address="127.0.0.1",  # nobody listens there; PyTriton checks once, at the end, that Triton is gone
             http_port=1,
             allow_grpc=False,
             allow_metrics=False,

@@ -40,10 +40,10 @@ from aligner.version import __version__
 STRANGERS = 256
 STRANGER_SECONDS = 5.0
 OTHER_FILES = 512  # that the process may have open besides connections
-_AT_ONCE = 16  # connections taken before those that are there go on
+_AT_ONCE = 16  # connections accepted before the existing ones are served again
 _LOOK_SECONDS = 0.5
-_TELL_SECONDS = 10.0  # what goes wrong again and again is said once in so long
-_BUSY_SECONDS = 0.1  # until the next try where the machine has no room for a connection
+_TELL_SECONDS = 10.0  # minimum time between repeated warnings
+_BUSY_SECONDS = 0.1  # before the next try if the machine has no room for a connection
 
 
 class _Seat:
@@ -72,7 +72,7 @@ class _Seat:
 
 
 class Server(web.Server):
-    """aiohttp's, which says when a connection has ended."""
+    """aiohttp's, with a callback at the end of a connection."""
 
     def __init__(self, handle: Callable, ended: Callable[[web.RequestHandler], None], **settings: object) -> None:
         super().__init__(handle, **settings)
@@ -111,13 +111,13 @@ class Seats:
                     continue
                 self._enter(handler(), connection, address[0])
                 taken += 1
-                if taken % _AT_ONCE == 0:  # `sock_accept` does not wait where a connection is there
+                if taken % _AT_ONCE == 0:  # `sock_accept` does not wait if a connection is ready
                     await asyncio.sleep(0)
         finally:
             looking.cancel()
 
     def trust(self, handler: web.RequestHandler) -> bool:
-        """A request with the secret has come over this connection; False if too many have such, or the connection has ended meanwhile."""
+        """Mark a connection that has shown the secret; False if too many have, or the connection has ended meanwhile."""
         if handler in self._trusted:
             return True
         if handler not in self._strangers or len(self._trusted) >= self._max_trusted:
@@ -145,7 +145,7 @@ class Seats:
         settings = {} if self._tls is None else {"ssl": self._tls, "ssl_handshake_timeout": STRANGER_SECONDS}
         try:
             seat.transport, _ = await loop.connect_accepted_socket(lambda: handler, seat.connection, **settings)
-        except (OSError, asyncio.CancelledError):  # it has no certificate, has gone, or had to
+        except (OSError, asyncio.CancelledError):  # it has no certificate, has left, or was shown out
             seat.connection.close()
             self.leave(handler)
 
@@ -175,7 +175,7 @@ class Seats:
 
 
 def allow_files(max_connections: int) -> str:
-    """Raise this process's limit on open files, where that is needed; why the connections would not fit, empty if they do."""
+    """Raise this process's limit on open files if necessary; why the connections would not fit, empty if they do."""
     wanted = max_connections + STRANGERS + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -184,17 +184,17 @@ def allow_files(max_connections: int) -> str:
         return (
             f"this process may open {hard} files (ulimit -Hn); {wanted} are needed: {max_connections} connections, {STRANGERS} of strangers"
         )
-    with contextlib.suppress(ValueError):  # somebody has lowered the hard limit meanwhile
+    with contextlib.suppress(ValueError):  # the hard limit was lowered meanwhile
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return ""
 
 
 START_SECONDS = 30.0
 IDLE_CONNECTION_SECONDS = 60.0  # of a client that has shown the secret; others: STRANGER_SECONDS
-LINGER_SECONDS = 2.0  # a refused request's body is read and thrown away for so long, so that its sender gets to see the answer
+LINGER_SECONDS = 2.0  # keep draining a refused request this long, so that its sender can read the answer
 RETRY_SECONDS = 1
 ANSWER_SECONDS = 2.0  # for the answers that are ready, when it ends
-LOG_SECONDS = 10.0  # refusals without the secret are reported once in so long
+LOG_SECONDS = 10.0  # minimum time between reports of refusals without the secret
 
 SERVER = "aligner"
 
@@ -211,10 +211,10 @@ class Refusal(Exception):
 
 
 class Gateway:
-    """The HTTP server of one critic or reward server. It answers as soon as it is started; requests are taken once `connect` was called."""
+    """The HTTP server of one critic or reward server. It answers once started; requests are accepted after `connect`."""
 
     def __init__(self, config: ServerConfig, access: Access, endpoints: Sequence[Endpoint], limits: RequestLimits, health: Health) -> None:
-        """Raises ServerError if the configured address or port cannot be had, ConfigError for more connections than files may be open."""
+        """Raises ServerError if the address or port cannot be used, ConfigError if max_connections exceeds the limit of open files."""
         if problem := allow_files(config.max_connections):
             raise ConfigError(f"server.max_connections={config.max_connections}: {problem}")
         self._config = config
@@ -244,11 +244,11 @@ class Gateway:
             raise ServerError(f"the gateway on port {self.port} did not start: {self._error or f'waited {START_SECONDS:.0f} s'}")
 
     def connect(self, upstream: Upstream) -> None:
-        """Take requests from now on, for `upstream`, which is closed with this."""
+        """Accept requests from now on, for `upstream`, which is closed with this."""
         self._upstream = upstream
 
     def failure(self) -> str | None:
-        """Why it answers no more, or no request gets through; None while all is well. Called from the supervisor's thread."""
+        """Why it no longer answers, or no request gets through; None while all is well. Called from the supervisor's thread."""
         if not self._thread.is_alive():
             return f"the gateway ended: {self._error}"
         return self._health.stuck(self._oldest_seconds())
@@ -274,7 +274,7 @@ class Gateway:
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         logger = logging.getLogger("aligner.gateway")
-        logger.setLevel(logging.CRITICAL)  # what is wrong with a request is told to its sender; what is wrong here is printed here
+        logger.setLevel(logging.CRITICAL)  # errors of requests go to their senders, and our own are printed here
         server = Server(
             self._handle,
             self._seats.leave,
@@ -285,7 +285,7 @@ class Gateway:
             auto_decompress=False,
         )
         accepting = self._loop.create_task(self._seats.accept(self._listener, server))
-        accepting.add_done_callback(lambda _: self._stopping.set())  # it ends only if something here is wrong
+        accepting.add_done_callback(lambda _: self._stopping.set())  # it ends only after an error of ours
         self._started.set()
         await self._stopping.wait()
         if accepting.done():
@@ -302,10 +302,10 @@ class Gateway:
         except Refusal as refusal:
             answer = _json({"error": str(refusal)}, refusal.status, refusal.headers)
             if "Connection" in refusal.headers:
-                answer.force_close()  # the header alone leaves it to the client
+                answer.force_close()  # the header alone would leave that to the client
             return answer
         except ConnectionError:
-            raise  # the client has gone: nobody is there to be answered
+            raise  # the client has left
         except Exception:
             traceback.print_exc(file=sys.stderr)
             return _json({"error": "internal error; see the server's log"}, 500)
@@ -319,10 +319,10 @@ class Gateway:
             message = "the run's secret is missing or wrong: send `Authorization: Bearer <secret>`"
             raise Refusal(401, message, {"WWW-Authenticate": "Bearer", "Connection": "close"})
         if not self._seats.trust(request.protocol):
-            message = f"{self._config.max_connections} connections are open (server.max_connections); come again"
+            message = f"{self._config.max_connections} connections are open (server.max_connections); try again"
             raise Refusal(429, message, {"Retry-After": str(RETRY_SECONDS), "Connection": "close"})
         if path not in self._routes:
-            raise Refusal(404, f"{path[:100]!r} is not served; there are {', '.join(self._routes)}")
+            raise Refusal(404, f"{path[:100]!r} is not served; allowed are {', '.join(self._routes)}")
         method, route = self._routes[path]
         if request.method != method:
             raise Refusal(405, f"{path}: {method} only", {"Allow": method})
@@ -369,7 +369,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def _admitted(self, size: int) -> Iterator[int]:
-        """A place for one request of `size` bytes. Raises Refusal if there is none."""
+        """A place for one request of `size` bytes. Raises Refusal if all are taken."""
         failure = self._health.failure()
         if self._upstream is None or failure is not None:
             raise Refusal(503, failure or "it is starting", {"Retry-After": str(RETRY_SECONDS)})
@@ -377,7 +377,7 @@ class Gateway:
             raise Refusal(
                 429,
                 f"{self._waiting} requests with {self._pending_bytes} bytes are waiting (server.max_requests={self._config.max_requests}, "
-                f"server.max_pending_bytes={self._config.max_pending_bytes}); come again",
+                f"server.max_pending_bytes={self._config.max_pending_bytes}); try again",
                 {"Retry-After": str(RETRY_SECONDS)},
             )
         self._waiting += 1
@@ -399,7 +399,7 @@ class Gateway:
             limit = self._config.body_timeout_seconds
             raise Refusal(408, f"{len(body)} of {size} bytes came in {limit:g} s (server.body_timeout_seconds)") from error
         except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
-            raise ConnectionResetError("the body broke off") from error
+            raise ConnectionResetError("the body ended early") from error
         return body
 
     async def _passed_on(self, endpoint: Endpoint, inbound: Inbound) -> web.Response:
@@ -428,7 +428,7 @@ def _content_length(request: web.BaseRequest, largest: int) -> int:
     """The stated length of a body that may be read. Raises Refusal otherwise."""
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
-        raise Refusal(415, f"Content-Encoding {encoding[:40]!r}: send the body as it is")
+        raise Refusal(415, f"Content-Encoding {encoding[:40]!r}: send the body uncompressed")
     size = request.content_length
     if size is None:
         raise Refusal(411, "send the body with a Content-Length")

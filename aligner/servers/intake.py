@@ -94,14 +94,14 @@ class Intake:
     def answer(self, ticket: Ticket, answer: Answer | AnswerError) -> None:
         """Send the reply to a request that was taken, or the reason of its refusal."""
         recording.add(ticket.operation.endpoint.name, ticket.since, "requests")
-        with contextlib.suppress(InvalidStateError):  # its client has gone, or the supervisor has answered for a loop that hung
+        with contextlib.suppress(InvalidStateError):  # its client has left, or the supervisor has answered for a loop that hung
             if isinstance(answer, AnswerError):
                 ticket.answer.set_exception(answer)
             else:
                 ticket.answer.set_result(answer)
 
     def close(self, error: AnswerError) -> None:
-        """Answer everything that waits or runs, and all that comes later, with `error`. Callable from any thread, more than once."""
+        """Answer every waiting, running and later request with `error`. Callable from any thread, more than once."""
         with self._lock:
             self._closed = self._closed or error
             waiting = [self._running] if self._running is not None else []
@@ -119,7 +119,7 @@ def _failed(error: AnswerError) -> Future[Answer]:
 
 
 CONNECT_SECONDS = 10.0
-LARGE_BYTES = 256 * 1024  # larger bodies are taken apart in another thread, and sent on without a copy
+LARGE_BYTES = 256 * 1024  # larger bodies are parsed in another thread, and sent on without a copy
 SEND_BYTES = 1 << 20
 
 Submit = Callable[[Endpoint, Mapping[str, np.ndarray]], "Future[dict[str, np.ndarray]]"]
@@ -138,7 +138,7 @@ class Upstream(Protocol):
         """Headers and body of the answer. Raises AnswerError with the reason of another answer than 200."""
 
     async def close(self) -> None:
-        """Nothing is asked any more."""
+        """No further calls follow."""
 
 
 class Straight:
@@ -156,7 +156,7 @@ class Straight:
         return await computed(size, lambda: encode_response(arrays, request.outputs, **named, model_name=endpoint.name, model_version="1"))
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Holds nothing."""
 
 
 class ThroughTriton:
@@ -167,7 +167,7 @@ class ThroughTriton:
         self._session: aiohttp.ClientSession | None = None
 
     async def ask(self, endpoint: Endpoint, request: Inbound) -> tuple[dict[str, str], bytes]:
-        """See `Upstream`. Triton's own words may hold tracebacks and go to the log."""
+        """See `Upstream`. Triton's own error texts may hold tracebacks and go to the log."""
         header, tensors = outbound(request)
         size = len(header) + request.nbytes
         headers = {
@@ -182,8 +182,8 @@ class ThroughTriton:
             async with self._opened().post(url, data=body_out, headers=headers) as response:
                 status, body, answered = response.status, await response.read(), response.headers
         except (aiohttp.ClientError, OSError) as error:
-            print(f"gateway: {endpoint.name}: Triton broke off: {error}", file=sys.stderr, flush=True)
-            raise AnswerError(f"{endpoint.name}: Triton broke off; whether the operation ran is unknown", status=502) from error
+            print(f"gateway: {endpoint.name}: Triton closed the connection: {error}", file=sys.stderr, flush=True)
+            raise AnswerError(f"{endpoint.name}: Triton closed the connection; whether the operation ran is unknown", status=502) from error
         if status == 200:
             return {name: answered[name] for name in (HEADER_LENGTH, "Content-Type") if name in answered}, body
         ours, message = decode_failure(body)
@@ -200,7 +200,7 @@ class ThroughTriton:
     def _opened(self) -> aiohttp.ClientSession:
         """Made in the event loop that uses it."""
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)  # what may run for how long is the client's to say
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)  # the client decides how long an operation may take
             connector = aiohttp.UnixConnector(str(self._path), limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         return self._session

@@ -1,8 +1,8 @@
 """The KServe v2 HTTP encoding with Triton's binary tensors: a JSON header followed by the tensors' bytes.
 
-The first part is the client's and the answers'. The second part reads requests that anybody may have sent. It checks everything about a
-request's form before any byte of it goes on: sizes, JSON, names, dtypes, shapes and what the shapes imply about bytes. Triton, if there is
-one, gets a new request, written from the parsed one. What the numbers mean is checked later, on whole arrays: see `Endpoint.payload`.
+The first part is for clients and answers. The second part parses requests, whoever sent them. It checks all of a request's form before any
+byte is passed on: sizes, JSON, names, dtypes, shapes and their numbers of bytes. Triton, if used, gets a new request, written from the
+parsed one. What the numbers mean is checked later, on whole arrays: see `Endpoint.payload`.
 
 Written by hand because it is short: it needs neither gevent nor grpc in the trainer, whose threads then keep plain socket deadlines.
 Specification: the Open Inference Protocol and Triton's "binary tensor data" extension.
@@ -146,7 +146,7 @@ def decode_response(header_length: str | None, body: bytes) -> dict[str, np.ndar
 
 
 MAX_HEADER_BYTES = 64 * 1024  # of the JSON before binary tensors
-MAX_JSON_BYTES = 4 * 1024 * 1024  # of a request that is JSON altogether
+MAX_JSON_BYTES = 4 * 1024 * 1024  # of a request that is all JSON
 MAX_DEPTH = 12
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
 _DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
@@ -155,7 +155,7 @@ _PRINTABLE = re.compile(r"[ -~]{0,128}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InboundTensor:
-    """One input, its bytes as Triton's binary extension has them."""
+    """One input, its bytes in the form of Triton's binary extension."""
 
     name: str
     datatype: str
@@ -182,7 +182,7 @@ class Inbound:
 
 
 def body_limit(endpoint: Endpoint, limits: RequestLimits) -> int:
-    """The bytes of the largest request that the endpoint could accept; a JSON one needs more for each number, but is limited anyhow."""
+    """The bytes of the largest request that the endpoint could accept; a JSON one has more for each number, but is limited anyway."""
     largest = {"B": limits.max_rows, "S": limits.max_sequence_length}
     total = MAX_HEADER_BYTES
     for spec in endpoint.inputs:
@@ -192,10 +192,10 @@ def body_limit(endpoint: Endpoint, limits: RequestLimits) -> int:
 
 
 def read_request(endpoint: Endpoint, limits: RequestLimits, header_length: str | None, body: bytes | bytearray) -> Inbound:
-    """Understand a body; `header_length` is the value of Triton's header of that name, None for a request that is JSON altogether.
+    """Parse a body; `header_length` is the value of Triton's header of that name, None for a request that is all JSON.
 
     Raises:
-        ValueError: says what is wrong, where, and what is allowed.
+        ValueError: names the tensor, the problem and what is allowed.
     """
     end = _json_length(header_length, len(body))
     document = _object(_parse(bytes(body[:end])), "the request", allowed=("id", "parameters", "inputs", "outputs"))
@@ -373,7 +373,7 @@ def _check_texts(name: str, data: memoryview, count: int, limits: RequestLimits)
 
 
 def _from_json(spec: TensorSpec, shape: tuple[int, ...], data: object, limits: RequestLimits) -> bytes:
-    """The bytes of a tensor that was sent as numbers or texts, flat or nested as its shape says."""
+    """The bytes of a tensor that was sent as numbers or texts, flat or nested like its shape."""
     values = list(_flat(spec.name, data, shape))
     if len(values) != math.prod(shape):
         raise ValueError(f"{spec.name}: {len(values)} values for shape {list(shape)}; it must be {math.prod(shape)}")
@@ -394,17 +394,17 @@ def _from_json(spec: TensorSpec, shape: tuple[int, ...], data: object, limits: R
 
 
 def _flat(name: str, data: object, shape: tuple[int, ...]) -> Iterator[object]:
-    """The elements in order. Raises ValueError for lists that are not nested as `shape` says (one flat list is allowed too)."""
+    """The elements in order. Raises ValueError unless the lists are nested like `shape`, or one flat list."""
     if not isinstance(data, list):
         raise ValueError(f"{name}: data {_shown(data)} is not a list")
     if not any(isinstance(element, list) for element in data):
         yield from data
         return
     if len(shape) < 2 or len(data) != shape[0]:
-        raise ValueError(f"{name}: data is not nested as shape {list(shape)} says")
+        raise ValueError(f"{name}: data is not nested like shape {list(shape)}")
     for row in data:
         if not isinstance(row, list) or len(row) != math.prod(shape[1:]):
-            raise ValueError(f"{name}: data is not nested as shape {list(shape)} says")
+            raise ValueError(f"{name}: data is not nested like shape {list(shape)}")
         yield from _flat(name, row, shape[1:])
 
 

@@ -1,4 +1,4 @@
-"""A critic's record of train requests: every request once, in order. Pure bookkeeping; every rank holds one and decides alike.
+"""A critic's record of train requests: every request once, in order. Pure bookkeeping; every rank holds one, and all decide the same.
 
     the request names                       the ledger
     what was applied lately                 gives the recorded reply, and nothing is done
@@ -34,7 +34,7 @@ from aligner.errors import CheckpointError, ServerError
 from aligner.files import publish
 from aligner.servers.payloads import START, CriticStatus, TrainIdentity, TrainReply, describe, digest_of, position
 
-NUM_RECORDS = 8  # replies that are kept: a client repeats the last request only
+NUM_RECORDS = 8  # replies kept: a client repeats only its last request
 
 
 class Reason(str, Enum):
@@ -49,7 +49,7 @@ class Reason(str, Enum):
 
 
 class Refused(ServerError):
-    """A request that does not fit the applied ones. Nothing has changed, and every rank refuses alike."""
+    """A request that does not fit the applied ones. Nothing has changed, and every rank refuses it."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(f"refused ({reason.value}): {message}")
@@ -64,7 +64,7 @@ class _Record:
 
 
 class Ledger:
-    """Begins at the critic's checkpoint of `checkpoint_step` (0: its first weights).
+    """Starts at the critic's checkpoint of `checkpoint_step` (0: its first weights).
 
     With `accepts_gap` a client may make it `adopt` a mark: the critic joins a policy whose history it does not share.
     """
@@ -110,7 +110,7 @@ class Ledger:
         self._records.append(_Record(identity=identity, mark=identity.mark, reply=reply))
 
     def adopt(self, mark: str) -> None:
-        """Count as trained last on `mark`, whatever was. Raises Refused unless this critic accepts a gap."""
+        """Count as trained last on `mark`, whatever came before. Raises Refused unless this critic accepts a gap."""
         if not self.accepts_gap:
             raise Refused(Reason.gap, f"this critic accepts no gap (critic.accept_gap), and was trained last on {describe(self.mark)}")
         self.mark, self.accepts_gap = mark, False
@@ -147,8 +147,8 @@ class Ledger:
         """Continue from a checkpoint of this run. Raises CheckpointError if it is another run's, or does not fit together."""
         if state["run"] != self.run:
             raise CheckpointError(
-                f"the critic's checkpoint of step {checkpoint_step} belongs to run {state['run']}, this is run {self.run}: it is another "
-                "run's; to begin with its weights, name it in critic.model.path"
+                f"the critic's checkpoint of step {checkpoint_step} belongs to run {state['run']}, this is run {self.run}; "
+                "to begin with its weights, name it in critic.model.path"
             )
         pairs = [(TrainIdentity(**record["identity"]), TrainReply(**record["reply"])) for record in state["records"]]
         records = [_Record(identity=identity, mark=identity.mark, reply=reply) for identity, reply in pairs]
@@ -177,10 +177,10 @@ class Journal:
         self._entries = [_identity_of(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
 
     def append(self, identity: TrainIdentity, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write one entry behind the one that it names as its previous; earlier entries after that one belong to an abandoned past.
+        """Write an entry after the one that it names as its previous; earlier entries after that one belong to an abandoned past.
 
         Raises:
-            ServerError: it cannot be written (a full disk, say). The journal is then as it was.
+            ServerError: it cannot be written (a full disk, say). The journal is then unchanged.
         """
         with self._lock:
             path = self._path(identity)
@@ -190,7 +190,7 @@ class Journal:
                 publish(path, lambda new: new.write_bytes(save(contiguous, metadata=fields)))
             except OSError as error:
                 raise ServerError(
-                    f"the journal of what the critic is trained on cannot be written: {path}: {error.strerror or error}; step "
+                    f"the critic's journal cannot be written: {path}: {error.strerror or error}; step "
                     f"{identity.step} was not sent. The file system of the run directory must have room and be writable"
                 ) from error
             self._keep([*self._chain(identity.previous), identity])
@@ -209,11 +209,11 @@ class Journal:
             return self._chain(mark)
 
     def read(self, identity: TrainIdentity) -> dict[str, np.ndarray]:
-        """The tensors of an entry. Raises ServerError if they are not those that were written."""
+        """The tensors of an entry. Raises ServerError if they are not the written ones."""
         path = self._path(identity)
         try:
             with safe_open(path, framework="numpy") as file:
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
         except (OSError, SafetensorError) as error:
             raise ServerError(f"{path}: this entry of the journal cannot be read: {error}") from error
         if digest_of(arrays) != identity.digest:
@@ -261,5 +261,5 @@ def _identity_of(path: Path) -> TrainIdentity:
             fields = file.metadata()
         identity = TrainIdentity(**{**fields, "step": int(fields["step"]), "part": int(fields["part"])})
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ServerError(f"{path} is no entry of the journal: {error}; move it away") from error
+        raise ServerError(f"{path} is not an entry of the journal: {error}; move it away") from error
     return identity

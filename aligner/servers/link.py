@@ -1,4 +1,4 @@
-"""One client's way to its server: discovery, one HTTP exchange at a time per thread, and the prompt news of the server's death.
+"""One client's way to its server: discovery, one HTTP exchange at a time per thread, and prompt notice of the server's death.
 
 Every exchange opens a new connection: that costs well under a millisecond, and a connection that died while idle can never be
 mistaken for a server that died while training. While an answer is awaited, the registration is watched.
@@ -31,7 +31,7 @@ from aligner.servers.wire import Endpoint
 from aligner.telemetry import recording
 
 BUSY, REFUSED = 429, 409
-LOST = (408, 500, 502, 503)  # the server ends, or what it stands before has; whether the operation ran is unknown
+LOST = (408, 500, 502, 503)  # the server or its Triton is ending; whether the operation ran is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class RequestRefused(RequestRejected):
 class ServiceLink:
     """Thread-safe. Finds servers of one name, belonging to the attempt `attempt` of the run ("": to any).
 
-    One that `is_talkative` prints what it waits for: one client of many should.
+    If `is_talkative`, prints what it waits for: one of several clients should.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class ServiceLink:
 
     @property
     def is_gone(self) -> bool:
-        """Whether a launcher says that nobody will start this server again."""
+        """Whether a launcher has recorded that nobody will start this server again."""
         return gone_path(self._services_dir, self._name).exists()
 
     def close(self) -> None:
-        """Calls that are under way end with ServerUnreachable within a fraction of a second."""
+        """Calls under way end with ServerUnreachable within a fraction of a second."""
         self._closed.set()
 
     def pause(self, seconds: float) -> None:
@@ -106,7 +106,7 @@ class ServiceLink:
         Raises:
             ServerUnreachable: a dead server, one that is ending, a broken connection; whether the operation ran is then unknown.
             ServerTimeout: no answer in time.
-            RequestRefused: the request does not fit to what the server was trained on.
+            RequestRefused: the request does not fit the server's training history.
             RequestRejected: the server's error message.
         """
         with recording.span(endpoint.name, recording.rank_lane(f"calls to {self._name}")):
@@ -134,7 +134,7 @@ class ServiceLink:
             raise ServerUnreachable(f"{what}: {registration.describe()} sent an answer that cannot be read: {error}") from error
 
     def probe(self, server: Server) -> None:
-        """Ask the server whether it is ready. Raises ServerUnreachable or ServerTimeout if it is not, or does not say."""
+        """Ask the server whether it is ready. Raises ServerUnreachable or ServerTimeout if it is not, or does not answer."""
         seconds = self._config.connect_timeout_seconds
         request = ("GET", "/v2/health/ready", {}, b"")
         status, _, answer = self._answer(server, "health", request, time.monotonic() + seconds, seconds)
@@ -188,7 +188,7 @@ class ServiceLink:
                 raise _Expired
 
     def _unreachable(self, server: Server, what: str, error: Exception) -> ServerUnreachable:
-        """Says which server, where, since when, and what its registration tells."""
+        """Names the server, its place, since when it is silent, and the state of its registration."""
         since = "never answered this client" if self._answered_at is None else f"has not answered since {_clock(self._answered_at)}"
         reason = server.liveness.check_now() or "its registration is alive"
         return ServerUnreachable(
@@ -221,7 +221,7 @@ class Patience:
         self.renew()
 
     def renew(self) -> None:
-        """Something good has happened: the time counts from now."""
+        """After progress: the time counts from now."""
         self._ends_at = time.monotonic() + self.seconds
 
     @property
@@ -234,7 +234,7 @@ class Recovery:
     """One client's calls over the servers that come and go behind one name. Thread-safe.
 
     `fit(server, patience)` is called with every new server, before any other request: it brings the server to where the
-    client is, or raises. It may be interrupted by the server's death, and begins again with the next one.
+    client is, or raises. If the server dies meanwhile, it begins again with the next one.
     """
 
     def __init__(self, link: ServiceLink, config: ClientConfig, fit: Callable[[Server, Patience], None]) -> None:
@@ -281,7 +281,7 @@ class Recovery:
                     raise
                 self.recover(server, error)
                 if self._server.registration.incarnation == server.registration.incarnation:
-                    # It says that it is well, and may not know better yet: Triton dies moments before its server notices.
+                    # It reports itself ready, but may not have noticed yet that its Triton has died.
                     self._link.pause(self._config.retry_delay_seconds * 2 ** (lost - 1))
 
     def recover(self, lost: Server, error: ServerError) -> None:
@@ -329,6 +329,6 @@ class Recovery:
     def _giving_up(self, cause: str, error: ServerError, patience: Patience, num_servers: int) -> ServerUnreachable:
         if not cause:
             return ServerUnreachable(str(error))
-        tried = f"{num_servers} were met since and did not last" if num_servers else "none has taken its place"
+        tried = f"{num_servers} came and were lost" if num_servers else "none has taken its place"
         waited = f"Waited for another server ({patience.seconds:g} s, server_client.recovery_timeout_seconds)"
         return ServerUnreachable(f"{cause}{waited}: {tried}: {error}")

@@ -27,7 +27,7 @@ def node_identity() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is no such process or it is a zombie.
+    """When the process started, in clock ticks since boot; None if no such process exists or it is a zombie.
 
     With the pid it names one process for good, although pids are reused.
     """
@@ -36,7 +36,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def parent(pid: int) -> int | None:
-    """The parent's pid; None if there is no such process."""
+    """The parent's pid; None if no such process exists."""
     stat = _stat(pid)
     return None if stat is None else int(stat[1])
 
@@ -77,7 +77,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 PREFIX = "aligner-triton-"  # of workspaces
-BACKEND = Path("/tmp"), "python_env_*"  # where Triton's Python backend makes a folder for itself, whatever TMPDIR says
+BACKEND = Path("/tmp"), "python_env_*"  # where Triton's Python backend makes a folder for itself, whatever TMPDIR is
 OWNER = "owner"  # in each: the server's pid and when it started, in a file that it holds locked as long as it lives
 TRACKER_SECONDS = 3.0  # multiprocessing's resource trackers unlink shared memory and exit by themselves
 KILL_SECONDS = 10.0
@@ -92,13 +92,13 @@ def own(workspace: Path) -> int:
 
 
 def sweep(temporary: Path) -> list[Path]:
-    """Remove what servers of this user have left in `temporary` that ended without their watchdog; which workspaces those were."""
+    """Remove what servers of this user left in `temporary` if they ended without their watchdog; returns those workspaces."""
     swept = []
     for workspace in temporary.glob(f"{PREFIX}*"):
         try:
             place = workspace.lstat()
             if not stat.S_ISDIR(place.st_mode) or place.st_uid != os.getuid():
-                continue  # whoever else can write here may have made it, with anything in it, such as a FIFO that nobody writes to
+                continue  # another user may have made it, with anything in it, such as a FIFO that nobody writes to
             descriptor = os.open(workspace / OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # just being made, or gone by now
             continue
@@ -138,14 +138,14 @@ def _boot_time() -> float:
 
 
 def wait_for_end_of(parent: int) -> None:
-    """Return when standard input ends or the parent is another one (somebody else may have inherited the pipe)."""
+    """Return when standard input ends or the parent changes (another process may have inherited the pipe)."""
     while os.getppid() == parent:
         if select.select([sys.stdin], [], [], 0.5)[0] and not os.read(sys.stdin.fileno(), 4096):
             return
 
 
 def kill_marked(assignment: str) -> None:
-    """Kill until none is left; the resource trackers last."""
+    """Kill all marked processes; the resource trackers last."""
     started = time.monotonic()
     while found := processes_with_variable(assignment):
         waited = time.monotonic() - started
@@ -166,7 +166,7 @@ def main() -> None:
     parent, assignment, workspace = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     started = start_ticks(parent) or 0
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # those are for the server; its end is what counts here
+        signal.signal(number, signal.SIG_IGN)  # for the server; only its end counts here
     wait_for_end_of(parent)
     kill_marked(assignment)
     remove(workspace, parent, started)

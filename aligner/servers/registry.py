@@ -1,6 +1,6 @@
 """Discovery through a directory that all components share: one `<name>.json` for each, written atomically, touched as a heartbeat.
 
-It exists from the start of the process, so waiting clients can say what they wait for. A service is dead when its registration is gone,
+It exists from the start of the process, so waiting clients can report what they wait for. A service is dead when its registration is gone,
 belongs to another incarnation, has not been touched for `heartbeat_timeout_seconds`, or names a process of this machine that no longer
 exists.
 """
@@ -24,13 +24,13 @@ from aligner.servers.processes import node_identity, start_ticks
 
 ATTEMPT = "ALIGNER_ATTEMPT"
 POLL_SECONDS = 0.25
-STALE_HEARTBEATS = 5  # a registration that another machine's process has not touched for so many heartbeats is stale
+STALE_HEARTBEATS = 5  # a registration that another machine's process has not touched for this many heartbeats is stale
 
 
 class ServiceState(str, Enum):
     """How far a component is."""
 
-    waiting = "waiting"  # for its turn on GPUs that it shares, to load: however long that takes
+    waiting = "waiting"  # for its turn to load on shared GPUs, however long that takes
     loading = "loading"
     ready = "ready"
 
@@ -72,12 +72,12 @@ def registration_path(services_dir: Path, name: str) -> Path:
 
 
 def gone_path(services_dir: Path, name: str) -> Path:
-    """A text file in which a launcher says that nobody will start `name` again, and why; then clients stop waiting."""
+    """A text file in which a launcher records why nobody will start `name` again; then clients stop waiting."""
     return services_dir / f"{name}.gone"
 
 
 def current_attempt() -> str:
-    """Which start of the run this process belongs to, as its launcher says; "" if it says nothing."""
+    """Which start of the run this process belongs to, by its launcher's variable; "" without one."""
     return os.environ.get(ATTEMPT, "")
 
 
@@ -103,7 +103,7 @@ def make_registration(*, name: str, role: str, num_ranks: int, layout: str = "",
 
 
 def read_registration(path: Path) -> tuple[Registration, int] | None:
-    """The registration and its heartbeat (the file's mtime in ns); None if there is no file.
+    """The registration and its heartbeat (the file's mtime in ns); None without a file.
 
     Opens the file although `stat` would do for the heartbeat: network file systems refresh attributes when a file is opened.
     """
@@ -165,15 +165,15 @@ class Liveness:
             self._heartbeat_ns, self._changed_at = heartbeat_ns, now
         silent = now - self._changed_at
         if silent > self._timeout_seconds:
-            return f"{self._path} has not been touched for {silent:.0f} s (allowed are {self._timeout_seconds:.0f} s)"
+            return f"{self._path} has not been touched for {silent:.0f} s (allowed: {self._timeout_seconds:.0f} s)"
         return None
 
 
 def claim(services_dir: Path, mine: Registration, heartbeat_seconds: float) -> str:
-    """Make sure that nobody else holds the name of this registration; says what is replaced, "" if there is nothing.
+    """Make sure that nobody else holds the name of this registration; returns what is replaced, "" for nothing.
 
     A registration of an earlier attempt is replaced, alive or not: that server ends itself when it sees this. So is one of a dead process;
-    if that cannot be seen, because it ran on another machine, the heartbeat is watched for a while.
+    if it ran on another machine, the heartbeat is watched for a while.
 
     Raises:
         ServerError: a process of the same attempt is alive and holds the name.
@@ -191,7 +191,7 @@ def claim(services_dir: Path, mine: Registration, heartbeat_seconds: float) -> s
     patience = STALE_HEARTBEATS * heartbeat_seconds if age < STALE_HEARTBEATS * heartbeat_seconds else 2 * heartbeat_seconds
     if other.node == node_identity() or _beats(path, heartbeat_ns, patience):
         raise ServerError(f"{other.describe()} already serves under that name ({path}); stop it first")
-    return f"{other.describe()} has not been heard of for {age + patience:.0f} s and is replaced"
+    return f"{other.describe()} has been silent for {age + patience:.0f} s and is replaced"
 
 
 def _beats(path: Path, heartbeat_ns: int, seconds: float) -> bool:
@@ -241,12 +241,12 @@ class Publication:
         return self.registration
 
     def waits(self, waits: bool) -> None:
-        """Say whether the component, which has still to load, waits for its turn on GPUs that it shares."""
+        """Record whether the component waits for its turn to load on shared GPUs."""
         self.registration = replace(self.registration, state=ServiceState.waiting if waits else ServiceState.loading)
         self._write(self.registration)
 
     def describe_checkpoint(self, checkpoint: str) -> None:
-        """Say which checkpoint was loaded."""
+        """Record which checkpoint was loaded."""
         self.registration = replace(self.registration, checkpoint=checkpoint)
         self._write(self.registration)
 
@@ -289,7 +289,7 @@ class Publication:
 
 
 def _tell_nobody(text: str) -> None:
-    """For those who wait in silence."""
+    """The default: silence."""
 
 
 def wait_for_service(
@@ -304,11 +304,11 @@ def wait_for_service(
 ) -> Registration:
     """Wait until `name` is registered, ready, alive and of this attempt ("": of any); another thread may set `abandoned` to end the wait.
 
-    `tell` gets a line when there is news about the awaited service.
+    `tell` gets a line for each change of the awaited service.
 
     Raises:
         ServerUnreachable: names the awaited service, the place, the time waited, and what was found instead (nothing, one
-            that loads, a dead one, one of an earlier attempt). At once, if a launcher says that nobody will start it (again).
+            that loads, a dead one, one of an earlier attempt). At once, if a launcher has recorded that nobody will start it (again).
     """
     abandoned = abandoned or threading.Event()
     path = registration_path(services_dir, name)

@@ -1,9 +1,9 @@
 """The serving loop of all ranks of a component.
 
-Requests arrive at the gateway on rank 0, which checks who sends them and their form. They go on straight or through PyTriton's Triton
-(`server.transport`); then what they say is checked, and they are queued. The main thread of rank 0 takes them one at a time and broadcasts
-each; every rank runs the same handler (which may use the model's collectives); rank 0 answers. While nothing arrives, a no-op goes round,
-so that no process group times out, a dead rank is noticed, and any rank's SIGTERM stops the server.
+Requests arrive at the gateway on rank 0, which checks their sender and their form. They are passed on straight or through PyTriton's Triton
+(`server.transport`); then their contents are checked, and they are queued. The main thread of rank 0 takes one at a time and broadcasts it;
+every rank runs the same handler (which may use the model's collectives); rank 0 answers. Without requests, a no-op is broadcast, so that no
+process group times out, a dead rank is noticed, and any rank's SIGTERM stops the server.
 
 A bad request is rejected and the server continues. A handler that raises, on any rank, ends the server with an exception on every rank:
 its weights may no longer agree. The client learns which rank failed and why.
@@ -106,7 +106,7 @@ class ControlGroup:
 
 
 DRAIN_SECONDS = 1.0  # an error answer needs a moment to leave
-FOLLOWER_SECONDS = 3.0  # ranks other than 0 wait so much longer, so that rank 0 can still answer its client
+FOLLOWER_SECONDS = 3.0  # added to the grace of ranks other than 0, so that rank 0 can still answer its client
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +188,7 @@ class _Open:
 
 
 def _lead(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
-    """Rank 0: gateway, front end, registration and loop; all taken down again whatever happens, and the other ranks told."""
+    """Rank 0: gateway, front end, registration and loop; all taken down again whatever happens, and the other ranks informed."""
     intake = Intake({one.endpoint.name: one for one in service.operations}, service.limits)
     with contextlib.ExitStack() as cleanup:
         try:
@@ -208,7 +208,7 @@ def _lead(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
             last_words=lambda message: _give_up(intake, parts.publication, message),
         )
         cleanup.callback(supervisor.close)
-        parts.health.watch(lambda: "it was told to end" if stop.requested else supervisor.failure())
+        parts.health.watch(lambda: "it is ending (signal)" if stop.requested else supervisor.failure())
         try:
             _lead_loop(service, control, intake, supervisor, stop, parts.health.pulse)
         except _OperationFailed as error:
@@ -221,7 +221,7 @@ def _lead(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
             with contextlib.suppress(RuntimeError):  # a rank that cannot be reached sees the closed connection
                 control.broadcast(Command(failure=f"rank 0: {cause}"))
             raise ServerError(f"{service.name}: {cause}") from error
-        intake.close(AnswerError(f"server {service.name} was told to end", status=503))
+        intake.close(AnswerError(f"server {service.name} is ending (signal)", status=503))
 
 
 def _give_up(intake: Intake, publication: Publication, message: str) -> None:
@@ -249,11 +249,11 @@ def _open(service: Service, control: ControlGroup, intake: Intake, stop: _StopSi
     if transport is Transport.pytriton:
         frontend = _start_frontend(service, incarnation, intake, stop, cleanup)
     gateway.connect(Straight(intake.submit) if frontend is None else ThroughTriton(frontend.socket))
-    # The first to end: where connections to it are open Triton waits for them till its time is up, and leaves without unloading its models.
+    # The first to end: Triton waits for open connections until its time is up, and then leaves without unloading its models.
     cleanup.callback(gateway.stop)
     health.pulse.begin(None)
     first = Command(here=not service.residence.takes_turns)
-    control.broadcast(first)  # a first round, so that a server that says it is ready is
+    control.broadcast(first)  # a first round, so that a server is ready when it reports it
     _take_part(service, control, first, stop)
     health.pulse.round_done()
     url = f"{access.scheme}://{advertised_host(config, os.environ)}:{gateway.port}"
@@ -264,10 +264,10 @@ def _open(service: Service, control: ControlGroup, intake: Intake, stop: _StopSi
 
 
 def _start_frontend(service: Service, incarnation: str, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> Frontend:
-    """Start Triton; a second time if it dies on the way, which its Python backend does now and then on a busy machine
-    (boost::interprocess::lock_exception, triton-inference-server/server issue 8882). Nothing has been asked of it by then.
+    """Start Triton; a second time if it dies on the way, as its Python backend sometimes does on a busy machine
+    (boost::interprocess::lock_exception, triton-inference-server/server issue 8882). No request has reached it by then.
 
-    Raises TritonDied the second time, and what else `Frontend.start` raises at once.
+    Raises TritonDied the second time, and any other error of `Frontend.start` at once.
     """
     log = service.services_dir / f"{service.name}.triton.log"
     for may_die in (True, False):
@@ -279,13 +279,13 @@ def _start_frontend(service: Service, incarnation: str, intake: Intake, stop: _S
         except TritonDied as error:
             if not may_die:
                 raise
-            print(f"warning: {service.name}: {error}; it is started once more", file=sys.stderr, flush=True)
+            print(f"warning: {service.name}: {error}; starting it once more", file=sys.stderr, flush=True)
             frontend.stop()
     return frontend
 
 
 def _lead_loop(service: Service, control: ControlGroup, intake: Intake, supervisor: Supervisor, stop: _StopSignal, pulse: Pulse) -> None:
-    """One command after the other until a stop command. A request that has to wait for the devices is kept, while no-ops go round."""
+    """One command after the other until a stop command. A request that must wait for the devices is kept, while no-ops are sent around."""
     residence, kept = service.residence, None
     while True:
         lingers = residence.takes_turns and residence.is_here
@@ -317,7 +317,7 @@ def _lead_loop(service: Service, control: ControlGroup, intake: Intake, supervis
 
 
 def _follow(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
-    """The other ranks: do what rank 0 says until it says stop."""
+    """The other ranks: follow rank 0's commands until it stops."""
     supervisor = Supervisor(
         [control.announced_failure],
         grace_seconds=service.config.failure_grace_seconds + FOLLOWER_SECONDS,

@@ -27,7 +27,7 @@ MAX_PATH_BYTES = 100  # the kernel's limit is 107
 class SocketTriton(Triton):
     """`still_wanted` is asked while it waits for Triton to start; `note` gets the output of Triton and its stubs, line by line.
 
-    `run` raises ServerError once that says no, and TritonDied if Triton has ended.
+    `run` raises ServerError once that returns False, and TritonDied if Triton has ended.
     """
 
     def __init__(

@@ -22,17 +22,17 @@ from aligner.parallel.collectives import from_rank_0, raise_everywhere
 from aligner.parallel.progress import WAIT_FOR_SERVERS, Progress
 
 POLL_SECONDS = 0.02
-LINGER_SECONDS = 0.1  # a server that has the turn waits so long for another request: moving its weights takes longer
+LINGER_SECONDS = 0.1  # a server that has the turn waits this long for another request: moving its weights takes longer
 
 
 class Movable(Protocol):
     """A model on this rank, with its training state."""
 
     def leave_device(self) -> None:
-        """Wait in host memory. Does nothing where it does."""
+        """Move to host memory. Does nothing if it is there."""
 
     def enter_device(self) -> None:
-        """Be as before `leave_device`. Does nothing where it is."""
+        """Return to the device. Does nothing if it is there."""
 
 
 class Turn:
@@ -80,9 +80,9 @@ class Turn:
             time.sleep(POLL_SECONDS)
 
     def release(self) -> None:
-        """Let the others have it. Does nothing without it."""
+        """Give it to the others. Does nothing without it."""
         if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # also where a child process has inherited the file
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # even if a child process has inherited the file
             self._file.close()
             self._file = None
 
@@ -96,7 +96,7 @@ class Residence:
         self.is_here = True
 
     def try_take(self, wait_seconds: float) -> bool:
-        """Whether rank 0 has the turn, after so long at most."""
+        """Whether rank 0 has the turn, after at most `wait_seconds`."""
         deadline = time.monotonic() + wait_seconds
         while self._turn is not None and not self._turn.try_take():
             if time.monotonic() > deadline:
@@ -106,7 +106,7 @@ class Residence:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the models leave while nothing is asked of them; on rank 0."""
+        """Whether the models leave while no request needs them; on rank 0."""
         return self._turn is not None
 
     def move(self, here: bool) -> None:

@@ -1,4 +1,4 @@
-"""Every endpoint's name and tensors, once: used by server and client alike.
+"""Every endpoint's name and tensors, once: used by both server and client.
 
 Shapes are written with letters for sizes that a request chooses (B rows, S positions, K attributes); one letter is one size within a
 request. Sizes and masks are integers or exact zeros and ones; nothing here is rounded or padded.
@@ -323,7 +323,7 @@ def encode_values(request: ValuesRequest, values: Tensor) -> dict[str, np.ndarra
 
 
 def encode_scores(request: RewardRequest, scores: Tensor) -> dict[str, np.ndarray]:
-    """Scores that are not finite are sent too: the client knows the sample and the consequence (`guard.reward`)."""
+    """Scores that are not finite are sent too: the client decides the consequence (`guard.reward`)."""
     return {"rewards": _shaped("rewards", scores, num_rows(request))}
 
 

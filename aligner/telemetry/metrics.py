@@ -3,7 +3,7 @@
 A loss reports `Mean(total, count)`, never an average; `merge` adds totals and counts over micro-batches, and
 `aligner.parallel.collectives.reduce_metrics` over data-parallel ranks. Names are `area/quantity`; a `Distribution` gives several.
 
-Every kind says what is added up over ranks (`sums`), what is maximised (`tops`), and makes itself of the results (`rebuilt`).
+Every kind lists what is added up over ranks (`sums`) and what is maximised (`tops`), and is made of the results again (`rebuilt`).
 """
 
 from __future__ import annotations
@@ -157,16 +157,16 @@ class Distribution(_Reduced):
         return cls(total=x.sum(), count=mask.sum(), maximum=x.amax() if x.numel() else 0.0, bins=bins)
 
     def value(self) -> float:
-        """The mean; NaN where nothing was counted."""
+        """The mean; NaN if nothing was counted."""
         return Mean(total=self.total, count=self.count).value()
 
     def quantile(self, q: float) -> float:
-        """The middle of the first bin up to whose end there is a part `q` of the numbers; NaN where there are none."""
+        """The middle of the first bin up to whose end a part `q` of the numbers lies; NaN without numbers."""
         cumulated = self.bins.cumsum(0)
         total = int(cumulated[-1])
         if not total:
             return float("nan")
-        rank = max(1, math.ceil(q * total * (1 - 1e-12)))  # not one more where the exact product is whole and that of floats is not
+        rank = max(1, math.ceil(q * total * (1 - 1e-12)))  # not one more if the exact product is whole and that of floats is not
         return _middle(int(torch.searchsorted(cumulated, rank)))
 
     @property
@@ -227,7 +227,7 @@ def without_values(metrics: Metrics) -> dict[str, Metric]:
 
 
 def _larger(ours: Scalar, theirs: Scalar) -> Scalar:
-    """The larger number, where it is. NaN stays: it must not be hidden by what comes after."""
+    """The larger number, on its device. NaN stays: later numbers must not hide it."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         return torch.maximum(ours.detach(), theirs.detach())
     first, second = _number(ours), _number(theirs)

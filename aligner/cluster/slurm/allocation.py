@@ -17,7 +17,7 @@ OWN_VARIABLES = ("ALIGNER_ATTEMPT", "ALIGNER_LEASE", "ALIGNER_OUTCOMES", "ALIGNE
 CONTINUES = "ALIGNER_CONTINUES"
 # A person's choices for the job.
 CHOICES = ("ALIGNER_HOME", "ALIGNER_VENV", "ALIGNER_PYTHON", "ALIGNER_CONTAINER", "ALIGNER_MOUNTS", "ALIGNER_PREFLIGHT")
-# Set in a job that was submitted with --export: its steps, and jobs that it submits, would get no more than that.
+# Set in a job that was submitted with --export: its steps, and jobs that it submits, would get only those variables.
 _EXPORT = "SLURM_EXPORT_ENV"
 
 
@@ -38,7 +38,7 @@ class Allocation:
     beside: tuple[str, ...] = ()
 
     def step_options(self, part: int) -> list[str]:
-        """What tells srun that a step is on the nodes of this part."""
+        """The options of srun for a step on the nodes of this part."""
         if self.beside:
             return [f"--jobid={self.jobs[part]}"] if part else []
         return [f"--het-group={part}"] if len(self.jobs) > 1 else []
@@ -53,8 +53,8 @@ class Allocation:
         if list(self.num_nodes) != wanted:
             parts = ", ".join(f"{one.name} {one.num_nodes}" for one in spec.components)
             raise ConfigError(
-                f"this job has {' + '.join(map(str, self.num_nodes))} nodes, its config wants {' + '.join(map(str, wanted))} ({parts}): "
-                "the script was made for other settings; `aligner launch slurm CONFIG ...` makes one that fits"
+                f"this job has {' + '.join(map(str, self.num_nodes))} nodes, its config requires {' + '.join(map(str, wanted))} ({parts}): "
+                "the script was made for other settings; `aligner launch slurm CONFIG ...` makes a matching one"
             )
 
 
@@ -111,7 +111,7 @@ def _is_slurms(name: str) -> bool:
 
 
 def export_option(environ: Mapping[str, str]) -> str:
-    """Which variables sbatch gives a following job: all, or where this one was not given all, those that it cannot do without."""
+    """Which variables sbatch gives a following job: all, or, if this job did not get all, the required ones."""
     is_all = environ.get(_EXPORT, "ALL").split(",")[0] == "ALL"
     return "--export=ALL" if is_all else f"--export={','.join([*(name for name in CHOICES if name in environ), CONTINUES])}"
 

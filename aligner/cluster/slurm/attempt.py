@@ -26,7 +26,7 @@ from aligner.settings.user_code import was_calling
 POLL_SECONDS = 0.25
 PROGRESS_SECONDS = 60.0  # between two lines about the training in the job's own output
 _SHOWN_LINES = 20
-_PROGRESS_LINES = 400  # in which the newest step is looked for: tables of samples come between
+_PROGRESS_LINES = 400  # searched for the newest step: tables of samples come between
 
 
 class Ending(str, Enum):
@@ -66,8 +66,8 @@ class Attempt:
         self._starts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
         self._stop_deadline: float | None = None
-        self._doomed: tuple[float, str] | None = None  # when the actor's grace ends, and what it cannot go on without
-        self._progress = ""  # the newest line of it that was said
+        self._doomed: tuple[float, str] | None = None  # when the actor's grace ends, and what it lost
+        self._progress = ""  # the newest line that was printed
         self._progress_at = time.monotonic() + PROGRESS_SECONDS
         self.restarts = 0
 
@@ -87,7 +87,7 @@ class Attempt:
             verdict = self._watch()
         except LaunchError as error:
             verdict = Verdict(ending=Ending.crashed, reason=str(error))
-        if verdict.ending is Ending.terminated:  # Slurm has told every task so, and this process has few seconds left
+        if verdict.ending is Ending.terminated:  # Slurm has signalled every task, and this process has few seconds left
             for step in self._steps.values():
                 step.send(signal.SIGTERM)
             return verdict
@@ -123,7 +123,7 @@ class Attempt:
                 return verdict
 
     def _tell_progress(self) -> None:
-        """Once a minute, the newest step as the training component's log has it, with its ETA; before the first one, its last line."""
+        """Once a minute, print the newest step of the training component's log, with its ETA; before the first step, its last line."""
         if time.monotonic() < self._progress_at:
             return
         self._progress_at = time.monotonic() + PROGRESS_SECONDS
@@ -147,7 +147,7 @@ class Attempt:
         self._show(actor, outcome.rank if outcome else 0)
         reason = (self._doomed[1] + "; " if self._doomed else "") + self._describe_end(actor)
         if (outcome.code if outcome else actor.srun_code()) == ExitCode.done:
-            reason += f"; where that was its own exit code, it ended {TOO_EARLY}"
+            reason += f"; if that was its own exit code, it ended {TOO_EARLY}"
         return Verdict(ending=ending, reason=reason)
 
     def _stop_in_order(self) -> Verdict | None:
@@ -162,7 +162,7 @@ class Attempt:
         if now < self._stop_deadline:
             return None
         self._place.stop([self._actor], time.sleep, gently=False)
-        return Verdict(ending=Ending.stopped, reason="its step took too long and was given up: the newest checkpoint stands")
+        return Verdict(ending=Ending.stopped, reason="its step took too long and was abandoned: the newest checkpoint is kept")
 
     def _time_to_stop(self, now: float) -> float:
         """The actor's deadline: as requested from Slurm, or earlier if the job's time ends before (preemption)."""

@@ -73,11 +73,11 @@ def _python(environ: Mapping[str, str], home: Path | None) -> str:
         return "python3"
     python = str(Path(folder).absolute() / "bin" / "python")
     if not os.access(python, os.X_OK):
-        raise ConfigError(f"ALIGNER_VENV={folder}: there is no {python}; name an environment that every node sees, or ALIGNER_CONTAINER")
+        raise ConfigError(f"ALIGNER_VENV={folder}: {python} does not exist; name an environment that all nodes see, or ALIGNER_CONTAINER")
     return python
 
 
-EXPORT = "--export=ALL"  # of every srun: what the job was submitted with must not decide what its steps get
+EXPORT = "--export=ALL"  # of every srun: the job's own --export must not limit its steps
 
 
 _SHOWN = {ContainerGpu.nvidia: ["--nv"], ContainerGpu.rocm: ["--rocm"], ContainerGpu.none: []}
@@ -102,7 +102,7 @@ def wrapped(where: Runtime, program: Sequence[str], container: ContainerConfig, 
     return [], command
 
 
-# Slurm shows every step of a node all GPUs of the job there; a component is left its own, counted from 1. $1: all, where Slurm counts none.
+# Slurm shows every step all GPUs of the job on a node; a component keeps its own, counted from 1. $1: all, if Slurm does not count GPUs.
 _SEE = (
     'CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-$1}"; shift; : "${CUDA_VISIBLE_DEVICES:?is not set: Slurm gave this step no GPUs}"; '
     'export CUDA_VISIBLE_DEVICES="$(printf %s "$CUDA_VISIBLE_DEVICES" | cut -d, -f"$0")"; exec "$@"'
@@ -128,7 +128,7 @@ def srun_command(
     container: ContainerConfig | None = None,
 ) -> list[str]:
     """The step that runs a component on its part of the job: `on` are the options that name the part. Rank 3 writes to `<log>.3.log`, and
-    what Slurm itself says goes to `<log>.step.log`.
+    Slurm's own output goes to `<log>.step.log`.
 
     `shares`: other components have steps on the same nodes.
     """

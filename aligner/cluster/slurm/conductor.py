@@ -55,7 +55,7 @@ def run_preflight(place: Place, variables: Mapping[str, str]) -> Verdict | None:
     for component in components:
         lines = place.last_lines(component, 0, _SHOWN_LINES)
         if component is not components[0] and lines and lines[-1].endswith(": ready"):
-            lines = lines[-1:]  # one table is enough where nothing is the matter
+            lines = lines[-1:]  # one table is enough if all is well
         say(f"{component.name}:")
         for line in lines:
             say(f"  | {line}")
@@ -84,7 +84,7 @@ def _verdict(step: Step) -> Verdict | None:
     if outcome is None or outcome.code not in (ExitCode.done, ExitCode.refused):
         return Verdict(ending=Ending.crashed, reason=step.describe_end())
     if outcome.code == ExitCode.refused:
-        return Verdict(ending=Ending.refused, reason=outcome.message or f"{step.name} found what the job cannot run with (see above)")
+        return Verdict(ending=Ending.refused, reason=outcome.message or f"{step.name} found what prevents the job from running (see above)")
     return None
 
 
@@ -152,7 +152,7 @@ class _Conductor:
     def run(self) -> int:
         allocation, step = self._around.allocation, self._newest()
         self._history.add(SUBMITTED, continues=allocation.continues, step=step)
-        where = f"goes on after step {step}" if step else "starts"
+        where = f"continues after step {step}" if step else "starts"
         self._say(f"run {self._run.run_id()[:8]} in {self._run.path} {where}; logs in {self._run.logs}")
         if reason := self._no_progress():
             return self._end(Verdict(ending=Ending.halted, reason=reason))
@@ -171,7 +171,7 @@ class _Conductor:
             self._wait(self._spec.slurm.restart_delay_seconds)
 
     def _first_look(self, number: int) -> Verdict | None:
-        """What the preflight has found, None if nothing or if it has passed already; one that has crashed says nothing and runs again."""
+        """The preflight's verdict; None if it passes, or has passed before. One that crashed runs again."""
         if self._is_looked_at or self._around.requests.any:
             return None
         verdict = run_preflight(self._place, self._variables(number))
@@ -241,12 +241,12 @@ class _Conductor:
         code = _CODES[verdict.ending]
         if verdict.ending is Ending.stopped and self._spec.slurm.successor:
             if self._following.submit_successor():
-                code = ExitCode.done  # of the job: it has done its part, and Slurm shows it as COMPLETED
+                code = ExitCode.done  # the job has done its part, and Slurm shows it as COMPLETED
         elif verdict.ending not in (Ending.crashed, Ending.terminated):
             self._following.cancel_gatekeeper(verdict.ending.value)
         gatekeeper = self._following.gatekeeper
         self._history.add(ENDED, ending=verdict.ending.value, exit_code=int(code), reason=verdict.reason, gatekeeper=gatekeeper)
         self._say(
-            f"{verdict.ending.value}: {verdict.reason} (exit code {int(code)}{f'; job {gatekeeper} looks into it' if gatekeeper else ''})"
+            f"{verdict.ending.value}: {verdict.reason} (exit code {int(code)}{f'; job {gatekeeper} will look' if gatekeeper else ''})"
         )
         return code

@@ -1,7 +1,7 @@
 """The jobs that continue a run: the successor, submitted by a job that must stop, and the gatekeeper, which waits for a job to fail.
 
 The gatekeeper is a job of one task that starts if the other one failed (`afternotok`). It looks why, and submits the job again where
-that helps: a run that somebody cancelled, that is done, or that gets nowhere takes no nodes.
+that helps: not for a run that was cancelled, is done, or makes no progress.
 
     python3 -m aligner.cluster.slurm.following <run>/jobs/<job>
 """
@@ -27,7 +27,7 @@ from aligner.errors import AlignerError, LaunchError
 
 REQUEST, GATEKEEPER = "following.json", "gatekeeper.sub"
 NAME = "{}-gatekeeper"
-# Where the big job may run, a small one may, but on what nodes and with how much is not asked for.
+# A small job may run where the big one may; nodes and sizes are not copied.
 _SAME_PLACE = ("--partition=", "--account=", "--qos=", "--reservation=", "--comment=", "--wckey=")
 _SIZE = ("--nodes=1", "--ntasks=1", "--time=10", "--no-requeue")
 
@@ -90,11 +90,11 @@ class FollowingJobs:
             options += self._slurm.gatekeeper_options
             self.gatekeeper = self._client.submit(options, script, (), cwd=Path(self._request.directory), environ=environ)
         except (LaunchError, OSError) as error:
-            advice = "where it may not run on these nodes, slurm.gatekeeper_options names others, such as ['--partition=cpu']"
-            self._say(f"warning: no job is queued for the case of a crash: {error}; {advice}")
+            advice = "if it may not run on these nodes, name others in slurm.gatekeeper_options, such as ['--partition=cpu']"
+            self._say(f"warning: no job is queued to restart after a crash: {error}; {advice}")
             return
         self._history.add("gatekeeper_queued", gatekeeper=self.gatekeeper)
-        self._say(f"gatekeeper: job {self.gatekeeper} (one task) waits for the case that this one crashes, and is cancelled otherwise")
+        self._say(f"gatekeeper: job {self.gatekeeper} (one task) starts if this one crashes, and is cancelled otherwise")
 
     def submit_successor(self) -> bool:
         """Submit the job that continues this one; if that fails, the gatekeeper will, and this job must end as failed."""
@@ -102,11 +102,11 @@ class FollowingJobs:
             successor = self._request.submit(self._client, self._spec, self._environ, after=self._request.job)
         except LaunchError as error:
             self._history.add("successor_failed", reason=str(error), gatekeeper=self.gatekeeper)
-            instead = f"job {self.gatekeeper} tries it again" if self.gatekeeper else "submit the same again to go on"
+            instead = f"job {self.gatekeeper} tries it again" if self.gatekeeper else "submit the same script again to continue"
             self._say(f"warning: cannot submit the next job ({error}); {instead}")
             return False
         self._history.add("successor_submitted", successor=successor)
-        self._say(f"job {successor} goes on after this one")
+        self._say(f"job {successor} will continue this run")
         self.cancel_gatekeeper("a successor is submitted")
         return True
 
@@ -124,7 +124,7 @@ class FollowingJobs:
 
 
 def go_on(folder: Path, client: SlurmClient, environ: Mapping[str, str]) -> str:
-    """What a gatekeeper does; says what that was. Raises LaunchError if Slurm refuses the job."""
+    """The gatekeeper's work; returns a line about it. Raises LaunchError if Slurm refuses the job."""
     spec = read_spec(folder / "spec.json")
     found = json.loads((folder / REQUEST).read_text())
     request = Request(**found | {"arguments": tuple(found["arguments"]), "options": tuple(map(tuple, found["options"]))})
@@ -134,23 +134,23 @@ def go_on(folder: Path, client: SlurmClient, environ: Mapping[str, str]) -> str:
         return f"job {request.job} is not submitted again: {reason}"
     successor = request.submit(client, spec, environ)
     history.add("successor_submitted", successor=successor)
-    return f"job {request.job} failed; job {successor} goes on"
+    return f"job {request.job} failed; job {successor} continues the run"
 
 
 def _in_vain(spec: JobSpec, job: str, history: History, client: SlurmClient) -> str:
-    """Why the run is not to go on by itself; empty if it is."""
+    """Why the run must not continue by itself; empty if it may."""
     run = RunDirectory(Path(spec.run_directory))
     if step := done_step(run, spec):
         return f"the run is done (step {step})"
     later = history.started_after(job)
     if later:
-        return f"job {later} has gone on since"
+        return f"job {later} has continued it since"
     ending = history.ending_of(job)
     if ending in ("refused", "halted", "lost"):
         return f"it ended as {ending}"
     # Slurm reports who ended a job only after its end.
     if ending in ("", "terminated") and any(record.state.startswith("CANCELLED") for record in client.show(job)):
-        return "somebody cancelled it: submit it again to go on"
+        return "somebody cancelled it: submit it again to continue"
     return no_progress(history, newest_step(run, spec.checkpoints), spec.slurm.max_restarts_without_progress)
 
 
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
         spec = read_spec(folder / "spec.json")
         print(go_on(folder, SlurmClient(spec.slurm.command_timeout_seconds), os.environ), flush=True)
     except AlignerError as error:
-        print(f"error: {error}: the run does not go on by itself; submit it again", flush=True)
+        print(f"error: {error}: the run does not continue by itself; submit it again", flush=True)
         return 1
     return 0
 

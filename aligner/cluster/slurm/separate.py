@@ -73,7 +73,7 @@ class Together:
         return jobs[0]
 
     def commands(self) -> list[list[str]]:
-        """What is typed in the order of submission, for a person: the script's path and its settings come after it."""
+        """The commands in the order of submission, for a person: the script's path and its settings follow."""
         first, *others = self.options
         return [["sbatch", *options] for options in (*others, first)]
 
@@ -88,13 +88,13 @@ def _dependency(conditions: Sequence[str]) -> list[str]:
 def hold(note: Path, requests: StopRequests, say: Callable[[str], None]) -> int:
     """Hold this job's nodes until the actor's job is over; the exit code. A warning of this job's end is passed on to that one.
 
-    It gives up where the actor's job has not begun after `idle_seconds`: that one sees it then, and all are submitted again.
+    Gives up if the actor's job has not begun after `idle_seconds`: that one notices it then, and all are submitted again.
     """
     record = _read(note, requests)
     if record is None:
         return ExitCode.failed
     job, client, began = str(record["job"]), SlurmClient(float(record["command_seconds"])), time.monotonic()
-    say(f"holds its nodes for job {job}; see the output of that one")
+    say(f"holds its nodes for job {job}; see that job's output")
     has_begun = is_passed_on = has_warned = False
     while not requests.terminate:
         if requests.stop and not is_passed_on:
@@ -128,7 +128,7 @@ def _read(note: Path, requests: StopRequests) -> dict[str, object] | None:
             return record
         except FileNotFoundError:
             if time.monotonic() > deadline:
-                message = f"waited {_NOTE_SECONDS:g} s for {note}, which names the actor's job: this one holds nodes for nobody, and ends"
+                message = f"waited {_NOTE_SECONDS:g} s for {note}, which names the actor's job: this job holds nodes for nobody, and ends"
                 raise LaunchError(message) from None
         time.sleep(_POLL_SECONDS)
     return None

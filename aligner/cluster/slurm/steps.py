@@ -28,7 +28,7 @@ _READ_BYTES = 16384
 
 
 class Step:
-    """One start of a component. `srun`'s exit code says little; `outcome` is the ranks' own record."""
+    """One start of a component. `srun`'s exit code is of little use; `outcome` is the ranks' own record."""
 
     def __init__(self, component: ComponentSpec, process: subprocess.Popen[bytes], outcomes_directory: Path, log: Path) -> None:
         self.component = component
@@ -37,7 +37,7 @@ class Step:
         self.is_ready = False
         self._process = process
         self._outcomes = outcomes_directory
-        self._log = log  # Slurm's own words on this and earlier starts
+        self._log = log  # Slurm's own messages on this and earlier starts
         self._log_began = log.stat().st_size if log.exists() else 0
 
     def has_ended(self) -> bool:
@@ -134,7 +134,7 @@ class Place:
         return [record for job in (self.around.allocation.job, *self.around.allocation.beside) for record in self.around.client.show(job)]
 
     def lost(self, jobs: Iterable[str]) -> str:
-        """Which of these jobs beside this one have ended, and with them their nodes; empty if none, or if Slurm does not say."""
+        """Which of these jobs beside this one have ended, and with them their nodes; empty if none, or if Slurm does not answer."""
         try:
             over = [job for job in jobs if job in self.around.allocation.beside and self.around.client.is_over(job)]
         except LaunchError as error:
@@ -187,7 +187,7 @@ class Place:
         return path.stat().st_size if path.exists() else 0
 
     def last_lines(self, component: ComponentSpec, rank: int, count: int, *, since: int = 0) -> list[str]:
-        """The end of a rank's log after its first `since` bytes, without colours; of Slurm's own words if the rank did not write any."""
+        """The end of a rank's log after its first `since` bytes, without colours; of Slurm's own messages if the rank did not write any."""
         path = self.run.log(component.name, rank)
         path = path if path.exists() else self.run.logs / f"{component.name}.step.log"
         try:

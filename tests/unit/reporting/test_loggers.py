@@ -76,7 +76,7 @@ def test_a_remote_logger_that_fails_warns_once_and_is_tried_again_later() -> Non
     logger.log(6, {})
     logger.log(7, {})
     assert inner.steps == [1, 6, 7]
-    assert warnings == ["remote failed and is tried again later, the run goes on: ConnectionError: no route"]
+    assert warnings == ["remote failed and is tried again later, the run continues: ConnectionError: no route"]
     logger.close()
     assert inner.steps[-1] == -1
     assert warnings[1:] == ["remote: 4 calls were lost; metrics.jsonl has all steps"]

@@ -120,7 +120,7 @@ def test_settings_that_exclude_each_other(tmp_path: Path) -> None:
 
 def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ConfigError, match=r"run.server_tls=true needs the package cryptography here .*: pip install cryptography"):
+    with pytest.raises(ConfigError, match=r"run.server_tls=true: requires the package cryptography .*: pip install cryptography"):
         access.client_context(tmp_path)
 
 

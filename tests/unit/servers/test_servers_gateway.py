@@ -235,7 +235,7 @@ def test_connections_with_the_secret_are_limited(serving: Serving) -> None:
             assert b" 200 " in connection.recv(1000)
         status, headers, body = served.ask("GET", "/v2")
         assert (status, headers["Retry-After"]) == (429, "1")
-        assert json.loads(body)["error"] == "3 connections are open (server.max_connections); come again"
+        assert json.loads(body)["error"] == "3 connections are open (server.max_connections); try again"
         held.pop().close()
         deadline = time.monotonic() + 20
         while (status := served.ask("GET", "/v2")[0]) == 429 and time.monotonic() < deadline:
@@ -318,7 +318,7 @@ def test_tritons_own_words_stay_inside(tmp_path: Path, capsys: pytest.CaptureFix
         assert "secret/path.py" in capsys.readouterr().err
         served.fake.interrupt = breaks_off
         status, _, body = served.infer()
-        assert (status, json.loads(body)["error"]) == (502, "critic_infer: Triton broke off; whether the operation ran is unknown")
+        assert (status, json.loads(body)["error"]) == (502, "critic_infer: Triton closed the connection; whether the operation ran is unknown")
         served.fake.interrupt = lambda handler: False
         status, _, body = served.infer({**TOKENS, "tokens": np.array([[1, 2, 100]])})
         assert (status, json.loads(body)["error"]) == (400, "critic_infer: tokens: ids from 1 to 100; allowed are 0 to 99")

@@ -128,7 +128,7 @@ def test_liveness_tells_what_is_wrong(tmp_path: Path) -> None:
 
     impatient = Liveness(path, mine, heartbeat_timeout_seconds=0.0)
     impatient.problem()
-    assert "has not been touched for 0 s (allowed are 0 s)" in impatient.check_now()
+    assert "has not been touched for 0 s (allowed: 0 s)" in impatient.check_now()
     os.utime(path, (5, 5))
     assert impatient.check_now() is None
 
