@@ -23,8 +23,7 @@ class RunDirectory(RunFiles):
     def create(self) -> RunDirectory:
         """Make the directory (mode 0700: it holds the servers' access token) and its sub-directories; existing ones stay, with that mode.
 
-        Raises:
-            ConfigError: the path is not a directory, belongs to someone else, is writable by others or not by this user, or is full.
+        Raises ConfigError: the path is not a directory, belongs to someone else, is writable by others or not by this user, or is full.
         """
         try:
             return self._create()

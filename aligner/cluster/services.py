@@ -48,8 +48,7 @@ class ServiceWatch:
     def poll(self) -> list[str]:
         """A line for each component that has registered since the last call.
 
-        Raises:
-            LaunchError: an expected component has not registered within the time allowed.
+        Raises LaunchError: an expected component has not registered within the time allowed.
         """
         now = time.monotonic()
         self._started |= {name: now for name in self._waiting if waits_for_its_turn(self._run_directory, name)}

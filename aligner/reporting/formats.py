@@ -51,11 +51,7 @@ _UNITS = {
 
 
 def number(value: float, form: str) -> str:
-    """`value` in the form of a `Column`; NaN and infinities in words.
-
-    Raises:
-        ConfigError: `form` is neither a unit nor a Python format.
-    """
+    """`value` in the form of a `Column`; NaN and infinities in words. Raises ConfigError: `form` is neither a unit nor a Python format."""
     if not math.isfinite(value):
         return str(value)
     if form in _UNITS:

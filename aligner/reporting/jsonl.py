@@ -55,8 +55,7 @@ def _decode(line: bytes, source: str) -> StepMetrics:
 def read_metrics(path: Path) -> list[StepMetrics]:
     """All complete lines; skips an unterminated last line (the writer was killed, or is writing it now).
 
-    Raises:
-        DataError: a line that is not metrics, with file and line.
+    Raises DataError: a line that is not metrics, with file and line.
     """
     complete = path.read_bytes().split(b"\n")[:-1]
     return [_decode(line, f"{path}:{number}") for number, line in enumerate(complete, start=1)]

@@ -98,8 +98,7 @@ class Reporter:
         Findings of `diagnosis_rules` are recorded with them, as `diagnosis/<rule>` 1, and printed if new. A file system error
         costs the line and a warning, not the run.
 
-        Raises:
-            ValueError: `step` lies before the last one.
+        Raises ValueError: `step` lies before the last one.
         """
         findings = self._watch.step(step, metrics)
         metrics = {**metrics, **metrics_of(findings)}

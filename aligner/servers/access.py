@@ -43,8 +43,7 @@ _SCHEME = "Bearer "
 def run_secret(path: Path) -> str:
     """The secret in the file `path`, 64 hexadecimal digits. The first caller chooses it; all others get the same.
 
-    Raises:
-        ConfigError: the file is damaged, is not an ordinary file of this user, or others have any right to it.
+    Raises ConfigError: the file is damaged, is not an ordinary file of this user, or others have any right to it.
     """
     if not os.path.lexists(path):
         _create(path)
@@ -178,8 +177,7 @@ def _no_password() -> str:
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on `port`, or on a free one for 0.
 
-    Raises:
-        ServerError: the port is taken, or `host` is not an address of this machine.
+    Raises ServerError: the port is taken, or `host` is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -166,24 +166,22 @@ class Frontend:
         PyTriton copies `os.environ`: its child's environment cannot be set in another way.
         """
         os.environ.setdefault("PATH", os.defpath)  # PyTriton requires one
-        library_path = os.environ.get("LD_LIBRARY_PATH")
-        interpreter = sysconfig.get_config_var("LIBDIR")
-        os.environ["LD_LIBRARY_PATH"] = f"{interpreter}:{library_path}" if library_path else interpreter
-        warnings = os.environ.get("PYTHONWARNINGS")
+        libraries = (sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH"))
         # Trackers of shared memory (ours and the stubs') would warn about what a killed Triton has already removed.
-        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (warnings, "ignore:resource_tracker:UserWarning")))
+        warnings = (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning")
         resource_tracker.ensure_running()
-        os.environ[MARKER] = self._incarnation
+        own = {"LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PYTHONWARNINGS": ",".join(filter(None, warnings))}
+        own[MARKER] = self._incarnation
+        before = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
         try:
             triton.run()
         finally:
-            del os.environ[MARKER], os.environ["PYTHONWARNINGS"]
-            if warnings is not None:
-                os.environ["PYTHONWARNINGS"] = warnings
-            if library_path is None:
-                del os.environ["LD_LIBRARY_PATH"]
-            else:
-                os.environ["LD_LIBRARY_PATH"] = library_path
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     def _make_triton(self):
         from pytriton.model_config import ModelConfig

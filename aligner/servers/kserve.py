@@ -86,12 +86,16 @@ def from_bytes(datatype: str, shape: Sequence[int], data: memoryview) -> np.ndar
     return array.reshape(shape)
 
 
+def _described(name: str, shape: Sequence[int], datatype: str, size: int) -> dict[str, object]:
+    return {"name": name, "shape": list(shape), "datatype": datatype, "parameters": {"binary_data_size": size}}
+
+
 def encode_request(inputs: Arrays, outputs: tuple[str, ...]) -> tuple[dict[str, str], bytes]:
     """HTTP headers and body that send `inputs` (int64, float32, or object arrays of bytes) and ask for binary `outputs`."""
     described, blobs = [], []
     for name, array in inputs.items():
         datatype, data = _to_bytes(array)
-        described.append({"name": name, "shape": list(array.shape), "datatype": datatype, "parameters": {"binary_data_size": len(data)}})
+        described.append(_described(name, array.shape, datatype, len(data)))
         blobs.append(data)
     wanted = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
     header = json.dumps({"inputs": described, "outputs": wanted}).encode()
@@ -126,11 +130,7 @@ def encode_response(arrays: Arrays, outputs: Sequence[tuple[str, bool]], **named
 
 
 def decode_response(header_length: str | None, body: bytes) -> dict[str, np.ndarray]:
-    """The output tensors of a 200 answer.
-
-    Raises:
-        ValueError: the answer does not follow the protocol.
-    """
+    """The output tensors of a 200 answer. Raises ValueError: the answer does not follow the protocol."""
     end = len(body) if header_length is None else int(header_length)
     header = json.loads(body[:end])
     arrays, position = {}, end
@@ -194,8 +194,7 @@ def body_limit(endpoint: Endpoint, limits: RequestLimits) -> int:
 def read_request(endpoint: Endpoint, limits: RequestLimits, header_length: str | None, body: bytes | bytearray) -> Inbound:
     """Parse a body; `header_length` is the value of Triton's header of that name, None for a request that is all JSON.
 
-    Raises:
-        ValueError: names the tensor, the problem and what is allowed.
+    Raises ValueError: names the tensor, the problem and what is allowed.
     """
     end = _json_length(header_length, len(body))
     document = _object(_parse(bytes(body[:end])), "the request", allowed=("id", "parameters", "inputs", "outputs"))
@@ -225,15 +224,7 @@ def read_request(endpoint: Endpoint, limits: RequestLimits, header_length: str |
 
 def outbound(request: Inbound) -> tuple[bytes, list[memoryview]]:
     """The JSON header and the binary tensors of the request that Triton gets."""
-    inputs = [
-        {
-            "name": tensor.name,
-            "shape": list(tensor.shape),
-            "datatype": tensor.datatype,
-            "parameters": {"binary_data_size": tensor.data.nbytes},
-        }
-        for tensor in request.inputs
-    ]
+    inputs = [_described(tensor.name, tensor.shape, tensor.datatype, tensor.data.nbytes) for tensor in request.inputs]
     outputs = [{"name": name, "parameters": {"binary_data": binary}} for name, binary in request.outputs]
     document: dict[str, object] = {"inputs": inputs, "outputs": outputs}
     if request.request_id:

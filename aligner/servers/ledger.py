@@ -80,8 +80,7 @@ class Ledger:
     def find(self, identity: TrainIdentity) -> TrainReply | None:
         """The recorded reply if this very request was already applied; None if it is to be applied now.
 
-        Raises:
-            Refused: it names both requests, or both runs.
+        Raises Refused: it names both requests, or both runs.
         """
         asked = f"step {identity.step} part {identity.part}"
         self.check_run(identity.run)
@@ -179,8 +178,7 @@ class Journal:
     def append(self, identity: TrainIdentity, arrays: Mapping[str, np.ndarray]) -> None:
         """Write an entry after the one that it names as its previous; earlier entries after that one belong to an abandoned past.
 
-        Raises:
-            ServerError: it cannot be written (a full disk, say). The journal is then unchanged.
+        Raises ServerError: it cannot be written (a full disk, say). The journal is then unchanged.
         """
         with self._lock:
             path = self._path(identity)

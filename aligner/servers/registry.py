@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from aligner.errors import ServerError, ServerUnreachable, describe_os_error
@@ -175,8 +176,7 @@ def claim(services_dir: Path, mine: Registration, heartbeat_seconds: float) -> s
     A registration of an earlier attempt is replaced, alive or not: that server ends itself when it sees this. So is one of a dead process;
     if it ran on another machine, the heartbeat is watched for a while.
 
-    Raises:
-        ServerError: a process of the same attempt is alive and holds the name.
+    Raises ServerError: a process of the same attempt is alive and holds the name.
     """
     path = registration_path(services_dir, mine.name)
     found = read_registration(path)
@@ -219,7 +219,7 @@ class Publication:
         if replaced:
             print(f"registry: {replaced}", flush=True)
         gone_path(services_dir, registration.name).unlink(missing_ok=True)
-        self._write(registration)
+        self._update()
         self._thread = threading.Thread(target=self._heartbeat, name=f"heartbeat-{registration.name}", daemon=True)
         self._thread.start()
 
@@ -236,19 +236,15 @@ class Publication:
         """
         if self._failure is not None:
             raise ServerError(self._failure)
-        self.registration = replace(self.registration, state=ServiceState.ready, url=url, port=urlsplit(url).port or 0)
-        self._write(self.registration)
-        return self.registration
+        return self._update(state=ServiceState.ready, url=url, port=urlsplit(url).port or 0)
 
     def waits(self, waits: bool) -> None:
         """Record whether the component waits for its turn to load on shared GPUs."""
-        self.registration = replace(self.registration, state=ServiceState.waiting if waits else ServiceState.loading)
-        self._write(self.registration)
+        self._update(state=ServiceState.waiting if waits else ServiceState.loading)
 
     def describe_checkpoint(self, checkpoint: str) -> None:
         """Record which checkpoint was loaded."""
-        self.registration = replace(self.registration, checkpoint=checkpoint)
-        self._write(self.registration)
+        self._update(checkpoint=checkpoint)
 
     def failure(self) -> str | None:
         """Why the registration is no longer ours or no longer writable; None while all is well."""
@@ -270,10 +266,12 @@ class Publication:
             reason = describe_os_error(error, self._path) if isinstance(error, OSError) else error
             print(f"warning: {self.registration.name} leaves its registration behind: {reason}", flush=True)
 
-    def _write(self, registration: Registration) -> None:
-        temporary = self._path.with_suffix(f".{registration.incarnation}.tmp")
-        temporary.write_text(json.dumps(asdict(registration), indent=1) + "\n")
+    def _update(self, **changes: Any) -> Registration:
+        self.registration = replace(self.registration, **changes)
+        temporary = self._path.with_suffix(f".{self.registration.incarnation}.tmp")
+        temporary.write_text(json.dumps(asdict(self.registration), indent=1) + "\n")
         os.replace(temporary, self._path)
+        return self.registration
 
     def _heartbeat(self) -> None:
         while not self._stop.wait(self._heartbeat_seconds):

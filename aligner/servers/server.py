@@ -336,8 +336,7 @@ def _follow(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
 def _take_part(service: Service, control: ControlGroup, command: Command, stop: _StopSignal) -> Answer | AnswerError | None:
     """Run a command together with all ranks and agree on how it went; the encoded answer, or a refusal, on rank 0.
 
-    Raises:
-        _OperationFailed: on every rank, where the handler raised on any of them.
+    Raises _OperationFailed: on every rank, where the handler raised on any of them.
     """
     with service.progress.phase(command.operation or IDLE):
         answer, error = _run(service, command, control)

@@ -102,11 +102,7 @@ class Endpoint:
         return tuple(spec.name for spec in self.outputs)
 
     def payload(self, arrays: Arrays, limits: RequestLimits) -> Payload:
-        """Check a request as a whole and return its payload.
-
-        Raises:
-            ValueError: names the tensor, what it holds and what is allowed.
-        """
+        """Check a request as a whole and return its payload. Raises ValueError: names the tensor, what it holds and what is allowed."""
         check_tensors(self.inputs, arrays, limits)
         return self.decode(arrays, limits)
 

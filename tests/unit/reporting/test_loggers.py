@@ -92,7 +92,7 @@ def test_configured_but_not_installed(package: str, setting: dict, tmp_path: Pat
         return real_import(name, *arguments, **settings)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match=rf"{next(iter(setting))}=.* needs the package {package} .*pip install {package}"):
+    with pytest.raises(ConfigError, match=rf"{next(iter(setting))}=.* requires the package {package} .*pip install {package}"):
         _open(LoggingConfig(tensorboard=False, **setting), tmp_path)
 
 
@@ -102,7 +102,7 @@ def test_tensorboard_is_written_by_default_if_it_is_installed(tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # an import of it fails
     monkeypatch.setattr("aligner.reporting.loggers.find_spec", lambda name: None)
     assert _open(LoggingConfig(), tmp_path) == []
-    with pytest.raises(ConfigError, match=r"logging\.tensorboard=True needs the package tensorboard"):
+    with pytest.raises(ConfigError, match=r"logging\.tensorboard=True requires the package tensorboard"):
         _open(LoggingConfig(tensorboard=True), tmp_path)
 
 

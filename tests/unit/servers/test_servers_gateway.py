@@ -318,7 +318,10 @@ def test_tritons_own_words_stay_inside(tmp_path: Path, capsys: pytest.CaptureFix
         assert "secret/path.py" in capsys.readouterr().err
         served.fake.interrupt = breaks_off
         status, _, body = served.infer()
-        assert (status, json.loads(body)["error"]) == (502, "critic_infer: Triton closed the connection; whether the operation ran is unknown")
+        assert (status, json.loads(body)["error"]) == (
+            502,
+            "critic_infer: Triton closed the connection; whether the operation ran is unknown",
+        )
         served.fake.interrupt = lambda handler: False
         status, _, body = served.infer({**TOKENS, "tokens": np.array([[1, 2, 100]])})
         assert (status, json.loads(body)["error"]) == (400, "critic_infer: tokens: ids from 1 to 100; allowed are 0 to 99")
