@@ -45,10 +45,7 @@ class RunHalted(AlignerError):
 
 
 class RollBack(AlignerError):
-    """Training step `step` produced numbers that are not finite; the run must resume from its last checkpoint without that step.
-
-    `step` None: the one that is being taken.
-    """
+    """Training step `step` (None: the current one) produced numbers that are not finite: the run must resume without it."""
 
     def __init__(self, message: str, step: int | None = None) -> None:
         super().__init__(message, step)

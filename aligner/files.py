@@ -42,9 +42,9 @@ def is_plain_name(name: str) -> bool:
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:
-    """`write` a new file, which gets its name `path` once all of it is on disk; a file of that name is replaced.
+    """`write` a new file, which gets its name `path` once all of it is on disk, in place of an older one. For one writer at a time.
 
-    For files with one writer at a time. Raises what `write` raises, and OSError; nothing of the new file is left then.
+    Raises what `write` raises, and OSError; nothing of the new file is left then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")

@@ -23,8 +23,7 @@ _FIRST_PORT, _LAST_PORT, _NUM_TRIES = 15000, 32768, 1000
 class Component:
     """`env` is added to the environment of every rank; the run ends when the `main` components have ended.
 
-    `terminal`: where the launcher's output is a terminal, rank 0 draws on it directly (a live view) and the other processes' lines go
-    only to their log files; elsewhere it has no effect.
+    `terminal`: if the launcher's output is a terminal, rank 0 draws on it directly, and the other processes write only to their logs.
     """
 
     name: str

@@ -1,7 +1,4 @@
-"""Streams the ranks' output: raw into their log files, line by line (for a live view, byte by byte) to our output.
-
-On a terminal, the processes' output is whole prefixed lines without carriage returns and cursor movements.
-"""
+"""Streams the ranks' output: raw into their log files, in whole prefixed lines (of a live view, byte by byte) to our output."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ class LineAssembler:
 
 
 class Echo:
-    """Writes prefixed lines to one stream; colours only if it is a terminal and NO_COLOR is unset.
-
-    When the stream's reader goes away (`aligner launch | head`) the run continues: its output is in the log files anyway.
-    """
+    """Writes prefixed lines, in colours on a terminal without NO_COLOR. If its reader leaves (`launch | head`), the run continues."""
 
     def __init__(self, stream: TextIO, prefixes: Sequence[str], groups: Sequence[int]) -> None:
         """`prefixes[i]` is shown in the colour of `groups[i]` (the component's number)."""
@@ -101,10 +95,7 @@ _DEFAULT_TERMINAL = (40, 120)  # rows, columns if the terminal does not report t
 
 
 class LogFile:
-    """An append-only file. A full disk loses the data that did not fit, never the run; `warn` is called once.
-
-    Raises LaunchError if it cannot be opened.
-    """
+    """An append-only file; a full disk costs data and one call of `warn`, never the run. Raises LaunchError if it cannot be opened."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path = path

@@ -1,8 +1,7 @@
 """The lease of a run: a file that the starter of the run's components touches while it lives. Standard library only.
 
-The conductor in a Slurm batch script and the local launcher hold it (`Lease`); every rank watches it (`watch_lease`) and leaves when it
-goes stale, is withdrawn, or belongs to another start of the run. So no process of a run outlives its launcher; this is the last safety net,
-below Slurm's own. One run directory has one holder at a time (`claim`).
+The conductor in a Slurm batch script and the local launcher hold it (`Lease`), one at a time (`claim`). Every rank watches it
+(`watch_lease`) and exits when it goes stale, is withdrawn, or belongs to another start: no process of a run outlives its launcher.
 """
 
 from __future__ import annotations

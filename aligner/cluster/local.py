@@ -1,18 +1,9 @@
-"""The local launcher: the components of a run as processes on this machine, ended together.
-
-    code = launch(
-        [
-            Component(name="critic", command=(sys.executable, "-m", "aligner.cli", "serve", "critic", ...), num_processes=2),
-            Component(name="actor", command=(sys.executable, "-m", "aligner.cli", "train", "ppo", ...), main=True),
-        ],
-        run_directory=RunDirectory(path).create(),
-        expect_services=("critic",),
-    )
+"""The local launcher: the components of a run as processes on this machine, ended together. Linux only.
 
 The run ends when every rank of the main components has ended. Only their `done.json` marks it as done.
 A process fails by a non-zero exit, as a main component that exits without `done.json`, or as a server that ends before the main
 component with any code (PyTriton's parent exits 0 after Triton crashed). The main component then has `grace_seconds` to save a
-checkpoint and stop. After that all processes and descendants are ended, by SIGTERM and then SIGKILL. Linux only.
+checkpoint and stop. After that all processes and descendants are ended, by SIGTERM and then SIGKILL.
 
 The launcher holds the run's lock, which excludes other launchers on this machine, and its lease, which excludes Slurm jobs of the
 same run and by which its own processes notice its end. Signals are recorded and handled between two polls.
@@ -84,12 +75,7 @@ class StopSignals:
 
 @contextmanager
 def exclusive(run_directory: RunDirectory) -> Iterator[None]:
-    """Hold the run directory's lock; the kernel releases it however this process ends.
-
-    Raises:
-        LaunchError: another launcher holds it.
-        ConfigError: it cannot be written.
-    """
+    """Hold the run directory's lock. Raises LaunchError if another launcher holds it, ConfigError if it is not writable."""
     path = run_directory.path / "launcher.lock"
     try:
         lock = path.open("a")
@@ -109,10 +95,7 @@ _SETTLE_SECONDS = 0.05  # the run directory's lock keeps other launchers of this
 
 @contextmanager
 def hold(run_directory: RunDirectory, valid_seconds: float) -> Iterator[dict[str, str]]:
-    """Hold the run's lease, under the launcher's lock; yields the variables for its processes.
-
-    Raises RunHeld: a Slurm job, or a launcher on another machine, holds it.
-    """
+    """Hold the run's lease; yields the variables for its processes. Raises RunHeld if a Slurm job, or another machine, holds it."""
     job = f"local-{os.getpid()}"
     record = LeaseRecord(job=job, attempt=f"{job}.0", host=socket.gethostname(), pid=os.getpid(), valid_seconds=valid_seconds)
     lease = leases.claim(run_directory.lease, record, is_over=_is_over, settle_seconds=_SETTLE_SECONDS)

@@ -1,11 +1,9 @@
 """How each rank of a component ended, by its own record. Standard library only.
 
-`srun` reports one code for all tasks of a step: with `--kill-on-bad-exit` mostly 137, from a task that it killed itself, and 0 after
-the loss of a node. So a rank that exits writes `<rank>.json` into the directory that ALIGNER_OUTCOMES names (set by the conductor, new for
-every start of a component). A rank that was killed leaves nothing.
+`srun` reports one code for all tasks of a step: mostly 137 from a task that it killed itself, and 0 after the loss of a node. So a rank
+that exits writes `<rank>.json` into the directory ALIGNER_OUTCOMES, new for every start of a component. A rank that was killed leaves nothing.
 
-A program succeeds only if its function returns. `unless_ended_early` ensures that an exit by user code (a reward function that
-calls `os._exit(0)`, a file that calls `sys.exit()` on import) is not taken for success.
+A program succeeds only if its function returns: see `unless_ended_early`.
 """
 
 from __future__ import annotations
@@ -77,9 +75,9 @@ def fail(environ: Mapping[str, str], code: int, message: str) -> None:
 
 @contextmanager
 def unless_ended_early(environ: Mapping[str, str]) -> Iterator[None]:
-    """Meanwhile an exit with code 0 becomes one with code 1; its place in the code is printed and recorded.
+    """Meanwhile an exit with code 0 by user code becomes one with code 1; its place in the code is printed and recorded.
 
-    Forked processes and other exit codes are unaffected. Exits by native code are invisible here: launchers look for `done.json`.
+    Forked processes are unaffected. Exits by native code are invisible here: launchers look for `done.json`.
     """
     process, leave = os.getpid(), os._exit
 

@@ -46,10 +46,7 @@ class ServiceWatch:
         self._gone(name).unlink(missing_ok=True)
 
     def poll(self) -> list[str]:
-        """A line for each component that has registered since the last call.
-
-        Raises LaunchError: an expected component has not registered within the time allowed.
-        """
+        """A line for each component that has registered since the last call. Raises LaunchError if an expected one is late."""
         now = time.monotonic()
         self._started |= {name: now for name in self._waiting if waits_for_its_turn(self._run_directory, name)}
         ready = [name for name in self._waiting if is_ready(self._run_directory, name)]

@@ -1,8 +1,7 @@
 """TensorBoard, Weights & Biases and MLflow behind one protocol; each is imported only if configured.
 
-A configured logger that is not installed, or that cannot start, ends the run before it begins. Once it runs, a *remote* logger (W&B,
-MLflow) never ends it: its errors are reported once, it is retried after 1, 2, 4, ... minutes, and the number of lost calls is reported at
-the end. The local record (`metrics.jsonl`, TensorBoard) has every step regardless, and its errors (a full disk) are raised.
+A configured logger that is not installed, or cannot start, ends the run before it begins. Later errors never end it: they are reported
+once, the logger is retried after 1, 2, 4, ... minutes, and the number of lost calls is reported at the end. `metrics.jsonl` has every step.
 """
 
 from __future__ import annotations
@@ -167,10 +166,7 @@ def open_loggers(
     settings: Mapping[str, Any],
     warn: Callable[[str], None],
 ) -> list[MetricLogger]:
-    """The loggers that `config` asks for.
-
-    Raises ConfigError: one is configured but not installed, or cannot start (wrong address, no login).
-    """
+    """The loggers that `config` selects. Raises ConfigError for one that is not installed or cannot start (wrong address, no login)."""
     loggers: list[MetricLogger] = []
     if find_spec("tensorboard") if config.tensorboard is None else config.tensorboard:
         writer = TensorBoardLogger(tensorboard, resumed_step=resumed_step, max_cell_chars=config.max_cell_chars)

@@ -1,10 +1,7 @@
-"""Progress display: a live view on a terminal, one aligned line per step in a batch log.
+"""Progress display: a live view on a terminal (one screen, redrawn), one aligned line per step in a batch log.
 
 Metrics named `time/<phase>` (seconds) are the phases of a step, `time/step` the total; every other shown metric is a `Column` of the
-caller.
-
-`Pace` measures the speed of a run and estimates its end. The live view is one screen redrawn, with the course of the metrics, the phases
-of a step and the last sample rollouts.
+caller. `Pace` measures the speed of a run and estimates its end.
 """
 
 from __future__ import annotations

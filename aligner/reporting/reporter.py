@@ -32,9 +32,7 @@ class Reporter:
     """Rank 0's reporter. `start_step`: last step of the checkpoint resumed from, 0 for a new run. `lost`: a warning if an earlier start
     left metrics but no checkpoint.
 
-    Raises:
-        ConfigError: at construction, where a configured logger is not installed or cannot start.
-        DataError: at construction, where an existing metrics.jsonl is damaged.
+    Raises ConfigError for a logger that is not installed or cannot start, DataError for a damaged metrics.jsonl.
     """
 
     lost = ""
@@ -93,12 +91,9 @@ class Reporter:
         self.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step (numbers; names are area/quantity; `time/<phase>` in seconds).
+        """Record the metrics of a step (names are area/quantity; `time/<phase>` in seconds) and its findings (`diagnosis/<rule>` 1).
 
-        Findings of `diagnosis_rules` are recorded with them, as `diagnosis/<rule>` 1, and printed if new. A file system error
-        costs the line and a warning, not the run.
-
-        Raises ValueError: `step` lies before the last one.
+        A file system error costs the line and a warning, not the run. Raises ValueError if `step` lies before the last one.
         """
         findings = self._watch.step(step, metrics)
         metrics = {**metrics, **metrics_of(findings)}

@@ -1,7 +1,6 @@
 """The one reader of a run's directory, of a run that is over, under way, or failed before its first step.
 
-A file that is not there yet is an empty result, and a half-written last line is left out. Damage elsewhere raises DataError, which names
-file and line.
+A missing file is an empty result, and a half-written last line is left out. Other damage raises DataError, which names file and line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The end of a run in a few lines: first, last and best value of each metric, and its course.
-
-It also reports what the run learned from: the sum of every step's counts (`aligner.loop.learnt`).
-"""
+"""The end of a run in a few lines: first, last and best value of each metric, its course, and what the run learned from."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ def reasons(counts: Mapping[str, float]) -> list[str]:
 
 
 def is_empty(metrics: Mapping[str, float]) -> bool:
-    """Whether a step with these counts learned nothing: no token had a weight, or no update a gradient.
-
-    False if a float16 gradient overflowed: the loss scale is lower then.
-    """
+    """Whether a step learned nothing: no token had a weight, or no update a gradient (unless a float16 gradient overflowed)."""
     if TOKENS not in metrics or metrics.get(OVERFLOWS):
         return False
     return 0 in (metrics[TOKENS], metrics.get("optim/grad_norm"), metrics.get(UPDATES))

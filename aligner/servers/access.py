@@ -3,10 +3,8 @@
 The secret lies in a file of the run directory that only its owner can read. It travels in the `Authorization` header and is never written
 anywhere else: not to arguments, environment, logs or configurations.
 
-With `run.server_tls` a run has its own certificate authority: servers and clients show each other certificates that it has signed.
-`<run>/tls` holds the authority's certificate and key, and the certificate of the run's clients: files of the run's owner alone, because
-whoever can read them is the run. Each server makes a certificate for itself at every start, for the host that it registers under, and
-keeps it in memory alone. Nobody checks the names of clients: the authority signs for nobody else.
+With `run.server_tls` a run has its own certificate authority, which signs for nobody else. `<run>/tls` holds its certificate and key, and
+the certificate of the run's clients: files of the run's owner alone. Each server makes its own certificate at every start, for its host.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ _SCHEME = "Bearer "
 
 
 def run_secret(path: Path) -> str:
-    """The secret in the file `path`, 64 hexadecimal digits. The first caller chooses it; all others get the same.
+    """The secret in the file `path`, 64 hexadecimal digits; the first caller chooses it.
 
-    Raises ConfigError: the file is damaged, is not an ordinary file of this user, or others have any right to it.
+    Raises ConfigError if the file is damaged, is not an ordinary file of this user, or others have any right to it.
     """
     if not os.path.lexists(path):
         _create(path)
@@ -94,10 +92,7 @@ class Access:
 
     @classmethod
     def for_server(cls, secret: Path, config: ServerConfig, *, name: str = "", own_tls: bool = False) -> Access:
-        """For the server `name` of the run whose secret is the file `secret`; `own_tls`: with certificates of the run's own authority.
-
-        Raises ConfigError for a secret or certificate that cannot be used.
-        """
+        """For the server `name`; `own_tls`: with certificates of the run's own authority. Raises ConfigError if they cannot be used."""
         tls = None
         if own_tls:
             if config.tls_certificate:
@@ -152,9 +147,7 @@ class Access:
     def connection(self, url: str, timeout_seconds: float) -> http.client.HTTPConnection:
         """An unopened connection to a server.
 
-        Raises:
-            ServerUnreachable: only one of server and client is set up for TLS. Nothing is sent then: the secret would cross the network in
-            the clear.
+        Raises ServerUnreachable if only one side is set up for TLS: the secret would cross the network in the clear.
         """
         address = urlsplit(url)
         if address.scheme != self.scheme:
@@ -175,10 +168,7 @@ def _no_password() -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on `port`, or on a free one for 0.
-
-    Raises ServerError: the port is taken, or `host` is not an address of this machine.
-    """
+    """A socket that listens on `port`, or on a free one for 0. Raises ServerError if the port is taken, or `host` is not ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -320,9 +310,8 @@ def _write(path: Path, content: bytes) -> None:
 
 
 class _Signed:
-    """A new key (ECDSA on P-256) and its certificate, in PEM: an authority's if `folder` is None, else signed by the one there.
-
-    One with `hosts` is a server's, one without a client's: neither can be used as the other.
+    """A new key (ECDSA on P-256) and its certificate, in PEM: an authority's if `folder` is None, else signed by the authority there, for a
+    server with `hosts`, for a client without: neither can be used as the other.
     """
 
     def __init__(self, name: str, folder: Path | None, hosts: tuple[str, ...] = ()) -> None:

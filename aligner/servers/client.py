@@ -135,8 +135,7 @@ class CriticClient:
 class RewardClient:
     """A reward model or reward function behind `services_dir`.
 
-    `texts(rollout)` gives (prompt, response, answer) for servers that score texts; without it only tokens are sent. `reduce` turns scores
-    [B, K] of a model with several attributes into rewards [B].
+    `texts(rollout)` gives (prompt, response, answer) for servers that score texts. `reduce` turns scores [B, K] into rewards [B].
     """
 
     def __init__(
@@ -218,10 +217,7 @@ TURN_BACK = (
 
 
 class CriticHistory:
-    """One client's history with the critic of run `run`. Without a journal it can only ask for values.
-
-    `mark` names the last request of the history: values and checkpoints are those of a critic that was trained last on it.
-    """
+    """One client's history with the critic of run `run`, up to the request `mark`. Without a journal it can only ask for values."""
 
     def __init__(self, link: ServiceLink, config: ClientConfig, *, run: str, journal: Journal | None) -> None:
         self.mark = START
@@ -240,10 +236,7 @@ class CriticHistory:
         return self.recovery.call(wire.CRITIC_INFER, inputs, self._config.request_timeout_seconds)["values"]
 
     def train(self, batch: ValueBatch, step: int) -> TrainReply:
-        """Add a request to the history. It is in the journal before it is sent.
-
-        Raises RequestRejected for one that is bad in itself; the history is then as before.
-        """
+        """Add a request to the history. It is in the journal before it is sent. Raises RequestRejected and removes a bad one."""
         self.recovery.connect()
         arrays = wire.encode_value_batch(batch)
         last_step, last_part = position(self.mark)

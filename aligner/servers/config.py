@@ -30,8 +30,7 @@ class Transport(str, Enum):
 class ServerConfig:
     """How one critic or reward server listens, how long it waits and how much it accepts. Times are in seconds.
 
-    What listens is the gateway, which lets in only requests with the run's secret; PyTriton itself listens on a Unix
-    socket that only this user can reach.
+    The gateway listens, and admits only requests with the run's secret; PyTriton itself listens on a Unix socket of this user.
     """
 
     transport: Transport = Transport.auto  # behind the gateway, the same to clients; auto: pytriton where it is installed, else http

@@ -29,9 +29,8 @@ class CriticService:
     """The operations of a critic. Every rank constructs one around its part of the model.
 
     A train request is split in order into mini-batches of `mini_batch_size` rows (the last may be smaller), each one optimizer step, and
-    this `num_epochs` times. Each request is applied once: `ledger` records which. `save(request)` writes a checkpoint, the ledger with it,
-    and returns its path; it raises `ledger.Refused` if this is not the critic that the request means. `loss_metric` is the metric
-    reported as `loss_mean`.
+    this `num_epochs` times. Each request is applied once: `ledger` records which. `save(request)` writes a checkpoint with the ledger and
+    returns its path; it raises `ledger.Refused` for a request that means another critic. `loss_metric` is reported as `loss_mean`.
     """
 
     def __init__(

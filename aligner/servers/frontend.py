@@ -47,10 +47,7 @@ def _bound_function(endpoint: Endpoint, submit: Submit) -> Callable:
 
 
 class Frontend:
-    """The Triton processes of one server.
-
-    PyTriton lives in a separate thread for as long as the server: the kernel ties tritonserver's life to the thread that forked it.
-    """
+    """The Triton processes of one server, forked by a thread of its own: the kernel ties tritonserver's life to that thread."""
 
     def __init__(self, config: ServerConfig, incarnation: str, log: Path, endpoints: Sequence[Endpoint], submit: Submit) -> None:
         self._config = config
@@ -74,9 +71,7 @@ class Frontend:
     def start(self, stop_requested: Callable[[], bool]) -> None:
         """Return when every endpoint answers; `stop_requested` ends the wait.
 
-        Raises:
-            TritonDied: it did, or a Python stub of it; its output is in the `log` file.
-            ServerError: Triton was not ready in time, or the wait was cancelled.
+        Raises TritonDied if it or a stub died (its output is in the `log` file), ServerError if it was late, or the wait was cancelled.
         """
         started = time.monotonic()
         self._thread.start()
@@ -161,10 +156,7 @@ class Frontend:
             self._error = error
 
     def _start_marked(self, triton) -> None:
-        """Run Triton with an environment that marks its processes and shows its Python stub the interpreter's library.
-
-        PyTriton copies `os.environ`: its child's environment cannot be set in another way.
-        """
+        """Run Triton with an environment (PyTriton copies ours) that marks its processes and has the interpreter's library."""
         os.environ.setdefault("PATH", os.defpath)  # PyTriton requires one
         libraries = (sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH"))
         # Trackers of shared memory (ours and the stubs') would warn about what a killed Triton has already removed.

@@ -4,9 +4,8 @@ It speaks the KServe v2 protocol (JSON and Triton's binary tensors), and of that
 rank 0's process with an event loop of its own.
 
 The run's own requests always find a place, whatever anybody else opens (`Seats`). A connection is a stranger's until a request with the
-run's secret has come over it. Strangers have few seats of their own, and STRANGER_SECONDS from the connection to a whole header with the
-secret, TLS included. If their seats are taken, the oldest of the address that has most of them has to go. A client of the run sends its
-header at once, so it is a stranger for a moment only.
+run's secret has come over it. Strangers have few seats, and STRANGER_SECONDS from the connection to a whole header with the secret. If the
+seats are taken, the oldest stranger of the address that has most of them has to go.
 """
 
 from __future__ import annotations

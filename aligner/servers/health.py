@@ -75,10 +75,7 @@ class Health:
         return None if self._failure is None else self._failure()
 
     def report(self, waiting: int, oldest_seconds: float) -> dict[str, object]:
-        """The JSON document of `/v2/health/ready`; the server is ready if its `reason` is None.
-
-        `waiting` requests are not answered; the oldest of them was passed on `oldest_seconds` ago.
-        """
+        """The JSON document of `/v2/health/ready`; the server is ready if its `reason` is None. `waiting`: open requests."""
         age, idle, running = self.pulse.read()
         since = None if running is None else time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() - running[1]))
         return {
@@ -122,8 +119,8 @@ CHECK_SECONDS = 0.5
 class Supervisor:
     """A thread that runs `checks` twice a second; each returns what is wrong, or None.
 
-    After the first failure the main thread has `grace_seconds` to end in order (it sees `failure()` between operations). If it hangs, in a
-    collective whose peer is gone for example, `last_words(message)` is called and the process exits with status 1.
+    After the first failure the main thread has `grace_seconds` to end in order. If it hangs, in a collective whose peer is gone for
+    example, `last_words(message)` is called and the process exits with status 1.
     """
 
     def __init__(self, checks: Sequence[Callable[[], str | None]], *, grace_seconds: float, last_words: Callable[[str], None]) -> None:

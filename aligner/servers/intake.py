@@ -1,7 +1,4 @@
-"""The path of a request on rank 0 behind the gateway: straight into the queue, or through Triton's Unix socket (`server.transport`).
-
-Either way it is checked, queued, taken by the main thread and answered.
-"""
+"""A request's path behind the gateway: straight or through Triton's Unix socket (`server.transport`) into the queue, and answered."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ Answer = dict[str, np.ndarray]
 class Operation:
     """`handler` runs on every rank with the same payload; its result on rank 0 is the answer.
 
-    `check` may raise ValueError to reject a payload; it runs on rank 0 only, in another thread, before any rank computes. An operation that
-    does not itself compute (`computes`) needs no model on the device.
+    `check` may raise ValueError to reject a payload; it runs on rank 0 only, in another thread. Only if `computes` is the model needed.
     """
 
     endpoint: Endpoint
@@ -64,10 +60,7 @@ class Intake:
         self._running: Ticket | None = None
 
     def submit(self, endpoint: Endpoint, arrays: Mapping[str, np.ndarray]) -> Future[Answer]:
-        """Check and queue a request; the future holds the reply's tensors, or the reason of the rejection.
-
-        The form of what the gateway let through has been checked there; `Endpoint.payload` checks what its numbers mean.
-        """
+        """Check the meaning of a request, after its form in the gateway, and queue it; the future holds the reply or the error."""
         operation = self._operations[endpoint.name]
         try:
             payload = endpoint.payload(arrays, self._limits)

@@ -108,9 +108,7 @@ def encode_request(inputs: Arrays, outputs: tuple[str, ...]) -> tuple[dict[str, 
 
 
 def encode_response(arrays: Arrays, outputs: Sequence[tuple[str, bool]], **named: str) -> tuple[dict[str, str], bytes]:
-    """HTTP headers and body of a 200 answer as Triton writes it. `outputs`: name, and whether as binary data (else as JSON); `named` comes
-    first in the header.
-    """
+    """HTTP headers and body of Triton's 200 answer. `outputs`: name, and whether binary (else JSON); `named` comes first in the header."""
     described: list[dict[str, object]] = []
     blobs = []
     for name, binary in outputs:
@@ -192,10 +190,7 @@ def body_limit(endpoint: Endpoint, limits: RequestLimits) -> int:
 
 
 def read_request(endpoint: Endpoint, limits: RequestLimits, header_length: str | None, body: bytes | bytearray) -> Inbound:
-    """Parse a body; `header_length` is the value of Triton's header of that name, None for a request that is all JSON.
-
-    Raises ValueError: names the tensor, the problem and what is allowed.
-    """
+    """Parse a body. `header_length`: that header's value, None if all is JSON. Raises ValueError, naming the tensor."""
     end = _json_length(header_length, len(body))
     document = _object(_parse(bytes(body[:end])), "the request", allowed=("id", "parameters", "inputs", "outputs"))
     request_id = document.get("id", "")

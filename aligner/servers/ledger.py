@@ -78,10 +78,7 @@ class Ledger:
         self._records: deque[_Record] = deque(maxlen=NUM_RECORDS)
 
     def find(self, identity: TrainIdentity) -> TrainReply | None:
-        """The recorded reply if this very request was already applied; None if it is to be applied now.
-
-        Raises Refused: it names both requests, or both runs.
-        """
+        """The recorded reply if this very request was applied; None if it is to be applied now. Raises Refused otherwise, naming both."""
         asked = f"step {identity.step} part {identity.part}"
         self.check_run(identity.run)
         for record in self._records:
@@ -176,9 +173,9 @@ class Journal:
         self._entries = [_identity_of(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
 
     def append(self, identity: TrainIdentity, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write an entry after the one that it names as its previous; earlier entries after that one belong to an abandoned past.
+        """Write an entry after its previous one; entries after that one belong to an abandoned past, and go.
 
-        Raises ServerError: it cannot be written (a full disk, say). The journal is then unchanged.
+        Raises ServerError if it cannot be written (a full disk, say). The journal is then unchanged.
         """
         with self._lock:
             path = self._path(identity)

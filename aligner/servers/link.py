@@ -1,7 +1,7 @@
 """One client's way to its server: discovery, one HTTP exchange at a time per thread, and prompt notice of the server's death.
 
-Every exchange opens a new connection: that costs well under a millisecond, and a connection that died while idle can never be
-mistaken for a server that died while training. While an answer is awaited, the registration is watched.
+Every exchange opens a new connection, in well under a millisecond: one that died while idle can never be mistaken for a server that died
+while training. While an answer is awaited, the registration is watched.
 
 `Recovery` survives the loss of a server: it waits for another one of the same name, brings it up to date, and asks again. Requests must be
 harmless to repeat: inference is; training is, because the server's ledger records the applied ones.
@@ -52,10 +52,7 @@ class RequestRefused(RequestRejected):
 
 
 class ServiceLink:
-    """Thread-safe. Finds servers of one name, belonging to the attempt `attempt` of the run ("": to any).
-
-    If `is_talkative`, prints what it waits for: one of several clients should.
-    """
+    """Finds servers of one name, of the attempt `attempt` ("": of any). Thread-safe. If `is_talkative`, prints what it waits for."""
 
     def __init__(
         self, services_dir: Path, name: str, config: ClientConfig, *, access: Access, attempt: str = "", is_talkative: bool = False
@@ -104,7 +101,7 @@ class ServiceLink:
         """One exchange. A server that is too busy to take the request is asked again.
 
         Raises:
-            ServerUnreachable: a dead server, one that is ending, a broken connection; whether the operation ran is then unknown.
+            ServerUnreachable: a dead or ending server, a broken connection; whether the operation ran is then unknown.
             ServerTimeout: no answer in time.
             RequestRefused: the request does not fit the server's training history.
             RequestRejected: the server's error message.
@@ -261,11 +258,8 @@ class Recovery:
     def call(self, endpoint: Endpoint, inputs: Mapping[str, np.ndarray], timeout_seconds: float) -> dict[str, np.ndarray]:
         """One call, made again after each loss of a server.
 
-        Raises:
-            ServerUnreachable: no other server came within `server_client.recovery_timeout_seconds`, or this call met the end of more than
-                `server_client.max_lost_servers`.
-            ServerTimeout: likewise, if the servers do not answer.
-            RequestRejected: the server's error message.
+        Raises ServerUnreachable or ServerTimeout if no server comes within `server_client.recovery_timeout_seconds`, or more than
+        `server_client.max_lost_servers` are lost; RequestRejected with the server's error message.
         """
         lost = 0
         self.connect()

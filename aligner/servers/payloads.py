@@ -1,10 +1,8 @@
 """What requests and replies are, once decoded: the typed side of `wire.py`.
 
-A `TrainIdentity` makes a training request the one it is: its place in the run, its tensors, and the request before it.
-
-A request's *mark* names it together with all that went before it: `step.part.hash`, where the hash covers the run, the place, the tensors
-and the mark of the request before. Two critics with the same mark were trained on the same requests in the same order. `START` is the mark
-of a critic that was trained on nothing in this run.
+A `TrainIdentity` identifies a training request by its place in the run, its tensors, and the request before it. A request's *mark* names it
+together with all before it: `step.part.hash`, where the hash covers the run, the place, the tensors and the previous mark. Two critics with
+the same mark were trained on the same requests in the same order. `START` is the mark of a critic that was not trained in this run.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ _RUN = re.compile(r"[0-9A-Za-z._-]{1,64}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainIdentity:
-    """Request number `part` (from 0) of `step` in the run `run`; `digest` is that of its tensors, `previous` the mark of the one before it.
-
-    Raises ValueError for an invalid field.
-    """
+    """Request number `part` (from 0) of `step`; `digest` is that of its tensors, `previous` the mark before. Raises ValueError."""
 
     run: str
     step: int

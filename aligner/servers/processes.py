@@ -1,9 +1,8 @@
 """This machine's processes, from /proc; and, run as a script in a separate session, the watchdog that removes a server's leftovers.
 
 Linux and standard library only. The watchdog's standard input is a pipe that only the server holds. When the server closes it or dies,
-SIGKILL included, every process that carries the server's environment marker is killed, and its shared memory and its workspace are removed.
-`kill -9` of a PyTriton process otherwise leaves tritonserver, a Python stub for each endpoint and its shared memory behind. If a machine
-kills both, the workspace stays: the next server of this user in the same temporary directory removes it (`sweep`).
+SIGKILL included, the watchdog kills every process with the server's environment marker (tritonserver and its Python stubs), and removes its
+shared memory and its workspace. If a machine kills both, this user's next server there removes the workspace (`sweep`).
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ def node_identity() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if no such process exists or it is a zombie.
-
-    With the pid it names one process for good, although pids are reused.
-    """
+    """When the process started, in clock ticks since boot: with the pid it names one process for good. None if it is gone or a zombie."""
     stat = _stat(pid)
     return None if stat is None or stat[0] in "ZX" else int(stat[19])
 

@@ -1,8 +1,7 @@
 """Discovery through a directory that all components share: one `<name>.json` for each, written atomically, touched as a heartbeat.
 
-It exists from the start of the process, so waiting clients can report what they wait for. A service is dead when its registration is gone,
-belongs to another incarnation, has not been touched for `heartbeat_timeout_seconds`, or names a process of this machine that no longer
-exists.
+It exists from the start of the process. A service is dead when its registration is gone, belongs to another incarnation, has not been
+touched for `heartbeat_timeout_seconds`, or names a process of this machine that no longer exists.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ class ServiceState(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """A component `name`: its place, start time (`started_at`: Unix time) and state.
+    """A component `name` (the actor too, without `url`): its place, start (`started_at`: Unix time) and state.
 
-    `incarnation` is new for every start of its process, `attempt` for every start of the whole run ("" if nobody counts them). The actor
-    registers too; it has no `url`.
+    `incarnation` is new for every start of its process, `attempt` for every start of the whole run ("" if nobody counts them).
     """
 
     name: str
@@ -171,12 +169,10 @@ class Liveness:
 
 
 def claim(services_dir: Path, mine: Registration, heartbeat_seconds: float) -> str:
-    """Make sure that nobody else holds the name of this registration; returns what is replaced, "" for nothing.
+    """Make sure that nobody else holds the name; returns what is replaced, "" for nothing.
 
     A registration of an earlier attempt is replaced, alive or not: that server ends itself when it sees this. So is one of a dead process;
-    if it ran on another machine, the heartbeat is watched for a while.
-
-    Raises ServerError: a process of the same attempt is alive and holds the name.
+    if it ran on another machine, the heartbeat is watched for a while. Raises ServerError if a process of the same attempt lives.
     """
     path = registration_path(services_dir, mine.name)
     found = read_registration(path)
@@ -230,10 +226,7 @@ class Publication:
         self.withdraw()
 
     def ready(self, url: str = "") -> Registration:
-        """The component has loaded, and answers at `url` if it is a server. Returns the new registration.
-
-        Raises ServerError if the name was taken by another process meanwhile.
-        """
+        """The component has loaded, and answers at `url` if it is a server. Raises ServerError if another process took the name."""
         if self._failure is not None:
             raise ServerError(self._failure)
         return self._update(state=ServiceState.ready, url=url, port=urlsplit(url).port or 0)
@@ -253,8 +246,7 @@ class Publication:
     def withdraw(self) -> None:
         """Remove the registration unless another server has taken the name. Callable more than once.
 
-        If it cannot be removed (a file system in trouble), prints that and raises nothing: the process may be leaving with an error
-        that counts, and clients recognise the registration of a dead process.
+        A failure is only printed: the process may be leaving with an error that counts, and clients recognise a dead process.
         """
         self._stop.set()
         self._thread.join(timeout=self._heartbeat_seconds + 5.0)
@@ -300,13 +292,9 @@ def wait_for_service(
     abandoned: threading.Event | None = None,
     tell: Callable[[str], None] = _tell_nobody,
 ) -> Registration:
-    """Wait until `name` is registered, ready, alive and of this attempt ("": of any); another thread may set `abandoned` to end the wait.
+    """Wait until `name` is ready, alive and of this attempt ("": of any), or `abandoned` is set; `tell` gets a line for each change.
 
-    `tell` gets a line for each change of the awaited service.
-
-    Raises:
-        ServerUnreachable: names the awaited service, the place, the time waited, and what was found instead (nothing, one
-            that loads, a dead one, one of an earlier attempt). At once, if a launcher has recorded that nobody will start it (again).
+    Raises ServerUnreachable with the place, the time waited, and what was found instead; at once if nobody will start the service again.
     """
     abandoned = abandoned or threading.Event()
     path = registration_path(services_dir, name)

@@ -51,8 +51,7 @@ class RewardService:
 class FunctionRewardService:
     """The operation of a reward function `(prompts, responses, answers) -> rewards`.
 
-    Requests that hold only tokens are turned into texts with `decode(tokens)`, if it is given; prompt and response cannot be separated
-    then: the prompt is empty and the response is the whole text.
+    Requests of tokens alone are turned into responses to an empty prompt with `decode(tokens)`, if it is given.
     """
 
     def __init__(self, function: TextReward, *, name: str = "", decode: Callable[[list[int]], str] | None = None) -> None:

@@ -132,13 +132,10 @@ class Service:
 
 
 def serve(service: Service) -> None:
-    """Serve until a signal or a failure. Every rank calls it, from its main thread.
+    """Serve until a signal on any rank (the running operation is finished first) or a failure. Every rank calls it, from its main thread.
 
-    Returns after SIGTERM or SIGINT on any rank, when the running operation is finished and answered.
-
-    Raises:
-        ServerError: an operation failed on some rank, Triton or its stub died, the port is taken, the name is served already. On ranks that
-            hang in a collective the process exits with status 1 instead, after `config.failure_grace_seconds`.
+    Raises ServerError: an operation failed on some rank, Triton or its stub died, the port is taken, the name is served already. A rank
+    that hangs in a collective exits with status 1 instead, after `config.failure_grace_seconds`.
     """
     service.progress.enter_phase(IDLE)
     control = ControlGroup(service.config.control_timeout_seconds)
@@ -265,9 +262,7 @@ def _open(service: Service, control: ControlGroup, intake: Intake, stop: _StopSi
 
 def _start_frontend(service: Service, incarnation: str, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> Frontend:
     """Start Triton; a second time if it dies on the way, as its Python backend sometimes does on a busy machine
-    (boost::interprocess::lock_exception, triton-inference-server/server issue 8882). No request has reached it by then.
-
-    Raises TritonDied the second time, and any other error of `Frontend.start` at once.
+    (boost::interprocess::lock_exception, triton-inference-server/server issue 8882). Raises TritonDied the second time.
     """
     log = service.services_dir / f"{service.name}.triton.log"
     for may_die in (True, False):
@@ -334,10 +329,7 @@ def _follow(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
 
 
 def _take_part(service: Service, control: ControlGroup, command: Command, stop: _StopSignal) -> Answer | AnswerError | None:
-    """Run a command together with all ranks and agree on how it went; the encoded answer, or a refusal, on rank 0.
-
-    Raises _OperationFailed: on every rank, where the handler raised on any of them.
-    """
+    """Run a command together with all ranks; the encoded answer, or a refusal, on rank 0. Raises _OperationFailed on all ranks."""
     with service.progress.phase(command.operation or IDLE):
         answer, error = _run(service, command, control)
     reports = control.gather(Report(error=error, stop_requested=stop.requested))

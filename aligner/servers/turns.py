@@ -1,9 +1,8 @@
 """Components that share GPUs (`placement=colocated`) take turns: whoever holds the run's turn has its weights and training state on the
 devices, the others have theirs in host memory. The idea is the hybrid engine's of DeepSpeed-Chat (2308.01320), over processes.
 
-The turn is a lock on a file of the run directory, held by rank 0 for all ranks of its component; the kernel releases it when that process
-ends, however it ends. The component that trains holds it all the time, except while it waits for its servers (`SharedDevice`). A server
-takes it for the requests that compute, and gives it back when no more are queued (`Residence`).
+The turn is a lock on a file of the run directory, held by rank 0 for its component; the kernel releases it when that process ends. The
+component that trains holds it, except while it waits for its servers (`SharedDevice`). A server holds it while it computes (`Residence`).
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     <run>/trace/<component>.<rank>.jsonl         the newest spans, a JSON object each
     <run>/trace/<component>.<rank>.older.jsonl   those before; replaced when the newest ones have half of the room
 
-Spans are timed with a monotonic clock and written in seconds since 1970, by the offset between the two at the time of writing. They wait
-in memory until `flush`, and are written in one piece. A process that is killed loses what it has not written; of a piece that was cut,
-whole lines are read. Writing never fails a run.
+Spans are timed with a monotonic clock and written in seconds since 1970. They wait in memory until `flush`; a process that is killed loses
+them. Writing never fails a run.
 """
 
 from __future__ import annotations
@@ -115,10 +114,7 @@ record_in, close, flush, is_on, rank_lane, add, span = _OWN.open, _OWN.close, _O
 
 
 def read_spans(directory: Path) -> tuple[list[Span], int]:
-    """What all processes of a run recorded in this folder, by start within each component; and how many lines cannot be read.
-
-    Components are in the order of their names. Times are in seconds since 1970.
-    """
+    """What all processes of a run recorded in this folder, by component and start (seconds since 1970); and the number of damaged lines."""
     found: dict[str, list[Span]] = {}
     num_damaged = 0
     for path in sorted(directory.glob("*.jsonl")):

@@ -1,8 +1,7 @@
 """Spans of time of a run, planned or measured, and the Chrome/Perfetto trace of them.
 
 A `Span` is one thing that one lane of one component did: a phase of a rank, a request of an engine's replica, a server's call. The format
-is the JSON of Chrome's trace viewer, which Perfetto reads too ("Trace Event Format", Google 2016): a process for every component, a thread
-for every row.
+is Chrome's "Trace Event Format" (Google 2016): a process for every component, a thread for every row.
 """
 
 from __future__ import annotations

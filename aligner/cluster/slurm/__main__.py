@@ -1,7 +1,6 @@
 """The body of every batch script in slurm/: `python3 -m aligner.cluster.slurm --script "$0" --config ppo_70b -- [key=value ...]`.
 
-Needs only Python 3.10 or newer on the batch host. A first job step composes the config in the run's software environment
-(container or virtual environment) and writes the job's spec.
+Requires only Python 3.10 on the batch host: a first job step composes the config in the run's software environment and writes the spec.
 """
 
 from __future__ import annotations

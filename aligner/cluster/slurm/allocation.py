@@ -23,10 +23,7 @@ _EXPORT = "SLURM_EXPORT_ENV"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """`jobs[k]` belongs to part k, and `num_nodes[k]` where the parts are of one job; in a job of one part there is one of each.
-
-    `beside`: the jobs of the other parts, where each part is a job (`slurm.separate`).
-    """
+    """`jobs[k]` and, in one job, `num_nodes[k]` belong to part k. `beside`: the other parts' jobs (`slurm.separate`)."""
 
     job: str
     jobs: tuple[str, ...]
@@ -79,11 +76,9 @@ def allocation(environ: Mapping[str, str], beside: Sequence[str] = ()) -> Alloca
 def step_environment(
     environ: Mapping[str, str], home: Path | None, *, in_container: bool = False, of_another_job: bool = False
 ) -> dict[str, str]:
-    """Environment of every step: the checkout `home`, if any, first on Python's path; no variables that name another host.
+    """The whole environment of a step: the checkout `home` first on Python's path; no variables that name another host.
 
-    It is complete whatever the job was submitted with (`sbatch --export=NONE`), and all of it goes to the step: `commands.EXPORT`.
-    `in_container`: the host's packages stay outside, those on its PYTHONPATH and those in the user's home directory. `of_another_job`:
-    the step is on the nodes of another job, which has other sizes than those in this one's variables.
+    `in_container`: without the host's packages. `of_another_job`: without this job's variables, which have other sizes.
     """
     left_out = ("HOSTNAME", _EXPORT, *OWN_VARIABLES)
     kept = {name: value for name, value in environ.items() if name not in left_out and not (of_another_job and _is_slurms(name))}

@@ -1,7 +1,6 @@
 """One start of all components in the job's allocation, until the training component ends, and why.
 
-The first component trains; the attempt ends with its step. A server that ends earlier is restarted in its allocation, as often
-as the settings allow, while the actor waits (its registration is removed, so that clients look for the new one).
+A server that ends earlier is restarted as often as the settings allow, while the actor waits (its registration is removed).
 """
 
 from __future__ import annotations
@@ -72,10 +71,7 @@ class Attempt:
         self.restarts = 0
 
     def run(self, variables: Mapping[str, str], *, restarts: int) -> Verdict:
-        """Start the components, servers first, and watch them; everything has ended (or Slurm ends it) when this returns.
-
-        `restarts`: earlier server restarts.
-        """
+        """Start the components, servers first, and watch them to their end. `restarts`: earlier server restarts."""
         self._variables = dict(variables)
         self.restarts = restarts
         self._log_began = self._place.log_size(self._spec.components[0].name)

@@ -28,10 +28,7 @@ class ContainerKind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runtime:
-    """What the components' processes run in. `home` is the checkout (None: installed from a wheel).
-
-    `directory` is where they start: relative paths are the submitter's.
-    """
+    """What the components run in. `home`: the checkout (None: a wheel). `directory`: where they start, the submitter's."""
 
     kind: ContainerKind
     image: str
@@ -127,10 +124,8 @@ def srun_command(
     shares: bool = False,
     container: ContainerConfig | None = None,
 ) -> list[str]:
-    """The step that runs a component on its part of the job: `on` are the options that name the part. Rank 3 writes to `<log>.3.log`, and
-    Slurm's own output goes to `<log>.step.log`.
-
-    `shares`: other components have steps on the same nodes.
+    """The step that runs a component on the part of the job that the options `on` name. Rank 3 writes to `<log>.3.log`, and Slurm itself to
+    `<log>.step.log`. `shares`: other components have steps on the same nodes.
     """
     where = replace(where, python=component.python or where.python)
     options, command = wrapped(where, component.program, container or ContainerConfig(), has_gpus=component.gpus_per_node > 0)

@@ -1,9 +1,7 @@
 """The jobs that continue a run: the successor, submitted by a job that must stop, and the gatekeeper, which waits for a job to fail.
 
-The gatekeeper is a job of one task that starts if the other one failed (`afternotok`). It looks why, and submits the job again where
-that helps: not for a run that was cancelled, is done, or makes no progress.
-
-    python3 -m aligner.cluster.slurm.following <run>/jobs/<job>
+The gatekeeper is a job of one task that starts if the other one failed (`afternotok`): `python3 -m aligner.cluster.slurm.following
+FOLDER`. It submits the job again unless that is useless: for a run that was cancelled, is done, or makes no progress.
 """
 
 from __future__ import annotations
@@ -34,10 +32,7 @@ _SIZE = ("--nodes=1", "--ntasks=1", "--time=10", "--no-requeue")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The job that continues `job`: the same script with the same arguments, so in the same run directory, and the same wishes.
-
-    `options` has those of each part of the job, as Slurm knows them.
-    """
+    """The job that continues `job`: the same script, arguments and run directory. `options`: those of each part, as Slurm reports them."""
 
     job: str
     name: str

@@ -35,7 +35,7 @@ fi
 def render(
     config: str, spec: JobSpec, *, title: str, overrides: Sequence[str] = (), path: str = "", variables: Mapping[str, str] | None = None
 ) -> str:
-    """The script of a config with `overrides`. `title` says what it is, `path` where it is kept (empty: nowhere).
+    """The script of a config with `overrides`. `title` describes it; `path` is where it is kept (empty: nowhere).
 
     `variables` have these values unless the submitter sets others: at sites that export nothing (`--export=NONE`) nobody could set them.
     """

@@ -1,8 +1,7 @@
-"""A run as one job for each part of it, where a site has no heterogeneous jobs (`slurm.separate`).
+"""A run as one job for each of its parts, for sites without heterogeneous jobs (`slurm.separate`).
 
-The jobs of the servers only hold their nodes (`hold`): the actor's job, which starts when all of those have started (`after`), runs the
-conductor, whose steps for the servers go to the other jobs' nodes (`srun --jobid`). So everything else is as in a heterogeneous job. The
-jobs that continue a run are submitted together too. The others learn of the actor's job from a file, since it is submitted last.
+The servers' jobs only hold their nodes (`hold`). The actor's job starts after all of them (`after`) and runs the conductor, whose steps for
+the servers use the other jobs' nodes (`srun --jobid`). The others find the actor's job in a file, since it is submitted last.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def _dependency(conditions: Sequence[str]) -> list[str]:
 
 
 def hold(note: Path, requests: StopRequests, say: Callable[[str], None]) -> int:
-    """Hold this job's nodes until the actor's job is over; the exit code. A warning of this job's end is passed on to that one.
+    """Hold this job's nodes until the actor's job is over; the exit code. A warning of this job's end is passed on to that job.
 
     Gives up if the actor's job has not begun after `idle_seconds`: that one notices it then, and all are submitted again.
     """

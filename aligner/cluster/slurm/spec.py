@@ -1,9 +1,7 @@
-"""How a run is submitted to Slurm (`SlurmConfig`), and what the conductor has to run (`JobSpec`). Imports nothing heavy: the config root
-reads it.
+"""How a run is submitted to Slurm (`SlurmConfig`), and what the conductor has to run (`JobSpec`), in plain values: both the config root and
+the conductor, which has nothing but Python, read this module.
 
 A job's spec is made from the resolved config at the job's start, and kept as JSON in `<run>/jobs/<job id>/spec.json`.
-
-The conductor runs on the batch host, outside the components' container, with nothing but Python: so the spec holds only plain values.
 """
 
 from __future__ import annotations
