@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,20 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def publish_first(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Write a new file `path`. Nobody sees half of it, and of several processes the first one wins. Raises OSError."""
+    own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(own, path)
+    finally:
+        own.unlink(missing_ok=True)
 
 
 def with_umask_mode(path: Path, write: Callable[[Path], object]) -> None:

@@ -168,7 +168,7 @@ class _Run:
         run_directory: RunDirectory,
     ) -> None:
         self._config = config
-        self._console = console
+        self._console, self._note = console, console.note
         self._guard = guard
         self._signals = signals
         self._services = services
@@ -194,7 +194,7 @@ class _Run:
             self._ranks.append(one)
             started.append(one)
         pids = ", ".join(str(rank.pid) for rank in started)
-        self._console.note(f"{component.name}: started (pid {pids}), log {self._run_directory.logs.name}/{component.name}.*.log")
+        self._note(f"{component.name}: started (pid {pids}), log {self._run_directory.logs.name}/{component.name}.*.log")
 
     def supervise(self) -> int:
         """Wait for the run's end; the exit code."""
@@ -203,7 +203,7 @@ class _Run:
             if self._signals.received:
                 return self._stop_on_signal()
             if all(rank.exit_code == 0 for rank in self._mains()) and self._is_done():
-                self._console.note(f"{self._main_names()} finished after {time.monotonic() - self._started:.1f} s")
+                self._note(f"{self._main_names()} finished after {time.monotonic() - self._started:.1f} s")
                 return 0
             if any(rank.exit_code == ExitCode.stopped for rank in self._mains()):
                 return self._stopped_in_order()
@@ -213,7 +213,7 @@ class _Run:
             elif self._failed is not None:
                 return self._stop_on_failure(self._failed)
             for line in self._services.poll():
-                self._console.note(line)
+                self._note(line)
 
     def _mains(self) -> list[Rank]:
         return [rank for rank in self._ranks if rank.component.main]
@@ -247,9 +247,7 @@ class _Run:
         """End a server's remaining ranks, start all of them again, and wait for the registration again."""
         component, self._failed = failed.component, None
         self._restarts += 1
-        self._console.note(
-            f"{failed.name} {self._ending(failed)}; starting it again ({self._restarts} of {self._config.max_server_restarts})"
-        )
+        self._note(f"{failed.name} {self._ending(failed)}; starting it again ({self._restarts} of {self._config.max_server_restarts})")
         old = [rank for rank in self._ranks if rank.component is component]
         sessions = {rank.pid for rank in old}
         processes.end(lambda: processes.of_sessions(sessions), self._config.shutdown_timeout_seconds, self._pump)
@@ -266,26 +264,22 @@ class _Run:
         self._failed = next((rank for rank in self._mains() if rank.exit_code not in (None, ExitCode.stopped)), None)
         if self._failed is not None:
             return self._failed.exit_code or 1
-        self._console.note(f"{self._main_names()} stopped before the last step, with a checkpoint; the same command continues from there")
+        self._note(f"{self._main_names()} stopped before the last step, with a checkpoint; the same command continues from there")
         return ExitCode.stopped
 
     def _stop_on_failure(self, failed: Rank) -> int:
-        self._console.note(f"{failed.name} {self._ending(failed)} during the run")
+        self._note(f"{failed.name} {self._ending(failed)} during the run")
         if not failed.component.main:
             self._services.gone(failed.component.name, f"{failed.name} {self._ending(failed)}, and the launcher does not restart it")
         if any(rank.exit_code is None for rank in self._mains()):
-            self._console.note(
-                f"{self._main_names()} may take {self._config.grace_seconds:g} s to save a checkpoint and stop; then all are ended"
-            )
+            self._note(f"{self._main_names()} may take {self._config.grace_seconds:g} s to save a checkpoint and stop; then all are ended")
             self._wait_for_mains()
         return failed.exit_code or 1
 
     def _stop_on_signal(self) -> int:
         number = self._signals.received[0]
         name = self._signals.name()
-        self._console.note(
-            f"{name}: passed on to {self._main_names()}, which may take {self._config.grace_seconds:g} s; once more to end all now"
-        )
+        self._note(f"{name}: passed on to {self._main_names()}, which may take {self._config.grace_seconds:g} s; once more to end all now")
         processes.send([rank.pid for rank in self._mains() if rank.exit_code is None], number)
         self._wait_for_mains()
         if all(rank.exit_code == ExitCode.stopped for rank in self._mains()):
@@ -316,13 +310,13 @@ class _Run:
             self._pump(_POLL_SECONDS)
         late = [rank.name for rank in running if rank.exit_code is None]
         if late:
-            self._console.note(f"{', '.join(late)} did not end {seconds:g} s after SIGTERM: killing")
+            self._note(f"{', '.join(late)} did not end {seconds:g} s after SIGTERM: killing")
         sessions = {rank.pid for rank in self._ranks}
         # What ignored one SIGTERM gets no second period; what only now hears of the end (a grandchild) gets a second of it.
         left = processes.end(lambda: processes.find(self._guard.marker, sessions), 0.0 if late else 1.0, self._pump)
         self._console.drawing_ended()
         if left:
-            self._console.note(f"processes {sorted(left)} could not be ended")
+            self._note(f"processes {sorted(left)} could not be ended")
         for rank in self._ranks:
             rank.reap()
         if not left:
@@ -332,15 +326,15 @@ class _Run:
         """Print what went wrong, as the last output."""
         for rank in self._ranks:
             if rank is not self._failed and rank.exit_code not in (None, 0, ExitCode.stopped) and not rank.stopped_by_us:
-                self._console.note(f"{rank.name} {self._ending(rank)}")
+                self._note(f"{rank.name} {self._ending(rank)}")
         if self._failed is None:
             return
         failed = self._failed
         lines = failed.channel.last_lines(self._config.num_failure_lines)
-        self._console.note(f"FAILED: component {failed.component.name}, rank {failed.rank}, {self._ending(failed)}")
-        self._console.note(f"its last {len(lines)} lines (all of them in {failed.channel.log_path}):" if lines else "it wrote nothing")
+        self._note(f"FAILED: component {failed.component.name}, rank {failed.rank}, {self._ending(failed)}")
+        self._note(f"its last {len(lines)} lines (all of them in {failed.channel.log_path}):" if lines else "it wrote nothing")
         for line in lines:
-            self._console.note(f"  | {line}")
+            self._note(f"  | {line}")
 
     def _ending(self, rank: Rank) -> str:
         """How it ended; if a signal killed it, with the user code it was in (native crashes name no culprit)."""

@@ -1,7 +1,7 @@
 """How each rank of a component ended, by its own record. Standard library only.
 
 `srun` reports one code for all tasks of a step: mostly 137 from a task that it killed itself, and 0 after the loss of a node. So a rank
-that exits writes `<rank>.json` into the directory ALIGNER_OUTCOMES, new for every start of a component. A rank that was killed leaves nothing.
+that exits writes `<rank>.json` into the directory ALIGNER_OUTCOMES, new for every start of a component. A killed rank leaves nothing.
 
 A program succeeds only if its function returns: see `unless_ended_early`.
 """

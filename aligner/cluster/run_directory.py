@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.errors import ConfigError, describe_os_error
+from aligner.files import publish_first
 from aligner.telemetry.run_files import RunFiles
 
 LEAST_FREE_BYTES = 16 << 20  # what a checkpoint reserves for its small files
@@ -70,14 +71,8 @@ class RunDirectory(RunFiles):
         own.replace(self.identity)
 
     def _identify(self) -> None:
-        """Choose the run's id if it has none. Of several concurrent processes, the first to link its file wins."""
+        """Choose the run's id if it has none."""
         if self.identity.exists():
             return
-        own = self.path / f".run.{uuid.uuid4().hex}.json"
-        own.write_text(json.dumps({"run_id": uuid.uuid4().hex, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n")
-        try:
-            os.link(own, self.identity)
-        except FileExistsError:
-            pass  # another process of the run was first
-        finally:
-            own.unlink()
+        made = {"run_id": uuid.uuid4().hex, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        publish_first(self.identity, json.dumps(made) + "\n")

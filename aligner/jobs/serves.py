@@ -29,12 +29,11 @@ from aligner.rewards.load import build_reward_function
 from aligner.run.session import Session, announced, open_session
 from aligner.servers.components import in_section
 from aligner.servers.config import RequestLimits, ServerConfig
-from aligner.servers.critic import CriticService
 from aligner.servers.health import Purpose
 from aligner.servers.intake import Operation
 from aligner.servers.registry import Publication
-from aligner.servers.reward import FunctionRewardService, RewardService
 from aligner.servers.server import Service, serve
+from aligner.servers.services import CriticService, FunctionRewardService, RewardService
 from aligner.servers.turns import Residence, Turn
 
 

@@ -9,7 +9,6 @@ the certificate of the run's clients: files of the run's owner alone. Each serve
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import http.client
 import ipaddress
@@ -29,6 +28,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from aligner.errors import ConfigError, ServerError, ServerUnreachable, describe_os_error
+from aligner.files import publish_first
 from aligner.servers.config import ClientConfig, ServerConfig
 
 EVERYWHERE = ("0.0.0.0", "::")
@@ -43,8 +43,11 @@ def run_secret(path: Path) -> str:
 
     Raises ConfigError if the file is damaged, is not an ordinary file of this user, or others have any right to it.
     """
-    if not os.path.lexists(path):
-        _create(path)
+    try:
+        if not os.path.lexists(path):
+            publish_first(path, secrets.token_hex(SECRET_BYTES) + "\n", mode=0o600)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write the run's secret: {error.strerror}") from error
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -52,9 +55,7 @@ def run_secret(path: Path) -> str:
     with open(descriptor) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            raise ConfigError(
-                f"{path}: the run's secret must be an ordinary file of user {os.getuid()}; it belongs to user {status.st_uid}"
-            )
+            raise ConfigError(f"{path}: the run's secret must be an ordinary file of user {os.getuid()}, not of user {status.st_uid}")
         if status.st_mode & 0o077:
             raise ConfigError(
                 f"{path}: mode {status.st_mode & 0o777:o} lets others read the run's secret; allowed is 600. "
@@ -64,23 +65,6 @@ def run_secret(path: Path) -> str:
     if not _SECRET.fullmatch(secret):
         raise ConfigError(f"{path}: not a secret of {2 * SECRET_BYTES} hexadecimal digits; end the run and remove the file")
     return secret
-
-
-def _create(path: Path) -> None:
-    """Write a new secret beside `path` and link it there: nobody ever sees half a file, and the first of several processes wins."""
-    own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w") as file:
-            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):  # another process of the run was first
-            os.link(own, path)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot write the run's secret: {error.strerror}") from error
-    finally:
-        own.unlink(missing_ok=True)
 
 
 class Access:

@@ -37,7 +37,7 @@ from aligner.servers.payloads import (
     position,
 )
 from aligner.servers.registry import Registration, current_attempt
-from aligner.servers.reward import padded_tokens
+from aligner.servers.services import padded_tokens
 from aligner.servers.worker_thread import WorkerThreads, combine
 from aligner.types import Rollout, Scores, TokenBatch, ValueBatch
 from aligner.types.rows import num_rows, select_rows

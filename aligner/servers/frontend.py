@@ -113,9 +113,7 @@ class Frontend:
         try:
             self._watchdog.wait(timeout=processes.KILL_SECONDS + 5.0)
         except subprocess.TimeoutExpired:
-            print(
-                f"server: the watchdog {self._watchdog.pid} did not finish; left: {processes_with_variable(self._marker)}", file=sys.stderr
-            )
+            print(f"server: the watchdog {self._watchdog.pid} did not end; left: {processes_with_variable(self._marker)}", file=sys.stderr)
         shutil.rmtree(self._workspace, ignore_errors=True)
         if self._owned >= 0:
             os.close(self._owned)

@@ -432,9 +432,7 @@ def _content_length(request: web.BaseRequest, largest: int) -> int:
     if size is None:
         raise Refusal(411, "send the body with a Content-Length")
     if size > largest:
-        raise Refusal(
-            413, f"the body has {size} bytes; at most {largest} are allowed here (server.max_request_bytes and the model's limits)"
-        )
+        raise Refusal(413, f"the body has {size} bytes; at most {largest} are allowed (server.max_request_bytes and the model's limits)")
     return size
 
 

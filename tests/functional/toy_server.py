@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from aligner.protocols import Loss
 from aligner.servers.config import RequestLimits, ServerConfig, Transport
-from aligner.servers.critic import CriticService
 from aligner.servers.ledger import Ledger
-from aligner.servers.reward import FunctionRewardService
 from aligner.servers.server import Service, serve
+from aligner.servers.services import CriticService, FunctionRewardService
 from aligner.telemetry.metrics import Mean, Metric, Sum
 from aligner.types import LossOutput, TokenBatch, TokenOutputs, ValueBatch
 

@@ -43,9 +43,7 @@ def render(
     lines = ["#!/bin/bash", f"# {title}", f"# Made by `{made}`: the numbers are those of the config {config}."]
     if path:
         lines += ["#", f"#     sbatch {path} [key=value ...]", "#"]
-        lines += [
-            "# from the checkout, or where aligner is installed. The same line again goes on from the newest checkpoint: docs/slurm.md"
-        ]
+        lines += ["# from the checkout, or where aligner is installed. The same line again resumes the run: docs/slurm.md"]
     slurm = spec.slurm
     lines += [
         f"#SBATCH --job-name={spec.name}",

@@ -22,15 +22,14 @@ from aligner.servers import config as server_config
 from aligner.servers import processes, wire
 from aligner.servers.access import listen
 from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig, Transport
-from aligner.servers.critic import CriticService
 from aligner.servers.health import Supervisor
 from aligner.servers.intake import Intake, Operation
 from aligner.servers.kserve import AnswerError
 from aligner.servers.ledger import Ledger, Refused
 from aligner.servers.payloads import TrainIdentity, digest_of
 from aligner.servers.processes import processes_with_variable
-from aligner.servers.reward import FunctionRewardService, RewardService
 from aligner.servers.server import Command, Report, _take_part
+from aligner.servers.services import CriticService, FunctionRewardService, RewardService
 from aligner.settings.compose import compose
 from aligner.telemetry.metrics import Mean, Metric, Sum
 from aligner.types import TokenBatch, ValueBatch
