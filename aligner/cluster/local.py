@@ -369,7 +369,7 @@ class Rank:
         self._signal: int | None = None
 
     def poll(self) -> bool:
-        """Whether the process has ended; sets `exit_code` (128 + n where signal n killed it)."""
+        """Whether the process has ended; sets `exit_code` (128 + n if signal n killed it)."""
         status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is None:
             return False

@@ -99,7 +99,7 @@ def _charts(records: Sequence[StepMetrics]) -> list[Chart]:
 
 
 def chart(title: str, points: Sequence[tuple[int, float]], form: str = ".3f") -> Chart:
-    """The chart of (step, value) points; the line is broken where a value is not finite."""
+    """The chart of (step, value) points; the line is broken at values that are not finite."""
     course = f"{number(points[0][1], form)} to {number(points[-1][1], form)}"
     points = _thinned(points)
     finite = [value for _, value in points if math.isfinite(value)]

@@ -13,7 +13,7 @@ LEFT_OUT = "left_out/"
 REASONS = {
     "truncated": "cut at the length limit",
     "no_reward": "without a valid reward",
-    "no_signal": "without a signal (an advantage of 0, as where the rewards of a group are equal)",
+    "no_signal": "without a signal (an advantage of 0, for example if all rewards of a group are equal)",
     "below_min_reward": "below algorithm.min_reward",
     "not_best": "not among the best (algorithm.keep)",
     "not_paired": "in no pair",

@@ -33,10 +33,10 @@ class ServerConfig:
     The gateway listens, and admits only requests with the run's secret; PyTriton itself listens on a Unix socket of this user.
     """
 
-    transport: Transport = Transport.auto  # behind the gateway, the same to clients; auto: pytriton where it is installed, else http
+    transport: Transport = Transport.auto  # behind the gateway, the same to clients; auto: pytriton if it is installed, else http
     host: str = "127.0.0.1"  # the address that is bound; 0.0.0.0: every one of this machine, for clients on other nodes
     port: int = 0  # 0 picks a free one; clients find it through the services directory
-    advertised_host: str = ""  # what clients connect to; empty: `host`, or this machine's own address where `host` is 0.0.0.0
+    advertised_host: str = ""  # what clients connect to; empty: `host`, or this machine's own address if `host` is 0.0.0.0
     ready_timeout_seconds: float = 180.0  # from start to all endpoints ready
     heartbeat_seconds: float = 2.0  # the registration is touched this often
     idle_seconds: float = 1.0  # an idle server talks to its other ranks this often, far inside any process-group timeout

@@ -179,7 +179,7 @@ class Frontend:
 
         from aligner.servers.socket_triton import SocketTriton
 
-        # It warns with a traceback for every error answer; rejections and failures are printed where they are made.
+        # It warns with a traceback for every error answer; rejections and failures are printed at their source.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
         # It reports that Triton is gone, some time after `start` or `failure` have reported it with the reason.
         logging.getLogger("pytriton.server.triton_server").setLevel(logging.ERROR)

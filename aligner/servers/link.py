@@ -187,7 +187,7 @@ class ServiceLink:
     def _unreachable(self, server: Server, what: str, error: Exception) -> ServerUnreachable:
         """Names the server, its place, since when it is silent, and the state of its registration."""
         since = "never answered this client" if self._answered_at is None else f"has not answered since {_clock(self._answered_at)}"
-        reason = server.liveness.check_now() or "its registration is alive"
+        reason = server.liveness.problem(pause_seconds=0.0) or "its registration is alive"
         return ServerUnreachable(
             f"{what}: {server.registration.describe()} {since}: {type(error).__name__}: {error}; {reason}. See the server's log."
         )

@@ -41,7 +41,7 @@ def zombie_children(pid: int) -> list[int]:
     """Children of `pid` that have ended but not been reaped."""
     found = []
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(PermissionError):  # another user's, where /proc is mounted with hidepid=1
+        with contextlib.suppress(PermissionError):  # another user's, if /proc is mounted with hidepid=1
             stat = _stat(int(entry.name)) if entry.name.isdigit() else None
             if stat is not None and stat[0] == "Z" and int(stat[1]) == pid:
                 found.append(int(entry.name))

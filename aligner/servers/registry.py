@@ -134,20 +134,13 @@ class Liveness:
         self._checked_at = float("-inf")
         self._problem: str | None = None
 
-    def problem(self) -> str | None:
-        """Why the service is dead; None while it lives. Reads the file at most every `POLL_SECONDS`."""
+    def problem(self, *, pause_seconds: float = POLL_SECONDS) -> str | None:
+        """Why the service is dead; None while it lives. Reads the file at most every `pause_seconds`."""
         with self._lock:
             now = time.monotonic()
-            if now - self._checked_at >= POLL_SECONDS:
+            if now - self._checked_at >= pause_seconds:
                 self._checked_at = now
                 self._problem = self._check(now)
-            return self._problem
-
-    def check_now(self) -> str | None:
-        """The same, without the pause."""
-        with self._lock:
-            self._checked_at = time.monotonic()
-            self._problem = self._check(self._checked_at)
             return self._problem
 
     def _check(self, now: float) -> str | None:

@@ -43,7 +43,7 @@ class Turn:
         self._file: TextIO | None = None
 
     def try_take(self) -> bool:
-        """Whether this component has the turn now. Raises ConfigError where the file system has no locks."""
+        """Whether this component has the turn now. Raises ConfigError if the file system has no locks."""
         if self._file is not None:
             return True
         try:

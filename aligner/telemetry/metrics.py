@@ -183,7 +183,7 @@ Metrics = Mapping[str, Metric]
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Merge the metrics of several micro-batches, name by name. Raises TypeError where a name stands for two kinds."""
+    """Merge the metrics of several micro-batches, name by name. Raises TypeError if a name stands for two kinds."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():

@@ -2,7 +2,7 @@
 
 done       0    cancels the gatekeeper (see `following`)
 refused    2    an error in the request: cancels the gatekeeper
-stopped    0    before the time limit: submits the successor, cancels the gatekeeper; 75 where there is to be no successor, or cannot be
+stopped    0    before the time limit: submits the successor, cancels the gatekeeper; 75 without a successor
 halted    78    numbers went bad, or no progress: cancels the gatekeeper
 crashed    1    restarts all components in the same allocation; if that is disabled, the gatekeeper submits the job again
 

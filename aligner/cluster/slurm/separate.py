@@ -28,7 +28,7 @@ _NOTE_SECONDS = 300.0  # from the submission of a job to that of the actor's, an
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """The jobs of one run: `options[k]` of sbatch are those of part k, the actor's first; `note` is where the others find the actor's."""
+    """The jobs of one run: `options[k]` of sbatch are those of part k, the actor's first; the others find the actor's in `note`."""
 
     options: tuple[tuple[str, ...], ...]
     note: Path
@@ -119,7 +119,7 @@ def hold(note: Path, requests: StopRequests, say: Callable[[str], None]) -> int:
 
 
 def _read(note: Path, requests: StopRequests) -> dict[str, object] | None:
-    """The note of the actor's job, once it is there; None where Slurm ends this one before. Raises LaunchError after `_NOTE_SECONDS`."""
+    """The note of the actor's job, once it is there; None if Slurm ends this one before. Raises LaunchError after `_NOTE_SECONDS`."""
     deadline = time.monotonic() + _NOTE_SECONDS
     while not requests.terminate:
         try:

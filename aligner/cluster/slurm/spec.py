@@ -156,7 +156,7 @@ class ComponentSpec:
     gpus_per_node: int  # of its part of the job; 0: none are asked for
     part: int = 0  # components of the same part share its nodes
     gpus: str | None = None  # those of its part that it sees, as `cut -f` takes them ("5-6", from 1; empty: none); None: all
-    python: str = ""  # its interpreter, where it has an environment of its own
+    python: str = ""  # its interpreter, if it has an environment of its own
 
     @property
     def num_ranks(self) -> int:
@@ -170,7 +170,7 @@ class JobSpec:
     name: str
     run_directory: str
     max_steps: int
-    checkpoints: tuple[str, ...]  # folders below <run>/checkpoints; a step counts where all of them have it
+    checkpoints: tuple[str, ...]  # folders below <run>/checkpoints; a step counts if all of them have it
     components: tuple[ComponentSpec, ...]
     preflight: tuple[str, ...]  # arguments of the Python interpreter; empty: none
     slurm: SlurmConfig
