@@ -247,6 +247,6 @@ class _Conductor:
         gatekeeper = self._following.gatekeeper
         self._history.add(ENDED, ending=verdict.ending.value, exit_code=int(code), reason=verdict.reason, gatekeeper=gatekeeper)
         self._say(
-            f"{verdict.ending.value}: {verdict.reason} (exit code {int(code)}{f'; job {gatekeeper} will look' if gatekeeper else ''})"
+            f"{verdict.ending.value}: {verdict.reason} (exit code {int(code)}{f'; job {gatekeeper} looks into it' if gatekeeper else ''})"
         )
         return code
