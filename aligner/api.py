@@ -22,8 +22,7 @@ from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.data.mixture import is_mixture
 from aligner.errors import AlignerError, ConfigError
-from aligner.reporting.jsonl import read_metrics
-from aligner.reporting.summary import summary
+from aligner.reporting.run_view import RunView
 from aligner.settings.compose import override
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class Result:
         """First, last and best value of each metric and its course, as a table of text."""
         from aligner.commands.report import all_columns
 
-        return summary(self.directory / "metrics.jsonl", all_columns()) if self.metrics else f"{self.directory}: data, and no steps"
+        return RunView(self.directory).summary(all_columns()) if self.metrics else f"{self.directory}: data, and no steps"
 
     def __repr__(self) -> str:
         return f"Result(steps={len(self.metrics)}, directory={str(self.directory)!r}; summary() has its metrics)"
@@ -58,7 +57,7 @@ class Result:
         from aligner.commands.report import all_columns
         from aligner.reporting.samples_report import fragment
 
-        return fragment(self.directory, all_columns()) if self.metrics else escape(self.summary())
+        return fragment(RunView(self.directory), all_columns()) if self.metrics else escape(self.summary())
 
     def model(self, **arguments: Any) -> PreTrainedModel:
         """The trained model as `transformers` loads it; the arguments are `from_pretrained`'s. Raises AlignerError if there is none."""
@@ -135,7 +134,7 @@ def _train(recipe: str, given: Mapping[str, Any], overrides: Sequence[str], sett
         raise _failure(run, recipe, code)
     return Result(
         directory=run.path,
-        metrics=[{"step": record.step, **record.values} for record in read_metrics(run.metrics)] if run.metrics.is_file() else [],
+        metrics=[{"step": record.step, **record.values} for record in RunView(run.path).metrics()],
         checkpoint=next(iter(sorted(run.checkpoints.glob("*/step_*"), reverse=True)), None),
         export=run.export if run.export.is_dir() else None,
     )

@@ -1,4 +1,4 @@
-"""The exceptions that this package raises for things a user can mend.
+"""The exceptions that this package raises for things a user can fix.
 
 A bad value raises `ConfigError`, a `ValueError` that names field, value and what is allowed; run-time failures are `AlignerError`s too.
 """
@@ -29,7 +29,7 @@ class ConfigError(AlignerError, ValueError):
 
 
 class UserCodeError(ConfigError):
-    """A user's function or class raised, or returned something else than it should: names its setting as typed, and where it raised."""
+    """A user's function or class raised, or returned a wrong value: names its setting as typed, and where it raised."""
 
 
 class DataError(AlignerError, ValueError):
@@ -41,14 +41,11 @@ class LaunchError(AlignerError):
 
 
 class RunHalted(AlignerError):
-    """The run ended itself for good: starting again from the last checkpoint would not mend it. Says why and what to look at."""
+    """The run ended itself for good: a restart from the last checkpoint would not help. Names the reason and what to look at."""
 
 
 class RollBack(AlignerError):
-    """Training step `step` produced numbers that are not finite, and the run shall go on from its last checkpoint without that step.
-
-    `step` None: the one that is being taken.
-    """
+    """Training step `step` (None: the current one) produced numbers that are not finite: the run must resume without it."""
 
     def __init__(self, message: str, step: int | None = None) -> None:
         super().__init__(message, step)
@@ -63,19 +60,19 @@ class CheckpointError(AlignerError):
 
 
 class ModelFilesError(CheckpointError, ConfigError):
-    """The files of the model that a setting names are damaged, incomplete or not what their config.json says."""
+    """The files of the model that a setting names are damaged, incomplete or do not match their config.json."""
 
 
 class WrongContents(CheckpointError):
-    """The files of a checkpoint are whole, and the tensors in them are not those that were in memory when it was saved."""
+    """The files of a checkpoint are whole, but their tensors differ from the saved ones."""
 
 
 class EngineError(AlignerError):
-    """A rollout engine cannot generate what was asked for."""
+    """A rollout engine cannot generate what was requested."""
 
 
 class ServerError(AlignerError):
-    """A critic or reward server could not do what was asked; root of the server errors."""
+    """A critic or reward server could not fulfil a request; root of the server errors."""
 
 
 class TritonDied(ServerError):
@@ -83,7 +80,7 @@ class TritonDied(ServerError):
 
 
 class ServerUnreachable(ServerError):
-    """Nothing answers at the address: says which server, where and since when."""
+    """Nothing answers at the address: names the server, its place and since when."""
 
 
 class ServerTimeout(ServerError):
@@ -95,7 +92,7 @@ class RequestRejected(ServerError):
 
 
 def is_storage_error(error: OSError) -> bool:
-    """Whether a file system is in trouble, or refuses: what no change of the program mends."""
+    """Whether a file system is in trouble, or refuses: no change of the program helps."""
     return error.errno in _STORAGE
 
 

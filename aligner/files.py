@@ -1,9 +1,10 @@
-"""Files that are either not there or complete; what comes with the package."""
+"""Files that are either absent or complete; files that ship with the package."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ def shipped(folder: str) -> Path:
 
 
 def conf_directory() -> Path:
-    """The configs and presets that come with the package."""
+    """The configs and presets that ship with the package."""
     return shipped("conf")
 
 
@@ -37,14 +38,14 @@ def configs() -> list[str]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name`, which a downloaded file says, is that of a file in its own folder: no path, and nothing that no file is called."""
+    """Whether `name`, from a downloaded file, names a file in that file's own folder: not a path, and a possible name."""
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:
-    """`write` a new file, which gets its name `path` once all of it is on disk; a file of that name is replaced.
+    """`write` a new file, which gets its name `path` once all of it is on disk, in place of an older one. For one writer at a time.
 
-    For files with one writer at a time. Raises what `write` raises, and OSError; nothing of the new file is left then.
+    Raises what `write` raises, and OSError; nothing of the new file is left then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
@@ -64,7 +65,21 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
         os.close(folder)
 
 
-def as_umask_says(path: Path, write: Callable[[Path], object]) -> None:
+def publish_first(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Write a new file `path`. Nobody sees half of it, and of several processes the first one wins. Raises OSError."""
+    own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(own, path)
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def with_umask_mode(path: Path, write: Callable[[Path], object]) -> None:
     """`write` a file, which then has the mode of any new one. The writer of safetensors makes files that their owner alone may read."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)

@@ -38,12 +38,12 @@ import numpy as np
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig, Transport
 from aligner.servers.frontend import MARKER
+from aligner.servers.gateway import STRANGER_SECONDS
 from aligner.servers.intake import Operation
 from aligner.servers.kserve import encode_request
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.registry import Registration, wait_for_service
-from aligner.servers.seats import SECONDS
-from aligner.servers.server import serve
+from aligner.servers.server import Service, serve
 from aligner.servers.wire import CRITIC_INFER
 
 TARGET = f"/v2/models/{CRITIC_INFER.name}/infer"
@@ -86,15 +86,16 @@ def serve_nothing(run: Path, transport: Transport) -> None:
     operation = Operation(endpoint=CRITIC_INFER, handler=lambda request: request.batch.tokens.float())
     limits = RequestLimits(vocab_size=32_000, max_sequence_length=8192)
     own_tls = (run / "tls").is_dir()
-    serve(
-        "critic",
-        [operation],
+    service = Service(
+        name="critic",
+        operations=[operation],
         config=ServerConfig(transport=transport),
         limits=limits,
         services_dir=run / transport.value,
         secret=run / "secret",
         own_tls=own_tls,
     )
+    serve(service)
 
 
 ACCESS: list[Access] = []  # of the clients; forked with them
@@ -286,7 +287,7 @@ def flooded_soak(options: argparse.Namespace, load: Load, gateway: str) -> dict:
         rounds.append((quiet, load.put("flooded", gateway, clients, SLICE_SECONDS, 1.0)))
         opened += counted.get(timeout=60)
         attacker.join(timeout=60)
-    time.sleep(SECONDS + 2.0)
+    time.sleep(STRANGER_SECONDS + 2.0)
     after = resident(load.pids)
     middle = [statistics.median(getattr(pair[side], name) for pair in rounds) for side in (0, 1) for name in ("p50_ms", "p99_ms")]
     errors = sum(figures.errors for pair in rounds for figures in pair)

@@ -23,8 +23,7 @@ _FIRST_PORT, _LAST_PORT, _NUM_TRIES = 15000, 32768, 1000
 class Component:
     """`env` is added to the environment of every rank; the run ends when the `main` components have ended.
 
-    `terminal`: where the launcher's output is a terminal, rank 0 draws on it directly (a live view) and the other processes' lines go
-    only to their log files; elsewhere it has no effect.
+    `terminal`: if the launcher's output is a terminal, rank 0 draws on it directly, and the other processes write only to their logs.
     """
 
     name: str
@@ -43,14 +42,14 @@ class Component:
             raise ConfigError(f"component {self.name}: num_processes={self.num_processes}: must be at least 1")
 
     def prefix(self, rank: int) -> str:
-        """How a rank is called in the output."""
+        """A rank's name in the output."""
         return self.name if self.num_processes == 1 else f"{self.name}.{rank}"
 
 
 def interpreter(component: str, environment: str) -> str:
     """The Python interpreter of `<component>.environment`, a virtual environment's folder or its interpreter; this one if it is empty.
 
-    Raises ConfigError if there is none. Not the link's target: an environment is found by the path of its own interpreter.
+    Raises ConfigError if it does not exist. Links are not resolved: an environment is found by the path of its own interpreter.
     """
     if not environment:
         return sys.executable
@@ -58,8 +57,8 @@ def interpreter(component: str, environment: str) -> str:
     python = path / "bin" / "python" if path.is_dir() else path
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise ConfigError(
-            f"{component}.environment={environment}: there is no Python interpreter at {python}; allowed: the folder of a virtual "
-            "environment, its interpreter, or nothing (the launcher's own)"
+            f"{component}.environment={environment}: no Python interpreter at {python}; allowed: a virtual environment's folder or "
+            "interpreter, or empty (the launcher's own)"
         )
     return str(python)
 
@@ -122,7 +121,7 @@ def rank_environment(component: Component, rank: int, port: int, base: Mapping[s
 def free_ports(count: int) -> list[int]:
     """Distinct TCP ports that are free now, below those that Linux hands out to outgoing connections (32768 and up).
 
-    Another program can take one before a rank binds it; that rank then says so and fails. Raises LaunchError if too few are free.
+    Another program can take one before a rank binds it; that rank then reports it and fails. Raises LaunchError if too few are free.
     """
     found: list[int] = []
     for port in random.SystemRandom().sample(range(_FIRST_PORT, _LAST_PORT), _NUM_TRIES):

@@ -1,4 +1,4 @@
-"""Where components compute, and settings of the local launcher (a module without heavy imports: the config root reads it)."""
+"""Where components compute, and settings of the local launcher. No heavy imports: the config root reads this module."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -15,26 +15,20 @@ class Placement(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class LocalLauncherConfig:
-    """How long the local launcher waits for what."""
+    """Time limits of the local launcher."""
 
     grace_seconds: float = 15.0  # after a process died, or the first Ctrl-C: for the main component to save a checkpoint and stop
     shutdown_timeout_seconds: float = 20.0  # from SIGTERM to SIGKILL, for everything that still runs at the end
     ready_timeout_seconds: float = 180.0  # from a server's start to its registration in services/
-    num_failure_lines: int = 20  # last output lines of a process that died, which are shown
+    num_failure_lines: int = 20  # last output lines shown of a process that died
     max_server_restarts: int = 0  # how often a server that died starts again, from its last checkpoint; 0: its death ends the run
-    lease_seconds: float = 60.0  # processes that hear nothing of the launcher for so long leave
+    lease_seconds: float = 60.0  # processes exit after this long without a heartbeat from the launcher
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("grace_seconds", self.grace_seconds),
-            ("shutdown_timeout_seconds", self.shutdown_timeout_seconds),
-        ):
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"local_launcher.{name}={value}: must be finite and not negative")
-        for name, value in (("ready_timeout_seconds", self.ready_timeout_seconds), ("lease_seconds", self.lease_seconds)):
-            if not 0 < value < float("inf"):
-                raise ConfigError(f"local_launcher.{name}={value}: must be finite and above 0")
-        if self.max_server_restarts < 0:
-            raise ConfigError(f"local_launcher.max_server_restarts={self.max_server_restarts}: must not be negative")
-        if self.num_failure_lines < 1:
-            raise ConfigError(f"local_launcher.num_failure_lines={self.num_failure_lines}: must be at least 1")
+        least = {"grace_seconds": 0, "shutdown_timeout_seconds": 0, "max_server_restarts": 0, "num_failure_lines": 1}
+        for name, bound in least.items():
+            if not bound <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"local_launcher.{name}={getattr(self, name)}: must be finite and at least {bound}")
+        for name in ("ready_timeout_seconds", "lease_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"local_launcher.{name}={getattr(self, name)}: must be finite and above 0")

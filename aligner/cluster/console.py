@@ -1,7 +1,4 @@
-"""Streams the ranks' output: raw into their log files, line by line (for a live view, byte by byte) to our output.
-
-On a terminal, the processes' output is whole prefixed lines without carriage returns and cursor movements.
-"""
+"""Streams the ranks' output: raw into their log files, in whole prefixed lines (of a live view, byte by byte) to our output."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ class LineAssembler:
 
 
 class Echo:
-    """Writes prefixed lines to one stream; colours only if it is a terminal and NO_COLOR is unset.
-
-    When the stream's reader goes away (`aligner launch | head`) the run goes on: its output is in the log files anyway.
-    """
+    """Writes prefixed lines, in colours on a terminal without NO_COLOR. If its reader leaves (`launch | head`), the run continues."""
 
     def __init__(self, stream: TextIO, prefixes: Sequence[str], groups: Sequence[int]) -> None:
         """`prefixes[i]` is shown in the colour of `groups[i]` (the component's number)."""
@@ -82,7 +76,7 @@ class Echo:
             self._write(f"{label} {plain(text)}\n")
 
     def raw(self, data: bytes) -> None:
-        """Pass the bytes of a process that draws the whole terminal itself: what it can draw with, whoever's text is among it."""
+        """Pass on the bytes of a process that draws the whole terminal itself, limited to what a live view draws with."""
         self._write(self._decoder.decode(data), self._drawing)
 
     def _write(self, text: str, stream: TextIO | Guarded | None = None) -> None:
@@ -97,14 +91,11 @@ class Echo:
 
 _READ_BYTES = 1 << 16
 _KEPT_LINES = 200
-_DEFAULT_TERMINAL = (40, 120)  # rows, columns where the terminal does not tell
+_DEFAULT_TERMINAL = (40, 120)  # rows, columns if the terminal does not report them
 
 
 class LogFile:
-    """An append-only file. A full disk loses the data that did not fit, never the run; `warn` is called once.
-
-    Raises LaunchError if it cannot be opened.
-    """
+    """An append-only file; a full disk costs data and one call of `warn`, never the run. Raises LaunchError if it cannot be opened."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path = path
@@ -123,7 +114,7 @@ class LogFile:
         except OSError as error:
             if self._is_whole:
                 self._is_whole = False
-                self._warn(f"warning: {describe_os_error(error, self._path)}; the log lacks lines, the run goes on")
+                self._warn(f"warning: {describe_os_error(error, self._path)}; the log lacks lines, the run continues")
 
     def close(self) -> None:
         """Nothing is written from now on."""
@@ -166,7 +157,7 @@ class Console:
     def __exit__(self, *_: object) -> None:
         for channel in list(self._open):
             self.drain(channel)
-        for channel in list(self._open):  # pipes that somebody still holds
+        for channel in list(self._open):  # pipes that a process still holds
             self._close(channel)
         self._selector.close()
         self._notes.close()

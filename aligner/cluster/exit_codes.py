@@ -11,14 +11,10 @@ class ExitCode(IntEnum):
     """Codes of a component's processes, of the local launcher and of a Slurm job. Any other code is a crash: restart, within the limits."""
 
     done = 0
-    failed = 1  # a crash, or an error that starting again may mend
-    refused = 2  # a mistake in what was asked (settings, data, preflight): starting again would meet it again
-    stopped = 75  # stopped in order before the last step, with a checkpoint: start again to go on
-    halted = 78  # ended for good before the last step (numbers went bad, no progress): somebody has to look
-
-
-# Starting the same again would end the same way.
-FINAL = frozenset({ExitCode.done, ExitCode.refused, ExitCode.halted})
+    failed = 1  # a crash, or an error that a restart may fix
+    refused = 2  # a mistake in the request (settings, data, preflight): a restart would meet it again
+    stopped = 75  # stopped in order before the last step, with a checkpoint: start again to continue
+    halted = 78  # ended for good before the last step (numbers went bad, no progress): a person has to look
 
 
 def exit_code_of(error: AlignerError) -> ExitCode:

@@ -1,8 +1,7 @@
 """The lease of a run: a file that the starter of the run's components touches while it lives. Standard library only.
 
-The conductor in a Slurm batch script and the local launcher hold it (`Lease`); every rank watches it (`watch_lease`) and leaves when it
-goes stale, is withdrawn, or belongs to another start of the run. So no process of a run outlives its launcher; this is the last safety net,
-below Slurm's own. One run directory has one holder at a time (`claim`).
+The conductor in a Slurm batch script and the local launcher hold it (`Lease`), one at a time (`claim`). Every rank watches it
+(`watch_lease`) and exits when it goes stale, is withdrawn, or belongs to another start: no process of a run outlives its launcher.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class LeaseRecord:
 
 
 def read_lease(path: Path) -> tuple[LeaseRecord, int] | None:
-    """The lease and its last sign of life (mtime, ns); None if there is none. Raises LaunchError for a file of another kind.
+    """The lease and its last sign of life (mtime, ns); None without one. Raises LaunchError for a file of another kind.
 
     Opens the file although `stat` would do: network file systems refresh attributes when a file is opened.
     """
@@ -63,7 +62,7 @@ def read_lease(path: Path) -> tuple[LeaseRecord, int] | None:
 def claim(
     path: Path, record: LeaseRecord, *, is_over: Callable[[LeaseRecord], bool | None], settle_seconds: float = _SETTLE_SECONDS
 ) -> Lease:
-    """Take the run for `record`. `is_over` tells whether another holder has surely ended (None: unknown; signs of life decide).
+    """Take the run for `record`. `is_over` returns whether another holder has surely ended (None: unknown; signs of life decide).
 
     Raises RunHeld if another holder lives: at once if `is_over` or a new sign of life shows it, at the latest after the
     other's `valid_seconds`. Of two simultaneous claims the later file wins: each checks again after `settle_seconds`.
@@ -75,8 +74,8 @@ def claim(
     time.sleep(settle_seconds)
     now = read_lease(path)
     if now is None or now[0] != record:
-        holder = now[0].describe() if now else "someone who has left again"
-        raise RunHeld(f"the run in {path.parent} was taken at the same moment by {holder}: one job at a time")
+        holder = now[0].describe() if now else "a process that has left again"
+        raise RunHeld(f"the run in {path.parent} was taken at the same time by {holder}: one job at a time")
     return Lease(path, record)
 
 
@@ -115,7 +114,7 @@ class Lease:
         self._thread.start()
 
     def lost(self) -> str:
-        """Why the run is no longer ours; empty while it is."""
+        """Why this process no longer holds the run; empty while it does."""
         return self._lost
 
     def renew(self, attempt: str) -> None:
@@ -146,7 +145,7 @@ class Lease:
                         return
                     os.utime(self._path)
                 failing_since = None
-            except (OSError, LaunchError) as error:  # a shared file system may fail for a moment
+            except (OSError, LaunchError) as error:  # a shared file system may fail briefly
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() - failing_since > self.record.valid_seconds:
                     self._lost = f"the lease {self._path} cannot be kept: {error}"
@@ -204,7 +203,7 @@ def watch_lease(environ: Mapping[str, str]) -> None:
     def look() -> None:
         while not (problem := watch.problem()):
             time.sleep(watch.poll_seconds())
-        print(f"error: {problem}: whoever started this process has ended, so it leaves too", file=sys.stderr, flush=True)
+        print(f"error: {problem}: the starter of this process has ended, so it exits too", file=sys.stderr, flush=True)
         os._exit(_EXIT_CODE)
 
     threading.Thread(target=look, name="lease-watch", daemon=True).start()

@@ -1,30 +1,23 @@
-"""The local launcher: the components of a run as processes on this machine, ended together.
-
-    code = launch(
-        [
-            Component(name="critic", command=(sys.executable, "-m", "aligner.cli", "serve", "critic", ...), num_processes=2),
-            Component(name="actor", command=(sys.executable, "-m", "aligner.cli", "train", "ppo", ...), main=True),
-        ],
-        run_directory=RunDirectory(path).create(),
-        expect_services=("critic",),
-    )
+"""The local launcher: the components of a run as processes on this machine, ended together. Linux only.
 
 The run ends when every rank of the main components has ended. Only their `done.json` marks it as done.
 A process fails by a non-zero exit, as a main component that exits without `done.json`, or as a server that ends before the main
 component with any code (PyTriton's parent exits 0 after Triton crashed). The main component then has `grace_seconds` to save a
-checkpoint and stop. After that all processes and descendants are ended, by SIGTERM and then SIGKILL. Linux only.
+checkpoint and stop. After that all processes and descendants are ended, by SIGTERM and then SIGKILL.
 
 The launcher holds the run's lock, which excludes other launchers on this machine, and its lease, which excludes Slurm jobs of the
-same run and tells its own processes when it is gone. Signals are recorded and handled between two polls.
+same run and by which its own processes notice its end. Signals are recorded and handled between two polls.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -36,12 +29,12 @@ from typing import Any, TextIO
 
 from aligner.cluster import lease as leases
 from aligner.cluster import processes
-from aligner.cluster.component import Component, check_components, free_ports
+from aligner.cluster.component import Component, check_components, free_ports, rank_environment
 from aligner.cluster.config import LocalLauncherConfig
-from aligner.cluster.console import Console
+from aligner.cluster.console import Channel, Console
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import LeaseRecord
-from aligner.cluster.ranks import Guard, Rank, start_rank
+from aligner.cluster.outcomes import TOO_EARLY
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.services import ServiceWatch
 from aligner.cluster.slurm.client import SlurmClient
@@ -82,12 +75,7 @@ class StopSignals:
 
 @contextmanager
 def exclusive(run_directory: RunDirectory) -> Iterator[None]:
-    """Hold the run directory's lock; the kernel releases it however this process ends.
-
-    Raises:
-        LaunchError: another launcher holds it.
-        ConfigError: it cannot be written.
-    """
+    """Hold the run directory's lock. Raises LaunchError if another launcher holds it, ConfigError if it is not writable."""
     path = run_directory.path / "launcher.lock"
     try:
         lock = path.open("a")
@@ -107,11 +95,7 @@ _SETTLE_SECONDS = 0.05  # the run directory's lock keeps other launchers of this
 
 @contextmanager
 def hold(run_directory: RunDirectory, valid_seconds: float) -> Iterator[dict[str, str]]:
-    """Hold the run's lease, under the launcher's lock; yields the variables for its processes.
-
-    Raises:
-        RunHeld: a Slurm job, or a launcher on another machine, holds it.
-    """
+    """Hold the run's lease; yields the variables for its processes. Raises RunHeld if a Slurm job, or another machine, holds it."""
     job = f"local-{os.getpid()}"
     record = LeaseRecord(job=job, attempt=f"{job}.0", host=socket.gethostname(), pid=os.getpid(), valid_seconds=valid_seconds)
     lease = leases.claim(run_directory.lease, record, is_over=_is_over, settle_seconds=_SETTLE_SECONDS)
@@ -131,8 +115,6 @@ def _is_over(other: LeaseRecord) -> bool | None:
     except LaunchError:  # no controller here: the signs of life decide
         return None
 
-
-__all__ = ["Component", "launch"]
 
 _POLL_SECONDS = 0.1
 FINAL_FAILURES = (ExitCode.refused, ExitCode.halted)
@@ -186,7 +168,7 @@ class _Run:
         run_directory: RunDirectory,
     ) -> None:
         self._config = config
-        self._console = console
+        self._console, self._note = console, console.note
         self._guard = guard
         self._signals = signals
         self._services = services
@@ -212,7 +194,7 @@ class _Run:
             self._ranks.append(one)
             started.append(one)
         pids = ", ".join(str(rank.pid) for rank in started)
-        self._console.note(f"{component.name}: started (pid {pids}), log {self._run_directory.logs.name}/{component.name}.*.log")
+        self._note(f"{component.name}: started (pid {pids}), log {self._run_directory.logs.name}/{component.name}.*.log")
 
     def supervise(self) -> int:
         """Wait for the run's end; the exit code."""
@@ -221,7 +203,7 @@ class _Run:
             if self._signals.received:
                 return self._stop_on_signal()
             if all(rank.exit_code == 0 for rank in self._mains()) and self._is_done():
-                self._console.note(f"{self._main_names()} finished after {time.monotonic() - self._started:.1f} s")
+                self._note(f"{self._main_names()} finished after {time.monotonic() - self._started:.1f} s")
                 return 0
             if any(rank.exit_code == ExitCode.stopped for rank in self._mains()):
                 return self._stopped_in_order()
@@ -231,7 +213,7 @@ class _Run:
             elif self._failed is not None:
                 return self._stop_on_failure(self._failed)
             for line in self._services.poll():
-                self._console.note(line)
+                self._note(line)
 
     def _mains(self) -> list[Rank]:
         return [rank for rank in self._ranks if rank.component.main]
@@ -247,7 +229,7 @@ class _Run:
                 self._console.drain(rank.channel)
 
     def _is_done(self) -> bool:
-        """Whether `done.json` is from this start. The main components write it before any of their ranks exits."""
+        """Whether `done.json` is from this start: the main components write it before any of their ranks exits."""
         return _identity(self._run_directory.done) not in (None, self._done_before)
 
     def _first_failure(self) -> Rank | None:
@@ -265,9 +247,7 @@ class _Run:
         """End a server's remaining ranks, start all of them again, and wait for the registration again."""
         component, self._failed = failed.component, None
         self._restarts += 1
-        self._console.note(
-            f"{failed.name} {self._ending(failed)}; starting it again ({self._restarts} of {self._config.max_server_restarts})"
-        )
+        self._note(f"{failed.name} {self._ending(failed)}; starting it again ({self._restarts} of {self._config.max_server_restarts})")
         old = [rank for rank in self._ranks if rank.component is component]
         sessions = {rank.pid for rank in old}
         processes.end(lambda: processes.of_sessions(sessions), self._config.shutdown_timeout_seconds, self._pump)
@@ -284,26 +264,22 @@ class _Run:
         self._failed = next((rank for rank in self._mains() if rank.exit_code not in (None, ExitCode.stopped)), None)
         if self._failed is not None:
             return self._failed.exit_code or 1
-        self._console.note(f"{self._main_names()} stopped before the last step, with a checkpoint; the same command goes on from there")
+        self._note(f"{self._main_names()} stopped before the last step, with a checkpoint; the same command continues from there")
         return ExitCode.stopped
 
     def _stop_on_failure(self, failed: Rank) -> int:
-        self._console.note(f"{failed.name} {self._ending(failed)} while the run was going on")
+        self._note(f"{failed.name} {self._ending(failed)} during the run")
         if not failed.component.main:
             self._services.gone(failed.component.name, f"{failed.name} {self._ending(failed)}, and the launcher does not restart it")
         if any(rank.exit_code is None for rank in self._mains()):
-            self._console.note(
-                f"{self._main_names()} may take {self._config.grace_seconds:g} s to save a checkpoint and stop; then all are ended"
-            )
+            self._note(f"{self._main_names()} may take {self._config.grace_seconds:g} s to save a checkpoint and stop; then all are ended")
             self._wait_for_mains()
         return failed.exit_code or 1
 
     def _stop_on_signal(self) -> int:
         number = self._signals.received[0]
         name = self._signals.name()
-        self._console.note(
-            f"{name}: passed on to {self._main_names()}, which may take {self._config.grace_seconds:g} s; once more to end all now"
-        )
+        self._note(f"{name}: passed on to {self._main_names()}, which may take {self._config.grace_seconds:g} s; once more to end all now")
         processes.send([rank.pid for rank in self._mains() if rank.exit_code is None], number)
         self._wait_for_mains()
         if all(rank.exit_code == ExitCode.stopped for rank in self._mains()):
@@ -334,13 +310,13 @@ class _Run:
             self._pump(_POLL_SECONDS)
         late = [rank.name for rank in running if rank.exit_code is None]
         if late:
-            self._console.note(f"{', '.join(late)} did not end {seconds:g} s after SIGTERM: killing")
+            self._note(f"{', '.join(late)} did not end {seconds:g} s after SIGTERM: killing")
         sessions = {rank.pid for rank in self._ranks}
         # What ignored one SIGTERM gets no second period; what only now hears of the end (a grandchild) gets a second of it.
         left = processes.end(lambda: processes.find(self._guard.marker, sessions), 0.0 if late else 1.0, self._pump)
         self._console.drawing_ended()
         if left:
-            self._console.note(f"processes {sorted(left)} could not be ended")
+            self._note(f"processes {sorted(left)} could not be ended")
         for rank in self._ranks:
             rank.reap()
         if not left:
@@ -350,15 +326,15 @@ class _Run:
         """Print what went wrong, as the last output."""
         for rank in self._ranks:
             if rank is not self._failed and rank.exit_code not in (None, 0, ExitCode.stopped) and not rank.stopped_by_us:
-                self._console.note(f"{rank.name} {self._ending(rank)}")
+                self._note(f"{rank.name} {self._ending(rank)}")
         if self._failed is None:
             return
         failed = self._failed
         lines = failed.channel.last_lines(self._config.num_failure_lines)
-        self._console.note(f"FAILED: component {failed.component.name}, rank {failed.rank}, {self._ending(failed)}")
-        self._console.note(f"its last {len(lines)} lines (all of them in {failed.channel.log_path}):" if lines else "it wrote nothing")
+        self._note(f"FAILED: component {failed.component.name}, rank {failed.rank}, {self._ending(failed)}")
+        self._note(f"its last {len(lines)} lines (all of them in {failed.channel.log_path}):" if lines else "it wrote nothing")
         for line in lines:
-            self._console.note(f"  | {line}")
+            self._note(f"  | {line}")
 
     def _ending(self, rank: Rank) -> str:
         """How it ended; if a signal killed it, with the user code it was in (native crashes name no culprit)."""
@@ -373,3 +349,106 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns
+
+
+_GUARD_MARGIN_SECONDS = 15.0
+
+
+class Rank:
+    """A started process, leader of a session of its own. Reaped only at the end, so that no other session can get its pid."""
+
+    def __init__(self, component: Component, rank: int, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self.component = component
+        self.rank = rank
+        self.name = component.prefix(rank)
+        self.pid = process.pid
+        self.channel = channel
+        self.exit_code: int | None = None
+        self.stopped_by_us = False
+        self._process = process
+        self._signal: int | None = None
+
+    def poll(self) -> bool:
+        """Whether the process has ended; sets `exit_code` (128 + n if signal n killed it)."""
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            return False
+        if status.si_code == os.CLD_EXITED:
+            self.exit_code = status.si_status
+        else:
+            self._signal = status.si_status
+            self.exit_code = 128 + status.si_status
+        return True
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it."""
+        return self._signal is not None
+
+    def ending(self) -> str:
+        """A description of its abnormal end."""
+        if self._signal is not None:
+            return f"was killed by {signal.Signals(self._signal).name} (exit code {self.exit_code})"
+        if self.component.main and self.exit_code == 0:
+            return f"ended with exit code 0 {TOO_EARLY}"
+        return f"ended with exit code {self.exit_code}"
+
+    def reap(self) -> None:
+        """Release the process table's entry of a process that has ended; one that SIGKILL could not end is left to the kernel."""
+        if self.exit_code is not None or self.poll():
+            self._process.wait()
+
+
+def start_rank(
+    component: Component,
+    rank: int,
+    port: int,
+    *,
+    marker: str,
+    log: Path,
+    base: Mapping[str, str] | None,
+    console: Console,
+) -> Rank:
+    """Start one rank: own session, SIGTERM from the kernel when this process dies, stdin empty, stdout and stderr into one channel."""
+    surrounding = os.environ if base is None else base
+    environment = rank_environment(component, rank, port, surrounding)
+    # A launcher inside a rank of another one: its processes stay visible to the outer one.
+    environment[processes.MARKER_VARIABLE] = ",".join(filter(None, (surrounding.get(processes.MARKER_VARIABLE), marker)))
+    channel, writer = console.open_channel(component, rank, log)
+    try:
+        process = subprocess.Popen(
+            processes.exec_command(list(component.command)),
+            stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=writer,
+            env=environment,
+            start_new_session=True,
+        )
+    finally:
+        os.close(writer)
+    return Rank(component, rank, process, channel)
+
+
+class Guard:
+    """A process that waits for the end of this one; after a kill -9 it ends processes with `marker`."""
+
+    def __init__(self, config: LocalLauncherConfig, log: Path) -> None:
+        self.marker = secrets.token_hex(16)
+        self._log = log
+        self._seconds = config.shutdown_timeout_seconds
+
+    def __enter__(self) -> Guard:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                processes.guard_command(self.marker, self._seconds),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=self._seconds + _GUARD_MARGIN_SECONDS)

@@ -1,11 +1,9 @@
 """How each rank of a component ended, by its own record. Standard library only.
 
-`srun` reports one code for all tasks of a step: with `--kill-on-bad-exit` mostly 137, from a task that it killed itself, and 0 after
-the loss of a node. So a rank that exits writes `<rank>.json` into the directory that ALIGNER_OUTCOMES names (set by the conductor, new for
-every start of a component). A rank that was killed leaves nothing.
+`srun` reports one code for all tasks of a step: mostly 137 from a task that it killed itself, and 0 after the loss of a node. So a rank
+that exits writes `<rank>.json` into the directory ALIGNER_OUTCOMES, new for every start of a component. A killed rank leaves nothing.
 
-A program succeeds only if its function returns. `unless_ended_early` ensures that an exit by user code (a reward function that
-calls `os._exit(0)`, a file that calls `sys.exit()` on import) is not taken for success.
+A program succeeds only if its function returns: see `unless_ended_early`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ VARIABLE = "ALIGNER_OUTCOMES"
 _FIRST_RANK_SECONDS = 3.0
 # Of a process that trains or writes, in a message about its end.
 TOO_EARLY = "by itself before the last step, without done.json: user code, such as a reward function, most likely called exit"
-# What one rank says outweighs what the others made of its end: a refusal explains the broken connections around it.
+# One rank's own record outweighs the reactions of others: a refusal explains the broken connections around it.
 _PRECEDENCE = (ExitCode.refused, ExitCode.halted, ExitCode.failed, ExitCode.stopped, ExitCode.done)
 
 
@@ -58,8 +56,8 @@ def record(environ: Mapping[str, str], code: int, message: str = "") -> None:
 
 
 def fail(environ: Mapping[str, str], code: int, message: str) -> None:
-    """Say on stderr why this rank ends, and record it. Of the ranks that torchrun started on a machine, which mostly end for the same
-    reason, the first one says it: torchrun ends the others, which wait a moment for that."""
+    """Print on stderr why this rank ends, and record it. Of the ranks that torchrun started on a machine, the first one prints: the others
+    mostly end for the same reason, and wait until torchrun ends them."""
     if collected := environ.get("TORCHELASTIC_ERROR_FILE"):
         if environ.get("LOCAL_RANK", "0") != "0":
             if threading.current_thread() is threading.main_thread():
@@ -70,16 +68,16 @@ def fail(environ: Mapping[str, str], code: int, message: str) -> None:
         try:
             Path(collected).write_text(json.dumps(reason))
         except OSError as error:
-            print(f"warning: {collected}: cannot tell torchrun why this rank ends: {error}", file=sys.stderr, flush=True)
+            print(f"warning: {collected}: cannot record for torchrun why this rank ends: {error}", file=sys.stderr, flush=True)
     print(f"error: {message}", file=sys.stderr, flush=True)
     record(environ, code, message)
 
 
 @contextmanager
 def unless_ended_early(environ: Mapping[str, str]) -> Iterator[None]:
-    """Meanwhile an exit with code 0 becomes one with code 1; its place in the code is printed and recorded.
+    """Meanwhile an exit with code 0 by user code becomes one with code 1; its place in the code is printed and recorded.
 
-    Forked processes and other exit codes are unaffected. Exits by native code are invisible here: launchers look for `done.json`.
+    Forked processes are unaffected. Exits by native code are invisible here: launchers look for `done.json`.
     """
     process, leave = os.getpid(), os._exit
 
@@ -109,7 +107,7 @@ def unless_ended_early(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def rank_of(environ: Mapping[str, str]) -> int:
-    """This process's rank, as its launcher says."""
+    """This process's rank, by its launcher's variables."""
     return int(environ.get("SLURM_PROCID", environ.get("RANK", "0")))
 
 
@@ -125,6 +123,6 @@ def read(directory: Path) -> list[Outcome]:
 
 
 def decisive(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The outcome that explains a component's end: the gravest code, the earliest among equals; None if there are none."""
+    """The outcome that explains a component's end: the gravest code, the earliest among equals; None without outcomes."""
     ranked = {code: place for place, code in enumerate(_PRECEDENCE)}
     return min(outcomes, key=lambda outcome: (ranked.get(outcome.code, ranked[ExitCode.failed]), outcome.time), default=None)

@@ -1,11 +1,9 @@
-"""Linux processes for the local launcher: start one that dies with its parent, find and end all of a run.
+"""Linux processes for the local launcher: start one that dies with its parent, find and end all of a run. Standard library only.
 
-Every process of a run carries a random marker in its environment, `ALIGNER_LAUNCHER_ID`, which its children inherit. So the processes of a
-run can be found in /proc even after they left their process group (setsid) or lost their parent (double fork). Three mechanisms, because
-each has gaps: the kernel's parent-death signal reaches only direct children; a session can be left; an environment can be cleared.
+Every process of a run inherits a random marker in its environment, `ALIGNER_LAUNCHER_ID`, and so can be found in /proc even after it left
+its process group (setsid) or lost its parent (double fork). The kernel's parent-death signal reaches only direct children.
 
-This file imports only the standard library and is also run as a script (`python -I -S processes.py exec|guard ...`), so that a start costs
-20 ms without this package's imports:
+Also a script (`python -I -S processes.py exec|guard ...`), so that a start costs 20 ms without this package's imports:
 
     exec PARENT COMMAND...   ask the kernel for SIGTERM when the parent dies, then become COMMAND
     guard MARKER SECONDS     wait until stdin closes (the launcher ended, perhaps by kill -9), then end processes with the marker

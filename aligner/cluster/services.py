@@ -34,7 +34,7 @@ class ServiceWatch:
         self._gone(name).write_text(f"{reason}\n")
 
     def all_ended(self) -> None:
-        """Every component has ended: the registration that a killed one has left names a dead process."""
+        """Every component has ended: a killed one has left a registration that names a dead process."""
         for name in self._started:
             self._run_directory.service(name).unlink(missing_ok=True)
 
@@ -46,11 +46,7 @@ class ServiceWatch:
         self._gone(name).unlink(missing_ok=True)
 
     def poll(self) -> list[str]:
-        """A line for each component that has registered since the last call.
-
-        Raises:
-            LaunchError: an expected component has not registered within the time allowed.
-        """
+        """A line for each component that has registered since the last call. Raises LaunchError if an expected one is late."""
         now = time.monotonic()
         self._started |= {name: now for name in self._waiting if waits_for_its_turn(self._run_directory, name)}
         ready = [name for name in self._waiting if is_ready(self._run_directory, name)]
@@ -77,7 +73,7 @@ def is_ready(run_directory: RunDirectory, name: str) -> bool:
 
 
 def waits_for_its_turn(run_directory: RunDirectory, name: str) -> bool:
-    """Whether a component waits to load until others leave the GPUs that they share: its time begins afterwards."""
+    """Whether a component waits to load until others leave the shared GPUs: its time begins afterwards."""
     return (_record(run_directory, name) or {}).get("state") == "waiting"
 
 

@@ -16,16 +16,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from aligner.cluster.run_directory import RunDirectory
 from aligner.commands.trace import step_of
 from aligner.errors import DataError
 from aligner.parallel.platform import PEAK_MEMORY
 from aligner.planner.report import JobPlan
 from aligner.planner.workload import GIB, Phase
 from aligner.reporting.formats import seconds
-from aligner.reporting.jsonl import StepMetrics, read_metrics
+from aligner.reporting.jsonl import StepMetrics
+from aligner.reporting.run_view import RunView
 from aligner.servers import wire
-from aligner.telemetry.recording import read_spans
 from aligner.telemetry.spans import Span
 
 RESPONSE_LENGTH = "rollout/response_length"
@@ -83,7 +82,7 @@ def lengths(directory: Path) -> list[str]:
     if (response := typical(RESPONSE_LENGTH)) is not None:
         longest, count = typical("rollout/response_length_max"), typical("learnt/samples_seen")
         spread = _spread(response, longest, count, typical("rollout/truncated_fraction"))
-        spans, _ = read_spans(RunDirectory(directory).trace)
+        spans, _ = RunView(directory).spans()
         prompts = [prompt for span in spans if isinstance(prompt := span.arguments.get("prompt"), int)]
         found = [f"plan.response_length={response:g}", *spread]
         return found + ([f"plan.prompt_length={sum(prompts) / len(prompts):g}"] if prompts else [])
@@ -112,7 +111,7 @@ def _spread(mean: float | None, longest: float | None, count: float | None, cut:
 def compare(job: JobPlan, directory: Path) -> Comparison:
     """The plan beside the run in this directory. Raises DataError if the run has not done two steps, or its metrics are damaged."""
     steps = _steps(directory)
-    spans, _ = read_spans(RunDirectory(directory).trace)
+    spans, _ = RunView(directory).spans()
     main, *servers = job.components
     measured: dict[str, float | None] = dict(_phases(steps))
     whole = measured.pop(STEP)
@@ -191,10 +190,8 @@ def _rows(component: str, planned: Mapping[str, float], measured: Mapping[str, f
 
 def _steps(directory: Path) -> list[StepMetrics]:
     """The steps whose times count: all but the first. Raises DataError if there are none."""
-    run = RunDirectory(directory)
-    if not run.metrics.is_file():
-        raise DataError(f"--against {directory}: has no {run.metrics.name}; expected the directory of a run that has begun to train")
-    steps = [step for step in read_metrics(run.metrics) if _TIME + STEP in step.values]
+    run = RunView(directory).begun(f"--against {directory}")
+    steps = [step for step in run.metrics() if _TIME + STEP in step.values]
     if len(steps) < 2:
         raise DataError(f"--against {directory}: has {len(steps)} timed steps; expected at least 2, since the first one is left out")
     return steps[1:]

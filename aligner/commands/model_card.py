@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 
 from aligner.algorithms.registry import recipes
-from aligner.cluster.run_directory import RunDirectory
 from aligner.commands.report import all_columns
 from aligner.errors import ConfigError
 from aligner.hub.names import HubName, Kind, name_of, parse, parse_data
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
-from aligner.reporting.jsonl import StepMetrics, read_metrics
+from aligner.reporting.jsonl import StepMetrics
+from aligner.reporting.run_view import RunView
 from aligner.reporting.summary import table
 from aligner.run.recipe import Recipe
 from aligner.settings.compose import schema_of, to_yaml
@@ -39,15 +39,15 @@ class Origin:
 def origin_of(source: Path) -> Origin:
     """Of a checkpoint, or of the directory `export` of a run; empty for a directory of which nothing is known."""
     is_checkpoint = (source / "config.yaml").is_file()
-    run = RunDirectory(source.parents[2] if is_checkpoint and len(source.parents) > 2 else source.parent)
-    path = source / "config.yaml" if is_checkpoint else run.config
+    run = RunView(source.parents[2] if is_checkpoint and len(source.parents) > 2 else source.parent)
+    path = source / "config.yaml" if is_checkpoint else run.files.config
     if not path.is_file():
         return Origin()
     text = path.read_text()
     settings = yaml.safe_load(text) or {}
     if not isinstance(settings, dict) or "model" not in settings:
         return Origin()  # a checkpoint that was converted, or another program's file
-    steps = read_metrics(run.metrics) if run.metrics.is_file() else []
+    steps = run.metrics()
     if is_checkpoint and (source / "state.json").is_file():
         last = json.loads((source / "state.json").read_text()).get("step")
         steps = [one for one in steps if last is None or one.step <= last]

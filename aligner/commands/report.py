@@ -6,14 +6,10 @@ import json
 from pathlib import Path
 
 from aligner.algorithms.registry import recipes
-from aligner.cluster.run_directory import RunDirectory
-from aligner.errors import AlignerError, DataError, describe_os_error
-from aligner.reporting import diagnosis
-from aligner.reporting.diagnosis_rules import RULES
+from aligner.errors import AlignerError, describe_os_error
 from aligner.reporting.formats import Column
-from aligner.reporting.jsonl import read_metrics
-from aligner.reporting.samples_report import before_and_after, text_of, write_report
-from aligner.reporting.summary import summary
+from aligner.reporting.run_view import RunView
+from aligner.reporting.samples_report import text_of, write_report
 
 
 def report(directory: Path, output: Path | None = None) -> int:
@@ -21,16 +17,16 @@ def report(directory: Path, output: Path | None = None) -> int:
 
     Raises DataError if there is no run, or its files are damaged; AlignerError if the file cannot be written.
     """
-    run = _begun(directory)
-    output = run.path / "report.html" if output is None else output
+    run = RunView(directory).begun(str(directory))
+    output = run.files.path / "report.html" if output is None else output
     try:
-        write_report(run.path, output)
+        write_report(run, output)
     except OSError as error:
         raise AlignerError(f"the report could not be written: {describe_os_error(error, output)}") from error
-    print(summary(run.metrics, all_columns()))
-    for finding in diagnosis.diagnose(read_metrics(run.metrics), RULES).findings:
+    print(run.summary(all_columns()))
+    for finding in run.diagnosis().findings:
         print(f"\n{finding.text()}")
-    if text := text_of(*before_and_after(run.validation)):
+    if text := text_of(*run.before_and_after()):
         print(f"\n{text}")
     print(f"\nwritten to {output}")
     return 0
@@ -46,14 +42,6 @@ def diagnose(directory: Path, *, as_json: bool = False) -> int:
 
     Raises DataError if there is no run, or its metrics are damaged.
     """
-    found = diagnosis.diagnose(read_metrics(_begun(directory).metrics), RULES)
+    found = RunView(directory).begun(str(directory)).diagnosis()
     print(json.dumps(found.record(), indent=2) if as_json else found.text())
     return int(bool(found.findings))
-
-
-def _begun(directory: Path) -> RunDirectory:
-    """The directory of a run. Raises DataError if it has no metrics."""
-    run = RunDirectory(directory)
-    if not run.metrics.is_file():
-        raise DataError(f"{directory}: has no {run.metrics.name}; expected the directory of a run that has begun to train")
-    return run

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import AlignerError, DataError, describe_os_error
 from aligner.files import publish
-from aligner.telemetry.recording import read_spans
+from aligner.reporting.run_view import RunView
 from aligner.telemetry.spans import Span, chrome_trace
 
 STEP = "step"  # the span of a training step, on every rank that trains
@@ -19,11 +18,11 @@ def trace(directory: Path, output: Path | None = None, *, steps: int = 0) -> int
 
     Raises DataError if nothing has been recorded, AlignerError if the file cannot be written.
     """
-    run = RunDirectory(directory)
-    output = run.path / "trace.json" if output is None else output
-    spans, num_damaged = read_spans(run.trace)
+    run = RunView(directory)
+    output = run.files.path / "trace.json" if output is None else output
+    spans, num_damaged = run.spans()
     if not spans:
-        raise DataError(f"{directory}: has no spans in {run.trace.name}/; expected the directory of a run with run.trace_mib above 0")
+        raise DataError(f"{directory}: has no spans in {run.files.trace.name}/; expected the directory of a run with run.trace_mib above 0")
     spans = last_steps(spans, steps) if steps else spans
     try:
         publish(output, lambda new: new.write_text(chrome_trace(spans), encoding="utf-8"))

@@ -40,8 +40,8 @@ from aligner.models.weights.weights import save_hf
 from aligner.parallel.collectives import from_rank_0
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column
-from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.reporter import Reporter, SilentReporter
+from aligner.reporting.run_view import RunView
 from aligner.reporting.summary import is_empty, learnt_from
 from aligner.run import lengths
 from aligner.run.session import Session
@@ -283,27 +283,23 @@ def _judge_whole_run(session: Session, watch: LearntNothingAlarm) -> None:
     """Print what the run learnt from. Raises RunHalted if it learnt nothing, also at a later start without steps left."""
     kept = session.directory.learnt_nothing
     if watch.num_steps:
-        why = watch.whole_run(has_learnt_before=from_rank_0(lambda: _has_learnt(session.directory.metrics)))
+        why = watch.whole_run(has_learnt_before=from_rank_0(lambda: _has_learnt(session.directory.path)))
         from_rank_0(lambda: kept.write_text(why) if why else kept.unlink(missing_ok=True))
     else:
         why = from_rank_0(lambda: kept.read_text() if kept.exists() else "")
     verdict = watch.verdict(why)
     if verdict.halt:
         raise RunHalted(f"{verdict.halt}; nothing is exported")
-    session.say(verdict.note or from_rank_0(lambda: learnt_from(_steps(session.directory.metrics))))
+    session.say(verdict.note or from_rank_0(lambda: learnt_from(RunView(session.directory.path).metrics())))
     for report in session.reports:
         if report.num_kept < report.num_records or report.num_truncated:
             session.say(report.summary())
 
 
-def _has_learnt(metrics: Path) -> bool:
-    """Whether this file records a step that has learnt."""
-    steps = [step for step in _steps(metrics) if step.step]
+def _has_learnt(directory: Path) -> bool:
+    """Whether this run's metrics have a step that has learned."""
+    steps = [step for step in RunView(directory).metrics() if step.step]  # none at all: a disk that is full costs lines, not the run
     return not steps or not all(is_empty(step.values) for step in steps)
-
-
-def _steps(metrics: Path) -> list[StepMetrics]:
-    return read_metrics(metrics) if metrics.exists() else []  # a disk that is full costs lines, not the run
 
 
 def export_at_end(

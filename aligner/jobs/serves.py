@@ -29,12 +29,11 @@ from aligner.rewards.load import build_reward_function
 from aligner.run.session import Session, announced, open_session
 from aligner.servers.components import in_section
 from aligner.servers.config import RequestLimits, ServerConfig
-from aligner.servers.critic import CriticService
 from aligner.servers.health import Purpose
 from aligner.servers.intake import Operation
 from aligner.servers.registry import Publication
-from aligner.servers.reward import FunctionRewardService, RewardService
-from aligner.servers.server import serve
+from aligner.servers.server import Service, serve
+from aligner.servers.services import CriticService, FunctionRewardService, RewardService
 from aligner.servers.turns import Residence, Turn
 
 
@@ -201,9 +200,9 @@ def _serve(
     run = session.directory
     alone = not os.environ.get(leases.VARIABLE)
     with in_section(name):
-        serve(
-            name,
-            operations,
+        service = Service(
+            name=name,
+            operations=operations,
             config=config,
             limits=limits,
             services_dir=run.services,
@@ -214,3 +213,4 @@ def _serve(
             own_tls=own_tls,
             purpose=Purpose(run.service("actor"), run.done, config.idle_timeout_seconds) if alone else None,
         )
+        serve(service)

@@ -31,8 +31,7 @@ from aligner.rollout.create import create_engine
 from aligner.run.recipe import Recipe
 from aligner.run.session import Session, open_session
 from aligner.run.settings import LoopConfig, WritingRun
-from aligner.servers.access import Access
-from aligner.servers.authority import FOLDER as TLS
+from aligner.servers.access import TLS, Access
 from aligner.servers.client import RewardClient
 
 C = TypeVar("C", bound=WritingRun)

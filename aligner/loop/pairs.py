@@ -32,7 +32,7 @@ def newest_pair(policy: Path, critic: Path, *, without: Collection[Path] = ()) -
     """The newest step that both folders have, ignoring checkpoints in `without`.
 
     Without a common step: the policy's newest, and the critic's newest up to it. The critic's client then resends the missing steps
-    from the journal, or refuses to continue (`servers.history`). `loop.save_every` bounds the steps that a missing partner costs.
+    from the journal, or refuses to continue (`servers.client`). `loop.save_every` bounds the steps that a missing partner costs.
     """
     policies, critics = _steps(policy, without), _steps(critic, without)
     if both := sorted(set(policies) & set(critics)):

@@ -1,1 +1,1 @@
-"""What a run tells its user: metrics.jsonl, loggers, the live view, rollout tables, the summary."""
+"""What a run reports to its user: metrics.jsonl, loggers, the live view, rollout tables, the summary."""

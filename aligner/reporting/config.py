@@ -1,4 +1,4 @@
-"""Settings of the reporting (a module without heavy imports: the config root reads it)."""
+"""Settings of the reporting. No heavy imports: the config root reads this module."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -26,9 +26,9 @@ class LoggingConfig:
     mlflow_tracking_uri: str = ""  # of an MLflow server, or file:/path; empty: off
     mlflow_experiment: str = "aligner"  # name of the experiment there
     progress: Progress = Progress.auto  # on the terminal; auto: live on a terminal, plain (one line a step) in a batch log
-    num_table_rows: int = 4  # sample rollouts on the terminal and in the loggers; 0: none (the file in rollouts/ has all that were given)
+    num_table_rows: int = 4  # sample rollouts on the terminal and in the loggers; 0: none (the file in rollouts/ has all of them)
     max_cell_chars: int = 240  # longer prompts and responses are cut in the tables (not in the file)
-    diagnose: bool = True  # say where the metrics show a failure that ends no run (docs/diagnosis.md)
+    diagnose: bool = True  # warn if the metrics show a failure that does not end the run (docs/diagnosis.md)
 
     def __post_init__(self) -> None:
         if not isinstance(self.progress, Progress):

@@ -1,6 +1,6 @@
 """Failures that spoil a run without ending it: rules over the metrics (`diagnosis_rules.py`), judged per step or afterwards.
 
-A rule compares medians over WINDOW steps, so that one outlier is no finding. It is judged once its metrics have enough steps.
+A rule compares medians over WINDOW steps, so that one outlier is not a finding. It is judged once its metrics have enough steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 from aligner.reporting.jsonl import StepMetrics
 
 WINDOW = 10  # steps
-REPEAT_EVERY = 100  # steps after which a finding that still stands is said again
+REPEAT_EVERY = 100  # steps after which a finding that still holds is repeated
 METRIC_AREA = "diagnosis/"
 
 
@@ -87,12 +87,12 @@ class History:
                 self._series[name].add(step, value)
 
     def of(self, *names: str, least: int = WINDOW) -> Series:
-        """The series of the first of these metrics that the run has. Raises NotJudged if there is none, or it has too few values."""
+        """The series of the first of these metrics that the run has. Raises NotJudged if it has none of them, or too few values."""
         found = next((self._series[name] for name in names if name in self._series), None)
         if found is None:
             raise NotJudged(f"the run has no {' or '.join(names)}")
         if len(found.values) < least:
-            raise NotJudged(f"{found.name} has {len(found.values)} of the {least} values that it takes")
+            raise NotJudged(f"{found.name} has {len(found.values)} of the required {least} values")
         return found
 
     def below(self, prefix: str, *, least: int) -> list[Series]:
@@ -105,7 +105,7 @@ class History:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One failure. `judge` gives the evidence, empty if there is none, or raises NotJudged."""
+    """One failure. `judge` gives the evidence (empty: no failure), or raises NotJudged."""
 
     name: str
     title: str

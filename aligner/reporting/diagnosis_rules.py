@@ -5,6 +5,7 @@ Thresholds are far from the values of healthy runs: act upon a finding. A run wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 
 from aligner.reporting.diagnosis import WINDOW, History, NotJudged, Rule, Series
@@ -14,19 +15,45 @@ LONG = 3 * WINDOW  # steps before a model that learns from scratch is judged
 KL = ("policy/kl", "policy/ref_kl", "pairs/ref_kl")
 ENTROPY = ("policy/entropy", "rollout/entropy")
 VALIDATION = ("validation/accuracy", "validation/reward")
+RULES: list[Rule] = []  # in the order of their functions below
 
 
-def _entropy_collapse(history: History) -> str:
+def rule(title: str, *, cause: str, remedy: str) -> Callable[[Callable[[History], str]], Callable[[History], str]]:
+    """Make a rule of a function, under the function's name."""
+
+    def add(judge: Callable[[History], str]) -> Callable[[History], str]:
+        RULES.append(Rule(name=judge.__name__, title=title, judge=judge, cause=cause, remedy=remedy))
+        return judge
+
+    return add
+
+
+@rule(
+    "entropy collapse",
+    cause="the policy is certain of its tokens and tries nothing else: the learning rate is too high, or nothing keeps it broad",
+    remedy="lower optimizer.lr, raise algorithm.clip_eps_high (clip-higher) or algorithm.kl_coef, or set algorithm.entropy_coef=0.001",
+)
+def entropy_collapse(history: History) -> str:
     entropy = history.of(*ENTROPY, least=2 * WINDOW)
     return entropy.course("nats per token") if entropy.now < 0.05 * entropy.start else ""
 
 
-def _mode_collapse(history: History) -> str:
+@rule(
+    "the same response to many prompts",
+    cause="one text is rewarded for every prompt: the reward does not read the prompt",
+    remedy="make the reward depend on the prompt, and resume from a checkpoint before it with a higher algorithm.kl_coef",
+)
+def mode_collapse(history: History) -> str:
     same = history.of("rollout/same_response")
     return f"{same.now:.0%} of the prompts got the same response (steps {same.last_steps})" if same.now >= 0.8 else ""
 
 
-def _validation_falls(history: History) -> str:
+@rule(
+    "the reward rises while validation falls",
+    cause="the reward is exploited (a reward model outside of what it was trained on), or the few training prompts are memorized",
+    remedy="use the best checkpoint (checkpoint.best_metric), raise algorithm.kl_coef, fix the reward, or train on more prompts",
+)
+def validation_falls(history: History) -> str:
     """Compares medians of three validations: a difference between two single ones is noise."""
     held_out, reward = history.of(*VALIDATION, least=6), history.of("rollout/reward", least=2 * WINDOW)
     values, steps = held_out.values, held_out.steps
@@ -44,13 +71,23 @@ def _validation_falls(history: History) -> str:
     )
 
 
-def _length_grows_to_the_limit(history: History) -> str:
+@rule(
+    "responses grow to the length limit",
+    cause="longer responses are rewarded, or the loss weighs their tokens less",
+    remedy="penalise length (algorithm.shaping.overlong_buffer), set algorithm.aggregation=token_mean, or raise the limit",
+)
+def length_grows(history: History) -> str:
     cut, length = (history.of(name, least=2 * WINDOW) for name in ("rollout/truncated_fraction", "rollout/response_length"))
     grew = cut.now >= 0.5 and cut.now >= cut.start + 0.3 and length.now >= 1.1 * length.start
     return f"{length.course('tokens')}, and {cut.now:.0%} of the responses are cut, {cut.start:.0%} at the start" if grew else ""
 
 
-def _length_shrinks_to_nothing(history: History) -> str:
+@rule(
+    "responses shrink to nothing",
+    cause="saying little costs less than being wrong: a penalty on length, on errors or on the KL outweighs the reward",
+    remedy="lower the penalty, give empty responses the lowest reward, or set rollout.sampling.min_response_length",
+)
+def length_shrinks(history: History) -> str:
     length = history.of("rollout/response_length", least=2 * WINDOW)
     empty = history.of("rollout/empty_fraction", least=2 * WINDOW)
     if empty.now >= 0.5 and empty.now > empty.start:
@@ -58,15 +95,25 @@ def _length_shrinks_to_nothing(history: History) -> str:
     return length.course("tokens") if length.now <= 0.2 * length.start else ""
 
 
-def _no_signal(history: History) -> str:
-    """A run that learns solves more and more groups: that alone is no failure."""
+@rule(
+    "most groups have no signal",
+    cause="the prompts are far too easy or too hard for the policy, or the reward hardly distinguishes responses",
+    remedy="choose prompts by difficulty, set algorithm.dynamic_sampling=true, raise algorithm.group_size, or grade the reward finer",
+)
+def no_signal(history: History) -> str:
+    """A run that learns solves more and more groups: that alone is not a failure."""
     without, reward = history.of("rollout/groups_without_signal", least=2 * WINDOW), history.of("rollout/reward", least=2 * WINDOW)
     if without.now < 0.85 or (reward.rose and without.now < 0.95):
         return ""
     return f"{without.now:.0%} of the groups have equal rewards (steps {without.last_steps}), and {reward.course()}"
 
 
-def _constant_reward(history: History) -> str:
+@rule(
+    "the reward is constant",
+    cause="the reward function returns the same for everything (it parses nothing, or has no answer to compare with), or all is solved",
+    remedy="call the reward function on the lines of rollouts/*.jsonl, and check data.answer_field",
+)
+def constant_reward(history: History) -> str:
     reward, spread = history.of("rollout/reward"), history.of("rollout/reward_std")
     recent = reward.values[-WINDOW:]
     same = 1e-6 * max(1.0, abs(reward.now))
@@ -75,8 +122,13 @@ def _constant_reward(history: History) -> str:
     return f"every response got the reward {reward.now:.4g} (steps {reward.last_steps})"
 
 
-def _clip_fraction(history: History) -> str:
-    """A run with small updates clips little: that alone is no failure."""
+@rule(
+    "the clip fraction is outside 0.05-0.4",
+    cause="if much is clipped, updates are too large or too many for one batch; if nothing is clipped or learned, they are too small",
+    remedy="above 0.4 lower optimizer.lr, algorithm.num_epochs or the number of mini-batches; below 0.05 raise optimizer.lr",
+)
+def clip_fraction(history: History) -> str:
+    """A run with small updates clips little: that alone is not a failure."""
     clipped, moved = history.of("policy/clip_fraction"), history.of("policy/approx_kl")
     if moved.now < ROUNDING:
         raise NotJudged("every batch has one update, of the policy that sampled it: its ratios are 1")
@@ -88,12 +140,22 @@ def _clip_fraction(history: History) -> str:
     return f"{clipped.now:.2%} of the tokens are clipped, {moved.name} is {moved.now:.1e} (steps {moved.last_steps}), and {reward.course()}"
 
 
-def _kl_explodes(history: History) -> str:
+@rule(
+    "the KL to the reference explodes",
+    cause="nothing holds the policy: updates too large, or algorithm.kl_coef too small for the reward's size",
+    remedy="resume from a checkpoint before it with a lower optimizer.lr, a higher algorithm.kl_coef, or algorithm.kl_target",
+)
+def kl_explodes(history: History) -> str:
     kl = history.of(*KL, least=2 * WINDOW)
     return kl.course("nats per token") if kl.now >= 2 or (kl.now >= 1 and kl.now >= 5 * kl.before) else ""
 
 
-def _kl_negative(history: History) -> str:
+@rule(
+    "the KL to the reference is negative",
+    cause="the samples are not the policy's own: sampling is truncated or penalised, or engine and trainer differ",
+    remedy="leave rollout.sampling.top_p, top_k and penalties off, run `aligner gap`, or use algorithm.kl_estimator=k3",
+)
+def kl_negative(history: History) -> str:
     kl = history.of("policy/kl", least=2 * WINDOW)
     recent = kl.values[-2 * WINDOW :]
     if max(recent) >= 0 or kl.now >= -1e-3:
@@ -101,7 +163,12 @@ def _kl_negative(history: History) -> str:
     return f"{kl.name} was below 0 in each of the last {len(recent)} steps, {kl.now:.3g} nats per token (steps {kl.last_steps})"
 
 
-def _critic_explains_little(history: History) -> str:
+@rule(
+    "the critic explains little of the returns",
+    cause="the critic does not learn, or not as fast as the policy changes: its advantages are noise",
+    remedy="raise critic.optimizer.lr or critic.num_epochs, start it from the reward model, or set algorithm.critic_warmup_steps",
+)
+def critic_explains_little(history: History) -> str:
     explained, spread = history.of("critic/explained_variance", least=LONG), history.of("rollout/reward_std", least=LONG)
     if spread.now < 0.1 * spread.start:
         raise NotJudged("rewards hardly differ any more: there is little to explain")
@@ -111,7 +178,12 @@ def _critic_explains_little(history: History) -> str:
     return f"{explained.name} is {explained.now:.2f} (steps {explained.last_steps}); at best it was {best:.2f} over {WINDOW} steps"
 
 
-def _value_loss_grows(history: History) -> str:
+@rule(
+    "the value loss grows",
+    cause="the critic diverges (learning rate too high), or the returns grow: a reward without bound, or a KL that explodes",
+    remedy="lower critic.optimizer.lr, or bound the scores (algorithm.shaping)",
+)
+def value_loss_grows(history: History) -> str:
     loss = history.of("critic/loss", least=LONG)
     least = min(loss.blocks)
     if loss.now < 3 * least or loss.now < loss.start:
@@ -121,7 +193,12 @@ def _value_loss_grows(history: History) -> str:
     )
 
 
-def _gap_grows(history: History) -> str:
+@rule(
+    "sampler and trainer grow apart",
+    cause="the engine has other weights or other arithmetic than the trainer, and the difference grows with training",
+    remedy="run `aligner gap RUN`, set rollout.verify_refit=checksum and algorithm.correction.kind=tis",
+)
+def gap_grows(history: History) -> str:
     """Staleness of rollouts adds to the gap: it may be wider then."""
     gap = history.of("rollout/logprob_gap", least=2 * WINDOW)
     try:
@@ -131,7 +208,12 @@ def _gap_grows(history: History) -> str:
     return gap.course("nats per token") if gap.now >= max(floor, 3 * gap.start) else ""
 
 
-def _unfinished_rewarded(history: History) -> str:
+@rule(
+    "truncated or empty responses are rewarded",
+    cause="the reward does not check that an answer exists and ends: the policy learns not to end, or not to answer",
+    remedy="give such responses the lowest reward, or set algorithm.mask_truncated=true, or algorithm.shaping.overlong_buffer",
+)
+def unfinished_rewarded(history: History) -> str:
     reasons = [_rewarded(history, kind) for kind in ("truncated", "empty")]
     return " and ".join(filter(None, reasons))
 
@@ -149,7 +231,12 @@ def _rewarded(history: History, kind: str) -> str:
     )
 
 
-def _part_never_varies(history: History) -> str:
+@rule(
+    "a part of the reward never varies",
+    cause="that part parses nothing, or is met or missed by every response: it teaches nothing",
+    remedy="call it on the lines of rollouts/*.jsonl, fix it, or remove it from reward.functions",
+)
+def part_never_varies(history: History) -> str:
     constant = []
     for spread in history.below("reward_std/", least=2 * WINDOW):
         name = spread.name.removeprefix("reward_std/")
@@ -163,136 +250,23 @@ def _is_constant(series: Series) -> bool:
     return max(series.values) - min(series.values) <= 1e-6 * max(1.0, abs(series.now))
 
 
-def _repeats(history: History) -> str:
+@rule(
+    "responses repeat themselves",
+    cause="the policy is caught in loops: a reward that counts what is repeated, an untrained start, or a sampling temperature too low",
+    remedy="penalise repetition in the reward, raise rollout.sampling.temperature or algorithm.kl_coef",
+)
+def repetition(history: History) -> str:
     share = history.of("rollout/repeated_ngrams")
     return f"{share.now:.0%} of a response's 8-token sequences are repeated ones (steps {share.last_steps})" if share.now >= 0.5 else ""
 
 
-def _never_ends(history: History) -> str:
+@rule(
+    "responses never end by themselves",
+    cause="the model was not taught to end a turn: another chat template than its own, a base model, or a stop token that is not known",
+    remedy="check data.apply_chat_template and rollout.sampling.stop_token_ids, train with SFT first, or allow longer responses",
+)
+def never_ends(history: History) -> str:
     cut = history.of("rollout/truncated_fraction")
     if min(cut.start, cut.now) < 0.9:
         return ""
     return f"{cut.start:.0%} of the responses were cut at the length limit from the start, and {cut.now:.0%} are (steps {cut.last_steps})"
-
-
-RULES = (
-    Rule(
-        name="entropy_collapse",
-        title="entropy collapse",
-        judge=_entropy_collapse,
-        cause="the policy is certain of its tokens and tries nothing else: the learning rate is too high, or nothing keeps it broad",
-        remedy="lower optimizer.lr, raise algorithm.clip_eps_high (clip-higher) or algorithm.kl_coef, or set algorithm.entropy_coef=0.001",
-    ),
-    Rule(
-        name="mode_collapse",
-        title="the same response to many prompts",
-        judge=_mode_collapse,
-        cause="one text is rewarded whatever is asked: the reward does not read the prompt",
-        remedy="make the reward depend on the prompt, and go on from a checkpoint before it with a higher algorithm.kl_coef",
-    ),
-    Rule(
-        name="validation_falls",
-        title="the reward rises while validation falls",
-        judge=_validation_falls,
-        cause="the reward is exploited (a reward model outside of what it was trained on), or the few training prompts are learnt by heart",
-        remedy="use the best checkpoint (checkpoint.best_metric), raise algorithm.kl_coef, mend the reward, or train on more prompts",
-    ),
-    Rule(
-        name="length_grows",
-        title="responses grow to the length limit",
-        judge=_length_grows_to_the_limit,
-        cause="longer responses are rewarded, or the loss weighs their tokens less",
-        remedy="penalise length (algorithm.shaping.overlong_buffer), set algorithm.aggregation=token_mean, or raise the limit",
-    ),
-    Rule(
-        name="length_shrinks",
-        title="responses shrink to nothing",
-        judge=_length_shrinks_to_nothing,
-        cause="saying little costs less than being wrong: a penalty on length, on errors or on the KL outweighs the reward",
-        remedy="lower the penalty, give empty responses the lowest reward, or set rollout.sampling.min_response_length",
-    ),
-    Rule(
-        name="no_signal",
-        title="most groups have no signal",
-        judge=_no_signal,
-        cause="the prompts are far too easy or too hard for the policy, or the reward hardly distinguishes responses",
-        remedy="choose prompts by difficulty, set algorithm.dynamic_sampling=true, raise algorithm.group_size, or grade the reward finer",
-    ),
-    Rule(
-        name="constant_reward",
-        title="the reward is constant",
-        judge=_constant_reward,
-        cause="the reward function returns the same for everything (it parses nothing, or has no answer to compare with), or all is solved",
-        remedy="call the reward function on the lines of rollouts/*.jsonl, and check data.answer_field",
-    ),
-    Rule(
-        name="clip_fraction",
-        title="the clip fraction is outside 0.05-0.4",
-        judge=_clip_fraction,
-        cause="where much is clipped, updates are too large or too many for one batch; where nothing is, and none is learnt, too small",
-        remedy="above 0.4 lower optimizer.lr, algorithm.num_epochs or the number of mini-batches; below 0.05 raise optimizer.lr",
-    ),
-    Rule(
-        name="kl_explodes",
-        title="the KL to the reference explodes",
-        judge=_kl_explodes,
-        cause="nothing holds the policy: updates too large, or algorithm.kl_coef too small for the reward's size",
-        remedy="go on from a checkpoint before it with a lower optimizer.lr, a higher algorithm.kl_coef, or algorithm.kl_target",
-    ),
-    Rule(
-        name="kl_negative",
-        title="the KL to the reference is negative",
-        judge=_kl_negative,
-        cause="the samples are not the policy's own: sampling is truncated or penalised, or engine and trainer differ",
-        remedy="leave rollout.sampling.top_p, top_k and penalties off, run `aligner gap`, or use algorithm.kl_estimator=k3",
-    ),
-    Rule(
-        name="critic_explains_little",
-        title="the critic explains little of the returns",
-        judge=_critic_explains_little,
-        cause="the critic does not learn, or not as fast as the policy changes: its advantages are noise",
-        remedy="raise critic.optimizer.lr or critic.num_epochs, start it from the reward model, or set algorithm.critic_warmup_steps",
-    ),
-    Rule(
-        name="value_loss_grows",
-        title="the value loss grows",
-        judge=_value_loss_grows,
-        cause="the critic diverges (learning rate too high), or the returns grow: a reward without bound, or a KL that explodes",
-        remedy="lower critic.optimizer.lr, or bound the scores (algorithm.shaping)",
-    ),
-    Rule(
-        name="gap_grows",
-        title="sampler and trainer grow apart",
-        judge=_gap_grows,
-        cause="the engine has other weights or other arithmetic than the trainer, and the difference grows with training",
-        remedy="run `aligner gap RUN`, set rollout.verify_refit=checksum and algorithm.correction.kind=tis",
-    ),
-    Rule(
-        name="unfinished_rewarded",
-        title="truncated or empty responses are rewarded",
-        judge=_unfinished_rewarded,
-        cause="the reward does not ask whether there is an answer that ends: the policy learns not to end, or not to answer",
-        remedy="give such responses the lowest reward, or set algorithm.mask_truncated=true, or algorithm.shaping.overlong_buffer",
-    ),
-    Rule(
-        name="part_never_varies",
-        title="a part of the reward never varies",
-        judge=_part_never_varies,
-        cause="that part parses nothing, or is met or missed by every response: it teaches nothing",
-        remedy="call it on the lines of rollouts/*.jsonl, mend it, or take it out of reward.functions",
-    ),
-    Rule(
-        name="repetition",
-        title="responses repeat themselves",
-        judge=_repeats,
-        cause="the policy is caught in loops: a reward that counts what is repeated, an untrained start, or a sampling temperature too low",
-        remedy="penalise repetition in the reward, raise rollout.sampling.temperature or algorithm.kl_coef",
-    ),
-    Rule(
-        name="never_ends",
-        title="responses never end by themselves",
-        judge=_never_ends,
-        cause="the model was not taught to end a turn: another chat template than its own, a base model, or a stop token that is not known",
-        remedy="check data.apply_chat_template and rollout.sampling.stop_token_ids, train with SFT first, or allow longer responses",
-    ),
-)

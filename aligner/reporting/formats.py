@@ -51,11 +51,7 @@ _UNITS = {
 
 
 def number(value: float, form: str) -> str:
-    """`value` in the form of a `Column`; NaN and infinities in words.
-
-    Raises:
-        ConfigError: `form` is neither a unit nor a Python format.
-    """
+    """`value` in the form of a `Column`; NaN and infinities in words. Raises ConfigError: `form` is neither a unit nor a Python format."""
     if not math.isfinite(value):
         return str(value)
     if form in _UNITS:
@@ -82,7 +78,7 @@ class Column:
         return number(value, self.format)
 
     def best(self, values: Sequence[float]) -> float | None:
-        """The best finite value; None if there is no goal or no finite value."""
+        """The best finite value; None without a goal or a finite value."""
         finite = [value for value in values if math.isfinite(value)]
         if self.goal is Goal.none or not finite:
             return None

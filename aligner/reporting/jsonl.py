@@ -53,20 +53,27 @@ def _decode(line: bytes, source: str) -> StepMetrics:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """All complete lines; skips an unterminated last line (the writer was killed, or is writing it now).
-
-    Raises:
-        DataError: a line that is not metrics, with file and line.
-    """
+    """All complete lines, without an unterminated last one. Raises DataError, with file and line, for anything that is not metrics."""
     complete = path.read_bytes().split(b"\n")[:-1]
     return [_decode(line, f"{path}:{number}") for number, line in enumerate(complete, start=1)]
+
+
+def read_metrics_since(path: Path, offset: int) -> tuple[list[StepMetrics], int]:
+    """The complete lines from byte `offset` on, and where the last of them begins: more metrics may still be merged into it.
+
+    All lines if the run has resumed from an earlier step since. Raises DataError as `read_metrics`.
+    """
+    data = path.read_bytes()
+    begin = offset if 0 < offset < len(data) and data[offset - 1 : offset] == b"\n" else 0
+    complete = data[begin:].split(b"\n")[:-1]
+    last = begin + sum(len(line) + 1 for line in complete[:-1])
+    return [_decode(line, f"{path}, byte {begin}, line {number}") for number, line in enumerate(complete, start=1)], last
 
 
 class MetricsFile:
     """Appends steps to a file. A step that is logged again right away is merged into its line.
 
-    On resume from the checkpoint of step k a new file without the lines of later steps (lost work of the earlier attempt) replaces
-    the old one, so that no step appears twice.
+    On resume from the checkpoint of step k, a new file without the lines of later steps replaces the old one.
     """
 
     def __init__(self, path: Path, *, resumed_step: int = 0) -> None:

@@ -1,8 +1,7 @@
 """TensorBoard, Weights & Biases and MLflow behind one protocol; each is imported only if configured.
 
-A configured logger that is not installed, or that cannot start, ends the run before it begins. Once it runs, a *remote* logger (W&B,
-MLflow) never ends it: its errors are reported once, it is retried after 1, 2, 4, ... minutes, and the number of lost calls is reported at
-the end. The local record (`metrics.jsonl`, TensorBoard) has every step regardless, and its errors (a full disk) are raised.
+A configured logger that is not installed, or cannot start, ends the run before it begins. Later errors never end it: they are reported
+once, the logger is retried after 1, 2, 4, ... minutes, and the number of lost calls is reported at the end. `metrics.jsonl` has every step.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,11 +38,8 @@ class TensorBoardLogger:
     """Event files; on resume, existing events of later steps are hidden."""
 
     def __init__(self, directory: Path, *, resumed_step: int, max_cell_chars: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _not_installed("tensorboard=True", "tensorboard", error) from error
-        self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1 if resumed_step else None)
+        summaries = _imported("torch.utils.tensorboard", "tensorboard=True", "tensorboard")
+        self._writer = summaries.SummaryWriter(str(directory), purge_step=resumed_step + 1 if resumed_step else None)
         self._max_cell_chars = max_cell_chars
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -60,11 +57,7 @@ class WandbLogger:
     """The W&B run with the run's own id, which a resumed or moved run continues. Steps are a separate metric, and may repeat."""
 
     def __init__(self, config: LoggingConfig, directory: Path, run_id: str, settings: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise _not_installed(f"wandb_project={config.wandb_project!r}", "wandb", error) from error
-        self._wandb = wandb
+        self._wandb = wandb = _imported("wandb", f"wandb_project={config.wandb_project!r}", "wandb")
         self._max_cell_chars = config.max_cell_chars
         self._run = wandb.init(
             project=config.wandb_project,
@@ -93,14 +86,11 @@ class MLflowLogger:
     """One MLflow run per run directory (its id is kept there); the settings are its parameters, and the artifact `config.json`."""
 
     def __init__(self, config: LoggingConfig, directory: Path, settings: Mapping[str, Any]) -> None:
-        try:
-            from mlflow.entities import Metric, Param
-            from mlflow.tracking import MlflowClient
-        except ImportError as error:
-            raise _not_installed(f"mlflow_tracking_uri={config.mlflow_tracking_uri!r}", "mlflow", error) from error
-        self._metric = Metric
+        setting = f"mlflow_tracking_uri={config.mlflow_tracking_uri!r}"
+        entities, tracking = (_imported(f"mlflow.{name}", setting, "mlflow") for name in ("entities", "tracking"))
+        self._metric = entities.Metric
         self._max_cell_chars = config.max_cell_chars
-        self._client = MlflowClient(tracking_uri=config.mlflow_tracking_uri)
+        self._client = tracking.MlflowClient(tracking_uri=config.mlflow_tracking_uri)
         known = directory / "mlflow_run_id"
         if not known.exists():
             experiment = self._client.get_experiment_by_name(config.mlflow_experiment)
@@ -111,7 +101,7 @@ class MLflowLogger:
         self._client.update_run(self._run_id, status="RUNNING")
         self._client.log_dict(self._run_id, dict(settings), "config.json")
         known_parameters = self._client.get_run(self._run_id).data.params  # they cannot be changed: those of the first start stay
-        new = [Param(name, value) for name, value in parameters(settings).items() if name not in known_parameters]
+        new = [entities.Param(name, value) for name, value in parameters(settings).items() if name not in known_parameters]
         for start in range(0, len(new), _BATCH_PARAMETERS):
             self._client.log_batch(self._run_id, params=new[start : start + _BATCH_PARAMETERS])
 
@@ -156,9 +146,9 @@ class NeverFatal:
             return
         try:
             call()
-        except Exception as error:  # whatever a third-party client raises: the training is worth more than its chart
+        except Exception as error:  # whatever a third-party client raises: training matters more than its chart
             if not self._num_lost:
-                self._warn(f"{self._name} failed and is tried again later, the run goes on: {type(error).__name__}: {error}")
+                self._warn(f"{self._name} failed and is tried again later, the run continues: {type(error).__name__}: {error}")
             self._num_lost += 1
             self._pause = 2 * self._pause or _RETRY_SECONDS
             self._again_at = self._clock() + self._pause
@@ -176,11 +166,7 @@ def open_loggers(
     settings: Mapping[str, Any],
     warn: Callable[[str], None],
 ) -> list[MetricLogger]:
-    """The loggers that `config` asks for.
-
-    Raises:
-        ConfigError: one is configured but not installed, or cannot start (wrong address, no login).
-    """
+    """The loggers that `config` selects. Raises ConfigError for one that is not installed or cannot start (wrong address, no login)."""
     loggers: list[MetricLogger] = []
     if find_spec("tensorboard") if config.tensorboard is None else config.tensorboard:
         writer = TensorBoardLogger(tensorboard, resumed_step=resumed_step, max_cell_chars=config.max_cell_chars)
@@ -216,8 +202,12 @@ def _started(start: Callable[[], MetricLogger], field: str) -> MetricLogger:
         raise ConfigError(f"logging.{field} is set, but this logger cannot start: {type(error).__name__}: {error}") from error
 
 
-def _not_installed(field: str, package: str, error: ImportError) -> ConfigError:
-    return ConfigError(f"logging.{field} needs the package {package} ({error}); install it (pip install {package}) or switch it off")
+def _imported(module: str, setting: str, package: str) -> Any:
+    """The module. Raises ConfigError, naming the setting that requires its package, if that is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"logging.{setting} requires the package {package} ({error}): pip install {package}, or switch it off") from error
 
 
 def _cells(row: SampleRow, max_chars: int) -> tuple[float, str, str, str]:

@@ -1,10 +1,7 @@
-"""Progress display: a live view on a terminal, one aligned line per step in a batch log.
+"""Progress display: a live view on a terminal (one screen, redrawn), one aligned line per step in a batch log.
 
 Metrics named `time/<phase>` (seconds) are the phases of a step, `time/step` the total; every other shown metric is a `Column` of the
-caller.
-
-`Pace` says how fast a run goes and when it will end. The live view is one screen redrawn, with the course of the metrics, the phases
-of a step and the last sample rollouts.
+caller. `Pace` measures the speed of a run and estimates its end.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ class LiveView:
             vertical_overflow="crop",
         )
         self._live.start()
-        guard()  # Rich shows above the view what is printed meanwhile, but does not clean it
+        guard()  # Rich shows other output above the view, but does not clean it
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
@@ -271,16 +268,8 @@ class PlainView:
         """Nothing is held."""
 
 
-class NoView:
+class NoView(View):
     """Shows nothing."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def table(self, step: int, rows: Sequence[SampleRow]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def open_view(

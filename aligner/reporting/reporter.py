@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from aligner.errors import describe_os_error
 from aligner.reporting.config import LoggingConfig
@@ -23,35 +23,16 @@ from aligner.reporting.jsonl import MetricsFile, read_metrics
 from aligner.reporting.loggers import open_loggers
 from aligner.reporting.progress import open_view
 from aligner.reporting.rollout_table import SampleRow, write_rows
+from aligner.telemetry.run_files import RunFiles
 
 _SHOWN = 8  # steps that a message lists
 
 
-class RunPaths(Protocol):
-    """Where a run keeps what a reporter writes (`aligner.cluster.run_directory.RunDirectory`)."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def metrics(self) -> Path: ...
-
-    def run_id(self) -> str: ...
-
-    @property
-    def tensorboard(self) -> Path: ...
-
-    @property
-    def rollouts(self) -> Path: ...
-
-
 class Reporter:
-    """Rank 0's reporter. `start_step`: last step of the checkpoint resumed from, 0 for a new run. `lost` says it if that had none to
-    resume from although there was an earlier start.
+    """Rank 0's reporter. `start_step`: last step of the checkpoint resumed from, 0 for a new run. `lost`: a warning if an earlier start
+    left metrics but no checkpoint.
 
-    Raises:
-        ConfigError: at construction, where a configured logger is not installed or cannot start.
-        DataError: at construction, where an existing metrics.jsonl is damaged.
+    Raises ConfigError for a logger that is not installed or cannot start, DataError for a damaged metrics.jsonl.
     """
 
     lost = ""
@@ -60,7 +41,7 @@ class Reporter:
         self,
         config: LoggingConfig,
         *,
-        run_directory: RunPaths,
+        run_directory: RunFiles,
         columns: Sequence[Column],
         total_steps: int,
         start_step: int = 0,
@@ -110,13 +91,9 @@ class Reporter:
         self.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step (numbers; names are area/quantity; `time/<phase>` in seconds).
+        """Record the metrics of a step (names are area/quantity; `time/<phase>` in seconds) and its findings (`diagnosis/<rule>` 1).
 
-        Findings of `diagnosis_rules` are recorded with them, as `diagnosis/<rule>` 1, and printed if new. A file system error
-        costs the line and a warning, not the run.
-
-        Raises:
-            ValueError: `step` lies before the last one.
+        A file system error costs the line and a warning, not the run. Raises ValueError if `step` lies before the last one.
         """
         findings = self._watch.step(step, metrics)
         metrics = {**metrics, **metrics_of(findings)}
@@ -144,7 +121,7 @@ class Reporter:
 
     def close(self) -> None:
         """Close loggers, file and view; nothing may be reported afterwards."""
-        with ExitStack() as last_first:  # whatever one of them raises, the others are closed and the terminal is given back
+        with ExitStack() as last_first:  # whatever one of them raises, the others are closed and the terminal is restored
             last_first.callback(self._view.close)
             last_first.callback(self._file.close)
             last_first.callback(self._show_warnings)
@@ -156,7 +133,7 @@ class Reporter:
         try:
             action()
         except OSError as error:
-            self._warnings.append(f"{what} could not be written, the run goes on: {describe_os_error(error, path)}")
+            self._warnings.append(f"{what} could not be written, the run continues: {describe_os_error(error, path)}")
 
     def _show_warnings(self) -> None:
         warnings, self._warnings[:] = list(self._warnings), []
@@ -174,10 +151,6 @@ class SilentReporter:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def _ignore(self, *_: object) -> None: ...
 
-    def table(self, step: int, rows: Sequence[SampleRow]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
+    log = table = note = close = _ignore

@@ -13,9 +13,10 @@ from pathlib import Path
 from aligner.reporting.diagnosis import diagnose
 from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.formats import Column, Goal, number
-from aligner.reporting.jsonl import StepMetrics, read_metrics
+from aligner.reporting.jsonl import StepMetrics
 from aligner.reporting.pages import render_page
-from aligner.reporting.rollout_table import cell, read_rows
+from aligner.reporting.rollout_table import cell
+from aligner.reporting.run_view import RunView, Samples
 from aligner.reporting.summary import cells, heading
 from aligner.types import SampleRow
 
@@ -35,14 +36,6 @@ _CHARTS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Samples:
-    """The responses of one step to the validation prompts."""
-
-    step: int
-    rows: list[SampleRow]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
     """A curve as the page draws it: `lines` are the points of its unbroken stretches (`x,y x,y ...`, pixels)."""
 
@@ -55,24 +48,13 @@ class Chart:
     last_step: int
 
 
-def write_report(run: Path, output: Path) -> None:
-    """Write the report of the run directory `run`. Raises DataError if its metrics or samples are damaged."""
-    before, after = before_and_after(run / "validation")
-    output.write_text(render(run.absolute().name, read_metrics(run / "metrics.jsonl"), before, after), encoding="utf-8")
-
-
-def before_and_after(directory: Path) -> tuple[Samples | None, Samples | None]:
-    """The first and the last validation's samples of a run (`directory`: its `validation`); None if it has none. Raises DataError."""
-    paths = sorted(directory.glob("step_*.jsonl"))
-    return (_read(paths[0]), _read(paths[-1])) if paths else (None, None)
-
-
-def _read(path: Path) -> Samples:
-    return Samples(step=int(path.stem.removeprefix("step_")), rows=read_rows(path))
+def write_report(run: RunView, output: Path) -> None:
+    """Write the report of a run. Raises DataError if its metrics or samples are damaged, OSError if it cannot be written."""
+    output.write_text(render(run.files.path.name, run.metrics(), *run.before_and_after()), encoding="utf-8")
 
 
 def text_of(before: Samples | None, after: Samples | None, max_chars: int = 240) -> str:
-    """The samples side by side as text; empty if there are none."""
+    """The samples side by side as text; empty without samples."""
     if before is None or after is None:
         return ""
     lines = [f"greedy responses to validation prompts, before (step {before.step}) and after (step {after.step})"]
@@ -97,12 +79,13 @@ def render(name: str, records: Sequence[StepMetrics], before: Samples | None, af
     )
 
 
-def fragment(run: Path, columns: Sequence[Column]) -> str:
-    """What a notebook shows of the run directory `run`: the table of `columns` and the curve of the first with a goal that the run has."""
-    records = read_metrics(run / "metrics.jsonl")
+def fragment(run: RunView, columns: Sequence[Column]) -> str:
+    """What a notebook shows of a run: the table of `columns` and the curve of the first one with a goal that the run has."""
+    records = run.metrics()
     courses = [(one, [(record.step, record.values[one.metric]) for record in records if one.metric in record.values]) for one in columns]
     charts = [chart(one.label, points, one.format) for one, points in courses if points and one.goal is not Goal.none]
-    return render_page("fragment.html", **_FRAME, name=str(run), heading=heading(records), cells=cells(records, columns), charts=charts[:1])
+    shown = {"name": str(run.files.path), "heading": heading(records), "cells": cells(records, columns), "charts": charts[:1]}
+    return render_page("fragment.html", **_FRAME, **shown)
 
 
 def _charts(records: Sequence[StepMetrics]) -> list[Chart]:
@@ -116,7 +99,7 @@ def _charts(records: Sequence[StepMetrics]) -> list[Chart]:
 
 
 def chart(title: str, points: Sequence[tuple[int, float]], form: str = ".3f") -> Chart:
-    """The chart of (step, value) points; the line is broken where a value is not finite."""
+    """The chart of (step, value) points; the line is broken at values that are not finite."""
     course = f"{number(points[0][1], form)} to {number(points[-1][1], form)}"
     points = _thinned(points)
     finite = [value for _, value in points if math.isfinite(value)]

@@ -1,23 +1,19 @@
-"""The end of a run in a few lines: first, last and best value of each metric, and its course.
-
-It also reports what the run learnt from: the counts that every step adds (`aligner.loop.learnt`), summed.
-"""
+"""The end of a run in a few lines: first, last and best value of each metric, its course, and what the run learned from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from aligner.models.training.guard import OVERFLOWS, SKIPPED, UPDATES
 from aligner.reporting.formats import Column, seconds, sparkline
-from aligner.reporting.jsonl import StepMetrics, read_metrics
+from aligner.reporting.jsonl import StepMetrics
 
 TOKENS, TOKENS_SEEN, SAMPLES, SEEN = "learnt/tokens", "learnt/tokens_seen", "learnt/samples", "learnt/samples_seen"
 LEFT_OUT = "left_out/"
 REASONS = {
     "truncated": "cut at the length limit",
     "no_reward": "without a valid reward",
-    "no_signal": "without a signal (an advantage of 0, as where the rewards of a group are equal)",
+    "no_signal": "without a signal (an advantage of 0, for example if all rewards of a group are equal)",
     "below_min_reward": "below algorithm.min_reward",
     "not_best": "not among the best (algorithm.keep)",
     "not_paired": "in no pair",
@@ -45,10 +41,7 @@ def reasons(counts: Mapping[str, float]) -> list[str]:
 
 
 def is_empty(metrics: Mapping[str, float]) -> bool:
-    """Whether a step with these counts has learnt from nothing: no token had a weight, or no update a gradient.
-
-    Not where a float16 gradient overflowed: the loss scale is lower then.
-    """
+    """Whether a step learned nothing: no token had a weight, or no update a gradient (unless a float16 gradient overflowed)."""
     if TOKENS not in metrics or metrics.get(OVERFLOWS):
         return False
     return 0 in (metrics[TOKENS], metrics.get("optim/grad_norm"), metrics.get(UPDATES))
@@ -58,19 +51,13 @@ _TREND_WIDTH = 32
 _HEADER = ("metric", "first", "last", "best", "course")
 
 
-def summary(metrics_path: Path, columns: Sequence[Column]) -> str:
-    """A table as text, one line per column that the run has (`best` only where the column has a goal: value and step).
+def table(records: Sequence[StepMetrics], columns: Sequence[Column]) -> str:
+    """Text, one line per column that the run has (`best` only if the column has a goal: value and step). There is at least one step.
 
     42 steps in 2m24s (3.4 s each)
     metric   first   last   best           course
     reward   0.102  0.931  0.940 @ 39  ▁▂▂▃▅▆▇▇██
     """
-    records = read_metrics(metrics_path)
-    return table(records, columns) if records else f"no steps in {metrics_path}"
-
-
-def table(records: Sequence[StepMetrics], columns: Sequence[Column]) -> str:
-    """As `summary`, of these steps; there is at least one."""
     rows = cells(records, columns)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [heading(records)]

@@ -23,7 +23,7 @@ from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import ConfigError
 from aligner.reporting.formats import Column, number
-from aligner.reporting.jsonl import read_metrics
+from aligner.reporting.run_view import RunView
 from aligner.settings.compose import ENTRY, ERRORS, composing, explain, override
 
 T = TypeVar("T")
@@ -118,9 +118,7 @@ def _ended(returned: JobReturn, fixed: Sequence[str]) -> Ended:
 
 
 def _newest(directory: Path, metric: str) -> float | None:
-    path = RunDirectory(directory).metrics
-    values = [step.values[metric] for step in read_metrics(path) if metric in step.values] if path.is_file() else []
-    return values[-1] if values else None
+    return RunView(directory).newest(metric)
 
 
 def _show(ended: Sequence[Ended], columns: Sequence[Column]) -> None:

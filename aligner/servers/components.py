@@ -25,7 +25,7 @@ _OWN_KEY = re.compile(rf"(?<![\w./])(?={_KEYS}\b)")  # not below another section
 def in_section(path: str) -> Iterator[None]:
     """A ConfigError from within names the settings of the component at `path` as they are typed: `critic.parallel.tp`, not `parallel.tp`.
 
-    What checks a model and its layout does not know whose they are. With an empty path the error stays as it is.
+    Checks of a model and its layout do not know the component. With an empty path the error stays unchanged.
     """
     try:
         yield
@@ -49,14 +49,14 @@ class CriticConfig:
     model: ModelConfig = field(default_factory=ModelConfig)  # path: usually a reward model's checkpoint
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how its model is split over ranks
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)  # how it listens, how long it waits and how much it takes
+    server: ServerConfig = field(default_factory=ServerConfig)  # how it listens, how long it waits and how much it accepts
     num_processes: int = 1  # ranks, however they are started
     environment: str = ""  # virtual environment that the launchers start it in (folder or python); empty: their own
     clip: float = 0.2  # of the value around the old value; 0: off
     mini_batch_size: int = 128  # rollouts per optimizer step
     num_epochs: int = 1  # passes over a step's rollouts
-    with_reward: bool = False  # its ranks serve the reward too, in its layout: reward.num_processes, .parallel and .server say nothing then
-    accept_gap: bool = False  # let a critic join that was not trained on all that the policy was; else the run ends, saying what is missing
+    with_reward: bool = False  # its ranks serve the reward too, in its layout; reward.num_processes, .parallel and .server are unused
+    accept_gap: bool = False  # accept a critic that missed some of the policy's training; false: the run ends and lists what is missing
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "mini_batch_size", "num_epochs"):
@@ -78,7 +78,7 @@ class RewardConfig:
     model: ModelConfig = field(default_factory=ModelConfig)  # a reward model
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how its model is split over ranks
     attribute_weights: list[float] = field(default_factory=list)  # of a reward model with several outputs: the reward is their weighted sum
-    server: ServerConfig = field(default_factory=ServerConfig)  # how it listens, how long it waits and how much it takes
+    server: ServerConfig = field(default_factory=ServerConfig)  # how it listens, how long it waits and how much it accepts
     num_processes: int = 1  # ranks, however they are started
     environment: str = ""  # virtual environment that the launchers start its server in (folder or python); empty: their own
 
@@ -102,7 +102,7 @@ class RewardConfig:
             )
 
     def check_named(self) -> None:
-        """Raise ConfigError if nothing says how responses are scored (the settings of a run may be shown before they are complete)."""
+        """Raise ConfigError if no setting determines how responses are scored (incomplete settings may be shown, but not run)."""
         if self.function.path or (self.functions and not self.serve):
             return
         if not self.serve:

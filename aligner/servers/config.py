@@ -2,55 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from importlib.util import find_spec
 
 from aligner.errors import ConfigError
 
 
-def _positive(**values: float) -> None:
-    """Raise ConfigError for the first value that is not above zero."""
-    for name, value in values.items():
-        if not value > 0:
-            raise ConfigError(f"{name}={value}: must be above 0")
+def _check_above_0(config: ServerConfig | ClientConfig, *, but: Sequence[str] = ()) -> None:
+    """Raise ConfigError for the first number that is not above zero, except those that other rules are for."""
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if isinstance(value, (int, float)) and one.name not in but and not value > 0:
+            raise ConfigError(f"{one.name}={value}: must be above 0")
 
 
 class Transport(str, Enum):
     """How requests get from a server's gateway to its ranks."""
 
     auto = "auto"  # pytriton if nvidia-pytriton is installed, else http
-    pytriton = "pytriton"  # through the Triton server that PyTriton brings; needs numpy 1
-    http = "http"  # straight, in the gateway's process; needs nothing further
+    pytriton = "pytriton"  # through the Triton server that PyTriton ships; requires numpy 1
+    http = "http"  # straight, in the gateway's process; requires nothing else
 
 
 @dataclass(kw_only=True, slots=True)
 class ServerConfig:
-    """How one critic or reward server listens, how long it waits and how much it takes. Times are in seconds.
+    """How one critic or reward server listens, how long it waits and how much it accepts. Times are in seconds.
 
-    What listens is the gateway, which lets in only requests with the run's secret; PyTriton itself listens on a Unix
-    socket that only this user can reach.
+    The gateway listens, and admits only requests with the run's secret; PyTriton itself listens on a Unix socket of this user.
     """
 
-    transport: Transport = Transport.auto  # behind the gateway, the same to clients; auto: pytriton where it is installed, else http
+    transport: Transport = Transport.auto  # behind the gateway, the same to clients; auto: pytriton if it is installed, else http
     host: str = "127.0.0.1"  # the address that is bound; 0.0.0.0: every one of this machine, for clients on other nodes
     port: int = 0  # 0 picks a free one; clients find it through the services directory
-    advertised_host: str = ""  # what clients connect to; empty: `host`, or this machine's own address where `host` is 0.0.0.0
+    advertised_host: str = ""  # what clients connect to; empty: `host`, or this machine's own address if `host` is 0.0.0.0
     ready_timeout_seconds: float = 180.0  # from start to all endpoints ready
     heartbeat_seconds: float = 2.0  # the registration is touched this often
     idle_seconds: float = 1.0  # an idle server talks to its other ranks this often, far inside any process-group timeout
     control_timeout_seconds: float = 7200.0  # how far apart the ranks may finish one operation
     failure_grace_seconds: float = 5.0  # how long ranks that hang in a collective are given once another rank has failed
-    idle_timeout_seconds: float = 3600.0  # a server that no launcher started ends after so long without a request and without an actor
+    idle_timeout_seconds: float = 3600.0  # a server that no launcher started ends after this long without a request and without an actor
     shutdown_timeout_seconds: float = 10.0  # how long Triton may take to unload its models (2 to 4 s); then its processes are killed
-    max_connections: int = 1024  # of clients that have shown the secret; others have a few more, for seconds
-    max_requests: int = 256  # taken and not yet answered; further ones are told to come again (429)
+    max_connections: int = 1024  # of clients that have shown the secret; others get a few more, for seconds
+    max_requests: int = 256  # accepted and not yet answered; further ones are refused with 429 (try again)
     max_request_bytes: int = 1 << 30  # of one request's body; an endpoint whose largest request is smaller allows no more than that
     max_pending_bytes: int = 4 << 30  # of all bodies that are held at once
     body_timeout_seconds: float = 60.0  # from a request's header to the last byte of its body
-    round_limit_seconds: float = 15.0  # an idle server that has not heard from all ranks for so long is not ready
+    round_limit_seconds: float = 15.0  # an idle server that has not heard from all ranks for longer is not ready
     operation_limit_seconds: float = 7200.0  # a server whose operation runs longer is not ready
-    stuck_limit_seconds: float = 120.0  # a server ends when for so long requests wait and none reaches its ranks
+    stuck_limit_seconds: float = 120.0  # a server ends after this long with waiting requests of which none reaches its ranks
     tls_certificate: str = ""  # PEM file with the server's certificate chain; empty: plain HTTP
     tls_key: str = ""  # PEM file with its key, without a password
 
@@ -59,20 +60,7 @@ class ServerConfig:
             raise ConfigError("host='': give an address of this machine, such as 127.0.0.1")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port}: must be from 1 to 65535, or 0 to pick a free one")
-        _positive(
-            ready_timeout_seconds=self.ready_timeout_seconds,
-            heartbeat_seconds=self.heartbeat_seconds,
-            idle_seconds=self.idle_seconds,
-            idle_timeout_seconds=self.idle_timeout_seconds,
-            control_timeout_seconds=self.control_timeout_seconds,
-            failure_grace_seconds=self.failure_grace_seconds,
-            shutdown_timeout_seconds=self.shutdown_timeout_seconds,
-            max_connections=self.max_connections,
-            max_requests=self.max_requests,
-            max_request_bytes=self.max_request_bytes,
-            body_timeout_seconds=self.body_timeout_seconds,
-            operation_limit_seconds=self.operation_limit_seconds,
-        )
+        _check_above_0(self, but=("port", "round_limit_seconds", "stuck_limit_seconds", "max_pending_bytes"))
         if self.stuck_limit_seconds < self.round_limit_seconds:
             raise ConfigError(
                 f"stuck_limit_seconds={self.stuck_limit_seconds}: must be at least round_limit_seconds={self.round_limit_seconds}"
@@ -112,26 +100,15 @@ class ClientConfig:
     connect_timeout_seconds: float = 10.0  # one TCP connection, and each pause while bytes are being moved
     request_timeout_seconds: float = 600.0  # one inference request
     train_timeout_seconds: float = 7200.0  # one train or save request
-    heartbeat_timeout_seconds: float = 20.0  # a registration that was not touched for so long belongs to a dead server
+    heartbeat_timeout_seconds: float = 20.0  # a registration that was not touched for longer belongs to a dead server
     num_threads: int = 4  # inference requests in flight
     rows_per_request: int = 64  # larger batches are sent in pieces of this many rows
-    max_lost_servers: int = 5  # that one request may meet: one that kills every server is given up
+    max_lost_servers: int = 5  # servers that one request may lose before it fails: it may be what kills them
     retry_delay_seconds: float = 0.5  # pause before a request is tried again
     tls_ca: str = ""  # PEM file with the certificate, or its authority's, of servers that speak TLS; empty: plain HTTP
 
     def __post_init__(self) -> None:
-        _positive(
-            discovery_timeout_seconds=self.discovery_timeout_seconds,
-            recovery_timeout_seconds=self.recovery_timeout_seconds,
-            connect_timeout_seconds=self.connect_timeout_seconds,
-            request_timeout_seconds=self.request_timeout_seconds,
-            train_timeout_seconds=self.train_timeout_seconds,
-            heartbeat_timeout_seconds=self.heartbeat_timeout_seconds,
-            num_threads=self.num_threads,
-            rows_per_request=self.rows_per_request,
-            max_lost_servers=self.max_lost_servers,
-            retry_delay_seconds=self.retry_delay_seconds,
-        )
+        _check_above_0(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

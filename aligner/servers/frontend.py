@@ -23,17 +23,17 @@ from pathlib import Path
 import numpy as np
 
 from aligner.errors import ServerError, TritonDied
-from aligner.servers import watchdog
+from aligner.servers import processes
 from aligner.servers.config import ServerConfig
+from aligner.servers.intake import Submit
 from aligner.servers.kserve import TensorSpec
 from aligner.servers.processes import parent, processes_with_variable, start_ticks, zombie_children
-from aligner.servers.upstream import Submit
 from aligner.servers.wire import Endpoint
 
 MARKER = "ALIGNER_SERVER_INCARNATION"
 
-BROKEN_SECONDS = 2.0  # for what is left of a Triton of which a process has died
-ALWAYS_SAID = "NODELAY NOT SUPPORTED"  # by Triton's HTTP library of every Unix socket
+BROKEN_SECONDS = 2.0  # to shut down a Triton that has lost a process
+ALWAYS_PRINTED = "NODELAY NOT SUPPORTED"  # by Triton's HTTP library for every Unix socket
 
 
 def _bound_function(endpoint: Endpoint, submit: Submit) -> Callable:
@@ -47,10 +47,7 @@ def _bound_function(endpoint: Endpoint, submit: Submit) -> Callable:
 
 
 class Frontend:
-    """The Triton processes of one server.
-
-    PyTriton lives in a separate thread for as long as the server: the kernel ties tritonserver's life to the thread that forked it.
-    """
+    """The Triton processes of one server, forked by a thread of its own: the kernel ties tritonserver's life to that thread."""
 
     def __init__(self, config: ServerConfig, incarnation: str, log: Path, endpoints: Sequence[Endpoint], submit: Submit) -> None:
         self._config = config
@@ -58,25 +55,23 @@ class Frontend:
         self._log = log
         self._endpoints = endpoints
         self._submit = submit
-        for left in watchdog.sweep(Path(tempfile.gettempdir())):
+        for left in processes.sweep(Path(tempfile.gettempdir())):
             print(f"server: removed {left}, which a server that was killed had left", flush=True)
-        self._workspace = Path(tempfile.mkdtemp(prefix=watchdog.PREFIX))  # mode 0700
-        self._owned = watchdog.own(self._workspace)
+        self._workspace = Path(tempfile.mkdtemp(prefix=processes.PREFIX))  # mode 0700
+        self._owned = processes.own(self._workspace)
         self.socket = self._workspace / "http"
         self._watchdog = self._start_watchdog()
         self._processes: dict[int, tuple[int, str]] = {}
         self._ready = threading.Event()
         self._stop = threading.Event()
-        self._ends_well, self._begun = False, ""  # the part of a line that it has printed so far
+        self._ends_well, self._begun = False, ""  # the part of a line printed so far
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="pytriton", daemon=True)
 
     def start(self, stop_requested: Callable[[], bool]) -> None:
         """Return when every endpoint answers; `stop_requested` ends the wait.
 
-        Raises:
-            TritonDied: it did, or a Python stub of it; its output is in the `log` file.
-            ServerError: Triton was not ready in time, or the wait was cancelled.
+        Raises TritonDied if it or a stub died (its output is in the `log` file), ServerError if it was late, or the wait was cancelled.
         """
         started = time.monotonic()
         self._thread.start()
@@ -85,7 +80,7 @@ class Frontend:
             if isinstance(self._error, TritonDied):
                 raise TritonDied(f"{self._error}; see {self._log}")
             if self._error is not None:
-                raise ServerError(f"PyTriton did not start: {self._error}; server.transport=http does without it") from self._error
+                raise ServerError(f"PyTriton did not start: {self._error}; server.transport=http does not need it") from self._error
             if self._lost_stub():
                 raise TritonDied(f"a Python stub of tritonserver died while starting; see {self._log}")
             if stop_requested():
@@ -97,7 +92,7 @@ class Frontend:
         self._processes = {pid: (start_ticks(pid) or 0, command) for pid, command in found.items() if "resource_tracker" not in command}
 
     def failure(self) -> str | None:
-        """Which process of Triton is gone, or None. Health endpoints do not tell: they answer 200 with a dead Python stub."""
+        """Which process of Triton is gone, or None. Health endpoints do not show it: they answer 200 with a dead Python stub."""
         for pid, (ticks, command) in self._processes.items():
             if start_ticks(pid) != ticks:
                 return f"process {pid} of Triton died ({command[:80].strip()}); see {self._log}"
@@ -110,42 +105,40 @@ class Frontend:
         has_failed = self.failure() is not None or not self._ready.is_set()
         self._processes, self._ends_well = {}, not has_failed
         self._stop.set()
-        # A thread that still waits for a Triton that is gone is waited for too: it sets the environment back.
+        # Wait for the thread even if Triton is gone: it restores the environment.
         if self._thread.is_alive() and self._error is None:
             self._thread.join(timeout=BROKEN_SECONDS if has_failed else self._config.shutdown_timeout_seconds)
         if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
             self._watchdog.stdin.close()  # the watchdog takes this for our end and removes what is left
         try:
-            self._watchdog.wait(timeout=watchdog.KILL_SECONDS + 5.0)
+            self._watchdog.wait(timeout=processes.KILL_SECONDS + 5.0)
         except subprocess.TimeoutExpired:
-            print(
-                f"server: the watchdog {self._watchdog.pid} did not finish; left: {processes_with_variable(self._marker)}", file=sys.stderr
-            )
+            print(f"server: the watchdog {self._watchdog.pid} did not end; left: {processes_with_variable(self._marker)}", file=sys.stderr)
         shutil.rmtree(self._workspace, ignore_errors=True)
         if self._owned >= 0:
             os.close(self._owned)
             self._owned = -1
-        self._ends_well = True  # what a thread of PyTriton's says now is late: the last word is that of whoever ended it
+        self._ends_well = True  # later output of PyTriton's threads is not shown: whoever ended it has reported the reason
 
     @property
     def _marker(self) -> str:
         return f"{MARKER}={self._incarnation}"
 
     def _note(self, text: str) -> None:
-        """Triton or a stub of it has printed this: it goes to the log, and to whoever watches unless Triton ends as it was told to."""
+        """Write output of Triton or its stubs to the log, and print it unless Triton ends in order."""
         with self._log.open("a") as log:
             log.write(text)
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
-            if not self._ends_well and ALWAYS_SAID not in line:
+            if not self._ends_well and ALWAYS_PRINTED not in line:
                 print(line, flush=True)
 
     def _start_watchdog(self) -> subprocess.Popen:
-        command = [sys.executable, "-S", "-E", watchdog.__file__, str(os.getpid()), self._marker, str(self._workspace)]
+        command = [sys.executable, "-S", "-E", processes.__file__, str(os.getpid()), self._marker, str(self._workspace)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _lost_stub(self) -> bool:
-        """Whether one of Triton's children is dead. While it starts it does not look, and waits for good for what the stub says."""
+        """Whether one of Triton's children is dead. A starting Triton does not notice, and waits forever for its stub's answer."""
         found = processes_with_variable(self._marker)
         servers = [pid for pid, command in found.items() if "tritonserver --id" in command and parent(pid) == os.getpid()]
         return any(zombie_children(pid) for pid in servers)
@@ -161,29 +154,24 @@ class Frontend:
             self._error = error
 
     def _start_marked(self, triton) -> None:
-        """Run Triton with an environment that marks its processes and shows its Python stub the interpreter's library.
-
-        PyTriton copies `os.environ`; there is no other way to set its child's environment.
-        """
-        os.environ.setdefault("PATH", os.defpath)  # PyTriton cannot do without
-        library_path = os.environ.get("LD_LIBRARY_PATH")
-        interpreter = sysconfig.get_config_var("LIBDIR")
-        os.environ["LD_LIBRARY_PATH"] = f"{interpreter}:{library_path}" if library_path else interpreter
-        warnings = os.environ.get("PYTHONWARNINGS")
-        # Trackers of shared memory (ours and the stubs') report what a Triton that is ended has removed first, after the last word.
-        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (warnings, "ignore:resource_tracker:UserWarning")))
+        """Run Triton with an environment (PyTriton copies ours) that marks its processes and has the interpreter's library."""
+        os.environ.setdefault("PATH", os.defpath)  # PyTriton requires one
+        libraries = (sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH"))
+        # Trackers of shared memory (ours and the stubs') would warn about what a killed Triton has already removed.
+        warnings = (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning")
         resource_tracker.ensure_running()
-        os.environ[MARKER] = self._incarnation
+        own = {"LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PYTHONWARNINGS": ",".join(filter(None, warnings))}
+        own[MARKER] = self._incarnation
+        before = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
         try:
             triton.run()
         finally:
-            del os.environ[MARKER], os.environ["PYTHONWARNINGS"]
-            if warnings is not None:
-                os.environ["PYTHONWARNINGS"] = warnings
-            if library_path is None:
-                del os.environ["LD_LIBRARY_PATH"]
-            else:
-                os.environ["LD_LIBRARY_PATH"] = library_path
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     def _make_triton(self):
         from pytriton.model_config import ModelConfig
@@ -191,14 +179,14 @@ class Frontend:
 
         from aligner.servers.socket_triton import SocketTriton
 
-        # It warns with a traceback for every error answer; rejections and failures are printed where they are made.
+        # It warns with a traceback for every error answer; rejections and failures are printed at their source.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
-        # It says that Triton is gone, some time after `start` or `failure` have said so with the reason; the last word is theirs.
+        # It reports that Triton is gone, some time after `start` or `failure` have reported it with the reason.
         logging.getLogger("pytriton.server.triton_server").setLevel(logging.ERROR)
         config = TritonConfig(
             id=self._incarnation,
             log_file=self._log.resolve(),
-            http_address="127.0.0.1",  # nobody listens there; PyTriton looks once, at the end, whether Triton is gone
+            http_address="127.0.0.1",  # nobody listens there; PyTriton checks once, at the end, that Triton is gone
             http_port=1,
             allow_grpc=False,
             allow_metrics=False,

@@ -1,7 +1,11 @@
-"""The network front of a server: admits the run's own requests, checks their form, and passes them on (see `upstream`).
+"""The network front of a server: admits the run's own requests, checks their form, and passes them on (see `intake`).
 
 It speaks the KServe v2 protocol (JSON and Triton's binary tensors), and of that only health, metadata and inference. It runs in a thread of
 rank 0's process with an event loop of its own.
+
+The run's own requests always find a place, whatever anybody else opens (`Seats`). A connection is a stranger's until a request with the
+run's secret has come over it. Strangers have few seats, and STRANGER_SECONDS from the connection to a whole header with the secret. If the
+seats are taken, the oldest stranger of the address that has most of them has to go.
 """
 
 from __future__ import annotations
@@ -10,10 +14,14 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
+import socket
+import ssl
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import aiohttp
@@ -23,19 +31,169 @@ from aligner.errors import ConfigError, ServerError
 from aligner.servers.access import Access, listen
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.health import Health
-from aligner.servers.inbound import Inbound, body_limit, read_request
-from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, AnswerError, TensorSpec
-from aligner.servers.seats import Seats, Server, allow_files
-from aligner.servers.upstream import Upstream, computed
+from aligner.servers.intake import Upstream, computed
+from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, AnswerError, Inbound, TensorSpec, body_limit, read_request
 from aligner.servers.wire import Endpoint
 from aligner.version import __version__
 
+STRANGERS = 256
+STRANGER_SECONDS = 5.0
+OTHER_FILES = 512  # that the process may have open besides connections
+_AT_ONCE = 16  # connections accepted before the existing ones are served again
+_LOOK_SECONDS = 0.5
+_TELL_SECONDS = 10.0  # minimum time between repeated warnings
+_BUSY_SECONDS = 0.1  # before the next try if the machine has no room for a connection
+
+
+class _Seat:
+    """One connection, and what ends it."""
+
+    __slots__ = ("address", "since", "connection", "task", "transport")
+
+    def __init__(self, address: str, connection: socket.socket) -> None:
+        self.address = address
+        self.since = time.monotonic()
+        self.connection = connection
+        self.task: asyncio.Task[None] | None = None
+        self.transport: asyncio.Transport | None = None
+
+    def clear(self) -> None:
+        """End the connection at once."""
+        if self.transport is not None:
+            self.transport.abort()
+        elif self.task is not None:
+            self.task.cancel()
+
+    def opened(self, task: asyncio.Task[None]) -> None:
+        """A task that is cancelled before it begins closes nothing."""
+        if task.cancelled():
+            self.connection.close()
+
+
+class Server(web.Server):
+    """aiohttp's, with a callback at the end of a connection."""
+
+    def __init__(self, handle: Callable, ended: Callable[[web.RequestHandler], None], **settings: object) -> None:
+        super().__init__(handle, **settings)
+        self._ended = ended
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._ended(handler)
+
+
+class Seats:
+    """Accepts the connections of a listening socket. All of it runs in one event loop."""
+
+    def __init__(self, max_connections: int, tls: ssl.SSLContext | None) -> None:
+        self._max_trusted = max_connections
+        self._tls = tls
+        self._strangers: dict[web.RequestHandler, _Seat] = {}  # oldest first
+        self._trusted: set[web.RequestHandler] = set()
+        self._by_address: Counter[str] = Counter()
+
+    async def accept(self, listener: socket.socket, handler: Callable[[], web.RequestHandler]) -> None:
+        """For good: every connection gets a handler of its own."""
+        loop = asyncio.get_running_loop()
+        looking = loop.create_task(self._show_out_the_late())
+        taken, told = 0, float("-inf")
+        try:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(listener)
+                except OSError as error:  # too many files are open, on this machine or here
+                    if time.monotonic() - told >= _TELL_SECONDS:
+                        told = time.monotonic()
+                        print(f"gateway: cannot take a connection: {error}", file=sys.stderr, flush=True)
+                    self._show_out()
+                    await asyncio.sleep(_BUSY_SECONDS)
+                    continue
+                self._enter(handler(), connection, address[0])
+                taken += 1
+                if taken % _AT_ONCE == 0:  # `sock_accept` does not wait if a connection is ready
+                    await asyncio.sleep(0)
+        finally:
+            looking.cancel()
+
+    def trust(self, handler: web.RequestHandler) -> bool:
+        """Mark a connection that has shown the secret; False if too many have, or the connection has ended meanwhile."""
+        if handler in self._trusted:
+            return True
+        if handler not in self._strangers or len(self._trusted) >= self._max_trusted:
+            return False
+        self._leave_strangers(handler)
+        self._trusted.add(handler)
+        return True
+
+    def leave(self, handler: web.RequestHandler) -> None:
+        """The connection has ended."""
+        self._leave_strangers(handler)
+        self._trusted.discard(handler)
+
+    def _enter(self, handler: web.RequestHandler, connection: socket.socket, address: str) -> None:
+        if len(self._strangers) >= STRANGERS:
+            self._show_out()
+        seat = self._strangers[handler] = _Seat(address, connection)
+        self._by_address[address] += 1
+        seat.task = asyncio.get_running_loop().create_task(self._open(handler, seat))
+        seat.task.add_done_callback(seat.opened)
+
+    async def _open(self, handler: web.RequestHandler, seat: _Seat) -> None:
+        """Shake hands, if TLS is spoken, and leave the rest to the handler."""
+        loop = asyncio.get_running_loop()
+        settings = {} if self._tls is None else {"ssl": self._tls, "ssl_handshake_timeout": STRANGER_SECONDS}
+        try:
+            seat.transport, _ = await loop.connect_accepted_socket(lambda: handler, seat.connection, **settings)
+        except (OSError, asyncio.CancelledError):  # it has no certificate, has left, or was shown out
+            seat.connection.close()
+            self.leave(handler)
+
+    def _leave_strangers(self, handler: web.RequestHandler) -> None:
+        seat = self._strangers.pop(handler, None)
+        if seat is not None:
+            self._by_address[seat.address] -= 1
+            if not self._by_address[seat.address]:
+                del self._by_address[seat.address]
+
+    def _show_out(self) -> None:
+        """End the oldest stranger of the address that has most."""
+        if not self._by_address:
+            return
+        address = max(self._by_address, key=self._by_address.__getitem__)
+        handler, seat = next((handler, seat) for handler, seat in self._strangers.items() if seat.address == address)
+        self._leave_strangers(handler)
+        seat.clear()
+
+    async def _show_out_the_late(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            latest = time.monotonic() - STRANGER_SECONDS
+            for handler, seat in [pair for pair in self._strangers.items() if pair[1].since < latest]:
+                self._leave_strangers(handler)
+                seat.clear()
+
+
+def allow_files(max_connections: int) -> str:
+    """Raise this process's limit on open files if necessary; why the connections would not fit, empty if they do."""
+    wanted = max_connections + STRANGERS + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return ""
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        return (
+            f"this process may open {hard} files (ulimit -Hn); {wanted} are needed: {max_connections} connections, {STRANGERS} of strangers"
+        )
+    with contextlib.suppress(ValueError):  # the hard limit was lowered meanwhile
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return ""
+
+
 START_SECONDS = 30.0
-IDLE_CONNECTION_SECONDS = 60.0  # of a client that has shown the secret; others: see `seats`
-LINGER_SECONDS = 2.0  # a refused request's body is read and thrown away for so long, so that its sender gets to see the answer
+IDLE_CONNECTION_SECONDS = 60.0  # of a client that has shown the secret; others: STRANGER_SECONDS
+LINGER_SECONDS = 2.0  # keep draining a refused request this long, so that its sender can read the answer
 RETRY_SECONDS = 1
 ANSWER_SECONDS = 2.0  # for the answers that are ready, when it ends
-LOG_SECONDS = 10.0  # refusals without the secret are reported once in so long
+LOG_SECONDS = 10.0  # minimum time between reports of refusals without the secret
 
 SERVER = "aligner"
 
@@ -52,10 +210,10 @@ class Refusal(Exception):
 
 
 class Gateway:
-    """The HTTP server of one critic or reward server. It answers as soon as it is started; requests are taken once `connect` was called."""
+    """The HTTP server of one critic or reward server. It answers once started; requests are accepted after `connect`."""
 
     def __init__(self, config: ServerConfig, access: Access, endpoints: Sequence[Endpoint], limits: RequestLimits, health: Health) -> None:
-        """Raises ServerError if the configured address or port cannot be had, ConfigError for more connections than files may be open."""
+        """Raises ServerError if the address or port cannot be used, ConfigError if max_connections exceeds the limit of open files."""
         if problem := allow_files(config.max_connections):
             raise ConfigError(f"server.max_connections={config.max_connections}: {problem}")
         self._config = config
@@ -85,11 +243,11 @@ class Gateway:
             raise ServerError(f"the gateway on port {self.port} did not start: {self._error or f'waited {START_SECONDS:.0f} s'}")
 
     def connect(self, upstream: Upstream) -> None:
-        """Take requests from now on, for `upstream`, which is closed with this."""
+        """Accept requests from now on, for `upstream`, which is closed with this."""
         self._upstream = upstream
 
     def failure(self) -> str | None:
-        """Why it answers no more, or no request gets through; None while all is well. Called from the supervisor's thread."""
+        """Why it no longer answers, or no request gets through; None while all is well. Called from the supervisor's thread."""
         if not self._thread.is_alive():
             return f"the gateway ended: {self._error}"
         return self._health.stuck(self._oldest_seconds())
@@ -115,7 +273,7 @@ class Gateway:
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         logger = logging.getLogger("aligner.gateway")
-        logger.setLevel(logging.CRITICAL)  # what is wrong with a request is told to its sender; what is wrong here is printed here
+        logger.setLevel(logging.CRITICAL)  # errors of requests go to their senders, and our own are printed here
         server = Server(
             self._handle,
             self._seats.leave,
@@ -126,7 +284,7 @@ class Gateway:
             auto_decompress=False,
         )
         accepting = self._loop.create_task(self._seats.accept(self._listener, server))
-        accepting.add_done_callback(lambda _: self._stopping.set())  # it ends only if something here is wrong
+        accepting.add_done_callback(lambda _: self._stopping.set())  # it ends only after an error of ours
         self._started.set()
         await self._stopping.wait()
         if accepting.done():
@@ -143,10 +301,10 @@ class Gateway:
         except Refusal as refusal:
             answer = _json({"error": str(refusal)}, refusal.status, refusal.headers)
             if "Connection" in refusal.headers:
-                answer.force_close()  # the header alone leaves it to the client
+                answer.force_close()  # the header alone would leave that to the client
             return answer
         except ConnectionError:
-            raise  # the client has gone: nobody is there to be answered
+            raise  # the client has left
         except Exception:
             traceback.print_exc(file=sys.stderr)
             return _json({"error": "internal error; see the server's log"}, 500)
@@ -160,10 +318,10 @@ class Gateway:
             message = "the run's secret is missing or wrong: send `Authorization: Bearer <secret>`"
             raise Refusal(401, message, {"WWW-Authenticate": "Bearer", "Connection": "close"})
         if not self._seats.trust(request.protocol):
-            message = f"{self._config.max_connections} connections are open (server.max_connections); come again"
+            message = f"{self._config.max_connections} connections are open (server.max_connections); try again"
             raise Refusal(429, message, {"Retry-After": str(RETRY_SECONDS), "Connection": "close"})
         if path not in self._routes:
-            raise Refusal(404, f"{path[:100]!r} is not served; there are {', '.join(self._routes)}")
+            raise Refusal(404, f"{path[:100]!r} is not served; allowed are {', '.join(self._routes)}")
         method, route = self._routes[path]
         if request.method != method:
             raise Refusal(405, f"{path}: {method} only", {"Allow": method})
@@ -210,7 +368,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def _admitted(self, size: int) -> Iterator[int]:
-        """A place for one request of `size` bytes. Raises Refusal if there is none."""
+        """A place for one request of `size` bytes. Raises Refusal if all are taken."""
         failure = self._health.failure()
         if self._upstream is None or failure is not None:
             raise Refusal(503, failure or "it is starting", {"Retry-After": str(RETRY_SECONDS)})
@@ -218,7 +376,7 @@ class Gateway:
             raise Refusal(
                 429,
                 f"{self._waiting} requests with {self._pending_bytes} bytes are waiting (server.max_requests={self._config.max_requests}, "
-                f"server.max_pending_bytes={self._config.max_pending_bytes}); come again",
+                f"server.max_pending_bytes={self._config.max_pending_bytes}); try again",
                 {"Retry-After": str(RETRY_SECONDS)},
             )
         self._waiting += 1
@@ -240,7 +398,7 @@ class Gateway:
             limit = self._config.body_timeout_seconds
             raise Refusal(408, f"{len(body)} of {size} bytes came in {limit:g} s (server.body_timeout_seconds)") from error
         except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
-            raise ConnectionResetError("the body broke off") from error
+            raise ConnectionResetError("the body ended early") from error
         return body
 
     async def _passed_on(self, endpoint: Endpoint, inbound: Inbound) -> web.Response:
@@ -269,14 +427,12 @@ def _content_length(request: web.BaseRequest, largest: int) -> int:
     """The stated length of a body that may be read. Raises Refusal otherwise."""
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
-        raise Refusal(415, f"Content-Encoding {encoding[:40]!r}: send the body as it is")
+        raise Refusal(415, f"Content-Encoding {encoding[:40]!r}: send the body uncompressed")
     size = request.content_length
     if size is None:
         raise Refusal(411, "send the body with a Content-Length")
     if size > largest:
-        raise Refusal(
-            413, f"the body has {size} bytes; at most {largest} are allowed here (server.max_request_bytes and the model's limits)"
-        )
+        raise Refusal(413, f"the body has {size} bytes; at most {largest} are allowed (server.max_request_bytes and the model's limits)")
     return size
 
 

@@ -1,4 +1,4 @@
-"""What a server may say about itself: whether its loop goes round all ranks, and what it does now.
+"""The health of a server: whether its loop reaches all ranks, and what it does now.
 
 A `Supervisor` watches what the main thread cannot while it computes, and ends the process if the main thread does not.
 """
@@ -71,14 +71,11 @@ class Health:
         self._failure = failure
 
     def failure(self) -> str | None:
-        """Why this server takes no requests any more; None while it does."""
+        """Why this server no longer accepts requests; None while it does."""
         return None if self._failure is None else self._failure()
 
     def report(self, waiting: int, oldest_seconds: float) -> dict[str, object]:
-        """The JSON document of `/v2/health/ready`; the server is ready if its `reason` is None.
-
-        `waiting` requests are not answered; the oldest of them was passed on so long ago.
-        """
+        """The JSON document of `/v2/health/ready`; the server is ready if its `reason` is None. `waiting`: open requests."""
         age, idle, running = self.pulse.read()
         since = None if running is None else time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() - running[1]))
         return {
@@ -91,7 +88,7 @@ class Health:
         }
 
     def stuck(self, oldest_seconds: float) -> str | None:
-        """Why the server has to end although nothing of it has died, such as a Triton that is stopped. `oldest_seconds` as for `report`."""
+        """Why the server must end although none of its processes has died, such as a stopped Triton. `oldest_seconds` as for `report`."""
         _, idle, running = self.pulse.read()
         seconds, limit = min(idle, oldest_seconds), self._config.stuck_limit_seconds
         if running is not None or seconds <= limit:
@@ -122,8 +119,8 @@ CHECK_SECONDS = 0.5
 class Supervisor:
     """A thread that runs `checks` twice a second; each returns what is wrong, or None.
 
-    After the first failure the main thread has `grace_seconds` to end in order (it sees `failure()` between operations). If it hangs, in a
-    collective whose peer is gone for example, `last_words(message)` is called and the process exits with status 1.
+    After the first failure the main thread has `grace_seconds` to end in order. If it hangs, in a collective whose peer is gone for
+    example, `last_words(message)` is called and the process exits with status 1.
     """
 
     def __init__(self, checks: Sequence[Callable[[], str | None]], *, grace_seconds: float, last_words: Callable[[str], None]) -> None:
@@ -144,7 +141,7 @@ class Supervisor:
         self._failure = self._failure or failure
 
     def close(self) -> None:
-        """The main thread has ended by itself: do not interfere any more."""
+        """The main thread has ended by itself: stop watching."""
         self._ended.set()
         self._thread.join(timeout=5.0)
 
@@ -162,12 +159,12 @@ class Supervisor:
     def _ask(self, check: Callable[[], str | None]) -> str | None:
         try:
             return check()
-        except Exception as error:  # a check that cannot be made is itself a failure, for example of the store's connection
+        except Exception as error:  # a check that raises is itself a failure, for example of the store's connection
             return f"supervision failed: {type(error).__name__}: {error}"
 
 
 class Purpose:
-    """What a server that was started on its own is there for: a run that is not done, and that somebody works on."""
+    """Why a server that was started on its own still runs: its run is not done, and an actor works on it."""
 
     def __init__(self, actor: Path, done: Path, timeout_seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`actor`: the registration that the training component touches as long as it lives; `done`: the run's mark of its end."""
@@ -179,7 +176,7 @@ class Purpose:
         self._seen_at = clock()
 
     def over(self, idle_seconds: float) -> str:
-        """Why the server should end, after so long without a request; empty while it should not."""
+        """Why the server should end after `idle_seconds` without a request; empty while it should not."""
         if (done := _changed_at(self._done)) is not None and done != self._began_with:
             return f"the run is done ({self._done.name})"
         if (touched := _changed_at(self._actor)) is not None and touched != self._touched:

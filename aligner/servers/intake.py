@@ -1,20 +1,24 @@
-"""The path of a request on rank 0 behind the gateway, and Triton if there is one: checked, queued, taken by the main thread, answered."""
+"""A request's path behind the gateway: straight or through Triton's Unix socket (`server.transport`) into the queue, and answered."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
 
+import aiohttp
 import numpy as np
 
 from aligner.servers.config import RequestLimits
-from aligner.servers.kserve import AnswerError
+from aligner.servers.kserve import HEADER_LENGTH, AnswerError, Inbound, decode_failure, encode_response, outbound
 from aligner.servers.wire import Endpoint, Payload, Result
 from aligner.telemetry import recording
 
@@ -25,8 +29,7 @@ Answer = dict[str, np.ndarray]
 class Operation:
     """`handler` runs on every rank with the same payload; its result on rank 0 is the answer.
 
-    `check` may raise ValueError to reject a payload; it runs on rank 0 only, in another thread, before any rank computes. An operation that
-    does not itself compute (`computes`) needs no model on the device.
+    `check` may raise ValueError to reject a payload; it runs on rank 0 only, in another thread. Only if `computes` is the model needed.
     """
 
     endpoint: Endpoint
@@ -57,10 +60,7 @@ class Intake:
         self._running: Ticket | None = None
 
     def submit(self, endpoint: Endpoint, arrays: Mapping[str, np.ndarray]) -> Future[Answer]:
-        """Check and queue a request; the future holds the reply's tensors, or the reason of the rejection.
-
-        The form of what the gateway let through has been checked there; `Endpoint.payload` checks what its numbers mean.
-        """
+        """Check the meaning of a request, after its form in the gateway, and queue it; the future holds the reply or the error."""
         operation = self._operations[endpoint.name]
         try:
             payload = endpoint.payload(arrays, self._limits)
@@ -87,14 +87,14 @@ class Intake:
     def answer(self, ticket: Ticket, answer: Answer | AnswerError) -> None:
         """Send the reply to a request that was taken, or the reason of its refusal."""
         recording.add(ticket.operation.endpoint.name, ticket.since, "requests")
-        with contextlib.suppress(InvalidStateError):  # its client has gone, or the supervisor has answered for a loop that hung
+        with contextlib.suppress(InvalidStateError):  # its client has left, or the supervisor has answered for a loop that hung
             if isinstance(answer, AnswerError):
                 ticket.answer.set_exception(answer)
             else:
                 ticket.answer.set_result(answer)
 
     def close(self, error: AnswerError) -> None:
-        """Answer everything that waits or runs, and all that comes later, with `error`. Callable from any thread, more than once."""
+        """Answer every waiting, running and later request with `error`. Callable from any thread, more than once."""
         with self._lock:
             self._closed = self._closed or error
             waiting = [self._running] if self._running is not None else []
@@ -109,3 +109,98 @@ def _failed(error: AnswerError) -> Future[Answer]:
     future: Future[Answer] = Future()
     future.set_exception(error)
     return future
+
+
+CONNECT_SECONDS = 10.0
+LARGE_BYTES = 256 * 1024  # larger bodies are parsed in another thread, and sent on without a copy
+SEND_BYTES = 1 << 20
+
+Submit = Callable[[Endpoint, Mapping[str, np.ndarray]], "Future[dict[str, np.ndarray]]"]
+T = TypeVar("T")
+
+
+async def computed(size: int, call: Callable[..., T], *arguments: object) -> T:
+    """The call's result; one about many bytes runs in another thread, so that other requests are answered meanwhile."""
+    return call(*arguments) if size < LARGE_BYTES else await asyncio.to_thread(call, *arguments)
+
+
+class Upstream(Protocol):
+    """What is behind the gateway, whose event loop calls it."""
+
+    async def ask(self, endpoint: Endpoint, request: Inbound) -> tuple[dict[str, str], bytes]:
+        """Headers and body of the answer. Raises AnswerError with the reason of another answer than 200."""
+
+    async def close(self) -> None:
+        """No further calls follow."""
+
+
+class Straight:
+    """`submit` is called in this process."""
+
+    def __init__(self, submit: Submit) -> None:
+        self._submit = submit
+
+    async def ask(self, endpoint: Endpoint, request: Inbound) -> tuple[dict[str, str], bytes]:
+        """See `Upstream`."""
+        future = await computed(request.nbytes, lambda: self._submit(endpoint, request.arrays()))
+        arrays = await asyncio.wrap_future(future)
+        named = {"id": request.request_id} if request.request_id else {}
+        size = sum(array.nbytes for array in arrays.values())
+        return await computed(size, lambda: encode_response(arrays, request.outputs, **named, model_name=endpoint.name, model_version="1"))
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+
+class ThroughTriton:
+    """Triton listens on the Unix socket `path`; PyTriton's threads call `submit`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(self, endpoint: Endpoint, request: Inbound) -> tuple[dict[str, str], bytes]:
+        """See `Upstream`. Triton's own error texts may hold tracebacks and go to the log."""
+        header, tensors = outbound(request)
+        size = len(header) + request.nbytes
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(size),
+            "Accept-Encoding": "identity",  # Triton compresses otherwise, which is ten times slower
+            HEADER_LENGTH: str(len(header)),
+        }
+        body_out = b"".join([header, *tensors]) if size < LARGE_BYTES else _pieces(header, tensors)
+        url = f"http://triton/v2/models/{endpoint.name}/infer"
+        try:
+            async with self._opened().post(url, data=body_out, headers=headers) as response:
+                status, body, answered = response.status, await response.read(), response.headers
+        except (aiohttp.ClientError, OSError) as error:
+            print(f"gateway: {endpoint.name}: Triton closed the connection: {error}", file=sys.stderr, flush=True)
+            raise AnswerError(f"{endpoint.name}: Triton closed the connection; whether the operation ran is unknown", status=502) from error
+        if status == 200:
+            return {name: answered[name] for name in (HEADER_LENGTH, "Content-Type") if name in answered}, body
+        ours, message = decode_failure(body)
+        if ours is None:
+            print(f"gateway: {endpoint.name}: Triton answered: {message}", file=sys.stderr, flush=True)
+            raise AnswerError(f"{endpoint.name}: Triton could not answer; see the server's log", status=502)
+        raise AnswerError(message, status=ours)
+
+    async def close(self) -> None:
+        """Close the connections to Triton."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        """Made in the event loop that uses it."""
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)  # the client decides how long an operation may take
+            connector = aiohttp.UnixConnector(str(self._path), limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        return self._session
+
+
+async def _pieces(header: bytes, tensors: Sequence[memoryview]) -> AsyncIterator[bytes | memoryview]:
+    yield header
+    for tensor in tensors:
+        for start in range(0, tensor.nbytes, SEND_BYTES):
+            yield tensor[start : start + SEND_BYTES]

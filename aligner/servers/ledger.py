@@ -1,4 +1,4 @@
-"""A critic's record of train requests: every request once, in order. Pure bookkeeping; every rank holds one and decides alike.
+"""A critic's record of train requests: every request once, in order. Pure bookkeeping; every rank holds one, and all decide the same.
 
     the request names                       the ledger
     what was applied lately                 gives the recorded reply, and nothing is done
@@ -9,20 +9,32 @@
     another run                             refuses it: foreign
 
 The ledger is saved inside the critic's checkpoint, so that weights and ledger are always those of one moment.
+
+A client keeps its train requests in a `Journal`, on disk before they are sent: a server that restarts from an older checkpoint gets them
+again. Files appear whole or not at all, and the entries form one chain: each names the one before.
+
+    <folder>/00000007.000.1a2b3c4d5e6f7081.safetensors    step, part and hash of the mark; the tensors as sent, the identity as metadata
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from aligner.errors import CheckpointError, ServerError
-from aligner.servers.payloads import START, CriticStatus, TrainIdentity, TrainReply, describe, position
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
-NUM_RECORDS = 8  # replies that are kept: a client repeats the last request only
+from aligner.errors import CheckpointError, ServerError
+from aligner.files import publish
+from aligner.servers.payloads import START, CriticStatus, TrainIdentity, TrainReply, describe, digest_of, position
+
+NUM_RECORDS = 8  # replies kept: a client repeats only its last request
 
 
 class Reason(str, Enum):
@@ -37,7 +49,7 @@ class Reason(str, Enum):
 
 
 class Refused(ServerError):
-    """A request that does not fit the applied ones. Nothing has changed, and every rank refuses alike."""
+    """A request that does not fit the applied ones. Nothing has changed, and every rank refuses it."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(f"refused ({reason.value}): {message}")
@@ -52,7 +64,7 @@ class _Record:
 
 
 class Ledger:
-    """Begins at the critic's checkpoint of `checkpoint_step` (0: its first weights).
+    """Starts at the critic's checkpoint of `checkpoint_step` (0: its first weights).
 
     With `accepts_gap` a client may make it `adopt` a mark: the critic joins a policy whose history it does not share.
     """
@@ -66,11 +78,7 @@ class Ledger:
         self._records: deque[_Record] = deque(maxlen=NUM_RECORDS)
 
     def find(self, identity: TrainIdentity) -> TrainReply | None:
-        """The recorded reply if this very request was already applied; None if it is to be applied now.
-
-        Raises:
-            Refused: it names both requests, or both runs.
-        """
+        """The recorded reply if this very request was applied; None if it is to be applied now. Raises Refused otherwise, naming both."""
         asked = f"step {identity.step} part {identity.part}"
         self.check_run(identity.run)
         for record in self._records:
@@ -98,7 +106,7 @@ class Ledger:
         self._records.append(_Record(identity=identity, mark=identity.mark, reply=reply))
 
     def adopt(self, mark: str) -> None:
-        """Count as trained last on `mark`, whatever was. Raises Refused unless this critic accepts a gap."""
+        """Count as trained last on `mark`, whatever came before. Raises Refused unless this critic accepts a gap."""
         if not self.accepts_gap:
             raise Refused(Reason.gap, f"this critic accepts no gap (critic.accept_gap), and was trained last on {describe(self.mark)}")
         self.mark, self.accepts_gap = mark, False
@@ -135,8 +143,8 @@ class Ledger:
         """Continue from a checkpoint of this run. Raises CheckpointError if it is another run's, or does not fit together."""
         if state["run"] != self.run:
             raise CheckpointError(
-                f"the critic's checkpoint of step {checkpoint_step} belongs to run {state['run']}, this is run {self.run}: it is another "
-                "run's; to begin with its weights, name it in critic.model.path"
+                f"the critic's checkpoint of step {checkpoint_step} belongs to run {state['run']}, this is run {self.run}; "
+                "to begin with its weights, name it in critic.model.path"
             )
         pairs = [(TrainIdentity(**record["identity"]), TrainReply(**record["reply"])) for record in state["records"]]
         records = [_Record(identity=identity, mark=identity.mark, reply=reply) for identity, reply in pairs]
@@ -144,3 +152,109 @@ class Ledger:
             raise CheckpointError(f"the critic's checkpoint of step {checkpoint_step}: its ledger does not end with {state['mark']}")
         self.mark, self.count, self.checkpoint_step = state["mark"], state["count"], checkpoint_step
         self._records = deque(records, maxlen=NUM_RECORDS)
+
+
+SUFFIX = ".safetensors"
+
+
+class Journal:
+    """The entries of one client, in order. Thread-safe; one process writes."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what is there. Raises ServerError if the folder cannot be made, or an entry is damaged."""
+        self._folder = folder
+        self._lock = threading.Lock()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for unfinished in folder.glob(f".*{SUFFIX}.new"):
+                unfinished.unlink()
+        except OSError as error:
+            raise ServerError(f"the journal {folder} cannot be opened: {error}") from error
+        self._entries = [_identity_of(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+
+    def append(self, identity: TrainIdentity, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write an entry after its previous one; entries after that one belong to an abandoned past, and go.
+
+        Raises ServerError if it cannot be written (a full disk, say). The journal is then unchanged.
+        """
+        with self._lock:
+            path = self._path(identity)
+            fields = {name: str(value) for name, value in asdict(identity).items()}
+            contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            try:
+                publish(path, lambda new: new.write_bytes(save(contiguous, metadata=fields)))
+            except OSError as error:
+                raise ServerError(
+                    f"the critic's journal cannot be written: {path}: {error.strerror or error}; step "
+                    f"{identity.step} was not sent. The file system of the run directory must have room and be writable"
+                ) from error
+            self._keep([*self._chain(identity.previous), identity])
+
+    def between(self, mark: str, until: str) -> list[TrainIdentity] | None:
+        """The entries after `mark` up to that with the mark `until`, in order; None if the journal does not lead there."""
+        if mark == until:
+            return []
+        chain = self.leading_to(until)
+        starts = [index for index, entry in enumerate(chain) if entry.previous == mark]
+        return chain[starts[0] :] if starts else None
+
+    def leading_to(self, mark: str) -> list[TrainIdentity]:
+        """The unbroken chain of entries that ends with this mark, as far back as it goes."""
+        with self._lock:
+            return self._chain(mark)
+
+    def read(self, identity: TrainIdentity) -> dict[str, np.ndarray]:
+        """The tensors of an entry. Raises ServerError if they are not the written ones."""
+        path = self._path(identity)
+        try:
+            with safe_open(path, framework="numpy") as file:
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+        except (OSError, SafetensorError) as error:
+            raise ServerError(f"{path}: this entry of the journal cannot be read: {error}") from error
+        if digest_of(arrays) != identity.digest:
+            raise ServerError(f"{path}: this entry of the journal is damaged: its tensors do not have their digest")
+        return arrays
+
+    def drop_after(self, mark: str) -> None:
+        """Forget entries after `mark`: the run continues from there differently."""
+        with self._lock:
+            self._keep(self._chain(mark))
+
+    def trim(self, step: int) -> None:
+        """Forget the steps up to this one: checkpoints of both sides hold them."""
+        with self._lock:
+            self._keep([entry for entry in self._entries if entry.step > step])
+
+    @property
+    def entries(self) -> list[TrainIdentity]:
+        """Its entries, in order."""
+        with self._lock:
+            return list(self._entries)
+
+    def _chain(self, mark: str) -> list[TrainIdentity]:
+        chain: list[TrainIdentity] = []
+        for entry in reversed(self._entries):
+            if entry.mark == (chain[-1].previous if chain else mark):
+                chain.append(entry)
+        return chain[::-1]
+
+    def _keep(self, entries: list[TrainIdentity]) -> None:
+        """Remove the files of all others."""
+        stay = {self._path(entry) for entry in entries}
+        for entry in self._entries:
+            if (path := self._path(entry)) not in stay:
+                path.unlink(missing_ok=True)
+        self._entries = entries
+
+    def _path(self, identity: TrainIdentity) -> Path:
+        return self._folder / f"{identity.step:08d}.{identity.part:03d}.{identity.mark.rpartition('.')[2][:16]}{SUFFIX}"
+
+
+def _identity_of(path: Path) -> TrainIdentity:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            fields = file.metadata()
+        identity = TrainIdentity(**{**fields, "step": int(fields["step"]), "part": int(fields["part"])})
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ServerError(f"{path} is not an entry of the journal: {error}; move it away") from error
+    return identity

@@ -1,7 +1,10 @@
-"""One client's way to its server: discovery, one HTTP exchange at a time per thread, and the prompt news of the server's death.
+"""One client's way to its server: discovery, one HTTP exchange at a time per thread, and prompt notice of the server's death.
 
-Every exchange opens a new connection: that costs well under a millisecond, and a connection that died while idle can never be
-mistaken for a server that died while training. While an answer is awaited, the registration is watched.
+Every exchange opens a new connection, in well under a millisecond: one that died while idle can never be mistaken for a server that died
+while training. While an answer is awaited, the registration is watched.
+
+`Recovery` survives the loss of a server: it waits for another one of the same name, brings it up to date, and asks again. Requests must be
+harmless to repeat: inference is; training is, because the server's ledger records the applied ones.
 """
 
 from __future__ import annotations
@@ -12,22 +15,23 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from aligner.errors import RequestRejected, ServerTimeout, ServerUnreachable
+from aligner.errors import RequestRejected, ServerError, ServerTimeout, ServerUnreachable
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
 from aligner.servers.kserve import HEADER_LENGTH, decode_error, decode_response, encode_request
+from aligner.servers.ledger import Reason
 from aligner.servers.registry import POLL_SECONDS, Liveness, Registration, gone_path, registration_path, wait_for_service
 from aligner.servers.wire import Endpoint
 from aligner.telemetry import recording
 
 BUSY, REFUSED = 429, 409
-LOST = (408, 500, 502, 503)  # the server ends, or what it stands before has; whether the operation ran is unknown
+LOST = (408, 500, 502, 503)  # the server or its Triton is ending; whether the operation ran is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,7 @@ class RequestRefused(RequestRejected):
 
 
 class ServiceLink:
-    """Thread-safe. Finds servers of one name, belonging to the attempt `attempt` of the run ("": to any).
-
-    One that `is_talkative` prints what it waits for: one client of many should.
-    """
+    """Finds servers of one name, of the attempt `attempt` ("": of any). Thread-safe. If `is_talkative`, prints what it waits for."""
 
     def __init__(
         self, services_dir: Path, name: str, config: ClientConfig, *, access: Access, attempt: str = "", is_talkative: bool = False
@@ -85,11 +86,11 @@ class ServiceLink:
 
     @property
     def is_gone(self) -> bool:
-        """Whether a launcher says that nobody will start this server again."""
+        """Whether a launcher has recorded that nobody will start this server again."""
         return gone_path(self._services_dir, self._name).exists()
 
     def close(self) -> None:
-        """Calls that are under way end with ServerUnreachable within a fraction of a second."""
+        """Calls under way end with ServerUnreachable within a fraction of a second."""
         self._closed.set()
 
     def pause(self, seconds: float) -> None:
@@ -100,9 +101,9 @@ class ServiceLink:
         """One exchange. A server that is too busy to take the request is asked again.
 
         Raises:
-            ServerUnreachable: a dead server, one that is ending, a broken connection; whether the operation ran is then unknown.
+            ServerUnreachable: a dead or ending server, a broken connection; whether the operation ran is then unknown.
             ServerTimeout: no answer in time.
-            RequestRefused: the request does not fit to what the server was trained on.
+            RequestRefused: the request does not fit the server's training history.
             RequestRejected: the server's error message.
         """
         with recording.span(endpoint.name, recording.rank_lane(f"calls to {self._name}")):
@@ -130,7 +131,7 @@ class ServiceLink:
             raise ServerUnreachable(f"{what}: {registration.describe()} sent an answer that cannot be read: {error}") from error
 
     def probe(self, server: Server) -> None:
-        """Ask the server whether it is ready. Raises ServerUnreachable or ServerTimeout if it is not, or does not say."""
+        """Ask the server whether it is ready. Raises ServerUnreachable or ServerTimeout if it is not, or does not answer."""
         seconds = self._config.connect_timeout_seconds
         request = ("GET", "/v2/health/ready", {}, b"")
         status, _, answer = self._answer(server, "health", request, time.monotonic() + seconds, seconds)
@@ -184,9 +185,9 @@ class ServiceLink:
                 raise _Expired
 
     def _unreachable(self, server: Server, what: str, error: Exception) -> ServerUnreachable:
-        """Says which server, where, since when, and what its registration tells."""
+        """Names the server, its place, since when it is silent, and the state of its registration."""
         since = "never answered this client" if self._answered_at is None else f"has not answered since {_clock(self._answered_at)}"
-        reason = server.liveness.check_now() or "its registration is alive"
+        reason = server.liveness.problem(pause_seconds=0.0) or "its registration is alive"
         return ServerUnreachable(
             f"{what}: {server.registration.describe()} {since}: {type(error).__name__}: {error}; {reason}. See the server's log."
         )
@@ -204,3 +205,124 @@ class _Expired(Exception):
 
 def _clock(moment: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(moment))
+
+
+RETRIED = (Reason.behind.value, Reason.gap.value)  # of a server that was replaced by one with an older past
+
+
+class Patience:
+    """Time allowed for a replacement server to appear; `renew` it after progress."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.renew()
+
+    def renew(self) -> None:
+        """After progress: the time counts from now."""
+        self._ends_at = time.monotonic() + self.seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds, never negative."""
+        return max(0.0, self._ends_at - time.monotonic())
+
+
+class Recovery:
+    """One client's calls over the servers that come and go behind one name. Thread-safe.
+
+    `fit(server, patience)` is called with every new server, before any other request: it brings the server to where the
+    client is, or raises. If the server dies meanwhile, it begins again with the next one.
+    """
+
+    def __init__(self, link: ServiceLink, config: ClientConfig, fit: Callable[[Server, Patience], None]) -> None:
+        self._link = link
+        self._config = config
+        self._fit = fit
+        self._lock = threading.Lock()
+        self._server: Server | None = None
+        self._given_up: ServerError | None = None
+
+    def connect(self) -> Registration:
+        """The first server; waits up to `server_client.discovery_timeout_seconds`. Raises ServerUnreachable, or what `fit` raises."""
+        with self._lock:
+            if self._server is None:
+                self._server = self._replacement(Patience(self._config.discovery_timeout_seconds), "")
+            return self._server.registration
+
+    def reconnect(self) -> Registration:
+        """The same, and `fit` is called again."""
+        with self._lock:
+            self._server = None
+        return self.connect()
+
+    def call(self, endpoint: Endpoint, inputs: Mapping[str, np.ndarray], timeout_seconds: float) -> dict[str, np.ndarray]:
+        """One call, made again after each loss of a server.
+
+        Raises ServerUnreachable or ServerTimeout if no server comes within `server_client.recovery_timeout_seconds`, or more than
+        `server_client.max_lost_servers` are lost; RequestRejected with the server's error message.
+        """
+        lost = 0
+        self.connect()
+        while True:
+            server = self._server
+            try:
+                return self._link.call(server, endpoint, inputs, timeout_seconds)
+            except (ServerUnreachable, ServerTimeout, RequestRefused) as error:
+                if isinstance(error, RequestRefused) and error.reason not in RETRIED:
+                    raise
+                lost += 1
+                if lost > self._config.max_lost_servers:
+                    raise
+                self.recover(server, error)
+                if self._server.registration.incarnation == server.registration.incarnation:
+                    # It reports itself ready, but may not have noticed yet that its Triton has died.
+                    self._link.pause(self._config.retry_delay_seconds * 2 ** (lost - 1))
+
+    def recover(self, lost: Server, error: ServerError) -> None:
+        """Put a server in the place of `lost`, unless another thread has done so."""
+        with self._lock:
+            if self._given_up is not None:
+                raise self._given_up
+            if self._server is not lost:
+                return
+            try:
+                patience = Patience(self._config.recovery_timeout_seconds)
+                self._server = self._replacement(patience, f"{error} ", lost.registration.incarnation)
+            except ServerError as final:
+                if not self._link.is_closed:
+                    self._given_up = final
+                raise
+
+    def look(self) -> None:
+        """Recover now if the server is known to be dead, even without a request. For a thread that checks from time to time."""
+        server = self._server
+        if server is not None and self._given_up is None:
+            problem = server.liveness.problem()
+            if problem is not None:
+                self.recover(server, ServerUnreachable(f"{server.registration.describe()} was lost: {problem}."))
+
+    def _replacement(self, patience: Patience, cause: str, lost: str = "") -> Server:
+        """A server that is ready and fits: another one than the incarnation `lost`, or that one if it answers again."""
+        incarnations: set[str] = set()
+        while True:
+            try:
+                server = self._link.find(patience.left)
+                if server.registration.incarnation not in {*incarnations, lost}:
+                    patience.renew()
+                    incarnations.add(server.registration.incarnation)
+                self._fit(server, patience)
+                return server
+            except (ServerUnreachable, ServerTimeout) as error:
+                if self._link.is_closed:
+                    raise
+                hopeless = self._link.is_gone or len(incarnations) > self._config.max_lost_servers
+                if not patience.left or hopeless:
+                    raise self._giving_up(cause, error, patience, len(incarnations)) from error
+                self._link.pause(self._config.retry_delay_seconds)
+
+    def _giving_up(self, cause: str, error: ServerError, patience: Patience, num_servers: int) -> ServerUnreachable:
+        if not cause:
+            return ServerUnreachable(str(error))
+        tried = f"{num_servers} came and were lost" if num_servers else "none has taken its place"
+        waited = f"Waited for another server ({patience.seconds:g} s, server_client.recovery_timeout_seconds)"
+        return ServerUnreachable(f"{cause}{waited}: {tried}: {error}")

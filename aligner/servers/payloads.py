@@ -1,10 +1,8 @@
 """What requests and replies are, once decoded: the typed side of `wire.py`.
 
-A `TrainIdentity` makes a training request the one it is: its place in the run, its tensors, and the request before it.
-
-A request's *mark* names it together with all that went before it: `step.part.hash`, where the hash covers the run, the place, the tensors
-and the mark of the request before. Two critics with the same mark were trained on the same requests in the same order. `START` is the mark
-of a critic that was trained on nothing in this run.
+A `TrainIdentity` identifies a training request by its place in the run, its tensors, and the request before it. A request's *mark* names it
+together with all before it: `step.part.hash`, where the hash covers the run, the place, the tensors and the previous mark. Two critics with
+the same mark were trained on the same requests in the same order. `START` is the mark of a critic that was not trained in this run.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ _RUN = re.compile(r"[0-9A-Za-z._-]{1,64}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainIdentity:
-    """Request number `part` (from 0) of `step` in the run `run`; `digest` is that of its tensors, `previous` the mark of the one before it.
-
-    Raises ValueError for a field that cannot be one.
-    """
+    """Request number `part` (from 0) of `step`; `digest` is that of its tensors, `previous` the mark before. Raises ValueError."""
 
     run: str
     step: int
@@ -57,14 +52,14 @@ class TrainIdentity:
 
 
 def check_mark(name: str, mark: str) -> str:
-    """The mark itself. Raises ValueError, naming the tensor `name`, if it is none."""
+    """The mark itself. Raises ValueError, naming the tensor `name`, if it is not one."""
     if mark != START and not _MARK.fullmatch(mark):
         raise ValueError(f"{name}: {mark[:100]!r}; allowed are {START!r} and <step>.<part>.<64 hexadecimal digits>")
     return mark
 
 
 def position(mark: str) -> tuple[int, int]:
-    """(step, part) of a mark; (-1, 0) for `START`, which is before all others. Raises ValueError if it is no mark."""
+    """(step, part) of a mark; (-1, 0) for `START`, which is before all others. Raises ValueError for anything else."""
     match = _MARK.fullmatch(check_mark("previous", mark))
     return (int(match[1]), int(match[2])) if match else (-1, 0)
 
@@ -126,7 +121,7 @@ class TrainReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValuesRequest:
-    """Rows to value, by a critic that was trained last on the request of the mark `after` (None: by whatever critic there is)."""
+    """Rows to value, by a critic that was trained last on the request of the mark `after` (None: by any critic)."""
 
     batch: TokenBatch
     after: str | None = None
@@ -143,7 +138,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatusRequest:
-    """What has been applied? Asked by a client of `run`. With `adopt`, a critic that accepts a gap counts as trained last on that mark."""
+    """Asks what has been applied, for a client of `run`. With `adopt`, a critic that accepts a gap counts as trained last on that mark."""
 
     run: str
     adopt: str | None = None

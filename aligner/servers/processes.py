@@ -1,9 +1,21 @@
-"""Information from /proc about this machine's processes. Linux only, standard library only."""
+"""This machine's processes, from /proc; and, run as a script in a separate session, the watchdog that removes a server's leftovers.
+
+Linux and standard library only. The watchdog's standard input is a pipe that only the server holds. When the server closes it or dies,
+SIGKILL included, the watchdog kills every process with the server's environment marker (tritonserver and its Python stubs), and removes its
+shared memory and its workspace. If a machine kills both, this user's next server there removes the workspace (`sweep`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import select
+import shutil
+import signal
+import stat
+import sys
+import time
 from pathlib import Path
 
 
@@ -14,16 +26,13 @@ def node_identity() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is no such process or it is a zombie.
-
-    With the pid it names one process for good, although pids are reused.
-    """
+    """When the process started, in clock ticks since boot: with the pid it names one process for good. None if it is gone or a zombie."""
     stat = _stat(pid)
     return None if stat is None or stat[0] in "ZX" else int(stat[19])
 
 
 def parent(pid: int) -> int | None:
-    """The parent's pid; None if there is no such process."""
+    """The parent's pid; None if no such process exists."""
     stat = _stat(pid)
     return None if stat is None else int(stat[1])
 
@@ -32,7 +41,7 @@ def zombie_children(pid: int) -> list[int]:
     """Children of `pid` that have ended but not been reaped."""
     found = []
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(PermissionError):  # another user's, where /proc is mounted with hidepid=1
+        with contextlib.suppress(PermissionError):  # another user's, if /proc is mounted with hidepid=1
             stat = _stat(int(entry.name)) if entry.name.isdigit() else None
             if stat is not None and stat[0] == "Z" and int(stat[1]) == pid:
                 found.append(int(entry.name))
@@ -61,3 +70,103 @@ def _stat(pid: int) -> list[str] | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return stat.rpartition(")")[2].split()  # the name, which is before, may hold spaces and brackets
+
+
+PREFIX = "aligner-triton-"  # of workspaces
+BACKEND = Path("/tmp"), "python_env_*"  # where Triton's Python backend makes a folder for itself, whatever TMPDIR is
+OWNER = "owner"  # in each: the server's pid and when it started, in a file that it holds locked as long as it lives
+TRACKER_SECONDS = 3.0  # multiprocessing's resource trackers unlink shared memory and exit by themselves
+KILL_SECONDS = 10.0
+
+
+def own(workspace: Path) -> int:
+    """Mark a workspace as this process's; the descriptor that holds the lock."""
+    descriptor = os.open(workspace / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.write(descriptor, f"{os.getpid()} {start_ticks(os.getpid())}".encode())
+    return descriptor
+
+
+def sweep(temporary: Path) -> list[Path]:
+    """Remove what servers of this user left in `temporary` if they ended without their watchdog; returns those workspaces."""
+    swept = []
+    for workspace in temporary.glob(f"{PREFIX}*"):
+        try:
+            place = workspace.lstat()
+            if not stat.S_ISDIR(place.st_mode) or place.st_uid != os.getuid():
+                continue  # another user may have made it, with anything in it, such as a FIFO that nobody writes to
+            descriptor = os.open(workspace / OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # just being made, or gone by now
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if len(owner := os.read(descriptor, 64).split()) == 2 and all(part.isdigit() for part in owner):
+                remove(workspace, *map(int, owner))
+                swept.append(workspace)
+        except BlockingIOError:  # its server lives
+            continue
+        finally:
+            os.close(descriptor)
+    return swept
+
+
+def remove(workspace: Path, pid: int, started: int) -> None:
+    """Remove the workspace and the shared memory of the server `pid`, which started at that tick and has ended or is about to."""
+    shutil.rmtree(workspace, ignore_errors=True)
+    later = start_ticks(pid)  # the number may be another process's by now, and later memory its own
+    began = time.time() if later in (None, started) else _boot_time() + later / os.sysconf("SC_CLK_TCK")
+    for segment in Path("/dev/shm").glob(f"pytrtion{pid}-*"):  # PyTriton's own spelling
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # gone by now, or a server's of another user with the same number
+            if segment.stat().st_mtime < began:
+                segment.unlink()
+    # A Triton that was killed leaves its own empty: here those of this user that are older than every Triton that lives.
+    living = [start_ticks(pid) or 0 for pid, command in processes_with_variable("").items() if "tritonserver" in command]
+    before = _boot_time() + min(living) / os.sysconf("SC_CLK_TCK") if living else time.time()
+    for folder in BACKEND[0].glob(BACKEND[1]):
+        with contextlib.suppress(OSError):  # gone by now, or not empty
+            if (place := folder.lstat()).st_uid == os.getuid() and place.st_mtime < before:
+                folder.rmdir()
+
+
+def _boot_time() -> float:
+    """Of this machine, in Unix time."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def wait_for_end_of(parent: int) -> None:
+    """Return when standard input ends or the parent changes (another process may have inherited the pipe)."""
+    while os.getppid() == parent:
+        if select.select([sys.stdin], [], [], 0.5)[0] and not os.read(sys.stdin.fileno(), 4096):
+            return
+
+
+def kill_marked(assignment: str) -> None:
+    """Kill all marked processes; the resource trackers last."""
+    started = time.monotonic()
+    while found := processes_with_variable(assignment):
+        waited = time.monotonic() - started
+        if waited > KILL_SECONDS:
+            print(f"watchdog: could not kill {found} in {KILL_SECONDS:.0f} s", file=sys.stderr, flush=True)
+            return
+        for pid, command in found.items():
+            if "resource_tracker" not in command or waited > TRACKER_SECONDS:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass  # it ended by itself between the listing and the signal
+        time.sleep(0.05)
+
+
+def main() -> None:
+    """argv: the server's pid, NAME=value that marks its processes, its workspace."""
+    parent, assignment, workspace = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    started = start_ticks(parent) or 0
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # for the server; only its end counts here
+    wait_for_end_of(parent)
+    kill_marked(assignment)
+    remove(workspace, parent, started)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,7 @@
 """Discovery through a directory that all components share: one `<name>.json` for each, written atomically, touched as a heartbeat.
 
-It exists from the start of the process, so waiting clients can say what they wait for. A service is dead when its registration is gone,
-belongs to another incarnation, has not been touched for `heartbeat_timeout_seconds`, or names a process of this machine that no longer
-exists.
+It exists from the start of the process. A service is dead when its registration is gone, belongs to another incarnation, has not been
+touched for `heartbeat_timeout_seconds`, or names a process of this machine that no longer exists.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from aligner.errors import ServerError, ServerUnreachable, describe_os_error
@@ -24,23 +24,22 @@ from aligner.servers.processes import node_identity, start_ticks
 
 ATTEMPT = "ALIGNER_ATTEMPT"
 POLL_SECONDS = 0.25
-STALE_HEARTBEATS = 5  # a registration that another machine's process has not touched for so many heartbeats is stale
+STALE_HEARTBEATS = 5  # a registration that another machine's process has not touched for this many heartbeats is stale
 
 
 class ServiceState(str, Enum):
     """How far a component is."""
 
-    waiting = "waiting"  # for its turn on GPUs that it shares, to load: however long that takes
+    waiting = "waiting"  # for its turn to load on shared GPUs, however long that takes
     loading = "loading"
     ready = "ready"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """A component `name`: its place, start time (`started_at`: Unix time) and state.
+    """A component `name` (the actor too, without `url`): its place, start (`started_at`: Unix time) and state.
 
-    `incarnation` is new for every start of its process, `attempt` for every start of the whole run ("" if nobody counts them). The actor
-    registers too; it has no `url`.
+    `incarnation` is new for every start of its process, `attempt` for every start of the whole run ("" if nobody counts them).
     """
 
     name: str
@@ -72,12 +71,12 @@ def registration_path(services_dir: Path, name: str) -> Path:
 
 
 def gone_path(services_dir: Path, name: str) -> Path:
-    """A text file in which a launcher says that nobody will start `name` again, and why; then clients stop waiting."""
+    """A text file in which a launcher records why nobody will start `name` again; then clients stop waiting."""
     return services_dir / f"{name}.gone"
 
 
 def current_attempt() -> str:
-    """Which start of the run this process belongs to, as its launcher says; "" if it says nothing."""
+    """Which start of the run this process belongs to, by its launcher's variable; "" without one."""
     return os.environ.get(ATTEMPT, "")
 
 
@@ -103,7 +102,7 @@ def make_registration(*, name: str, role: str, num_ranks: int, layout: str = "",
 
 
 def read_registration(path: Path) -> tuple[Registration, int] | None:
-    """The registration and its heartbeat (the file's mtime in ns); None if there is no file.
+    """The registration and its heartbeat (the file's mtime in ns); None without a file.
 
     Opens the file although `stat` would do for the heartbeat: network file systems refresh attributes when a file is opened.
     """
@@ -135,20 +134,13 @@ class Liveness:
         self._checked_at = float("-inf")
         self._problem: str | None = None
 
-    def problem(self) -> str | None:
-        """Why the service is dead; None while it lives. Reads the file at most every `POLL_SECONDS`."""
+    def problem(self, *, pause_seconds: float = POLL_SECONDS) -> str | None:
+        """Why the service is dead; None while it lives. Reads the file at most every `pause_seconds`."""
         with self._lock:
             now = time.monotonic()
-            if now - self._checked_at >= POLL_SECONDS:
+            if now - self._checked_at >= pause_seconds:
                 self._checked_at = now
                 self._problem = self._check(now)
-            return self._problem
-
-    def check_now(self) -> str | None:
-        """The same, without the pause."""
-        with self._lock:
-            self._checked_at = time.monotonic()
-            self._problem = self._check(self._checked_at)
             return self._problem
 
     def _check(self, now: float) -> str | None:
@@ -165,18 +157,15 @@ class Liveness:
             self._heartbeat_ns, self._changed_at = heartbeat_ns, now
         silent = now - self._changed_at
         if silent > self._timeout_seconds:
-            return f"{self._path} has not been touched for {silent:.0f} s (allowed are {self._timeout_seconds:.0f} s)"
+            return f"{self._path} has not been touched for {silent:.0f} s (allowed: {self._timeout_seconds:.0f} s)"
         return None
 
 
 def claim(services_dir: Path, mine: Registration, heartbeat_seconds: float) -> str:
-    """Make sure that nobody else holds the name of this registration; says what is replaced, "" if there is nothing.
+    """Make sure that nobody else holds the name; returns what is replaced, "" for nothing.
 
     A registration of an earlier attempt is replaced, alive or not: that server ends itself when it sees this. So is one of a dead process;
-    if that cannot be seen, because it ran on another machine, the heartbeat is watched for a while.
-
-    Raises:
-        ServerError: a process of the same attempt is alive and holds the name.
+    if it ran on another machine, the heartbeat is watched for a while. Raises ServerError if a process of the same attempt lives.
     """
     path = registration_path(services_dir, mine.name)
     found = read_registration(path)
@@ -191,7 +180,7 @@ def claim(services_dir: Path, mine: Registration, heartbeat_seconds: float) -> s
     patience = STALE_HEARTBEATS * heartbeat_seconds if age < STALE_HEARTBEATS * heartbeat_seconds else 2 * heartbeat_seconds
     if other.node == node_identity() or _beats(path, heartbeat_ns, patience):
         raise ServerError(f"{other.describe()} already serves under that name ({path}); stop it first")
-    return f"{other.describe()} has not been heard of for {age + patience:.0f} s and is replaced"
+    return f"{other.describe()} has been silent for {age + patience:.0f} s and is replaced"
 
 
 def _beats(path: Path, heartbeat_ns: int, seconds: float) -> bool:
@@ -219,7 +208,7 @@ class Publication:
         if replaced:
             print(f"registry: {replaced}", flush=True)
         gone_path(services_dir, registration.name).unlink(missing_ok=True)
-        self._write(registration)
+        self._update()
         self._thread = threading.Thread(target=self._heartbeat, name=f"heartbeat-{registration.name}", daemon=True)
         self._thread.start()
 
@@ -230,25 +219,18 @@ class Publication:
         self.withdraw()
 
     def ready(self, url: str = "") -> Registration:
-        """The component has loaded, and answers at `url` if it is a server. Returns the new registration.
-
-        Raises ServerError if the name was taken by another process meanwhile.
-        """
+        """The component has loaded, and answers at `url` if it is a server. Raises ServerError if another process took the name."""
         if self._failure is not None:
             raise ServerError(self._failure)
-        self.registration = replace(self.registration, state=ServiceState.ready, url=url, port=urlsplit(url).port or 0)
-        self._write(self.registration)
-        return self.registration
+        return self._update(state=ServiceState.ready, url=url, port=urlsplit(url).port or 0)
 
     def waits(self, waits: bool) -> None:
-        """Say whether the component, which has still to load, waits for its turn on GPUs that it shares."""
-        self.registration = replace(self.registration, state=ServiceState.waiting if waits else ServiceState.loading)
-        self._write(self.registration)
+        """Record whether the component waits for its turn to load on shared GPUs."""
+        self._update(state=ServiceState.waiting if waits else ServiceState.loading)
 
     def describe_checkpoint(self, checkpoint: str) -> None:
-        """Say which checkpoint was loaded."""
-        self.registration = replace(self.registration, checkpoint=checkpoint)
-        self._write(self.registration)
+        """Record which checkpoint was loaded."""
+        self._update(checkpoint=checkpoint)
 
     def failure(self) -> str | None:
         """Why the registration is no longer ours or no longer writable; None while all is well."""
@@ -257,8 +239,7 @@ class Publication:
     def withdraw(self) -> None:
         """Remove the registration unless another server has taken the name. Callable more than once.
 
-        If it cannot be removed (a file system in trouble), prints that and raises nothing: the process may be leaving with an error
-        that counts, and clients recognise the registration of a dead process.
+        A failure is only printed: the process may be leaving with an error that counts, and clients recognise a dead process.
         """
         self._stop.set()
         self._thread.join(timeout=self._heartbeat_seconds + 5.0)
@@ -270,10 +251,12 @@ class Publication:
             reason = describe_os_error(error, self._path) if isinstance(error, OSError) else error
             print(f"warning: {self.registration.name} leaves its registration behind: {reason}", flush=True)
 
-    def _write(self, registration: Registration) -> None:
-        temporary = self._path.with_suffix(f".{registration.incarnation}.tmp")
-        temporary.write_text(json.dumps(asdict(registration), indent=1) + "\n")
+    def _update(self, **changes: Any) -> Registration:
+        self.registration = replace(self.registration, **changes)
+        temporary = self._path.with_suffix(f".{self.registration.incarnation}.tmp")
+        temporary.write_text(json.dumps(asdict(self.registration), indent=1) + "\n")
         os.replace(temporary, self._path)
+        return self.registration
 
     def _heartbeat(self) -> None:
         while not self._stop.wait(self._heartbeat_seconds):
@@ -289,7 +272,7 @@ class Publication:
 
 
 def _tell_nobody(text: str) -> None:
-    """For those who wait in silence."""
+    """The default: silence."""
 
 
 def wait_for_service(
@@ -302,13 +285,9 @@ def wait_for_service(
     abandoned: threading.Event | None = None,
     tell: Callable[[str], None] = _tell_nobody,
 ) -> Registration:
-    """Wait until `name` is registered, ready, alive and of this attempt ("": of any); another thread may set `abandoned` to end the wait.
+    """Wait until `name` is ready, alive and of this attempt ("": of any), or `abandoned` is set; `tell` gets a line for each change.
 
-    `tell` gets a line when there is news about the awaited service.
-
-    Raises:
-        ServerUnreachable: names the awaited service, the place, the time waited, and what was found instead (nothing, one
-            that loads, a dead one, one of an earlier attempt). At once, if a launcher says that nobody will start it (again).
+    Raises ServerUnreachable with the place, the time waited, and what was found instead; at once if nobody will start the service again.
     """
     abandoned = abandoned or threading.Event()
     path = registration_path(services_dir, name)

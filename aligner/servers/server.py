@@ -1,9 +1,9 @@
 """The serving loop of all ranks of a component.
 
-Requests arrive at the gateway on rank 0, which checks who sends them and their form. They go on straight or through PyTriton's Triton
-(`server.transport`); then what they say is checked, and they are queued. The main thread of rank 0 takes them one at a time and broadcasts
-each; every rank runs the same handler (which may use the model's collectives); rank 0 answers. While nothing arrives, a no-op goes round,
-so that no process group times out, a dead rank is noticed, and any rank's SIGTERM stops the server.
+Requests arrive at the gateway on rank 0, which checks their sender and their form. They are passed on straight or through PyTriton's Triton
+(`server.transport`); then their contents are checked, and they are queued. The main thread of rank 0 takes one at a time and broadcasts it;
+every rank runs the same handler (which may use the model's collectives); rank 0 answers. Without requests, a no-op is broadcast, so that no
+process group times out, a dead rank is noticed, and any rank's SIGTERM stops the server.
 
 A bad request is rejected and the server continues. A handler that raises, on any rank, ends the server with an exception on every rank:
 its weights may no longer agree. The client learns which rank failed and why.
@@ -21,8 +21,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,12 +37,11 @@ from aligner.servers.config import RequestLimits, ServerConfig, Transport
 from aligner.servers.frontend import Frontend
 from aligner.servers.gateway import Gateway
 from aligner.servers.health import Health, Pulse, Purpose, Supervisor
-from aligner.servers.intake import Answer, Intake, Operation
+from aligner.servers.intake import Answer, Intake, Operation, Straight, ThroughTriton
 from aligner.servers.kserve import AnswerError
 from aligner.servers.ledger import Refused
 from aligner.servers.registry import Publication, make_registration
 from aligner.servers.turns import LINGER_SECONDS, Residence
-from aligner.servers.upstream import Straight, ThroughTriton
 from aligner.servers.wire import Endpoint, Payload
 
 FAILURE_KEY = "aligner/servers/failure"
@@ -107,51 +106,39 @@ class ControlGroup:
 
 
 DRAIN_SECONDS = 1.0  # an error answer needs a moment to leave
-FOLLOWER_SECONDS = 3.0  # ranks other than 0 wait so much longer, so that rank 0 can still answer its client
+FOLLOWER_SECONDS = 3.0  # added to the grace of ranks other than 0, so that rank 0 can still answer its client
 
 
-def serve(
-    name: str,
-    operations: Sequence[Operation],
-    *,
-    config: ServerConfig,
-    limits: RequestLimits,
-    services_dir: Path,
-    secret: Path,
-    publication: Publication | None = None,
-    progress: Progress | None = None,
-    residence: Residence | None = None,
-    purpose: Purpose | None = None,
-    own_tls: bool = False,
-) -> None:
-    """Serve until a signal or a failure. Every rank calls it, from its main thread; `name` is what clients look for in `services_dir`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Service:
+    """One server: `name` is what clients look for in `services_dir`. Every rank constructs it alike."""
 
-    `publication` is rank 0's registration of a component that said early that it was loading; without it one is made now. Only requests
-    with the secret of the file `secret` are let in; it is made if there is none. With `own_tls`, server and clients show each other
-    certificates of the run's own authority. `progress` records what this rank does; `residence` has the models, which are away already
-    where they share their devices. `purpose`: the server ends by itself when that is over.
+    name: str
+    operations: Sequence[Operation]
+    config: ServerConfig
+    limits: RequestLimits
+    services_dir: Path
+    secret: Path  # the file with the run's secret, which every request carries; made if it does not exist
+    publication: Publication | None = None  # rank 0's, of a component that registered early as loading; None: one is made
+    progress: Progress = field(default_factory=Progress)  # records what this rank does
+    residence: Residence = field(default_factory=Residence)  # the models, away already if they share their devices
+    purpose: Purpose | None = None  # the server ends by itself when that is over
+    own_tls: bool = False  # server and clients show each other certificates of the run's own authority
 
-    Returns after SIGTERM or SIGINT on any rank, when the running operation is finished and answered.
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Those of its operations, in their order."""
+        return [operation.endpoint for operation in self.operations]
 
-    Raises:
-        ServerError: an operation failed on some rank, Triton or its stub died, the port is taken, the name is served already. On ranks that
-            hang in a collective the process exits with status 1 instead, after `config.failure_grace_seconds`.
+
+def serve(service: Service) -> None:
+    """Serve until a signal on any rank (the running operation is finished first) or a failure. Every rank calls it, from its main thread.
+
+    Raises ServerError: an operation failed on some rank, Triton or its stub died, the port is taken, the name is served already. A rank
+    that hangs in a collective exits with status 1 instead, after `config.failure_grace_seconds`.
     """
-    service = _Service(
-        name=name,
-        operations={operation.endpoint.name: operation for operation in operations},
-        config=config,
-        limits=limits,
-        services_dir=services_dir,
-        secret=secret,
-        publication=publication,
-        progress=progress or Progress(),
-        residence=residence or Residence(),
-        purpose=purpose,
-        own_tls=own_tls,
-    )
     service.progress.enter_phase(IDLE)
-    control = ControlGroup(config.control_timeout_seconds)
+    control = ControlGroup(service.config.control_timeout_seconds)
     stop = _StopSignal()
     with stop.installed():
         try:
@@ -160,30 +147,8 @@ def serve(
             else:
                 _follow(service, control, stop)
         except RuntimeError as error:  # what torch.distributed raises
-            raise ServerError(f"{name}: rank {control.rank} lost contact with the other ranks: {error}") from error
+            raise ServerError(f"{service.name}: rank {control.rank} lost contact with the other ranks: {error}") from error
     control.close()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Service:
-    """The arguments of `serve`."""
-
-    name: str
-    operations: Mapping[str, Operation]
-    config: ServerConfig
-    limits: RequestLimits
-    services_dir: Path
-    secret: Path
-    publication: Publication | None
-    progress: Progress
-    residence: Residence
-    purpose: Purpose | None
-    own_tls: bool
-
-    @property
-    def endpoints(self) -> list[Endpoint]:
-        """Of its operations, in their order."""
-        return [operation.endpoint for operation in self.operations.values()]
 
 
 class _StopSignal:
@@ -219,9 +184,9 @@ class _Open:
     health: Health
 
 
-def _lead(service: _Service, control: ControlGroup, stop: _StopSignal) -> None:
-    """Rank 0: gateway, front end, registration and loop; all taken down again whatever happens, and the other ranks told."""
-    intake = Intake(service.operations, service.limits)
+def _lead(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
+    """Rank 0: gateway, front end, registration and loop; all taken down again whatever happens, and the other ranks informed."""
+    intake = Intake({one.endpoint.name: one for one in service.operations}, service.limits)
     with contextlib.ExitStack() as cleanup:
         try:
             parts = _open(service, control, intake, stop, cleanup)
@@ -240,7 +205,7 @@ def _lead(service: _Service, control: ControlGroup, stop: _StopSignal) -> None:
             last_words=lambda message: _give_up(intake, parts.publication, message),
         )
         cleanup.callback(supervisor.close)
-        parts.health.watch(lambda: "it was told to end" if stop.requested else supervisor.failure())
+        parts.health.watch(lambda: "it is ending (signal)" if stop.requested else supervisor.failure())
         try:
             _lead_loop(service, control, intake, supervisor, stop, parts.health.pulse)
         except _OperationFailed as error:
@@ -253,7 +218,7 @@ def _lead(service: _Service, control: ControlGroup, stop: _StopSignal) -> None:
             with contextlib.suppress(RuntimeError):  # a rank that cannot be reached sees the closed connection
                 control.broadcast(Command(failure=f"rank 0: {cause}"))
             raise ServerError(f"{service.name}: {cause}") from error
-        intake.close(AnswerError(f"server {service.name} was told to end", status=503))
+        intake.close(AnswerError(f"server {service.name} is ending (signal)", status=503))
 
 
 def _give_up(intake: Intake, publication: Publication, message: str) -> None:
@@ -263,7 +228,7 @@ def _give_up(intake: Intake, publication: Publication, message: str) -> None:
     publication.withdraw()
 
 
-def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> _Open:
+def _open(service: Service, control: ControlGroup, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> _Open:
     """Start gateway and Triton, if it is used, and publish the service. At the end answers leave first, then the registration goes."""
     config, transport = service.config, service.config.chosen_transport()
     publication = service.publication
@@ -281,11 +246,11 @@ def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopS
     if transport is Transport.pytriton:
         frontend = _start_frontend(service, incarnation, intake, stop, cleanup)
     gateway.connect(Straight(intake.submit) if frontend is None else ThroughTriton(frontend.socket))
-    # The first to end: where connections to it are open Triton waits for them till its time is up, and leaves without unloading its models.
+    # The first to end: Triton waits for open connections until its time is up, and then leaves without unloading its models.
     cleanup.callback(gateway.stop)
     health.pulse.begin(None)
     first = Command(here=not service.residence.takes_turns)
-    control.broadcast(first)  # a first round, so that a server that says it is ready is
+    control.broadcast(first)  # a first round, so that a server is ready when it reports it
     _take_part(service, control, first, stop)
     health.pulse.round_done()
     url = f"{access.scheme}://{advertised_host(config, os.environ)}:{gateway.port}"
@@ -295,11 +260,9 @@ def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopS
     return _Open(gateway=gateway, frontend=frontend, publication=publication, health=health)
 
 
-def _start_frontend(service: _Service, incarnation: str, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> Frontend:
-    """Start Triton; a second time if it dies on the way, which its Python backend does now and then on a busy machine
-    (boost::interprocess::lock_exception, triton-inference-server/server issue 8882). Nothing has been asked of it by then.
-
-    Raises TritonDied the second time, and what else `Frontend.start` raises at once.
+def _start_frontend(service: Service, incarnation: str, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> Frontend:
+    """Start Triton; a second time if it dies on the way, as its Python backend sometimes does on a busy machine
+    (boost::interprocess::lock_exception, triton-inference-server/server issue 8882). Raises TritonDied the second time.
     """
     log = service.services_dir / f"{service.name}.triton.log"
     for may_die in (True, False):
@@ -311,13 +274,13 @@ def _start_frontend(service: _Service, incarnation: str, intake: Intake, stop: _
         except TritonDied as error:
             if not may_die:
                 raise
-            print(f"warning: {service.name}: {error}; it is started once more", file=sys.stderr, flush=True)
+            print(f"warning: {service.name}: {error}; starting it once more", file=sys.stderr, flush=True)
             frontend.stop()
     return frontend
 
 
-def _lead_loop(service: _Service, control: ControlGroup, intake: Intake, supervisor: Supervisor, stop: _StopSignal, pulse: Pulse) -> None:
-    """One command after the other until a stop command. A request that has to wait for the devices is kept, while no-ops go round."""
+def _lead_loop(service: Service, control: ControlGroup, intake: Intake, supervisor: Supervisor, stop: _StopSignal, pulse: Pulse) -> None:
+    """One command after the other until a stop command. A request that must wait for the devices is kept, while no-ops are sent around."""
     residence, kept = service.residence, None
     while True:
         lingers = residence.takes_turns and residence.is_here
@@ -348,8 +311,8 @@ def _lead_loop(service: _Service, control: ControlGroup, intake: Intake, supervi
             return
 
 
-def _follow(service: _Service, control: ControlGroup, stop: _StopSignal) -> None:
-    """The other ranks: do what rank 0 says until it says stop."""
+def _follow(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
+    """The other ranks: follow rank 0's commands until it stops."""
     supervisor = Supervisor(
         [control.announced_failure],
         grace_seconds=service.config.failure_grace_seconds + FOLLOWER_SECONDS,
@@ -365,12 +328,8 @@ def _follow(service: _Service, control: ControlGroup, stop: _StopSignal) -> None
                 return
 
 
-def _take_part(service: _Service, control: ControlGroup, command: Command, stop: _StopSignal) -> Answer | AnswerError | None:
-    """Run a command together with all ranks and agree on how it went; the encoded answer, or a refusal, on rank 0.
-
-    Raises:
-        _OperationFailed: on every rank, where the handler raised on any of them.
-    """
+def _take_part(service: Service, control: ControlGroup, command: Command, stop: _StopSignal) -> Answer | AnswerError | None:
+    """Run a command together with all ranks; the encoded answer, or a refusal, on rank 0. Raises _OperationFailed on all ranks."""
     with service.progress.phase(command.operation or IDLE):
         answer, error = _run(service, command, control)
     reports = control.gather(Report(error=error, stop_requested=stop.requested))
@@ -382,13 +341,13 @@ def _take_part(service: _Service, control: ControlGroup, command: Command, stop:
     return answer
 
 
-def _run(service: _Service, command: Command, control: ControlGroup) -> tuple[Answer | AnswerError | None, str | None]:
+def _run(service: Service, command: Command, control: ControlGroup) -> tuple[Answer | AnswerError | None, str | None]:
     """The answer (on rank 0), or what went wrong on this rank. A refusal is an answer."""
     try:
         service.residence.move(command.here)
         if command.operation is None:
             return None, None
-        operation = service.operations[command.operation]
+        operation = next(one for one in service.operations if one.endpoint.name == command.operation)
         result = operation.handler(command.payload)
         return (operation.endpoint.encode(command.payload, result) if control.rank == 0 else None), None
     except Refused as refusal:  # every rank has refused, before anything was changed

@@ -1,9 +1,8 @@
 """PyTriton's Triton on a Unix socket instead of a TCP port. Imports pytriton: only for `frontend`, and only when a server starts.
 
 Every user of a machine can reach its loopback ports, and nobody else must reach the bundled Triton: a malformed request kills it, and the
-token of its administration API stands in its command line. A socket in a directory of mode 0700 is for its owner alone. Triton's HTTP
-library takes `unix:<path>` for an address; PyTriton's own HTTP client does not, so the models are loaded from files, as Triton starts, and
-the two waits in which that client is used are ours.
+token of its administration API stands in its command line. Triton's HTTP library accepts `unix:<path>` for an address; PyTriton's own HTTP
+client does not, so models are loaded from files at Triton's start, and the two waits that use that client are ours.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ MAX_PATH_BYTES = 100  # the kernel's limit is 107
 
 
 class SocketTriton(Triton):
-    """`still_wanted` is asked while it waits for Triton to start; `note` gets the output of Triton and its stubs, line by line.
-
-    `run` raises ServerError once that says no, and TritonDied if Triton has ended.
-    """
+    """`note` gets the output of Triton and its stubs. `run` raises ServerError once not `still_wanted()`, TritonDied at its end."""
 
     def __init__(
         self, config: TritonConfig, workspace: Path, path: Path, still_wanted: Callable[[], bool], note: Callable[[str], None]

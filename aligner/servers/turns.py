@@ -1,9 +1,8 @@
 """Components that share GPUs (`placement=colocated`) take turns: whoever holds the run's turn has its weights and training state on the
 devices, the others have theirs in host memory. The idea is the hybrid engine's of DeepSpeed-Chat (2308.01320), over processes.
 
-The turn is a lock on a file of the run directory, held by rank 0 for all ranks of its component; the kernel releases it when that process
-ends, however it ends. The component that trains holds it all the time, except while it waits for its servers (`SharedDevice`). A server
-takes it for the requests that compute, and gives it back when no more are queued (`Residence`).
+The turn is a lock on a file of the run directory, held by rank 0 for its component; the kernel releases it when that process ends. The
+component that trains holds it, except while it waits for its servers (`SharedDevice`). A server holds it while it computes (`Residence`).
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from aligner.parallel.collectives import from_rank_0, raise_everywhere
 from aligner.parallel.progress import WAIT_FOR_SERVERS, Progress
 
 POLL_SECONDS = 0.02
-LINGER_SECONDS = 0.1  # a server that has the turn waits so long for another request: moving its weights takes longer
+LINGER_SECONDS = 0.1  # a server that has the turn waits this long for another request: moving its weights takes longer
 
 
 class Movable(Protocol):
     """A model on this rank, with its training state."""
 
     def leave_device(self) -> None:
-        """Wait in host memory. Does nothing where it does."""
+        """Move to host memory. Does nothing if it is there."""
 
     def enter_device(self) -> None:
-        """Be as before `leave_device`. Does nothing where it is."""
+        """Return to the device. Does nothing if it is there."""
 
 
 class Turn:
@@ -44,7 +43,7 @@ class Turn:
         self._file: TextIO | None = None
 
     def try_take(self) -> bool:
-        """Whether this component has the turn now. Raises ConfigError where the file system has no locks."""
+        """Whether this component has the turn now. Raises ConfigError if the file system has no locks."""
         if self._file is not None:
             return True
         try:
@@ -80,9 +79,9 @@ class Turn:
             time.sleep(POLL_SECONDS)
 
     def release(self) -> None:
-        """Let the others have it. Does nothing without it."""
+        """Give it to the others. Does nothing without it."""
         if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # also where a child process has inherited the file
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # even if a child process has inherited the file
             self._file.close()
             self._file = None
 
@@ -96,7 +95,7 @@ class Residence:
         self.is_here = True
 
     def try_take(self, wait_seconds: float) -> bool:
-        """Whether rank 0 has the turn, after so long at most."""
+        """Whether rank 0 has the turn, after at most `wait_seconds`."""
         deadline = time.monotonic() + wait_seconds
         while self._turn is not None and not self._turn.try_take():
             if time.monotonic() > deadline:
@@ -106,7 +105,7 @@ class Residence:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the models leave while nothing is asked of them; on rank 0."""
+        """Whether the models leave while no request needs them; on rank 0."""
         return self._turn is not None
 
     def move(self, here: bool) -> None:

@@ -1,4 +1,4 @@
-"""Every endpoint's name and tensors, once: used by server and client alike.
+"""Every endpoint's name and tensors, once: used by both server and client.
 
 Shapes are written with letters for sizes that a request chooses (B rows, S positions, K attributes); one letter is one size within a
 request. Sizes and masks are integers or exact zeros and ones; nothing here is rounded or padded.
@@ -7,7 +7,7 @@ request. Sizes and masks are integers or exact zeros and ones; nothing here is r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from aligner.servers.config import RequestLimits
-from aligner.servers.kserve import Arrays, TensorSpec, check_tensors
 from aligner.servers.payloads import (
     CriticStatus,
     Payload,
@@ -33,6 +32,60 @@ from aligner.servers.payloads import (
 )
 from aligner.types import TokenBatch, ValueBatch
 
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One named tensor: dtype is "int64", "float32" or "bytes" (UTF-8 text)."""
+
+    name: str
+    dtype: str
+    shape: tuple[str | int, ...]
+    optional: bool = False
+
+
+def check_tensors(specs: tuple[TensorSpec, ...], arrays: Arrays, limits: RequestLimits) -> None:
+    """Raise ValueError unless `arrays` has the stated tensors with the stated dtypes, agreeing shapes, allowed sizes and finite numbers."""
+    described = {name: ("bytes" if array.dtype.kind in "OS" else array.dtype.name, array.shape) for name, array in arrays.items()}
+    check_structure(specs, described, limits)
+    for name, (dtype, _) in described.items():
+        if dtype == "float32" and not np.isfinite(arrays[name]).all():
+            bad = int((~np.isfinite(arrays[name])).sum())
+            raise ValueError(f"{name}: {bad} of {arrays[name].size} values are NaN or infinite; all must be finite")
+
+
+def check_structure(specs: tuple[TensorSpec, ...], described: Mapping[str, tuple[str, tuple[int, ...]]], limits: RequestLimits) -> None:
+    """Raise ValueError unless the names, dtypes and shapes in `described` are what `specs` and `limits` allow."""
+    largest = {"B": limits.max_rows, "S": limits.max_sequence_length}
+    sizes: dict[str, tuple[int, str]] = {}
+    names = [spec.name for spec in specs]
+    for name in described:
+        if name not in names:
+            raise ValueError(f"{name}: no such tensor; allowed are {', '.join(names)}")
+    for spec in specs:
+        if spec.name not in described:
+            if spec.optional:
+                continue
+            raise ValueError(f"{spec.name}: missing; expected {spec.dtype} {_shape_text(spec.shape)}")
+        dtype, shape = described[spec.name]
+        if dtype != spec.dtype or len(shape) != len(spec.shape):
+            raise ValueError(f"{spec.name}: got {dtype} {list(shape)}, expected {spec.dtype} {_shape_text(spec.shape)}")
+        for expected, size in zip(spec.shape, shape, strict=True):
+            if isinstance(expected, int):
+                if size != expected:
+                    raise ValueError(f"{spec.name}: got shape {list(shape)}, expected {_shape_text(spec.shape)}")
+                continue
+            if not 1 <= size <= largest[expected]:
+                raise ValueError(f"{spec.name}: got shape {list(shape)}; {expected} may be 1 to {largest[expected]}")
+            known, owner = sizes.setdefault(expected, (size, spec.name))
+            if known != size:
+                raise ValueError(f"{spec.name}: got shape {list(shape)}, but {owner} has {expected} = {known}")
+
+
+def _shape_text(shape: tuple[str | int, ...]) -> str:
+    return "[" + ", ".join(str(size) for size in shape) + "]"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
@@ -49,11 +102,7 @@ class Endpoint:
         return tuple(spec.name for spec in self.outputs)
 
     def payload(self, arrays: Arrays, limits: RequestLimits) -> Payload:
-        """Check a request as a whole and return its payload.
-
-        Raises:
-            ValueError: names the tensor, what it holds and what is allowed.
-        """
+        """Check a request as a whole and return its payload. Raises ValueError: names the tensor, what it holds and what is allowed."""
         check_tensors(self.inputs, arrays, limits)
         return self.decode(arrays, limits)
 
@@ -270,7 +319,7 @@ def encode_values(request: ValuesRequest, values: Tensor) -> dict[str, np.ndarra
 
 
 def encode_scores(request: RewardRequest, scores: Tensor) -> dict[str, np.ndarray]:
-    """Scores that are not finite are sent too: the client knows the sample and the consequence (`guard.reward`)."""
+    """Scores that are not finite are sent too: the client decides the consequence (`guard.reward`)."""
     return {"rewards": _shaped("rewards", scores, num_rows(request))}
 
 

@@ -28,7 +28,7 @@ class WorkerThreads:
         return future
 
     def close(self, timeout_seconds: float) -> None:
-        """End the threads once the queue is empty; waits at most so long."""
+        """End the threads once the queue is empty; waits at most `timeout_seconds`."""
         deadline = time.monotonic() + timeout_seconds
         for _ in self._threads:
             self._calls.put(None)

@@ -3,7 +3,7 @@
 A loss reports `Mean(total, count)`, never an average; `merge` adds totals and counts over micro-batches, and
 `aligner.parallel.collectives.reduce_metrics` over data-parallel ranks. Names are `area/quantity`; a `Distribution` gives several.
 
-Every kind says what is added up over ranks (`sums`), what is maximised (`tops`), and makes itself of the results (`rebuilt`).
+Every kind lists what is added up over ranks (`sums`) and what is maximised (`tops`), and is made of the results again (`rebuilt`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Scalar = float | int | torch.Tensor
 
@@ -21,131 +25,101 @@ def _number(x: Scalar) -> float:
     return float(x.detach()) if isinstance(x, torch.Tensor) else float(x)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mean:
-    """`total / count` over everything merged into it."""
+class _Reduced:
+    """What all kinds share: `ADDED` fields are added up, over parts and over ranks, and of `TOPPED` ones the largest stays."""
 
-    total: Scalar
-    count: Scalar
+    __slots__ = ()
+    ADDED: ClassVar[tuple[str, ...]] = ()
+    TOPPED: ClassVar[tuple[str, ...]] = ()
 
-    def merge(self, other: Mean) -> Mean:
-        return Mean(total=self.total + other.total, count=self.count + other.count)
-
-    def value(self) -> float:
-        """The mean; NaN where nothing was counted."""
-        count = _number(self.count)
-        return _number(self.total) / count if count else float("nan")
+    def merge(self, other: Self) -> Self:
+        """Both in one."""
+        added = {name: getattr(self, name) + getattr(other, name) for name in self.ADDED}
+        topped = {name: _larger(getattr(self, name), getattr(other, name)) for name in self.TOPPED}
+        return type(self)(**added, **topped)
 
     @property
     def sums(self) -> list[float]:
-        return [_number(self.total), _number(self.count)]
+        return [_number(getattr(self, name)) for name in self.ADDED]
 
     @property
     def tops(self) -> list[float]:
-        return []
+        return [_number(getattr(self, name)) for name in self.TOPPED]
 
-    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Mean:
-        return Mean(total=sums[0], count=sums[1])
+    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Self:
+        """This kind of metric with these numbers, as `sums` and `tops` have them."""
+        return type(self)(**dict(zip(self.ADDED, sums, strict=True)), **dict(zip(self.TOPPED, tops, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sum:
+class Mean(_Reduced):
+    """`total / count` over everything merged into it."""
+
+    ADDED: ClassVar[tuple[str, ...]] = ("total", "count")
+    total: Scalar
+    count: Scalar
+
+    def value(self) -> float:
+        """The mean; NaN if nothing was counted."""
+        count = _number(self.count)
+        return _number(self.total) / count if count else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sum(_Reduced):
     """The sum over everything merged into it."""
 
+    ADDED: ClassVar[tuple[str, ...]] = ("total",)
     total: Scalar
-
-    def merge(self, other: Sum) -> Sum:
-        return Sum(total=self.total + other.total)
 
     def value(self) -> float:
         return _number(self.total)
 
-    @property
-    def sums(self) -> list[float]:
-        return [_number(self.total)]
-
-    @property
-    def tops(self) -> list[float]:
-        return []
-
-    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Sum:
-        return Sum(total=sums[0])
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Max:
+class Max(_Reduced):
     """The maximum over everything merged into it."""
 
+    TOPPED: ClassVar[tuple[str, ...]] = ("maximum",)
     maximum: Scalar
-
-    def merge(self, other: Max) -> Max:
-        return Max(maximum=_larger(self.maximum, other.maximum))
 
     def value(self) -> float:
         return _number(self.maximum)
 
-    @property
-    def sums(self) -> list[float]:
-        return []
-
-    @property
-    def tops(self) -> list[float]:
-        return [_number(self.maximum)]
-
-    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Max:
-        return Max(maximum=tops[0])
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Min:
+class Min(_Reduced):
     """The minimum over everything merged into it."""
 
     minimum: Scalar
 
-    def merge(self, other: Min) -> Min:
-        return Min(minimum=-_larger(-self.minimum, -other.minimum))
+    def merge(self, other: Self) -> Self:
+        return type(self)(minimum=-_larger(-self.minimum, -other.minimum))
 
     def value(self) -> float:
         return _number(self.minimum)
 
     @property
-    def sums(self) -> list[float]:
-        return []
-
-    @property
     def tops(self) -> list[float]:
         return [-_number(self.minimum)]
 
-    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Min:
-        return Min(minimum=-tops[0])
+    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Self:
+        return type(self)(minimum=-tops[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EffectiveSampleSize:
-    """(sum w)^2 / sum w^2 / n of n importance weights w (Kish 1965): 1 where all are equal, 1/n where one outweighs all others."""
+class EffectiveSampleSize(_Reduced):
+    """(sum w)^2 / sum w^2 / n of n importance weights w (Kish 1965): 1 if all are equal, 1/n if one outweighs all others."""
 
+    ADDED: ClassVar[tuple[str, ...]] = ("total", "squares", "count")
     total: Scalar
     squares: Scalar
     count: Scalar
 
-    def merge(self, other: EffectiveSampleSize) -> EffectiveSampleSize:
-        return EffectiveSampleSize(total=self.total + other.total, squares=self.squares + other.squares, count=self.count + other.count)
-
     def value(self) -> float:
-        """From 0 to 1; NaN where nothing was counted, or no weight is above 0."""
+        """From 0 to 1; NaN if nothing was counted, or no weight is above 0."""
         total, squares, count = self.sums
         return total * total / squares / count if squares and count else float("nan")
-
-    @property
-    def sums(self) -> list[float]:
-        return [_number(self.total), _number(self.squares), _number(self.count)]
-
-    @property
-    def tops(self) -> list[float]:
-        return []
-
-    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> EffectiveSampleSize:
-        return EffectiveSampleSize(total=sums[0], squares=sums[1], count=sums[2])
 
 
 # Float32 numbers are sorted by their bits: those of the exponent, and the first of the mantissa.
@@ -158,7 +132,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Distribution:
+class Distribution(_Reduced):
     """Mean, maximum and quantiles of numbers that are not negative. How many are in each of `NUM_BINS` bins (int64 `bins`) merges exactly.
 
     Bins split every octave from 2^-30 to 2^8 into 32 equal parts; a quantile is the middle of its bin, so within 1.6% of the exact one.
@@ -166,6 +140,8 @@ class Distribution:
     name, and `<name>_max`, `<name>_p50` and so on (QUANTILES).
     """
 
+    ADDED: ClassVar[tuple[str, ...]] = ("total", "count", "bins")
+    TOPPED: ClassVar[tuple[str, ...]] = ("maximum",)
     total: Scalar
     count: Scalar
     maximum: Scalar
@@ -180,38 +156,26 @@ class Distribution:
         bins = torch.zeros(NUM_BINS, dtype=torch.int64, device=x.device).index_add_(0, places, mask.flatten().long())
         return cls(total=x.sum(), count=mask.sum(), maximum=x.amax() if x.numel() else 0.0, bins=bins)
 
-    def merge(self, other: Distribution) -> Distribution:
-        return Distribution(
-            total=self.total + other.total,
-            count=self.count + other.count,
-            maximum=_larger(self.maximum, other.maximum),
-            bins=self.bins + other.bins,
-        )
-
     def value(self) -> float:
-        """The mean; NaN where nothing was counted."""
+        """The mean; NaN if nothing was counted."""
         return Mean(total=self.total, count=self.count).value()
 
     def quantile(self, q: float) -> float:
-        """The middle of the first bin up to whose end there is a part `q` of the numbers; NaN where there are none."""
+        """The middle of the first bin up to whose end a part `q` of the numbers lies; NaN without numbers."""
         cumulated = self.bins.cumsum(0)
         total = int(cumulated[-1])
         if not total:
             return float("nan")
-        rank = max(1, math.ceil(q * total * (1 - 1e-12)))  # not one more where the exact product is whole and that of floats is not
+        rank = max(1, math.ceil(q * total * (1 - 1e-12)))  # not one more if the exact product is whole and that of floats is not
         return _middle(int(torch.searchsorted(cumulated, rank)))
 
     @property
     def sums(self) -> list[float]:
         return [_number(self.total), _number(self.count), *self.bins.tolist()]
 
-    @property
-    def tops(self) -> list[float]:
-        return [_number(self.maximum)]
-
-    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Distribution:
+    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Self:
         bins = torch.tensor(sums[2:], dtype=torch.float64).long()
-        return Distribution(total=sums[0], count=sums[1], maximum=tops[0], bins=bins)
+        return type(self)(total=sums[0], count=sums[1], maximum=tops[0], bins=bins)
 
 
 Metric = Mean | Sum | Max | Min | EffectiveSampleSize | Distribution
@@ -219,7 +183,7 @@ Metrics = Mapping[str, Metric]
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Merge the metrics of several micro-batches, name by name. Raises TypeError where a name stands for two kinds."""
+    """Merge the metrics of several micro-batches, name by name. Raises TypeError if a name stands for two kinds."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -263,7 +227,7 @@ def without_values(metrics: Metrics) -> dict[str, Metric]:
 
 
 def _larger(ours: Scalar, theirs: Scalar) -> Scalar:
-    """The larger number, where it is. NaN stays: it must not be hidden by what comes after."""
+    """The larger number, on its device. NaN stays: later numbers must not hide it."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         return torch.maximum(ours.detach(), theirs.detach())
     first, second = _number(ours), _number(theirs)

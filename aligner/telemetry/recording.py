@@ -3,9 +3,8 @@
     <run>/trace/<component>.<rank>.jsonl         the newest spans, a JSON object each
     <run>/trace/<component>.<rank>.older.jsonl   those before; replaced when the newest ones have half of the room
 
-Spans are timed with a monotonic clock and written in seconds since 1970, by the offset between the two at the time of writing. They wait
-in memory until `flush`, and are written in one piece. A process that is killed loses what it has not written; of a piece that was cut,
-whole lines are read. Writing never fails a run.
+Spans are timed with a monotonic clock and written in seconds since 1970. They wait in memory until `flush`; a process that is killed loses
+them. Writing never fails a run.
 """
 
 from __future__ import annotations
@@ -40,9 +39,13 @@ class Recorder:
         self._warned = False
         self.rank = 0
 
-    @property
     def is_on(self) -> bool:
+        """Whether anything is recorded."""
         return self._path is not None
+
+    def rank_lane(self, what: str = "") -> str:
+        """The lane of this rank, or of something that it does beside its main thread."""
+        return f"rank {self.rank} {what}".rstrip()
 
     def open(self, path: Path, *, rank: int, most_bytes: int) -> None:
         """Record in this file from now on, behind what it has; it and the older one have `most_bytes` together. Raises OSError."""
@@ -60,13 +63,22 @@ class Recorder:
         self.flush()
         self._path = None
 
-    def add(self, name: str, lane: str, start: float, arguments: Mapping[str, object]) -> None:
-        """A span from `start` (of `time.perf_counter`) until now."""
+    def add(self, name: str, start: float, lane: str = "", **arguments: object) -> None:
+        """A span from `start` (of `time.perf_counter`) until now. `lane` "": this rank's."""
         if self._path is None:
             return
-        self._waiting.append((name, lane, start, time.perf_counter() - start, arguments))
+        self._waiting.append((name, lane or self.rank_lane(), start, time.perf_counter() - start, arguments))
         if len(self._waiting) >= MOST_WAITING:
             self.flush()
+
+    @contextlib.contextmanager
+    def span(self, name: str, lane: str = "", **arguments: object) -> Iterator[dict[str, object]]:
+        """Record the block as a span, also if it raises. Yields the arguments, to which the block may add."""
+        start = time.perf_counter()
+        try:
+            yield arguments
+        finally:
+            self.add(name, start, lane, **arguments)
 
     def flush(self) -> None:
         """Write what waits. A file system in trouble costs spans, and one warning."""
@@ -98,54 +110,11 @@ def _line(entry: _Entry, offset: float) -> str:
 
 
 _OWN = Recorder()  # the process's
-
-
-def record_in(path: Path, *, rank: int, most_bytes: int) -> None:
-    """From now on this process, rank `rank` of its component, records what it does in that file (`Recorder.open`). Raises OSError."""
-    _OWN.open(path, rank=rank, most_bytes=most_bytes)
-
-
-def close() -> None:
-    """Write what waits, and record nothing more."""
-    _OWN.close()
-
-
-@contextlib.contextmanager
-def span(name: str, lane: str = "", **arguments: object) -> Iterator[dict[str, object]]:
-    """Record the block as a span, also if it raises. `lane` "": this rank's. Yields the arguments, to which the block may add."""
-    start = time.perf_counter()
-    try:
-        yield arguments
-    finally:
-        add(name, start, lane, **arguments)
-
-
-def add(name: str, start: float, lane: str = "", **arguments: object) -> None:
-    """Record a span from `start` (of `time.perf_counter`) until now."""
-    if _OWN.is_on:
-        _OWN.add(name, lane or f"rank {_OWN.rank}", start, arguments)
-
-
-def is_on() -> bool:
-    """Whether this process records what it does."""
-    return _OWN.is_on
-
-
-def rank_lane(what: str) -> str:
-    """The lane of something that this rank does beside its main thread."""
-    return f"rank {_OWN.rank} {what}"
-
-
-def flush() -> None:
-    """Write what this process has recorded."""
-    _OWN.flush()
+record_in, close, flush, is_on, rank_lane, add, span = _OWN.open, _OWN.close, _OWN.flush, _OWN.is_on, _OWN.rank_lane, _OWN.add, _OWN.span
 
 
 def read_spans(directory: Path) -> tuple[list[Span], int]:
-    """What all processes of a run recorded in this folder, by start within each component; and how many lines cannot be read.
-
-    Components are in the order of their names. Times are in seconds since 1970.
-    """
+    """What all processes of a run recorded in this folder, by component and start (seconds since 1970); and the number of damaged lines."""
     found: dict[str, list[Span]] = {}
     num_damaged = 0
     for path in sorted(directory.glob("*.jsonl")):

@@ -1,8 +1,7 @@
 """Spans of time of a run, planned or measured, and the Chrome/Perfetto trace of them.
 
 A `Span` is one thing that one lane of one component did: a phase of a rank, a request of an engine's replica, a server's call. The format
-is the JSON of Chrome's trace viewer, which Perfetto reads too ("Trace Event Format", Google 2016): a process for every component, a thread
-for every row.
+is Chrome's "Trace Event Format" (Google 2016): a process for every component, a thread for every row.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ NANOSECONDS = 10**9
 
 @dataclass(frozen=True)
 class Span:
-    """`name` went on from `start` for `seconds`, both in seconds; `start` is on the clock of the run, so it may be of any size.
+    """`name` began at `start` and lasted `seconds`, both in seconds; `start` is on the run's clock, so it may be of any size.
 
     `component` is the actor, critic, reward model; `lane` the part of it that was busy: "rank 3", "replica 0", "requests". `arguments` are
     shown with the span. Raises ValueError for times that are not finite, and for a negative duration.
@@ -119,7 +118,7 @@ def _event(span: Span, process: int, thread: int, zero: int) -> dict[str, object
 
 
 def _plain(value: object) -> object:
-    """What JSON has a word for; anything else as text."""
+    """A value that JSON can hold; anything else as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

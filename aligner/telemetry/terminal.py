@@ -38,7 +38,7 @@ def plain(text: str) -> str:
 
 class Guarded:
     """A stream of text whose `write` cleans; all else is the stream's own. Wherever the text is cut into writes, the same comes out: the
-    beginning of a sequence waits for its end. `unguarded` is the stream itself, for who cleans what is written there."""
+    beginning of a sequence waits for its end. `unguarded` is the stream itself, for callers that clean their own output."""
 
     def __init__(self, stream: TextIO, *, drawn: bool = False) -> None:
         self.unguarded = unguarded(stream)

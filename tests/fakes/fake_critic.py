@@ -16,12 +16,12 @@ from aligner.errors import RequestRejected, ServerTimeout, ServerUnreachable
 from aligner.protocols import Loss
 from aligner.servers import wire
 from aligner.servers.config import RequestLimits
-from aligner.servers.critic import CriticService
 from aligner.servers.intake import Operation
 from aligner.servers.ledger import Ledger, Refused
 from aligner.servers.link import RequestRefused, Server
 from aligner.servers.payloads import SaveRequest
 from aligner.servers.registry import Registration, ServiceState, make_registration
+from aligner.servers.services import CriticService
 from aligner.telemetry.metrics import Mean, Metric
 from aligner.types import TokenBatch, ValueBatch
 

@@ -133,7 +133,7 @@ def role(command: str) -> str:
     """What kind of process this is, by its command line."""
     kinds = {
         "processes.py guard": "helper process",
-        "watchdog.py": "helper process",
+        "servers/processes.py": "helper process",
         "resource_tracker": "helper process",
         "tritonserver --id": "Triton",
         "triton_python_backend_stub": "Triton",

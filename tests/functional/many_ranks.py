@@ -17,12 +17,12 @@ STEP_SECONDS = 0.2
 
 
 def job(spec: Path, script: Path) -> int:
-    from aligner.cluster.slurm.allocation import allocation
+    from aligner.cluster.slurm.allocation import StopRequests, allocation
     from aligner.cluster.slurm.client import SlurmClient
     from aligner.cluster.slurm.commands import runtime
-    from aligner.cluster.slurm.conductor import Surroundings, conduct
-    from aligner.cluster.slurm.requests import StopRequests
+    from aligner.cluster.slurm.conductor import conduct
     from aligner.cluster.slurm.spec import read_spec
+    from aligner.cluster.slurm.steps import Surroundings
 
     requests = StopRequests()
     requests.install()

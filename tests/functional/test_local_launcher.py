@@ -165,7 +165,7 @@ def test_a_rank_that_leaves_with_zero_has_not_stopped_in_order(tmp_path: Path) -
     leaves = "import os; raise SystemExit(75 * int(os.environ['RANK']))"
     code, output, _ = _run(tmp_path, _python("actor", leaves, num_processes=2, main=True))
     assert code == 1
-    assert "FAILED: component actor, rank 0, ended with exit code 0 by itself" in output and "the same command goes on" not in output
+    assert "FAILED: component actor, rank 0, ended with exit code 0 by itself" in output and "the same command continues" not in output
 
 
 def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_main_component_that_stops_in_order_is_no_failure(tmp_path: Path) -> N
         tmp_path, _python("critic", _SLEEP), _python("actor", leases + "raise SystemExit(75)", num_processes=2, main=True)
     )
     assert code == 75
-    assert "actor stopped before the last step, with a checkpoint; the same command goes on from there" in output
+    assert "actor stopped before the last step, with a checkpoint; the same command continues from there" in output
     assert "FAILED" not in output
     assert run.log("actor", 1).read_text() == f"local-{os.getpid()}.0\n"
     assert not run.lease.exists()
@@ -382,7 +382,7 @@ def test_user_code_that_a_process_died_in_is_named(tmp_path: Path) -> None:
     dies = f"""
 import os, pathlib, signal, sys
 sys.path.insert(0, {str(_ROOT)!r})
-from aligner import user_code
+from aligner.settings import user_code
 health = pathlib.Path(os.environ["ALIGNER_LEASE"]).parent / "health"
 user_code.record_in(health / "actor.0.calls")
 with user_code.calling("reward function rewards.py:crashes"):

@@ -95,10 +95,10 @@ def test_limits_on_the_number_of_jobs(accounted: SlurmCluster, task: Path) -> No
     try:
         job = run.submit()
         job.until(lambda: run.step() > 1, "step 2", 2 * PATIENCE_SECONDS)
-        assert "warning: no job is queued for the case of a crash" in job.output and "AssocMaxSubmitJobLimit" in job.output
+        assert "warning: no job is queued to restart after a crash" in job.output and "AssocMaxSubmitJobLimit" in job.output
         job.signal(signal.SIGUSR1)
         job.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)
-        assert "warning: cannot submit the next job" in job.output and "submit the same again to go on" in job.output
+        assert "warning: cannot submit the next job" in job.output and "submit the same script again to continue" in job.output
         assert "(exit code 75)" in job.output and run.saved() == run.step()
     finally:
         accounted.run("sacctmgr", "--immediate", "modify", "user", "root", "set", "maxsubmitjobs=-1")

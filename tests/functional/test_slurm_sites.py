@@ -239,7 +239,7 @@ def test_a_cancelled_run_takes_no_nodes_again(slurm: SlurmCluster, task: Path) -
     (gatekeeper,) = job.gatekeepers()
     gatekeeper.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
     said = (run.directory / "jobs" / str(job.number) / f"gatekeeper-{gatekeeper.number}.out").read_text()
-    assert said == f"job {job.number} is not submitted again: somebody cancelled it: submit it again to go on\n"
+    assert said == f"job {job.number} is not submitted again: somebody cancelled it: submit it again to continue\n"
     assert job.successors() == []
     assert json.loads((run.directory / "attempts.jsonl").read_text().splitlines()[-1])["event"] == "not_continued"
 

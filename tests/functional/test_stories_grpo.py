@@ -15,7 +15,7 @@ from training_jobs import ROOT, run_job, script
 from aligner import cli
 from aligner.data.tokenizer import load_tokenizer
 from aligner.reporting.jsonl import read_metrics
-from aligner.reporting.samples_report import before_and_after
+from aligner.reporting.run_view import RunView
 from aligner.rewards.builtin import happy_words
 
 pytestmark = [pytest.mark.shared, pytest.mark.timeout(600)]
@@ -58,7 +58,7 @@ def test_the_run_reports_the_same(run: Path) -> None:
 
 
 def test_the_report_shows_samples_before_and_after(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = before_and_after(run / "validation")
+    before, after = RunView(run).before_and_after()
     assert (before.step, after.step) == (0, STEPS)
     assert [row.prompt for row in before.rows] == [row.prompt for row in after.rows] and len(before.rows) == 8
     assert cli.main(["report", str(run)]) == 0

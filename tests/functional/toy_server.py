@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from aligner.protocols import Loss
 from aligner.servers.config import RequestLimits, ServerConfig, Transport
-from aligner.servers.critic import CriticService
 from aligner.servers.ledger import Ledger
-from aligner.servers.reward import FunctionRewardService
-from aligner.servers.server import serve
+from aligner.servers.server import Service, serve
+from aligner.servers.services import CriticService, FunctionRewardService
 from aligner.telemetry.metrics import Mean, Metric, Sum
 from aligner.types import LossOutput, TokenBatch, TokenOutputs, ValueBatch
 
@@ -96,9 +95,9 @@ def main() -> None:
         )
     else:
         service = FunctionRewardService(letters)
-    serve(
-        "reward" if options.kind == "reward" else "critic",
-        [service.operations()[0], service.operations()[3]] if options.kind == "values" else service.operations(),
+    served = Service(
+        name="reward" if options.kind == "reward" else "critic",
+        operations=[service.operations()[0], service.operations()[3]] if options.kind == "values" else service.operations(),
         config=ServerConfig(
             transport=Transport(options.transport), port=options.port, failure_grace_seconds=2.0, idle_seconds=0.5, heartbeat_seconds=0.5
         ),
@@ -106,6 +105,7 @@ def main() -> None:
         services_dir=options.services_dir,
         secret=options.services_dir.parent / "secret",
     )
+    serve(served)
     if dist.is_initialized():
         dist.destroy_process_group()
 

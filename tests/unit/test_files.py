@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.files import as_umask_says, publish
+from aligner.files import publish, with_umask_mode
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_weights_have_the_mode_of_any_new_file(mask: int, tmp_path: Path) -> Non
     previous = os.umask(mask)
     try:
         path = tmp_path / "model.safetensors"
-        as_umask_says(path, lambda new: save_file({"w": torch.arange(3)}, new))
+        with_umask_mode(path, lambda new: save_file({"w": torch.arange(3)}, new))
         (tmp_path / "config.json").write_text("{}")
         run = RunDirectory(tmp_path / "run").create()
     finally:

@@ -73,14 +73,14 @@ def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path):
 
 def test_a_process_that_goes_on_appends_and_cut_lines_are_counted(tmp_path: Path):
     first = open_in(tmp_path)
-    first.add("a", "rank 0", time.perf_counter(), {})
+    first.add("a", time.perf_counter(), "rank 0")
     first.close()
     file = tmp_path / "actor.0.jsonl"
     file.write_bytes(file.read_bytes() + b'{"start":1700000000.0,"seco')  # killed while it wrote
     second = open_in(tmp_path)
-    second.add("b", "rank 0", time.perf_counter(), {})
+    second.add("b", time.perf_counter(), "rank 0")
     second.close()
-    second.add("late", "rank 0", time.perf_counter(), {})
+    second.add("late", time.perf_counter(), "rank 0")
     spans, damaged = read_spans(tmp_path)
     assert [span.name for span in spans] == ["a", "b"] and damaged == 1
 
@@ -89,7 +89,7 @@ def test_the_newest_spans_have_a_bounded_room(tmp_path: Path):
     most = 20_000
     recorder = open_in(tmp_path, most_bytes=most)
     for number in range(1000):
-        recorder.add(f"{number}", "rank 0", time.perf_counter(), {})
+        recorder.add(f"{number}", time.perf_counter(), "rank 0")
         if number % 10 == 0:
             recorder.flush()
             assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= most
@@ -105,7 +105,7 @@ def test_memory_is_bounded_and_threads_lose_nothing(tmp_path: Path):
 
     def work(lane: str) -> None:
         for _ in range(count):
-            recorder.add("a", lane, time.perf_counter(), {})
+            recorder.add("a", time.perf_counter(), lane)
 
     threads = [threading.Thread(target=work, args=(f"{number}",)) for number in range(3)]
     for thread in threads:
@@ -123,7 +123,7 @@ def test_a_file_system_in_trouble_costs_spans_and_one_warning(tmp_path: Path, ca
     (tmp_path / "trace" / "actor.0.jsonl").unlink()
     (tmp_path / "trace").rmdir()
     for _ in range(2):
-        recorder.add("a", "rank 0", time.perf_counter(), {})
+        recorder.add("a", time.perf_counter(), "rank 0")
         recorder.flush()
     assert capsys.readouterr().err.count("warning: 1 spans of the trace are lost") == 1
 

@@ -1,7 +1,6 @@
 """The body of every batch script in slurm/: `python3 -m aligner.cluster.slurm --script "$0" --config ppo_70b -- [key=value ...]`.
 
-Needs only Python 3.10 or newer on the batch host. A first job step composes the config in the run's software environment
-(container or virtual environment) and writes the job's spec.
+Requires only Python 3.10 on the batch host: a first job step composes the config in the run's software environment and writes the spec.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.cluster.lease import RunHeld
 from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.slurm.allocation import Allocation, allocation, step_environment
+from aligner.cluster.slurm.allocation import Allocation, StopRequests, allocation, step_environment
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import EXPORT, Runtime, runtime, wrapped
-from aligner.cluster.slurm.conductor import Surroundings, conduct
-from aligner.cluster.slurm.requests import StopRequests
+from aligner.cluster.slurm.conductor import conduct
 from aligner.cluster.slurm.separate import hold
 from aligner.cluster.slurm.spec import ContainerConfig, JobSpec, read_spec
+from aligner.cluster.slurm.steps import Surroundings
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
 from aligner.telemetry import terminal

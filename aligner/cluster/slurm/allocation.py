@@ -1,11 +1,13 @@
-"""The job that this process runs in, as Slurm's variables describe it."""
+"""The job that this process runs in: as Slurm's variables describe it, and what its signals request."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from aligner.cluster.slurm.spec import JobSpec
 from aligner.errors import ConfigError
@@ -15,16 +17,13 @@ OWN_VARIABLES = ("ALIGNER_ATTEMPT", "ALIGNER_LEASE", "ALIGNER_OUTCOMES", "ALIGNE
 CONTINUES = "ALIGNER_CONTINUES"
 # A person's choices for the job.
 CHOICES = ("ALIGNER_HOME", "ALIGNER_VENV", "ALIGNER_PYTHON", "ALIGNER_CONTAINER", "ALIGNER_MOUNTS", "ALIGNER_PREFLIGHT")
-# Set in a job that was submitted with --export: its steps, and jobs that it submits, would get no more than that.
+# Set in a job that was submitted with --export: its steps, and jobs that it submits, would get only those variables.
 _EXPORT = "SLURM_EXPORT_ENV"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """`jobs[k]` belongs to part k, and `num_nodes[k]` where the parts are of one job; in a job of one part there is one of each.
-
-    `beside`: the jobs of the other parts, where each part is a job (`slurm.separate`).
-    """
+    """`jobs[k]` and, in one job, `num_nodes[k]` belong to part k. `beside`: the other parts' jobs (`slurm.separate`)."""
 
     job: str
     jobs: tuple[str, ...]
@@ -36,7 +35,7 @@ class Allocation:
     beside: tuple[str, ...] = ()
 
     def step_options(self, part: int) -> list[str]:
-        """What tells srun that a step is on the nodes of this part."""
+        """The options of srun for a step on the nodes of this part."""
         if self.beside:
             return [f"--jobid={self.jobs[part]}"] if part else []
         return [f"--het-group={part}"] if len(self.jobs) > 1 else []
@@ -51,8 +50,8 @@ class Allocation:
         if list(self.num_nodes) != wanted:
             parts = ", ".join(f"{one.name} {one.num_nodes}" for one in spec.components)
             raise ConfigError(
-                f"this job has {' + '.join(map(str, self.num_nodes))} nodes, its config wants {' + '.join(map(str, wanted))} ({parts}): "
-                "the script was made for other settings; `aligner launch slurm CONFIG ...` makes one that fits"
+                f"this job has {' + '.join(map(str, self.num_nodes))} nodes, its config requires {' + '.join(map(str, wanted))} ({parts}): "
+                "the script was made for other settings; `aligner launch slurm CONFIG ...` makes a matching one"
             )
 
 
@@ -77,11 +76,9 @@ def allocation(environ: Mapping[str, str], beside: Sequence[str] = ()) -> Alloca
 def step_environment(
     environ: Mapping[str, str], home: Path | None, *, in_container: bool = False, of_another_job: bool = False
 ) -> dict[str, str]:
-    """Environment of every step: the checkout `home`, if any, first on Python's path; no variables that name another host.
+    """The whole environment of a step: the checkout `home` first on Python's path; no variables that name another host.
 
-    It is complete whatever the job was submitted with (`sbatch --export=NONE`), and all of it goes to the step: `commands.EXPORT`.
-    `in_container`: the host's packages stay outside, those on its PYTHONPATH and those in the user's home directory. `of_another_job`:
-    the step is on the nodes of another job, which has other sizes than those in this one's variables.
+    `in_container`: without the host's packages. `of_another_job`: without this job's variables, which have other sizes.
     """
     left_out = ("HOSTNAME", _EXPORT, *OWN_VARIABLES)
     kept = {name: value for name, value in environ.items() if name not in left_out and not (of_another_job and _is_slurms(name))}
@@ -109,6 +106,30 @@ def _is_slurms(name: str) -> bool:
 
 
 def export_option(environ: Mapping[str, str]) -> str:
-    """Which variables sbatch gives a following job: all, or where this one was not given all, those that it cannot do without."""
+    """Which variables sbatch gives a following job: all, or, if this job did not get all, the required ones."""
     is_all = environ.get(_EXPORT, "ALL").split(",")[0] == "ALL"
     return "--export=ALL" if is_all else f"--export={','.join([*(name for name in CHOICES if name in environ), CONTINUES])}"
+
+
+class StopRequests:
+    """Installed for the life of the process. `--signal=B:USR1@...` sends SIGUSR1; scancel, preemption and the time limit send SIGTERM."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        self.terminate = False
+
+    def install(self) -> None:
+        """From the main thread, before anything is started."""
+        signal.signal(signal.SIGUSR1, self._stop)
+        signal.signal(signal.SIGTERM, self._terminate)
+        signal.signal(signal.SIGINT, self._terminate)
+
+    @property
+    def any(self) -> bool:
+        return self.stop or self.terminate
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop = True
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self.terminate = True

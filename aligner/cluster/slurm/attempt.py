@@ -1,7 +1,6 @@
 """One start of all components in the job's allocation, until the training component ends, and why.
 
-The first component trains; the attempt ends with its step. A server that ends earlier is restarted in its allocation, as often
-as the settings allow, while the actor waits (its registration is removed, so that clients look for the new one).
+A server that ends earlier is restarted as often as the settings allow, while the actor waits (its registration is removed).
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from aligner.cluster.outcomes import TOO_EARLY
 from aligner.cluster.services import is_ready, waits_for_its_turn
 from aligner.cluster.slurm.client import JobRecord
 from aligner.cluster.slurm.history import History, done_step
-from aligner.cluster.slurm.requests import StopRequests
-from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
+from aligner.cluster.slurm.spec import ComponentSpec, OnFailure
 from aligner.cluster.slurm.steps import Place, Step
 from aligner.errors import LaunchError
 from aligner.settings.user_code import was_calling
@@ -27,7 +25,7 @@ from aligner.settings.user_code import was_calling
 POLL_SECONDS = 0.25
 PROGRESS_SECONDS = 60.0  # between two lines about the training in the job's own output
 _SHOWN_LINES = 20
-_PROGRESS_LINES = 400  # in which the newest step is looked for: tables of samples come between
+_PROGRESS_LINES = 400  # searched for the newest step: tables of samples come between
 
 
 class Ending(str, Enum):
@@ -56,28 +54,24 @@ class Verdict:
 class Attempt:
     """`number` counts the starts of all components in this job; `restarts` the servers that were started again in it."""
 
-    def __init__(self, spec: JobSpec, place: Place, lease: Lease, history: History, requests: StopRequests, *, number: int) -> None:
-        self._spec = spec
-        self._slurm = spec.slurm
+    def __init__(self, place: Place, lease: Lease, history: History, *, number: int) -> None:
+        self._spec, self._slurm = place.spec, place.spec.slurm
         self._place = place
+        self._requests, self._say = place.around.requests, place.around.say
         self._lease = lease
         self._history = history
-        self._requests = requests
         self._number = number
         self._steps: dict[str, Step] = {}
         self._starts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
         self._stop_deadline: float | None = None
-        self._doomed: tuple[float, str] | None = None  # when the actor's grace ends, and what it cannot go on without
-        self._progress = ""  # the newest line of it that was said
+        self._doomed: tuple[float, str] | None = None  # when the actor's grace ends, and what it lost
+        self._progress = ""  # the newest line that was printed
         self._progress_at = time.monotonic() + PROGRESS_SECONDS
         self.restarts = 0
 
     def run(self, variables: Mapping[str, str], *, restarts: int) -> Verdict:
-        """Start the components, servers first, and watch them; everything has ended (or Slurm ends it) when this returns.
-
-        `restarts`: earlier server restarts.
-        """
+        """Start the components, servers first, and watch them to their end. `restarts`: earlier server restarts."""
         self._variables = dict(variables)
         self.restarts = restarts
         self._log_began = self._place.log_size(self._spec.components[0].name)
@@ -89,7 +83,7 @@ class Attempt:
             verdict = self._watch()
         except LaunchError as error:
             verdict = Verdict(ending=Ending.crashed, reason=str(error))
-        if verdict.ending is Ending.terminated:  # Slurm has told every task so, and this process has few seconds left
+        if verdict.ending is Ending.terminated:  # Slurm has signalled every task, and this process has few seconds left
             for step in self._steps.values():
                 step.send(signal.SIGTERM)
             return verdict
@@ -107,7 +101,7 @@ class Attempt:
     def _start(self, component: ComponentSpec) -> None:
         start = self._starts[component.name] = self._starts.get(component.name, -1) + 1
         key = f"{self._number}/{component.name}.{start}"
-        self._steps[component.name] = self._place.start(component, shares=self._spec.shares(component), key=key, variables=self._variables)
+        self._steps[component.name] = self._place.start(component, key=key, variables=self._variables)
 
     def _watch(self) -> Verdict:
         while True:
@@ -125,7 +119,7 @@ class Attempt:
                 return verdict
 
     def _tell_progress(self) -> None:
-        """Once a minute, the newest step as the training component's log has it, with its ETA; before the first one, its last line."""
+        """Once a minute, print the newest step of the training component's log, with its ETA; before the first step, its last line."""
         if time.monotonic() < self._progress_at:
             return
         self._progress_at = time.monotonic() + PROGRESS_SECONDS
@@ -149,7 +143,7 @@ class Attempt:
         self._show(actor, outcome.rank if outcome else 0)
         reason = (self._doomed[1] + "; " if self._doomed else "") + self._describe_end(actor)
         if (outcome.code if outcome else actor.srun_code()) == ExitCode.done:
-            reason += f"; where that was its own exit code, it ended {TOO_EARLY}"
+            reason += f"; if that was its own exit code, it ended {TOO_EARLY}"
         return Verdict(ending=ending, reason=reason)
 
     def _stop_in_order(self) -> Verdict | None:
@@ -164,7 +158,7 @@ class Attempt:
         if now < self._stop_deadline:
             return None
         self._place.stop([self._actor], time.sleep, gently=False)
-        return Verdict(ending=Ending.stopped, reason="its step took too long and was given up: the newest checkpoint stands")
+        return Verdict(ending=Ending.stopped, reason="its step took too long and was abandoned: the newest checkpoint is kept")
 
     def _time_to_stop(self, now: float) -> float:
         """The actor's deadline: as requested from Slurm, or earlier if the job's time ends before (preemption)."""
@@ -210,7 +204,7 @@ class Attempt:
         self._show(step, outcome.rank if outcome else 0)
         if outcome is not None and outcome.code in (ExitCode.refused, ExitCode.halted):
             return Verdict(ending=_ENDINGS[ExitCode(outcome.code)], reason=self._describe_end(step))
-        lost = self._place.lost(self._place.allocation.jobs[step.component.part :][:1])
+        lost = self._place.lost(self._place.around.allocation.jobs[step.component.part :][:1])
         allowed = self._slurm.on_server_failure is OnFailure.restart and self.restarts < self._slurm.max_server_restarts and not lost
         reason = f"{self._describe_end(step)}{f': {lost}' if lost else ''}"
         self._history.add("server_died", component=step.name, reason=reason, restarted=allowed)
@@ -248,9 +242,6 @@ class Attempt:
         self._say(f"{end}. Its last lines ({self._place.run.log(step.name, rank)}):" if lines else end)
         for line in lines:
             self._say(f"  | {line}")
-
-    def _say(self, text: str) -> None:
-        self._place.say(text)
 
 
 def end_time(components: Sequence[JobRecord]) -> float | None:

@@ -79,7 +79,7 @@ class SlurmClient:
         return job
 
     def cancel(self, job: str) -> None:
-        """End a job, running or not; one that has ended already is no error."""
+        """End a job, running or not; one that has ended already is not an error."""
         self.run("scancel", "--quiet", job)
 
     def steps(self, jobs: Sequence[str]) -> dict[str, str]:
@@ -92,7 +92,7 @@ class SlurmClient:
         return found
 
     def signal_steps(self, steps: Sequence[str], signal_name: str) -> None:
-        """Send a signal to every task of these steps; one that ends meanwhile is no error."""
+        """Send a signal to every task of these steps; one that ends meanwhile is not an error."""
         try:
             if steps:
                 self.run("scancel", "--quiet", f"--signal={signal_name}", *steps)
@@ -159,7 +159,7 @@ def _record(line: str) -> JobRecord:
 
 
 def _options(fields: Mapping[str, str]) -> Iterator[str]:
-    """Everything that was asked for, as far as Slurm tells, however it was asked (command line, variable, script): see docs/slurm.md."""
+    """Everything that was requested, as far as Slurm reports it, from command line, variables and script: see docs/slurm.md."""
     given = {key: value for key in _OPTIONS if (value := fields.get(key, "")) not in _NOTHING}
     given = {key: value for key, value in given.items() if value != "0" or key in _MAY_BE_NOUGHT}
     if "MemPerTres" in fields:  # a default stands there

@@ -28,10 +28,7 @@ class ContainerKind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runtime:
-    """What the components' processes run in. `home` is the checkout (None: installed from a wheel).
-
-    `directory` is where they start: relative paths are the submitter's.
-    """
+    """What the components run in. `home`: the checkout (None: a wheel). `directory`: where they start, the submitter's."""
 
     kind: ContainerKind
     image: str
@@ -73,11 +70,11 @@ def _python(environ: Mapping[str, str], home: Path | None) -> str:
         return "python3"
     python = str(Path(folder).absolute() / "bin" / "python")
     if not os.access(python, os.X_OK):
-        raise ConfigError(f"ALIGNER_VENV={folder}: there is no {python}; name an environment that every node sees, or ALIGNER_CONTAINER")
+        raise ConfigError(f"ALIGNER_VENV={folder}: {python} does not exist; name an environment that all nodes see, or ALIGNER_CONTAINER")
     return python
 
 
-EXPORT = "--export=ALL"  # of every srun: what the job was submitted with must not decide what its steps get
+EXPORT = "--export=ALL"  # of every srun: the job's own --export must not limit its steps
 
 
 _SHOWN = {ContainerGpu.nvidia: ["--nv"], ContainerGpu.rocm: ["--rocm"], ContainerGpu.none: []}
@@ -102,7 +99,7 @@ def wrapped(where: Runtime, program: Sequence[str], container: ContainerConfig, 
     return [], command
 
 
-# Slurm shows every step of a node all GPUs of the job there; a component is left its own, counted from 1. $1: all, where Slurm counts none.
+# Slurm shows every step all GPUs of the job on a node; a component keeps its own, counted from 1. $1: all, if Slurm does not count GPUs.
 _SEE = (
     'CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-$1}"; shift; : "${CUDA_VISIBLE_DEVICES:?is not set: Slurm gave this step no GPUs}"; '
     'export CUDA_VISIBLE_DEVICES="$(printf %s "$CUDA_VISIBLE_DEVICES" | cut -d, -f"$0")"; exec "$@"'
@@ -127,10 +124,8 @@ def srun_command(
     shares: bool = False,
     container: ContainerConfig | None = None,
 ) -> list[str]:
-    """The step that runs a component on its part of the job: `on` are the options that name the part. Rank 3 writes to `<log>.3.log`, and
-    what Slurm itself says goes to `<log>.step.log`.
-
-    `shares`: other components have steps on the same nodes.
+    """The step that runs a component on the part of the job that the options `on` name. Rank 3 writes to `<log>.3.log`, and Slurm itself to
+    `<log>.step.log`. `shares`: other components have steps on the same nodes.
     """
     where = replace(where, python=component.python or where.python)
     options, command = wrapped(where, component.program, container or ContainerConfig(), has_gpus=component.gpus_per_node > 0)

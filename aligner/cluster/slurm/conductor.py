@@ -2,7 +2,7 @@
 
 done       0    cancels the gatekeeper (see `following`)
 refused    2    an error in the request: cancels the gatekeeper
-stopped    0    before the time limit: submits the successor, cancels the gatekeeper; 75 where there is to be no successor, or cannot be
+stopped    0    before the time limit: submits the successor, cancels the gatekeeper; 75 without a successor
 halted    78    numbers went bad, or no progress: cancels the gatekeeper
 crashed    1    restarts all components in the same allocation; if that is disabled, the gatekeeper submits the job again
 
@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from aligner.cluster import lease as leases
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import Lease, LeaseRecord
 from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.slurm.allocation import Allocation
 from aligner.cluster.slurm.attempt import POLL_SECONDS, Attempt, Ending, Verdict, end_time
-from aligner.cluster.slurm.client import OVER, JobRecord, SlurmClient
-from aligner.cluster.slurm.commands import Runtime
+from aligner.cluster.slurm.client import OVER, JobRecord
 from aligner.cluster.slurm.following import FollowingJobs, Request
 from aligner.cluster.slurm.history import ENDED, STARTED, SUBMITTED, History, done_step, newest_step, no_progress
-from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
-from aligner.cluster.slurm.steps import Place, Step
+from aligner.cluster.slurm.steps import Place, Step, Surroundings
 from aligner.errors import LaunchError
 
 SKIP_VARIABLE = "ALIGNER_PREFLIGHT"  # 0: do not run it
@@ -39,16 +36,17 @@ _SHOWN_LINES = 60
 _NAME = "preflight"
 
 
-def run_preflight(spec: JobSpec, place: Place, requests: StopRequests, variables: Mapping[str, str]) -> Verdict | None:
+def run_preflight(place: Place, variables: Mapping[str, str]) -> Verdict | None:
     """Run the preflight on the job's nodes; None if the job may start."""
-    if not spec.preflight or place.environ.get(SKIP_VARIABLE) == "0":
+    spec, requests, say = place.spec, place.around.requests, place.around.say
+    if not spec.preflight or place.around.environ.get(SKIP_VARIABLE) == "0":
         return None
-    place.say(f"preflight on {sum(place.allocation.num_nodes)} nodes ({SKIP_VARIABLE}=0 skips it)")
+    say(f"preflight on {sum(place.around.allocation.num_nodes)} nodes ({SKIP_VARIABLE}=0 skips it)")
     components = [_component(spec, index) for index in range(len(spec.components))]
     for component in components:
         for path in (place.run.log(component.name, 0), place.run.logs / f"{component.name}.step.log"):
             path.unlink(missing_ok=True)
-    steps = [place.start(one, shares=spec.shares(one), key=one.name, variables=variables) for one in components]
+    steps = [place.start(one, key=one.name, variables=variables) for one in components]
     deadline = time.monotonic() + spec.slurm.preflight_timeout_seconds
     while not all(step.has_ended() for step in steps) and time.monotonic() < deadline and not requests.any:
         time.sleep(POLL_SECONDS)
@@ -57,10 +55,10 @@ def run_preflight(spec: JobSpec, place: Place, requests: StopRequests, variables
     for component in components:
         lines = place.last_lines(component, 0, _SHOWN_LINES)
         if component is not components[0] and lines and lines[-1].endswith(": ready"):
-            lines = lines[-1:]  # one table is enough where nothing is the matter
-        place.say(f"{component.name}:")
+            lines = lines[-1:]  # one table is enough if all is well
+        say(f"{component.name}:")
         for line in lines:
-            place.say(f"  | {line}")
+            say(f"  | {line}")
     if requests.terminate:
         return Verdict(ending=Ending.terminated, reason="Slurm is ending the job")
     if requests.stop:
@@ -86,7 +84,7 @@ def _verdict(step: Step) -> Verdict | None:
     if outcome is None or outcome.code not in (ExitCode.done, ExitCode.refused):
         return Verdict(ending=Ending.crashed, reason=step.describe_end())
     if outcome.code == ExitCode.refused:
-        return Verdict(ending=Ending.refused, reason=outcome.message or f"{step.name} found what the job cannot run with (see above)")
+        return Verdict(ending=Ending.refused, reason=outcome.message or f"{step.name} found what prevents the job from running (see above)")
     return None
 
 
@@ -99,20 +97,6 @@ _CODES = {
     Ending.terminated: ExitCode.failed,
     Ending.lost: ExitCode.refused,
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
-    """The conductor's inputs: job, process environment, script and arguments, Slurm's commands."""
-
-    allocation: Allocation
-    runtime: Runtime
-    client: SlurmClient
-    requests: StopRequests
-    script: Path
-    arguments: tuple[str, ...]
-    environ: Mapping[str, str]
-    say: Callable[[str], None]
 
 
 def conduct(spec: JobSpec, around: Surroundings) -> int:
@@ -150,16 +134,7 @@ class _Conductor:
         self._history = History(run.attempts, around.allocation.job)
         self._restarts = 0
         self._is_looked_at = False
-        self._place = Place(
-            run=run,
-            allocation=around.allocation,
-            runtime=around.runtime.with_mount(run.path),
-            slurm=spec.slurm,
-            container=spec.container,
-            client=around.client,
-            environ=around.environ,
-            say=around.say,
-        )
+        self._place = Place(spec=spec, run=run, around=replace(around, runtime=around.runtime.with_mount(run.path)))
         self._components = self._ask_for_components()
         self._following = FollowingJobs(
             Request(
@@ -170,18 +145,14 @@ class _Conductor:
                 arguments=around.arguments,
                 options=tuple(record.options for record in self._components),
             ),
-            spec,
-            around.client,
+            self._place,
             self._history,
-            folder=run.jobs / around.allocation.job,
-            environ=around.environ,
-            say=around.say,
         )
 
     def run(self) -> int:
         allocation, step = self._around.allocation, self._newest()
         self._history.add(SUBMITTED, continues=allocation.continues, step=step)
-        where = f"goes on after step {step}" if step else "starts"
+        where = f"continues after step {step}" if step else "starts"
         self._say(f"run {self._run.run_id()[:8]} in {self._run.path} {where}; logs in {self._run.logs}")
         if reason := self._no_progress():
             return self._end(Verdict(ending=Ending.halted, reason=reason))
@@ -200,10 +171,10 @@ class _Conductor:
             self._wait(self._spec.slurm.restart_delay_seconds)
 
     def _first_look(self, number: int) -> Verdict | None:
-        """What the preflight has found, None if nothing or if it has passed already; one that has crashed says nothing and runs again."""
+        """The preflight's verdict; None if it passes, or has passed before. One that crashed runs again."""
         if self._is_looked_at or self._around.requests.any:
             return None
-        verdict = run_preflight(self._spec, self._place, self._around.requests, self._variables(number))
+        verdict = run_preflight(self._place, self._variables(number))
         self._is_looked_at = verdict is None
         return verdict
 
@@ -226,7 +197,7 @@ class _Conductor:
             return Verdict(ending=Ending.stopped, reason="it had to stop before the components were started")
         if number:
             self._lease.renew(self._attempt_id(number))
-        attempt = Attempt(self._spec, self._place, self._lease, self._history, self._around.requests, number=number)
+        attempt = Attempt(self._place, self._lease, self._history, number=number)
         self._say(f"attempt {self._attempt_id(number)}: starting {', '.join(one.name for one in self._spec.components)}")
         verdict = attempt.run(self._variables(number), restarts=self._restarts)
         self._restarts = attempt.restarts
@@ -270,7 +241,7 @@ class _Conductor:
         code = _CODES[verdict.ending]
         if verdict.ending is Ending.stopped and self._spec.slurm.successor:
             if self._following.submit_successor():
-                code = ExitCode.done  # of the job: it has done its part, and Slurm shows it as COMPLETED
+                code = ExitCode.done  # the job has done its part, and Slurm shows it as COMPLETED
         elif verdict.ending not in (Ending.crashed, Ending.terminated):
             self._following.cancel_gatekeeper(verdict.ending.value)
         gatekeeper = self._following.gatekeeper

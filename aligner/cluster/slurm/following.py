@@ -1,9 +1,7 @@
 """The jobs that continue a run: the successor, submitted by a job that must stop, and the gatekeeper, which waits for a job to fail.
 
-The gatekeeper is a job of one task that starts if the other one failed (`afternotok`). It looks why, and submits the job again where
-that helps: a run that somebody cancelled, that is done, or that gets nowhere takes no nodes.
-
-    python3 -m aligner.cluster.slurm.following <run>/jobs/<job>
+The gatekeeper is a job of one task that starts if the other one failed (`afternotok`): `python3 -m aligner.cluster.slurm.following
+FOLDER`. It submits the job again unless that is useless: for a run that was cancelled, is done, or makes no progress.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,21 +20,19 @@ from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.history import History, done_step, newest_step, no_progress
 from aligner.cluster.slurm.separate import Together
 from aligner.cluster.slurm.spec import JobSpec, read_spec
+from aligner.cluster.slurm.steps import Place
 from aligner.errors import AlignerError, LaunchError
 
 REQUEST, GATEKEEPER = "following.json", "gatekeeper.sub"
 NAME = "{}-gatekeeper"
-# Where the big job may run, a small one may, but on what nodes and with how much is not asked for.
+# A small job may run where the big one may; nodes and sizes are not copied.
 _SAME_PLACE = ("--partition=", "--account=", "--qos=", "--reservation=", "--comment=", "--wckey=")
 _SIZE = ("--nodes=1", "--ntasks=1", "--time=10", "--no-requeue")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The job that continues `job`: the same script with the same arguments, so in the same run directory, and the same wishes.
-
-    `options` has those of each part of the job, as Slurm knows them.
-    """
+    """The job that continues `job`: the same script, arguments and run directory. `options`: those of each part, as Slurm reports them."""
 
     job: str
     name: str
@@ -60,27 +56,14 @@ class Request:
 
 
 class FollowingJobs:
-    """Submits and cancels what follows one job. `folder` is `<run>/jobs/<job>`."""
+    """Submits and cancels what follows the job of `place`, and records it in `<run>/jobs/<job>`."""
 
-    def __init__(
-        self,
-        request: Request,
-        spec: JobSpec,
-        client: SlurmClient,
-        history: History,
-        *,
-        folder: Path,
-        environ: Mapping[str, str],
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, request: Request, place: Place, history: History) -> None:
         self._request = request
-        self._client = client
         self._history = history
-        self._folder = folder
-        self._spec = spec
-        self._slurm = spec.slurm
-        self._environ = environ
-        self._say = say
+        self._spec, self._slurm = place.spec, place.spec.slurm
+        self._client, self._environ, self._say = place.around.client, place.around.environ, place.around.say
+        self._folder = place.run.jobs / request.job
         self.gatekeeper = ""
 
     def queue_gatekeeper(self) -> None:
@@ -102,11 +85,11 @@ class FollowingJobs:
             options += self._slurm.gatekeeper_options
             self.gatekeeper = self._client.submit(options, script, (), cwd=Path(self._request.directory), environ=environ)
         except (LaunchError, OSError) as error:
-            advice = "where it may not run on these nodes, slurm.gatekeeper_options names others, such as ['--partition=cpu']"
-            self._say(f"warning: no job is queued for the case of a crash: {error}; {advice}")
+            advice = "if it may not run on these nodes, name others in slurm.gatekeeper_options, such as ['--partition=cpu']"
+            self._say(f"warning: no job is queued to restart after a crash: {error}; {advice}")
             return
         self._history.add("gatekeeper_queued", gatekeeper=self.gatekeeper)
-        self._say(f"gatekeeper: job {self.gatekeeper} (one task) waits for the case that this one crashes, and is cancelled otherwise")
+        self._say(f"gatekeeper: job {self.gatekeeper} (one task) starts if this one crashes, and is cancelled otherwise")
 
     def submit_successor(self) -> bool:
         """Submit the job that continues this one; if that fails, the gatekeeper will, and this job must end as failed."""
@@ -114,11 +97,11 @@ class FollowingJobs:
             successor = self._request.submit(self._client, self._spec, self._environ, after=self._request.job)
         except LaunchError as error:
             self._history.add("successor_failed", reason=str(error), gatekeeper=self.gatekeeper)
-            instead = f"job {self.gatekeeper} tries it again" if self.gatekeeper else "submit the same again to go on"
+            instead = f"job {self.gatekeeper} tries it again" if self.gatekeeper else "submit the same script again to continue"
             self._say(f"warning: cannot submit the next job ({error}); {instead}")
             return False
         self._history.add("successor_submitted", successor=successor)
-        self._say(f"job {successor} goes on after this one")
+        self._say(f"job {successor} will continue this run")
         self.cancel_gatekeeper("a successor is submitted")
         return True
 
@@ -136,7 +119,7 @@ class FollowingJobs:
 
 
 def go_on(folder: Path, client: SlurmClient, environ: Mapping[str, str]) -> str:
-    """What a gatekeeper does; says what that was. Raises LaunchError if Slurm refuses the job."""
+    """The gatekeeper's work; returns a line about it. Raises LaunchError if Slurm refuses the job."""
     spec = read_spec(folder / "spec.json")
     found = json.loads((folder / REQUEST).read_text())
     request = Request(**found | {"arguments": tuple(found["arguments"]), "options": tuple(map(tuple, found["options"]))})
@@ -146,23 +129,23 @@ def go_on(folder: Path, client: SlurmClient, environ: Mapping[str, str]) -> str:
         return f"job {request.job} is not submitted again: {reason}"
     successor = request.submit(client, spec, environ)
     history.add("successor_submitted", successor=successor)
-    return f"job {request.job} failed; job {successor} goes on"
+    return f"job {request.job} failed; job {successor} continues the run"
 
 
 def _in_vain(spec: JobSpec, job: str, history: History, client: SlurmClient) -> str:
-    """Why the run is not to go on by itself; empty if it is."""
+    """Why the run must not continue by itself; empty if it may."""
     run = RunDirectory(Path(spec.run_directory))
     if step := done_step(run, spec):
         return f"the run is done (step {step})"
     later = history.started_after(job)
     if later:
-        return f"job {later} has gone on since"
+        return f"job {later} has continued it since"
     ending = history.ending_of(job)
     if ending in ("refused", "halted", "lost"):
         return f"it ended as {ending}"
     # Slurm reports who ended a job only after its end.
     if ending in ("", "terminated") and any(record.state.startswith("CANCELLED") for record in client.show(job)):
-        return "somebody cancelled it: submit it again to go on"
+        return "somebody cancelled it: submit it again to continue"
     return no_progress(history, newest_step(run, spec.checkpoints), spec.slurm.max_restarts_without_progress)
 
 
@@ -172,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
         spec = read_spec(folder / "spec.json")
         print(go_on(folder, SlurmClient(spec.slurm.command_timeout_seconds), os.environ), flush=True)
     except AlignerError as error:
-        print(f"error: {error}: the run does not go on by itself; submit it again", flush=True)
+        print(f"error: {error}: the run does not continue by itself; submit it again", flush=True)
         return 1
     return 0
 

@@ -47,7 +47,7 @@ class History:
         return str(lines[-1]["ending"]) if lines else ""
 
     def started_after(self, job: str) -> str:
-        """A job of this run that has started since that one did; empty if there is none."""
+        """A job of this run that has started since that one did; empty without one."""
         jobs = [line["job"] for line in self.read() if line["event"] == SUBMITTED]
         return next((later for later in reversed(jobs) if later != job), "") if job in jobs and jobs[-1] != job else ""
 
@@ -64,24 +64,24 @@ class History:
 
 
 def no_progress(history: History, newest: int, allowed: int) -> str:
-    """Why another start would be in vain: too many brought no checkpoint newer than step `newest`; empty while it may help."""
+    """Why another start would be useless: too many produced no checkpoint newer than step `newest`; empty while it may help."""
     starts = history.starts_after(newest)
     if starts <= allowed:
         return ""
-    return f"{starts} starts in a row brought no checkpoint newer than step {newest} (slurm.max_restarts_without_progress={allowed})"
+    return f"{starts} starts in a row produced no checkpoint newer than step {newest} (slurm.max_restarts_without_progress={allowed})"
 
 
 def newest_step(run: RunDirectory, folders: Sequence[str]) -> int:
-    """The newest step whose checkpoint is complete in all of the folders; 0: none is. A run goes on after it."""
+    """The newest step whose checkpoint is complete in all of the folders; 0: none is. A run resumes after it."""
     steps = [set(checkpoint_files.complete_steps(run.checkpoints / folder)) for folder in folders]
     return max(set.intersection(*steps), default=0) if steps else 0
 
 
 def done_step(run: RunDirectory, spec: JobSpec) -> int:
-    """The step at which `done.json` says that this run is over; 0 if it is not, or not with the length that `spec` wants now."""
+    """The step at which this run is over by `done.json`; 0 if it is not, or `spec` now requires more steps."""
     try:
         done = json.loads(run.done.read_text())
         over = done["step"] >= spec.max_steps > 0 or done.get("epochs", 0) >= spec.epochs > 0
         return int(done["step"]) if over else 0
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged: the run will write it again when it comes there
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged: the run will write it again at its end
         return 0

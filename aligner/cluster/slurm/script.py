@@ -35,7 +35,7 @@ fi
 def render(
     config: str, spec: JobSpec, *, title: str, overrides: Sequence[str] = (), path: str = "", variables: Mapping[str, str] | None = None
 ) -> str:
-    """The script of a config with `overrides`. `title` says what it is, `path` where it is kept (empty: nowhere).
+    """The script of a config with `overrides`. `title` describes it; `path` is where it is kept (empty: nowhere).
 
     `variables` have these values unless the submitter sets others: at sites that export nothing (`--export=NONE`) nobody could set them.
     """
@@ -43,9 +43,7 @@ def render(
     lines = ["#!/bin/bash", f"# {title}", f"# Made by `{made}`: the numbers are those of the config {config}."]
     if path:
         lines += ["#", f"#     sbatch {path} [key=value ...]", "#"]
-        lines += [
-            "# from the checkout, or where aligner is installed. The same line again goes on from the newest checkpoint: docs/slurm.md"
-        ]
+        lines += ["# from the checkout, or where aligner is installed. The same line again resumes the run: docs/slurm.md"]
     slurm = spec.slurm
     lines += [
         f"#SBATCH --job-name={spec.name}",

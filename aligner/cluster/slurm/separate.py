@@ -1,8 +1,7 @@
-"""A run as one job for each part of it, where a site has no heterogeneous jobs (`slurm.separate`).
+"""A run as one job for each of its parts, for sites without heterogeneous jobs (`slurm.separate`).
 
-The jobs of the servers only hold their nodes (`hold`): the actor's job, which starts when all of those have started (`after`), runs the
-conductor, whose steps for the servers go to the other jobs' nodes (`srun --jobid`). So everything else is as in a heterogeneous job. The
-jobs that continue a run are submitted together too. The others learn of the actor's job from a file, since it is submitted last.
+The servers' jobs only hold their nodes (`hold`). The actor's job starts after all of them (`after`) and runs the conductor, whose steps for
+the servers use the other jobs' nodes (`srun --jobid`). The others find the actor's job in a file, since it is submitted last.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from pathlib import Path
 
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
+from aligner.cluster.slurm.allocation import StopRequests
 from aligner.cluster.slurm.client import OVER, SlurmClient
-from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.script import part_options
 from aligner.cluster.slurm.spec import JobSpec
 from aligner.errors import LaunchError
@@ -29,7 +28,7 @@ _NOTE_SECONDS = 300.0  # from the submission of a job to that of the actor's, an
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """The jobs of one run: `options[k]` of sbatch are those of part k, the actor's first; `note` is where the others find the actor's."""
+    """The jobs of one run: `options[k]` of sbatch are those of part k, the actor's first; the others find the actor's in `note`."""
 
     options: tuple[tuple[str, ...], ...]
     note: Path
@@ -73,7 +72,7 @@ class Together:
         return jobs[0]
 
     def commands(self) -> list[list[str]]:
-        """What is typed in the order of submission, for a person: the script's path and its settings come after it."""
+        """The commands in the order of submission, for a person: the script's path and its settings follow."""
         first, *others = self.options
         return [["sbatch", *options] for options in (*others, first)]
 
@@ -86,15 +85,15 @@ def _dependency(conditions: Sequence[str]) -> list[str]:
 
 
 def hold(note: Path, requests: StopRequests, say: Callable[[str], None]) -> int:
-    """Hold this job's nodes until the actor's job is over; the exit code. A warning of this job's end is passed on to that one.
+    """Hold this job's nodes until the actor's job is over; the exit code. A warning of this job's end is passed on to that job.
 
-    It gives up where the actor's job has not begun after `idle_seconds`: that one sees it then, and all are submitted again.
+    Gives up if the actor's job has not begun after `idle_seconds`: that one notices it then, and all are submitted again.
     """
     record = _read(note, requests)
     if record is None:
         return ExitCode.failed
     job, client, began = str(record["job"]), SlurmClient(float(record["command_seconds"])), time.monotonic()
-    say(f"holds its nodes for job {job}; see the output of that one")
+    say(f"holds its nodes for job {job}; see that job's output")
     has_begun = is_passed_on = has_warned = False
     while not requests.terminate:
         if requests.stop and not is_passed_on:
@@ -120,7 +119,7 @@ def hold(note: Path, requests: StopRequests, say: Callable[[str], None]) -> int:
 
 
 def _read(note: Path, requests: StopRequests) -> dict[str, object] | None:
-    """The note of the actor's job, once it is there; None where Slurm ends this one before. Raises LaunchError after `_NOTE_SECONDS`."""
+    """The note of the actor's job, once it is there; None if Slurm ends this one before. Raises LaunchError after `_NOTE_SECONDS`."""
     deadline = time.monotonic() + _NOTE_SECONDS
     while not requests.terminate:
         try:
@@ -128,7 +127,7 @@ def _read(note: Path, requests: StopRequests) -> dict[str, object] | None:
             return record
         except FileNotFoundError:
             if time.monotonic() > deadline:
-                message = f"waited {_NOTE_SECONDS:g} s for {note}, which names the actor's job: this one holds nodes for nobody, and ends"
+                message = f"waited {_NOTE_SECONDS:g} s for {note}, which names the actor's job: this job holds nodes for nobody, and ends"
                 raise LaunchError(message) from None
         time.sleep(_POLL_SECONDS)
     return None

@@ -1,9 +1,7 @@
-"""How a run is submitted to Slurm (`SlurmConfig`), and what the conductor has to run (`JobSpec`). Imports nothing heavy: the config root
-reads it.
+"""How a run is submitted to Slurm (`SlurmConfig`), and what the conductor has to run (`JobSpec`), in plain values: both the config root and
+the conductor, which has nothing but Python, read this module.
 
 A job's spec is made from the resolved config at the job's start, and kept as JSON in `<run>/jobs/<job id>/spec.json`.
-
-The conductor runs on the batch host, outside the components' container, with nothing but Python: so the spec holds only plain values.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _MEMORY = re.compile(r"(?:\d+[KMGT]?|auto|)")
 
 
 class OnFailure(str, Enum):
-    """What a component's death brings about."""
+    """The reaction to a component's death."""
 
     restart = "restart"
     end = "end"
@@ -49,7 +47,7 @@ class ContainerConfig:
     def __post_init__(self) -> None:
         for option in self.options:
             if not option.startswith("-") or "\n" in option:
-                raise ConfigError(f"container.options has {option!r}; allowed: options such as --writable-tmpfs, one a string")
+                raise ConfigError(f"container.options has {option!r}; allowed: options such as --writable-tmpfs, one per string")
 
 
 class GpuRequest(str, Enum):
@@ -71,39 +69,39 @@ class SlurmConfig:
     qos: str = ""  # quality of service (sbatch --qos)
     constraint: str = ""  # features that nodes must have (sbatch --constraint)
     time_limit: str = "24:00:00"  # as for sbatch --time
-    cpus_per_rank: int = 0  # --cpus-per-task; 0: a rank's share of cluster.cpus_per_node, where that is given, else Slurm's default
+    cpus_per_rank: int = 0  # --cpus-per-task; 0: a rank's share of cluster.cpus_per_node if that is set, else Slurm's default
     exclusive: bool = True  # whole nodes
-    separate: bool = False  # a job for every component's nodes, where there are no heterogeneous jobs (aligner launch slurm --separate)
-    gpu_request: GpuRequest = GpuRequest.auto  # --gpus-per-node, --gres, or none where Slurm does not count GPUs; auto: what scontrol says
-    gpu_type: str = ""  # such as h100, where nodes have several; empty: any
+    separate: bool = False  # one job per component, for sites without heterogeneous jobs (aligner launch slurm --separate)
+    gpu_request: GpuRequest = GpuRequest.auto  # --gpus-per-node, --gres, or none if Slurm does not count GPUs; auto: as scontrol reports
+    gpu_type: str = ""  # such as h100, if nodes have several types; empty: any
     options: list[str] = field(default_factory=list)  # more sbatch options for every component, such as --mem=0
     # of each node (sbatch --mem): 0 all of it, or such as 480G; empty: the site's default; auto, for nodes with GPUs: all of whole nodes,
-    memory: str = "auto"  # of shared ones (slurm.exclusive=false) what the plan says and a tenth more
+    memory: str = "auto"  # of shared ones (slurm.exclusive=false) the planned memory and a tenth more
     setup: str = ""  # lines of bash for the batch script and before every step on its nodes, such as `module load cuda/12.8`
     srun_options: list[str] = field(default_factory=list)  # more options of srun for every step, such as --cpu-bind=none
     output: str = "%x-%j.out"  # of the batch script; the components write to <run>/logs
-    mpi: str = ""  # srun --mpi=..., such as pmix where the engine needs MPI; empty: Slurm's default
+    mpi: str = ""  # srun --mpi=..., such as pmix if the engine needs MPI; empty: Slurm's default
 
-    signal_seconds_before_end: int = 600  # so long before the end of its time a job is told to stop (sbatch --signal)
-    abandon_seconds: float = 120.0  # of these, kept for the end of the job: a step that lasts longer is given up
-    successor: bool = True  # a job that has to stop submits the next one, which goes on
+    signal_seconds_before_end: int = 600  # a job is signalled to stop this long before its time limit (sbatch --signal)
+    abandon_seconds: float = 120.0  # of these, kept for the end of the job: a step that lasts longer is abandoned
+    successor: bool = True  # a job that has to stop submits the next one, which continues the run
     follow_up: bool = True  # a job queues a small one at its start, which submits it again after a crash (afternotok)
     gatekeeper_options: list[str] = field(default_factory=list)  # of sbatch for that small one, such as --partition=cpu
 
     on_server_failure: OnFailure = OnFailure.restart  # restart: that server alone, in its allocation, from its last checkpoint
     max_server_restarts: int = 3  # of all servers of a job together; the next death counts as the actor's
     on_actor_failure: OnFailure = OnFailure.restart  # restart: all components in the same allocation, from the newest checkpoint
-    max_restarts_without_progress: int = 3  # after so many restarts that brought no newer checkpoint the run is halted
+    max_restarts_without_progress: int = 3  # after this many restarts without a newer checkpoint the run is halted
     restart_delay_seconds: float = 5.0  # pause before a component that ended starts again
 
     preflight: bool = True  # run `aligner preflight` before the components
     preflight_timeout_seconds: float = 1200.0  # for the whole of `aligner preflight`; then it counts as failed
     ready_timeout_seconds: float = 1800.0  # from a server's start to its registration
-    grace_seconds: float = 60.0  # for the actor to notice that it cannot go on, before it is ended
+    grace_seconds: float = 60.0  # for the actor to notice that it cannot continue, before it is ended
     shutdown_timeout_seconds: float = 60.0  # from asking a component to end to killing it
     spread_seconds: int = 600  # how far apart the ranks of a component may end (srun --wait)
     command_timeout_seconds: float = 60.0  # one sbatch, scancel, squeue or scontrol
-    lease_seconds: float = 60.0  # processes that hear nothing of their conductor for so long leave
+    lease_seconds: float = 60.0  # processes exit after this long without a heartbeat from the conductor
 
     def __post_init__(self) -> None:
         if not _TIME.fullmatch(self.time_limit):
@@ -135,10 +133,10 @@ class SlurmConfig:
         ):
             for option in options:
                 if not option.startswith("-") or "\n" in option:
-                    raise ConfigError(f"slurm.{name} has {option!r}; allowed: {program} options such as --mem=0, one a string")
+                    raise ConfigError(f"slurm.{name} has {option!r}; allowed: {program} options such as --mem=0, one per string")
 
     def gpu_options(self, count: int) -> list[str]:
-        """What sbatch and srun are asked for so many GPUs of each node."""
+        """The options of sbatch and srun that request `count` GPUs of each node."""
         what = f"{self.gpu_type}:{count}" if self.gpu_type else str(count)
         asked = {GpuRequest.gres: [f"--gres=gpu:{what}"], GpuRequest.none: []}.get(self.gpu_request, [f"--gpus-per-node={what}"])
         return asked if count else []
@@ -158,7 +156,7 @@ class ComponentSpec:
     gpus_per_node: int  # of its part of the job; 0: none are asked for
     part: int = 0  # components of the same part share its nodes
     gpus: str | None = None  # those of its part that it sees, as `cut -f` takes them ("5-6", from 1; empty: none); None: all
-    python: str = ""  # its interpreter, where it has an environment of its own
+    python: str = ""  # its interpreter, if it has an environment of its own
 
     @property
     def num_ranks(self) -> int:
@@ -172,12 +170,12 @@ class JobSpec:
     name: str
     run_directory: str
     max_steps: int
-    checkpoints: tuple[str, ...]  # folders below <run>/checkpoints; a step counts where all of them have it
+    checkpoints: tuple[str, ...]  # folders below <run>/checkpoints; a step counts if all of them have it
     components: tuple[ComponentSpec, ...]
     preflight: tuple[str, ...]  # arguments of the Python interpreter; empty: none
     slurm: SlurmConfig
-    epochs: float = 0.0  # after which it ends too; max_steps is 0 if they alone say when
-    idle_seconds: float = 3600.0  # so long nodes of servers wait for an actor (server.idle_timeout_seconds), where each has a job
+    epochs: float = 0.0  # after which it ends too; max_steps is 0 if they alone set the end
+    idle_seconds: float = 3600.0  # how long servers in jobs of their own wait for an actor (server.idle_timeout_seconds)
     container: ContainerConfig = field(default_factory=ContainerConfig)
 
     def parts(self) -> list[list[ComponentSpec]]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from aligner.cluster import outcomes
 from aligner.cluster.component import activated
 from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.slurm.allocation import Allocation, step_environment
+from aligner.cluster.slurm.allocation import Allocation, StopRequests, step_environment
 from aligner.cluster.slurm.client import JobRecord, SlurmClient
 from aligner.cluster.slurm.commands import Runtime, srun_command
-from aligner.cluster.slurm.spec import ComponentSpec, ContainerConfig, SlurmConfig
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec
 from aligner.errors import LaunchError
 from aligner.telemetry.terminal import plain
 
@@ -28,7 +28,7 @@ _READ_BYTES = 16384
 
 
 class Step:
-    """One start of a component. `srun`'s exit code says little; `outcome` is the ranks' own record."""
+    """One start of a component. `srun`'s exit code is of little use; `outcome` is the ranks' own record."""
 
     def __init__(self, component: ComponentSpec, process: subprocess.Popen[bytes], outcomes_directory: Path, log: Path) -> None:
         self.component = component
@@ -37,7 +37,7 @@ class Step:
         self.is_ready = False
         self._process = process
         self._outcomes = outcomes_directory
-        self._log = log  # Slurm's own words on this and earlier starts
+        self._log = log  # Slurm's own messages on this and earlier starts
         self._log_began = log.stat().st_size if log.exists() else 0
 
     def has_ended(self) -> bool:
@@ -79,40 +79,45 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """The common part of a job's steps."""
+class Surroundings:
+    """The conductor's inputs: job, process environment, script and arguments, Slurm's commands."""
 
-    run: RunDirectory
     allocation: Allocation
     runtime: Runtime
-    slurm: SlurmConfig
-    container: ContainerConfig
     client: SlurmClient
+    requests: StopRequests
+    script: Path
+    arguments: tuple[str, ...]
     environ: Mapping[str, str]
     say: Callable[[str], None]
 
-    def start(self, component: ComponentSpec, *, shares: bool, key: str, variables: Mapping[str, str]) -> Step:
-        """Start a component on its part of the job; its ranks write to `<run>/logs`. `shares`: other components are there too; `key` is
-        new for every start."""
-        outcomes_directory = self.run.jobs / self.allocation.job / "outcomes" / key
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The common part of a job's steps."""
+
+    spec: JobSpec
+    run: RunDirectory
+    around: Surroundings
+
+    def start(self, component: ComponentSpec, *, key: str, variables: Mapping[str, str]) -> Step:
+        """Start a component on its part of the job; its ranks write to `<run>/logs`. `key` is new for every start."""
+        around, there = self.around, self.around.allocation
+        outcomes_directory = self.run.jobs / there.job / "outcomes" / key
         log = self.run.logs / f"{component.name}.step.log"
+        elsewhere = bool(there.beside and component.part)
         command = srun_command(
             component,
-            self.slurm,
-            self.runtime,
-            on=self.allocation.step_options(component.part),
+            self.spec.slurm,
+            around.runtime,
+            on=there.step_options(component.part),
             log=f"{self.run.logs}/{component.name}",
-            shares=shares,
-            container=self.container,
+            shares=self.spec.shares(component),
+            container=self.spec.container,
         )
         environment = {
-            **step_environment(
-                self.environ,
-                self.runtime.home,
-                in_container=self.runtime.is_container,
-                of_another_job=bool(self.allocation.beside and component.part),
-            ),
-            **activated(component.python or sys.executable, self.environ),
+            **step_environment(around.environ, around.runtime.home, in_container=around.runtime.is_container, of_another_job=elsewhere),
+            **activated(component.python or sys.executable, around.environ),
             **variables,
             "ALIGNER_COMPONENT": component.name,
             outcomes.VARIABLE: str(outcomes_directory),
@@ -126,14 +131,14 @@ class Place:
 
     def records(self) -> list[JobRecord]:
         """The parts of the job, as the controller knows them. Raises LaunchError."""
-        return [record for job in (self.allocation.job, *self.allocation.beside) for record in self.client.show(job)]
+        return [record for job in (self.around.allocation.job, *self.around.allocation.beside) for record in self.around.client.show(job)]
 
     def lost(self, jobs: Iterable[str]) -> str:
-        """Which of these jobs beside this one have ended, and with them their nodes; empty if none, or if Slurm does not say."""
+        """Which of these jobs beside this one have ended, and with them their nodes; empty if none, or if Slurm does not answer."""
         try:
-            over = [job for job in jobs if job in self.allocation.beside and self.client.is_over(job)]
+            over = [job for job in jobs if job in self.around.allocation.beside and self.around.client.is_over(job)]
         except LaunchError as error:
-            self.say(f"warning: cannot ask whether the servers' jobs still run: {error}")
+            self.around.say(f"warning: cannot ask whether the servers' jobs still run: {error}")
             return ""
         return f"job {' and '.join(over)}, which held nodes of this run, has ended" if over else ""
 
@@ -142,9 +147,9 @@ class Place:
         running = [step for step in steps if not step.has_ended()]
         if running and gently:
             self._signal_tasks(running, "TERM")
-            running = _wait(running, self.slurm.shutdown_timeout_seconds, pause)
+            running = _wait(running, self.spec.slurm.shutdown_timeout_seconds, pause)
         if running:
-            self.say(f"killing {', '.join(step.name for step in running)}")
+            self.around.say(f"killing {', '.join(step.name for step in running)}")
             for step in running:
                 step.send(signal.SIGTERM)  # srun: "forcing job termination"
             running = _wait(running, _FORCE_SECONDS, pause)
@@ -154,25 +159,27 @@ class Place:
                 step.send(signal.SIGKILL)
             running = _wait(running, _FORCE_SECONDS, pause)
         if running:
-            self.say(f"srun of {', '.join(step.name for step in running)} does not end; the end of the job will end it")
+            self.around.say(f"srun of {', '.join(step.name for step in running)} does not end; the end of the job will end it")
 
     def sweep(self, names: Collection[str]) -> None:
         """Kill steps of these names whose srun has ended: a killed srun leaves its tasks running."""
         try:
-            left = [step for step, name in self.client.steps(self.allocation.jobs).items() if name in names]
+            left = [step for step, name in self.around.client.steps(self.around.allocation.jobs).items() if name in names]
             if left:
-                self.say(f"killing steps {', '.join(left)}, which have lost their srun")
-                self.client.signal_steps(left, "KILL")
+                self.around.say(f"killing steps {', '.join(left)}, which have lost their srun")
+                self.around.client.signal_steps(left, "KILL")
         except LaunchError as error:
-            self.say(f"warning: cannot end steps that have lost their srun: {error}")
+            self.around.say(f"warning: cannot end steps that have lost their srun: {error}")
 
     def _signal_tasks(self, steps: Sequence[Step], name: str) -> None:
         """Signal the tasks through the controller: srun would kill them. If the controller does not answer, the timeout decides."""
         names = {step.name for step in steps}
         try:
-            self.client.signal_steps([step for step, its in self.client.steps(self.allocation.jobs).items() if its in names], name)
+            self.around.client.signal_steps(
+                [step for step, its in self.around.client.steps(self.around.allocation.jobs).items() if its in names], name
+            )
         except LaunchError as error:
-            self.say(f"warning: cannot send SIG{name} to {', '.join(sorted(names))}: {error}")
+            self.around.say(f"warning: cannot send SIG{name} to {', '.join(sorted(names))}: {error}")
 
     def log_size(self, name: str) -> int:
         """Bytes that earlier starts of a component have written to its first rank's log."""
@@ -180,7 +187,7 @@ class Place:
         return path.stat().st_size if path.exists() else 0
 
     def last_lines(self, component: ComponentSpec, rank: int, count: int, *, since: int = 0) -> list[str]:
-        """The end of a rank's log after its first `since` bytes, without colours; of Slurm's own words if the rank did not write any."""
+        """The end of a rank's log after its first `since` bytes, without colours; of Slurm's own messages if the rank did not write any."""
         path = self.run.log(component.name, rank)
         path = path if path.exists() else self.run.logs / f"{component.name}.step.log"
         try:

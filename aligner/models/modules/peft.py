@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aligner.errors import CheckpointError, ConfigError
-from aligner.files import as_umask_says
+from aligner.files import with_umask_mode
 from aligner.hub.names import parse
 from aligner.models.config import Architecture, Family, LoraConfig
 from aligner.models.families import weight_names
@@ -102,7 +102,7 @@ def save_peft(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None
     if not writer:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    as_umask_says(directory / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    with_umask_mode(directory / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     config = peft_config(chunks[0].architecture, chunks[0].lora, base=chunks[0].base, head=chunks[0].head)
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 

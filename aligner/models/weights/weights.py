@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.errors import CheckpointError, ModelFilesError
-from aligner.files import as_umask_says
+from aligner.files import with_umask_mode
 from aligner.models.architecture.architecture import MOST_LAYERS
 from aligner.models.checkpoint.files import explain
 from aligner.models.checkpoint.hf_files import (
@@ -365,7 +365,7 @@ def save_hf(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
     try:
-        as_umask_says(path, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        with_umask_mode(path, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"writing the model failed: rank {dist.get_rank()}: {path}: {explain(error, path.parent)}") from error
 

@@ -16,13 +16,13 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm import attempt as attempts
 from aligner.cluster.slurm import conductor as preflights
 from aligner.cluster.slurm import steps
-from aligner.cluster.slurm.allocation import allocation
+from aligner.cluster.slurm.allocation import StopRequests, allocation
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import runtime
-from aligner.cluster.slurm.conductor import Surroundings, conduct
+from aligner.cluster.slurm.conductor import conduct
 from aligner.cluster.slurm.following import go_on
-from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig, to_json
+from aligner.cluster.slurm.steps import Surroundings
 
 FAKES = Path(__file__).parents[2] / "fakes" / "slurm_commands"
 RUNNING = "JobId=42 JobName=demo JobState=RUNNING Account=lab QOS=(null) Partition=gpu TimeLimit=01:00:00 EndTime=2099-01-01T00:00:00"

@@ -93,7 +93,7 @@ def test_a_full_disk_costs_lines_of_the_logs_and_is_said_once_of_each(tmp_path: 
     shown = stream.getvalue().splitlines()
     assert (console.log.read_text(), log.read_text()) == ("note", "line")
     warnings = [line for line in shown if "warning" in line]
-    assert [line.partition("; ")[2] for line in warnings] == ["the log lacks lines, the run goes on"] * 2
+    assert [line.partition("; ")[2] for line in warnings] == ["the log lacks lines, the run continues"] * 2
     assert str(console.log) in warnings[0] and "EFBIG" in warnings[0] and str(log) in warnings[1]
     assert [line.split()[-2:] for line in shown if line not in warnings] == [
         [kind, str(number)] for number in range(3) for kind in ("note", "line")

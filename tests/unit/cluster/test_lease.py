@@ -76,7 +76,7 @@ def test_of_two_claims_of_one_moment_one_stands(path: Path, monkeypatch) -> None
         leases._write(path, record("2", "2.0"))
 
     monkeypatch.setattr(leases.time, "sleep", other_claims_too)
-    with pytest.raises(RunHeld, match="taken at the same moment by Slurm job 2"):
+    with pytest.raises(RunHeld, match="taken at the same time by Slurm job 2"):
         take(path, record())
 
 
@@ -125,7 +125,7 @@ def test_processes_leave_with_their_lease(path: Path) -> None:
     for name in ("renewed", "kept"):
         held[name].release()
     assert "was not touched for" in said["stale"]
-    assert "was withdrawn: whoever started this process has ended" in said["withdrawn"]
+    assert "was withdrawn: the starter of this process has ended" in said["withdrawn"]
     assert "belongs to attempt 1.1 now, this is a process of attempt 1.0" in said["renewed"]
 
 

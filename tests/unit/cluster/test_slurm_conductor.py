@@ -124,9 +124,7 @@ def test_srun_that_says_all_is_well_after_a_lost_node_is_not_believed(world) -> 
     world.slurm = replace(world.slurm, on_actor_failure=OnFailure.end)
     world.behaves(actor="exit 0")
     assert world.conduct() == 1
-    assert (
-        "actor was killed, or its node was lost (srun's exit code 0); where that was its own exit code, it ended by itself" in world.text()
-    )
+    assert "actor was killed, or its node was lost (srun's exit code 0); if that was its own exit code, it ended by itself" in world.text()
     assert world.cancelled() == []  # the follow-up goes on
 
 
@@ -135,7 +133,7 @@ def test_an_actor_that_ends_with_zero_before_the_last_step_has_crashed(world) ->
     world.slurm = replace(world.slurm, on_actor_failure=OnFailure.end)
     world.behaves(actor="reaches 4; says 0; exit 0")
     assert world.conduct() == 1
-    assert "crashed: actor: rank 0 ended with exit code 0; where that was its own exit code, it ended by itself" in world.text()
+    assert "crashed: actor: rank 0 ended with exit code 0; if that was its own exit code, it ended by itself" in world.text()
     assert world.cancelled() == []
 
 
@@ -151,7 +149,7 @@ def test_starts_without_progress_halt_the_run(world) -> None:
     world.behaves(actor_1="reaches 3; exit 1", actor="exit 1")  # progress, then three starts after step 3
     assert world.conduct() == 78
     assert [start for start in world.starts() if start.startswith("actor")] == ["actor.1", "actor.2", "actor.3", "actor.4"]
-    assert "halted: 3 starts in a row brought no checkpoint newer than step 3 (slurm.max_restarts_without_progress=2)" in world.text()
+    assert "halted: 3 starts in a row produced no checkpoint newer than step 3 (slurm.max_restarts_without_progress=2)" in world.text()
     assert world.cancelled() == ["100"]
 
     # A job that was queued all the same does not start anything; a person who submits it again gets a fresh count.
@@ -177,7 +175,7 @@ def test_sigusr1_stops_in_order_and_submits_the_successor(world) -> None:
     assert "--job-name=demo --partition=gpu --account=lab --time=01:00:00 " in successor
     assert successor.endswith("script.sub a=1 b=two words")
     assert world.cancelled() == ["100"]
-    assert "job 101 goes on after this one" in world.text()
+    assert "job 101 will continue this run" in world.text()
     assert world.events()[-4:] == ["attempt_ended", "successor_submitted", "gatekeeper_cancelled", "job_ended"]
 
 
@@ -186,7 +184,7 @@ def test_a_step_that_takes_too_long_is_given_up(world) -> None:
     world.behaves(actor="trap '' USR1; lasts")
     world.once_it_lasts(lambda: setattr(world.requests, "stop", True))
     assert world.conduct() == 0
-    assert "stopped: its step took too long and was given up: the newest checkpoint stands" in world.text()
+    assert "stopped: its step took too long and was abandoned: the newest checkpoint is kept" in world.text()
     assert "afterany:42" in world.lines("sbatch")[1] and world.living_steps() == []
 
 
@@ -218,7 +216,7 @@ def test_the_gatekeeper_submits_a_successor_that_could_not_be(world) -> None:
     assert world.conduct() == 75  # FAILED: so it starts
     assert "job 100 tries it again" in world.text() and world.cancelled() == []
     (world.folder / "sbatch.broken").unlink()
-    assert world.gatekeeper() == "job 42 failed; job 101 goes on"
+    assert world.gatekeeper() == "job 42 failed; job 101 continues the run"
     assert "continues=42" in world.lines("sbatch")[1]
 
 
@@ -226,7 +224,7 @@ def test_a_run_starts_where_no_gatekeeper_can_be_queued(world) -> None:
     (world.folder / "sbatch.broken").touch()
     world.behaves(actor="finishes 10")
     assert world.conduct() == 0
-    assert "no job is queued for the case of a crash: " in world.text() and "slurm.gatekeeper_options names others" in world.text()
+    assert "no job is queued to restart after a crash: " in world.text() and "name others in slurm.gatekeeper_options" in world.text()
 
 
 def test_a_gatekeeper_where_a_site_wants_it(world) -> None:
@@ -254,12 +252,12 @@ def test_sigterm_ends_the_job_and_only_a_person_ends_the_run(state: str, goes_on
 
     world.behaves(job=RUNNING.replace("RUNNING", state))
     if goes_on:
-        assert world.gatekeeper() == "job 42 failed; job 101 goes on"
+        assert world.gatekeeper() == "job 42 failed; job 101 continues the run"
         assert world.lines("sbatch")[1].endswith(
             f"--export=ALL --job-name=demo --partition=gpu --account=lab --time=01:00:00 {world.script} a=1 b=two words"
         )
     else:
-        assert world.gatekeeper() == "job 42 is not submitted again: somebody cancelled it: submit it again to go on"
+        assert world.gatekeeper() == "job 42 is not submitted again: somebody cancelled it: submit it again to continue"
         assert len(world.lines("sbatch")) == 1 and world.events()[-1] == "not_continued"
 
 
@@ -280,14 +278,14 @@ def test_a_gatekeeper_looks_whether_going_on_helps(world) -> None:
     assert "it ended as halted" in world.gatekeeper()
     lines = [line for line in world.run.attempts.read_text().splitlines(keepends=True) if "job_ended" not in line]
     world.run.attempts.write_text("".join(lines))  # the node died before
-    assert "1 starts in a row brought no checkpoint newer than step 0" in world.gatekeeper()
+    assert "1 starts in a row produced no checkpoint newer than step 0" in world.gatekeeper()
     later = {**world.environ, "SLURM_JOB_ID": "50"}
     world.environ = later
     world.behaves(actor="finishes 10")
     world.conduct()
     assert "the run is done (step 10)" in world.gatekeeper()
     world.run.done.unlink()
-    assert "job 50 has gone on since" in world.gatekeeper()
+    assert "job 50 has continued it since" in world.gatekeeper()
 
 
 def test_one_job_at_a_time(world) -> None:
@@ -326,10 +324,10 @@ def test_a_lost_lease_ends_the_attempt(world) -> None:
     ("actors", "critics", "code", "text", "starts"),
     [
         ("says 0", "says 0", 0, "preflight on 3 nodes", 6),
-        ("says 2; exit 2", "says 0", 2, "preflight found what the job cannot run with", 3),
+        ("says 2; exit 2", "says 0", 2, "preflight found what prevents the job from running", 3),
         ("says 2 'ppo: not ready: plan: no'; exit 2", "says 0", 2, "refused: ppo: not ready: plan: no (exit code 2)", 3),
         ("says 0", "says 2 'port 5556 is taken'; exit 2", 2, "port 5556 is taken", 3),
-        ("exit 1", "says 2; exit 2", 2, "preflight-critic found what the job cannot run with", 3),
+        ("exit 1", "says 2; exit 2", 2, "preflight-critic found what prevents the job from running", 3),
     ],
 )
 def test_preflight_comes_first(actors: str, critics: str, code: int, text: str, starts: int, world) -> None:
@@ -378,7 +376,7 @@ def test_preflight_can_be_left_out(world) -> None:
 
 
 def test_a_job_of_another_shape_is_refused(world) -> None:
-    with pytest.raises(ConfigError, match=r"this job has 1 \+ 4 \+ 1 nodes, its config wants 1 \+ 1 \+ 1 \(actor 1, critic 1, reward 1\)"):
+    with pytest.raises(ConfigError, match=r"this job has 1 \+ 4 \+ 1 nodes, its config requires 1 \+ 1 \+ 1 \(actor 1, critic 1, "):
         world.conduct(SLURM_JOB_NUM_NODES_HET_GROUP_1="4")
 
 

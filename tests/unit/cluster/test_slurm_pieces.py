@@ -265,7 +265,7 @@ def test_which_environment_is_used(tmp_path: Path) -> None:
     assert runtime(active, home=tmp_path, directory=tmp_path).python == str(tmp_path / "active" / "bin" / "python")
     (tmp_path / "active").rename(tmp_path / ".venv")
     assert runtime({}, home=tmp_path, directory=tmp_path).python == str(tmp_path / ".venv" / "bin" / "python")
-    with pytest.raises(ConfigError, match="there is no .*/gone/bin/python; name an environment that every node sees"):
+    with pytest.raises(ConfigError, match="ALIGNER_VENV=.*/gone/bin/python does not exist; name an environment that all nodes see"):
         runtime({"ALIGNER_VENV": str(tmp_path / "gone")}, home=tmp_path, directory=tmp_path)
     with pytest.raises(ConfigError, match="ALIGNER_CONTAINER='docker:x'; allowed: pyxis:IMAGE, apptainer:IMAGE.sif, or empty"):
         runtime({"ALIGNER_CONTAINER": "docker:x"}, home=tmp_path, directory=tmp_path)

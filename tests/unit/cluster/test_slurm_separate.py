@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from aligner.cluster.slurm import separate
-from aligner.cluster.slurm.allocation import allocation
+from aligner.cluster.slurm.allocation import StopRequests, allocation
 from aligner.cluster.slurm.client import SlurmClient
-from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.separate import Together, hold
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig
 from aligner.commands.slurm import LaunchOptions, launch_slurm

@@ -71,11 +71,11 @@ def test_each_component_starts_in_its_own(started, environment):
 def test_a_path_without_python_is_refused(started, tmp_path):
     (tmp_path / "empty").mkdir()
     for path, looked in ((tmp_path / "none", "none"), (tmp_path / "empty", "empty/bin/python")):
-        message = f"critic.environment={path}: there is no Python interpreter at {tmp_path / looked}; allowed: the folder of a virtual"
+        message = f"critic.environment={path}: no Python interpreter at {tmp_path / looked}; allowed: a virtual environment"
         with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
             started(f"critic.environment={path}")
     (tmp_path / "text").write_text("not to be run")
-    with pytest.raises(ConfigError, match="^reward.environment=.*text: there is no Python interpreter"):
+    with pytest.raises(ConfigError, match="^reward.environment=.*text: no Python interpreter"):
         started(f"reward.environment={tmp_path / 'text'}")
     assert interpreter("actor", "") == sys.executable
 
@@ -118,5 +118,5 @@ def test_a_containers_environment_is_looked_for_inside(monkeypatch, tmp_path):
     job_spec("ppo", config, overrides)  # on the login node
     for set_up in (lambda: monkeypatch.setenv("SLURM_JOB_ID", "7"), lambda: monkeypatch.delenv("ALIGNER_CONTAINER")):
         set_up()
-        with pytest.raises(ConfigError, match="^critic.environment=/opt/servers: there is no Python interpreter at /opt/servers; allowed"):
+        with pytest.raises(ConfigError, match="^critic.environment=/opt/servers: no Python interpreter at /opt/servers; allowed"):
             job_spec("ppo", config, overrides)

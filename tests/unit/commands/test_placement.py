@@ -127,7 +127,7 @@ def test_components_that_fit_on_a_node_share_it() -> None:
     assert not any("hetjob" in line for line in lines)
     environment = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/", "SLURM_JOB_NUM_NODES": "1"}
     allocation(environment).check(spec)
-    with pytest.raises(ConfigError, match="this job has 2 nodes, its config wants 1"):
+    with pytest.raises(ConfigError, match="this job has 2 nodes, its config requires 1"):
         allocation(environment | {"SLURM_JOB_NUM_NODES": "2"}).check(spec)
 
 

@@ -255,7 +255,7 @@ def test_the_metrics_of_runs_that_learn_are_silent() -> None:
 
 def test_what_cannot_be_judged_is_said_with_its_reason() -> None:
     few = judged(lambda step: {"policy/entropy": 1.0, CLIP: 0.0, MOVED: 0.0, REWARD: float("nan")}, steps=12)
-    assert not few.findings and few.not_judged["entropy_collapse"] == "policy/entropy has 12 of the 20 values that it takes"
+    assert not few.findings and few.not_judged["entropy_collapse"] == "policy/entropy has 12 of the required 20 values"
     assert few.not_judged["clip_fraction"].startswith("every batch has one update")  # its ratios are 1 by construction
     assert few.not_judged["constant_reward"] == "the run has no rollout/reward"  # numbers that are not finite are none
     assert few.text().splitlines()[0] == "nothing found in 12 steps"

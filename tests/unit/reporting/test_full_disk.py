@@ -62,8 +62,8 @@ def test_the_run_goes_on_with_a_warning(tmp_path: Path, monkeypatch: pytest.Monk
         reporter.table(2, [row])
         reporter.log(3, {"a/x": 3.0})
     said = stream.getvalue()
-    assert "warning: the metrics of step 2 could not be written, the run goes on: the file would be larger than allowed (ulimit -f)" in said
-    assert f"warning: the rollouts of step 2 could not be written, the run goes on: the file system is full: {run.rollouts}" in said
+    assert "warning: the metrics of step 2 could not be written, the run continues: the file would be larger" in said
+    assert f"warning: the rollouts of step 2 could not be written, the run continues: the file system is full: {run.rollouts}" in said
     assert [record.step for record in read_metrics(run.metrics)] == [1, 3]
 
 

@@ -76,7 +76,7 @@ def test_a_remote_logger_that_fails_warns_once_and_is_tried_again_later() -> Non
     logger.log(6, {})
     logger.log(7, {})
     assert inner.steps == [1, 6, 7]
-    assert warnings == ["remote failed and is tried again later, the run goes on: ConnectionError: no route"]
+    assert warnings == ["remote failed and is tried again later, the run continues: ConnectionError: no route"]
     logger.close()
     assert inner.steps[-1] == -1
     assert warnings[1:] == ["remote: 4 calls were lost; metrics.jsonl has all steps"]
@@ -92,7 +92,7 @@ def test_configured_but_not_installed(package: str, setting: dict, tmp_path: Pat
         return real_import(name, *arguments, **settings)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match=rf"{next(iter(setting))}=.* needs the package {package} .*pip install {package}"):
+    with pytest.raises(ConfigError, match=rf"{next(iter(setting))}=.* requires the package {package} .*pip install {package}"):
         _open(LoggingConfig(tensorboard=False, **setting), tmp_path)
 
 
@@ -102,7 +102,7 @@ def test_tensorboard_is_written_by_default_if_it_is_installed(tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # an import of it fails
     monkeypatch.setattr("aligner.reporting.loggers.find_spec", lambda name: None)
     assert _open(LoggingConfig(), tmp_path) == []
-    with pytest.raises(ConfigError, match=r"logging\.tensorboard=True needs the package tensorboard"):
+    with pytest.raises(ConfigError, match=r"logging\.tensorboard=True requires the package tensorboard"):
         _open(LoggingConfig(tensorboard=True), tmp_path)
 
 

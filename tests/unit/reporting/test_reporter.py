@@ -14,7 +14,7 @@ from aligner.reporting.formats import Column, Goal
 from aligner.reporting.jsonl import read_metrics
 from aligner.reporting.reporter import Reporter, SilentReporter
 from aligner.reporting.rollout_table import SampleRow
-from aligner.reporting.summary import summary
+from aligner.reporting.run_view import RunView
 from aligner.types import FinishReason
 
 _COLUMNS = (Column("reward", "reward/mean", ".2f", Goal.highest), Column("KL", "policy/kl", ".3f"), Column("none", "no/such"))
@@ -94,7 +94,7 @@ def test_summary(tmp_path: Path) -> None:
         '{"step": 2, "time": 103.0, "reward/mean": 0.75, "policy/kl": "NaN"}\n'
         '{"step": 3, "time": 106.0, "reward/mean": 0.5}\n'
     )
-    assert summary(path, _COLUMNS).splitlines() == [
+    assert RunView(path.parent).summary(_COLUMNS).splitlines() == [
         "steps 1 to 3 in 6.0 s (3.0 s each)",
         "metric  first  last      best  course",
         "reward   0.00  0.50  0.75 @ 2  ▁█▆",
@@ -110,7 +110,7 @@ def test_summary_says_what_was_learnt_from(tmp_path: Path) -> None:
         f'{{"step": 1, "time": 1.0, "learnt/tokens": 9, "learnt/samples": 2, {counts}: 2, "optim/updates": 1, "optim/skipped": 1}}\n'
         f'{{"step": 2, "time": 2.0, "learnt/tokens": 0, "learnt/samples": 0, {counts}: 3, "left_out/no_reward": 1}}\n'
     )
-    assert summary(path, _COLUMNS).splitlines()[-1] == (
+    assert RunView(path.parent).summary(_COLUMNS).splitlines()[-1] == (
         "learnt from 2 of 8 samples (25.0%), 9 of 40 tokens (22.5%), 1 of 2 updates (50.0%); left out: 62.5% cut at the length limit, "
         "12.5% without a valid reward, 1 updates by the guard; nothing in 1 of 2 steps"
     )
@@ -124,14 +124,14 @@ def test_summary_says_how_many_updates_overflowed(tmp_path: Path) -> None:
         f'{{"step": 1, "time": 1.0, {counts}, "optim/updates": 0, "optim/overflows": 1}}\n'
         f'{{"step": 2, "time": 2.0, {counts}, "optim/updates": 1, "optim/overflows": 0}}\n'
     )
-    assert summary(path, _COLUMNS).splitlines()[-1] == (
+    assert RunView(path.parent).summary(_COLUMNS).splitlines()[-1] == (
         "learnt from 8 samples, 40 tokens, 1 of 2 updates (50.0%); left out: 1 updates whose float16 gradients overflowed"
     )
 
 
 def test_summary_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    assert summary(tmp_path / "metrics.jsonl", _COLUMNS) == f"no steps in {tmp_path / 'metrics.jsonl'}"
+    assert RunView(tmp_path).summary(_COLUMNS) == f"no steps in {tmp_path / 'metrics.jsonl'}"
 
 
 def test_bad_format_is_found_before_the_run() -> None:

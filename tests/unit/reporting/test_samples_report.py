@@ -15,7 +15,8 @@ from aligner import cli
 from aligner.errors import DataError
 from aligner.reporting.jsonl import StepMetrics
 from aligner.reporting.rollout_table import read_rows, write_rows
-from aligner.reporting.samples_report import MAX_POINTS, Samples, before_and_after, chart, render, text_of
+from aligner.reporting.run_view import RunView, Samples
+from aligner.reporting.samples_report import MAX_POINTS, chart, render, text_of
 from aligner.types import FinishReason, SampleRow
 
 
@@ -83,7 +84,7 @@ def test_the_command_writes_one_page_with_curves_and_samples(run: Path, capsys: 
 def test_a_run_without_validations_has_a_page_too(run: Path) -> None:
     for path in (run / "validation").iterdir():
         path.unlink()
-    assert before_and_after(run / "validation") == (None, None)
+    assert RunView(run).before_and_after() == (None, None)
     assert text_of(None, None) == ""
     assert cli.main(["report", str(run), "--output", str(run / "other.html")]) == 0
     assert "data.validation" in (run / "other.html").read_text() and "<table" not in (run / "other.html").read_text()

@@ -17,9 +17,8 @@ import torch
 
 from aligner.servers import wire
 from aligner.servers.config import RequestLimits
-from aligner.servers.intake import Intake, Operation
+from aligner.servers.intake import Intake, Operation, Straight, ThroughTriton
 from aligner.servers.kserve import DATATYPES, HEADER_LENGTH
-from aligner.servers.upstream import Straight, ThroughTriton
 
 LIMITS = RequestLimits(vocab_size=100, max_sequence_length=8, max_rows=16, max_text_bytes=200)
 ENDPOINTS = (wire.CRITIC_INFER, wire.CRITIC_TRAIN, wire.CRITIC_SAVE, wire.REWARD_MODEL)

@@ -14,10 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 from fake_critic import PRIME, Disk, FakeLink, FakeServer, token_batch, updated, value_batch
 
 from aligner.errors import RequestRejected, ServerError, ServerUnreachable
+from aligner.servers.client import CriticHistory
 from aligner.servers.config import ClientConfig
-from aligner.servers.history import CriticHistory
-from aligner.servers.journal import Journal
-from aligner.servers.ledger import Ledger
+from aligner.servers.ledger import Journal, Ledger
 from aligner.servers.payloads import START, position
 
 CONFIG = ClientConfig(recovery_timeout_seconds=60, discovery_timeout_seconds=60, max_lost_servers=10**6)  # but time does not pass

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from aligner.errors import CheckpointError, ServerError
-from aligner.servers.journal import Journal
-from aligner.servers.ledger import NUM_RECORDS, Ledger, Reason, Refused
+from aligner.servers.ledger import NUM_RECORDS, Journal, Ledger, Reason, Refused
 from aligner.servers.payloads import START, TrainIdentity, TrainReply, describe, digest_of, position
 
 
@@ -240,7 +239,7 @@ def test_a_damaged_or_half_written_entry(tmp_path: Path) -> None:
     path.write_bytes(content[:20])
     with pytest.raises(ServerError, match=rf"{path}: this entry of the journal cannot be read"):
         journal.read(request)
-    with pytest.raises(ServerError, match=rf"{path} is no entry of the journal"):
+    with pytest.raises(ServerError, match=rf"{path} is not an entry of the journal"):
         Journal(tmp_path)
 
 

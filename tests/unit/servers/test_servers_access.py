@@ -47,7 +47,7 @@ def test_a_secret_that_others_can_reach_is_refused(tmp_path: Path) -> None:
     run_secret(path)
     for mode in (0o640, 0o604, 0o620, 0o601):
         path.chmod(mode)
-        with pytest.raises(ConfigError, match=f"mode {mode:o} lets others at the run's secret; allowed is 600"):
+        with pytest.raises(ConfigError, match=f"mode {mode:o} lets others read the run's secret; allowed is 600"):
             run_secret(path)
     path.chmod(0o600)
     link = tmp_path / "link"
@@ -144,7 +144,7 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     junk.write_text("no certificate")
     with pytest.raises(ConfigError, match=r"server.tls_certificate=.*junk.pem.*cannot be used"):
         Access.for_server(tmp_path / "secret", ServerConfig(tls_certificate=str(junk), tls_key=str(junk)))
-    with pytest.raises(ConfigError, match=r"server_client.tls_ca=.*junk.pem: no certificates"):
+    with pytest.raises(ConfigError, match=r"server_client.tls_ca=.*junk.pem: cannot read certificates"):
         Access.for_client(tmp_path / "secret", ClientConfig(tls_ca=str(junk)))
     with pytest.raises(ConfigError, match="tls_certificate='x', tls_key='': give both for TLS, or none"):
         ServerConfig(tls_certificate="x")

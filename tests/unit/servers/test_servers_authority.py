@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_triton import ENDPOINTS, LIMITS
 
 from aligner.errors import ConfigError, ServerUnreachable
-from aligner.servers import authority
+from aligner.servers import access
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig, ServerConfig
 from aligner.servers.gateway import Gateway
@@ -61,7 +61,7 @@ def test_a_client_of_the_run_is_let_in_by_every_name_of_the_server(tmp_path: Pat
 def test_another_runs_client_and_one_without_a_certificate_are_not(tmp_path: Path, gateway: Gateway) -> None:
     own, other = client(tmp_path / "run"), client(tmp_path / "other")
     server = tmp_path / "server.pem"
-    server.write_bytes(authority._Signed("critic", tmp_path / "run" / "tls", hosts=("127.0.0.1",)).both)
+    server.write_bytes(access._Signed("critic", tmp_path / "run" / "tls", hosts=("127.0.0.1",)).both)
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):  # nor does it believe that server
         ask(other, gateway)
     for held in (None, tmp_path / "other" / "tls" / "client.pem", server):  # of nobody, not of this run, no client's
@@ -96,7 +96,7 @@ def test_a_clients_certificate_is_no_servers(tmp_path: Path) -> None:
 
 def test_whoever_comes_first_makes_the_authority(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: authority.client_context(tmp_path), range(4)))
+        list(threads.map(lambda _: access.client_context(tmp_path), range(4)))
     folder = tmp_path / "tls"
     assert list(tmp_path.iterdir()) == [folder] and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == dict.fromkeys(
@@ -105,10 +105,10 @@ def test_whoever_comes_first_makes_the_authority(tmp_path: Path) -> None:
 
 
 def test_keys_that_others_can_reach_are_refused(tmp_path: Path) -> None:
-    authority.client_context(tmp_path)
+    access.client_context(tmp_path)
     (tmp_path / "tls").chmod(0o750)
     with pytest.raises(ConfigError, match=r"tls: user \d+, mode 750: the run's keys must be its owner's alone \(700\)"):
-        authority.client_context(tmp_path)
+        access.client_context(tmp_path)
 
 
 def test_settings_that_exclude_each_other(tmp_path: Path) -> None:
@@ -120,23 +120,23 @@ def test_settings_that_exclude_each_other(tmp_path: Path) -> None:
 
 def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ConfigError, match=r"run.server_tls=true needs the package cryptography here .*: pip install cryptography"):
-        authority.client_context(tmp_path)
+    with pytest.raises(ConfigError, match=r"run.server_tls=true: requires the package cryptography .*: pip install cryptography"):
+        access.client_context(tmp_path)
 
 
 def test_a_server_loads_the_certificate_that_it_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A preflight on another node may make one of the same name, for its own host, before this one is loaded."""
-    loaded, make = [], authority._context
+    loaded, make = [], access._context
 
     def interrupted(protocol: int, folder: Path, certificate: Path) -> ssl.SSLContext:
         if not loaded:
             loaded.append("node2")
-            authority.server_context(tmp_path, "critic", "node2")
+            access.server_context(tmp_path, "critic", "node2")
         names = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions.get_extension_for_class(x509.SubjectAlternativeName)
         loaded.append(names.value.get_values_for_type(x509.DNSName)[0])
         return make(protocol, folder, certificate)
 
-    monkeypatch.setattr(authority, "_context", interrupted)
-    authority.server_context(tmp_path, "critic", "node1")
+    monkeypatch.setattr(access, "_context", interrupted)
+    access.server_context(tmp_path, "critic", "node1")
     assert loaded == ["node2", "node2", "node1"]
     assert sorted(path.name for path in (tmp_path / "tls").iterdir()) == ["authority.key", "authority.pem", "client.pem"]

@@ -24,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 from fake_critic import Disk, FakeServer, updated, value_batch
 
 from aligner.errors import RequestRejected, ServerTimeout, ServerUnreachable
+from aligner.servers import wire
 from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient
-from aligner.servers.config import ClientConfig
-from aligner.servers.kserve import HEADER_LENGTH, AnswerError
+from aligner.servers.config import ClientConfig, RequestLimits
+from aligner.servers.kserve import HEADER_LENGTH, AnswerError, encode_response, read_request
 from aligner.servers.ledger import Refused
 from aligner.servers.link import ServiceLink
 from aligner.servers.registry import Publication, make_registration, registration_path
@@ -41,6 +42,8 @@ CONFIG = ClientConfig(
 PATIENT = replace(CONFIG, discovery_timeout_seconds=20, recovery_timeout_seconds=20)
 Arrays = dict[str, np.ndarray]
 BREAK_OFF = 0
+ENDPOINTS = {one.name: one for one in vars(wire).values() if isinstance(one, wire.Endpoint)}
+LIMITS = RequestLimits(vocab_size=1 << 20, max_sequence_length=64)
 
 
 class FakeHTTP:
@@ -60,7 +63,8 @@ class FakeHTTP:
 
             def do_POST(self) -> None:
                 endpoint = self.path.split("/")[3]
-                arrays = read_arrays(self.headers[HEADER_LENGTH], self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                arrays = read_request(ENDPOINTS[endpoint], LIMITS, self.headers[HEADER_LENGTH], body).arrays()
                 fake.requests.append((endpoint, arrays))
                 try:
                     answer = fake.behave(endpoint, arrays)
@@ -68,8 +72,8 @@ class FakeHTTP:
                     self._send(409, "", json.dumps({"error": str(AnswerError(str(refused)))}).encode())
                     return
                 if isinstance(answer, dict):
-                    header, body = write_arrays(answer)
-                    self._send(200, str(len(header)), header + body)
+                    headers, body = encode_response(answer, [(name, True) for name in answer])
+                    self._send(200, headers[HEADER_LENGTH], body)
                 elif answer:
                     text = json.dumps({"error": f"Traceback\n{AnswerError('operation failed on rank 1: x')}\n at:"})
                     self._send(answer, "", text.encode())
@@ -97,37 +101,6 @@ class FakeHTTP:
         self.http.shutdown()
         self.http.server_close()
         self.publication.withdraw()
-
-
-def read_arrays(length: str, body: bytes) -> Arrays:
-    header, position, arrays = json.loads(body[: int(length)]), int(length), {}
-    for tensor in header["inputs"]:
-        data = body[position : position + tensor["parameters"]["binary_data_size"]]
-        position += len(data)
-        if tensor["datatype"] == "BYTES":
-            array = np.empty(tensor["shape"], dtype=object)
-            array.reshape(-1)[:] = list(texts(data))
-        else:
-            array = np.frombuffer(data, dtype={"INT64": "<i8", "FP32": "<f4"}[tensor["datatype"]]).reshape(tensor["shape"])
-        arrays[tensor["name"]] = array
-    return arrays
-
-
-def texts(data: bytes) -> Iterator[bytes]:
-    while data:
-        size = int.from_bytes(data[:4], "little")
-        yield data[4 : 4 + size]
-        data = data[4 + size :]
-
-
-def write_arrays(arrays: Arrays) -> tuple[bytes, bytes]:
-    outputs, blobs = [], []
-    for name, array in arrays.items():
-        blob = b"".join(len(text).to_bytes(4, "little") + text for text in array) if array.dtype == object else array.tobytes()
-        datatype = "BYTES" if array.dtype == object else "FP32"
-        outputs.append({"name": name, "datatype": datatype, "shape": array.shape, "parameters": {"binary_data_size": len(blob)}})
-        blobs.append(blob)
-    return json.dumps({"outputs": outputs}).encode(), b"".join(blobs)
 
 
 class FakeCriticHTTP(FakeHTTP):

@@ -24,13 +24,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_triton import ENDPOINTS, LIMITS, FakeTriton
 
 from aligner.errors import ConfigError
-from aligner.servers import seats, upstream, wire
+from aligner.servers import gateway, intake, wire
 from aligner.servers.access import Access
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.gateway import Gateway
 from aligner.servers.health import Health
-from aligner.servers.inbound import body_limit
-from aligner.servers.kserve import HEADER_LENGTH, AnswerError, decode_response, encode_request
+from aligner.servers.kserve import HEADER_LENGTH, AnswerError, body_limit, decode_response, encode_request
 
 ACCESS = Access("5e" * 32)
 INFER = "/v2/models/critic_infer/infer"
@@ -107,7 +106,7 @@ def test_binary_and_json_mean_the_same(serving: Serving) -> None:
 
 
 def test_large_requests_are_computed_beside_the_others(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "LARGE_BYTES", 0)
+    monkeypatch.setattr(intake, "LARGE_BYTES", 0)
     with serving() as served:
         status, headers, body = served.infer()
         assert (status, decode_response(headers[HEADER_LENGTH], body)["values"].tolist()) == (200, [[2.0, 4.0, 6.0]])
@@ -236,7 +235,7 @@ def test_connections_with_the_secret_are_limited(serving: Serving) -> None:
             assert b" 200 " in connection.recv(1000)
         status, headers, body = served.ask("GET", "/v2")
         assert (status, headers["Retry-After"]) == (429, "1")
-        assert json.loads(body)["error"] == "3 connections are open (server.max_connections); come again"
+        assert json.loads(body)["error"] == "3 connections are open (server.max_connections); try again"
         held.pop().close()
         deadline = time.monotonic() + 20
         while (status := served.ask("GET", "/v2")[0]) == 429 and time.monotonic() < deadline:
@@ -248,20 +247,20 @@ def test_connections_with_the_secret_are_limited(serving: Serving) -> None:
 
 @pytest.mark.parametrize("first", [b"", b"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: x\r\nX: "], ids=["silent", "slow"])
 def test_a_flood_of_strangers_takes_no_place_from_the_run(serving: Serving, monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
-    monkeypatch.setattr(seats, "SECONDS", 60.0)
+    monkeypatch.setattr(gateway, "STRANGER_SECONDS", 60.0)
     with serving(max_connections=4) as served:
-        held = hold(served, 2 * seats.STRANGERS, first)
+        held = hold(served, 2 * gateway.STRANGERS, first)
         assert served.infer()[0] == 200
         deadline = time.monotonic() + 20
-        while (left := sum(map(is_open, held))) > seats.STRANGERS and time.monotonic() < deadline:
+        while (left := sum(map(is_open, held))) > gateway.STRANGERS and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert left <= seats.STRANGERS
+        assert left <= gateway.STRANGERS
         for connection in held:
             connection.close()
 
 
 def test_strangers_have_little_time(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats, "SECONDS", 0.2)
+    monkeypatch.setattr(gateway, "STRANGER_SECONDS", 0.2)
     header = "".join(f"{name}: {value}\r\n" for name, value in ACCESS.headers().items())
     with serving() as served:
         (known,) = hold(served, 1, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
@@ -278,7 +277,7 @@ def test_strangers_have_little_time(serving: Serving, monkeypatch: pytest.Monkey
 
 
 def test_whoever_has_a_wrong_secret_is_hung_up_on(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats, "SECONDS", 60.0)
+    monkeypatch.setattr(gateway, "STRANGER_SECONDS", 60.0)
     with serving() as served:
         (stranger,) = hold(served, 1, b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer 0\r\n\r\n")
         answer = b""
@@ -289,7 +288,7 @@ def test_whoever_has_a_wrong_secret_is_hung_up_on(serving: Serving, monkeypatch:
 
 
 def test_open_files_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats.resource, "getrlimit", lambda kind: (256, 1024))
+    monkeypatch.setattr(gateway.resource, "getrlimit", lambda kind: (256, 1024))
     with pytest.raises(ConfigError, match=r"server.max_connections=1024: this process may open 1024 files \(ulimit -Hn\); 1792 are needed"):
         Gateway(ServerConfig(), ACCESS, ENDPOINTS, LIMITS, Health("critic", "1234", "", 1, config=ServerConfig()))
 
@@ -319,7 +318,10 @@ def test_tritons_own_words_stay_inside(tmp_path: Path, capsys: pytest.CaptureFix
         assert "secret/path.py" in capsys.readouterr().err
         served.fake.interrupt = breaks_off
         status, _, body = served.infer()
-        assert (status, json.loads(body)["error"]) == (502, "critic_infer: Triton broke off; whether the operation ran is unknown")
+        assert (status, json.loads(body)["error"]) == (
+            502,
+            "critic_infer: Triton closed the connection; whether the operation ran is unknown",
+        )
         served.fake.interrupt = lambda handler: False
         status, _, body = served.infer({**TOKENS, "tokens": np.array([[1, 2, 100]])})
         assert (status, json.loads(body)["error"]) == (400, "critic_infer: tokens: ids from 1 to 100; allowed are 0 to 99")

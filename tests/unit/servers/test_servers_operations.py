@@ -19,18 +19,17 @@ from aligner.algorithms.ppo import TrainPPO
 from aligner.errors import ConfigError, ServerError
 from aligner.jobs import serves as serving
 from aligner.servers import config as server_config
-from aligner.servers import watchdog, wire
+from aligner.servers import processes, wire
 from aligner.servers.access import listen
 from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig, Transport
-from aligner.servers.critic import CriticService
 from aligner.servers.health import Supervisor
 from aligner.servers.intake import Intake, Operation
 from aligner.servers.kserve import AnswerError
 from aligner.servers.ledger import Ledger, Refused
 from aligner.servers.payloads import TrainIdentity, digest_of
 from aligner.servers.processes import processes_with_variable
-from aligner.servers.reward import FunctionRewardService, RewardService
 from aligner.servers.server import Command, Report, _take_part
+from aligner.servers.services import CriticService, FunctionRewardService, RewardService
 from aligner.settings.compose import compose
 from aligner.telemetry.metrics import Mean, Metric, Sum
 from aligner.types import TokenBatch, ValueBatch
@@ -236,7 +235,7 @@ def test_the_watchdog_ends_marked_processes_when_its_parent_dies(tmp_path: Path)
         "c = subprocess.Popen(['sleep', '100'], env={**os.environ, name: value}, start_new_session=True);"
         "print(w.pid, flush=True); time.sleep(100)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, watchdog.__file__, mark, str(workspace)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", code, processes.__file__, mark, str(workspace)], stdout=subprocess.PIPE, text=True)
     dog = int(parent.stdout.readline())
     for _ in range(400):  # between fork and exec the child still has its parent's environment
         if processes_with_variable(mark):
@@ -312,12 +311,12 @@ def test_the_settings_import_neither_torch_nor_pytriton() -> None:
 
 
 def test_what_killed_servers_have_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
-    living, dead, young, other = (tmp_path / f"{watchdog.PREFIX}{name}" for name in ("living", "dead", "young", "other"))
+    living, dead, young, other = (tmp_path / f"{processes.PREFIX}{name}" for name in ("living", "dead", "young", "other"))
     for folder in (living, dead, young, other):
         (folder / "workspace").mkdir(parents=True)
-    code = "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import watchdog; "
-    code += "watchdog.own(pathlib.Path(sys.argv[2])); print(flush=True); input()"
-    folder = str(Path(watchdog.__file__).parent)
+    code = "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import processes; "
+    code += "processes.own(pathlib.Path(sys.argv[2])); print(flush=True); input()"
+    folder = str(Path(processes.__file__).parent)
     owners = [
         subprocess.Popen([sys.executable, "-c", code, folder, str(one)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for one in (living, dead)
@@ -329,21 +328,21 @@ def test_what_killed_servers_have_left_is_swept_and_nothing_else(tmp_path: Path)
         segment.touch()
     owners[1].kill()
     owners[1].wait()
-    (other / watchdog.OWNER).symlink_to(dead / watchdog.OWNER)  # no server of ours makes one
-    os.mkfifo(young / watchdog.OWNER)  # to open it waits for a writer; anybody may put one into the common directory
+    (other / processes.OWNER).symlink_to(dead / processes.OWNER)  # no server of ours makes one
+    os.mkfifo(young / processes.OWNER)  # to open it waits for a writer; anybody may put one into the common directory
     try:
-        assert watchdog.sweep(tmp_path) == [dead]
+        assert processes.sweep(tmp_path) == [dead]
         assert sorted(tmp_path.iterdir()) == [living, other, young]
         assert [segment.exists() for segment in segments] == [True, False]
     finally:
         owners[0].communicate(b"\n", timeout=30)
         segments[0].unlink()
-    assert watchdog.sweep(tmp_path) == [living]
+    assert processes.sweep(tmp_path) == [living]
 
 
 def test_empty_folders_of_tritons_python_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this user that are older than every Triton that lives; one with something in it is somebody's."""
-    monkeypatch.setattr(watchdog, "BACKEND", (tmp_path, "python_env_*"))
+    monkeypatch.setattr(processes, "BACKEND", (tmp_path, "python_env_*"))
     old, full, theirs, young = (tmp_path / f"python_env_{name}" for name in ("oldold", "full00", "theirs", "young0"))
     link, other = tmp_path / "python_env_linked", tmp_path / "other"
     for folder in (old, full, theirs, other):
@@ -355,36 +354,36 @@ def test_empty_folders_of_tritons_python_backend(tmp_path: Path, monkeypatch: py
     hour_ago = time.time() - 3600
     # Of all that run here, the machine's other Tritons are none of this test's.
     monkeypatch.setattr(
-        watchdog, "processes_with_variable", lambda _: {k: v for k, v in processes_with_variable("").items() if k == triton.pid}
+        processes, "processes_with_variable", lambda _: {k: v for k, v in processes_with_variable("").items() if k == triton.pid}
     )
     try:
         for folder in (old, full, theirs):
             os.utime(folder, (hour_ago, hour_ago))
         young.mkdir()
-        watchdog.remove(tmp_path / "workspace", 0, 1)
+        processes.remove(tmp_path / "workspace", 0, 1)
         assert not old.exists() and full.exists() and young.exists() and link.is_symlink() and other.exists()
         assert theirs.exists() or os.geteuid() != 0
     finally:
         triton.kill()
         triton.wait()
-    workspace = tmp_path / f"{watchdog.PREFIX}left"
+    workspace = tmp_path / f"{processes.PREFIX}left"
     workspace.mkdir()
-    (workspace / watchdog.OWNER).write_text("1 1")
-    assert watchdog.sweep(tmp_path) == [workspace] and not young.exists() and full.exists() and link.is_symlink()
+    (workspace / processes.OWNER).write_text("1 1")
+    assert processes.sweep(tmp_path) == [workspace] and not young.exists() and full.exists() and link.is_symlink()
 
 
 def test_shared_memory_of_a_number_that_is_in_use_again(tmp_path: Path) -> None:
     """The dead server's goes, which is older than the process that has the number now; that process's own stays."""
-    workspace = tmp_path / f"{watchdog.PREFIX}left"
+    workspace = tmp_path / f"{processes.PREFIX}left"
     old, new = (Path(f"/dev/shm/pytrtion{os.getpid()}-{number}") for number in range(2))
     workspace.mkdir()
-    (workspace / watchdog.OWNER).write_text(f"{os.getpid()} 1")  # of a server that had this number and is gone: nobody holds the lock
+    (workspace / processes.OWNER).write_text(f"{os.getpid()} 1")  # of a server that had this number and is gone: nobody holds the lock
     for segment in (old, new):
         segment.touch()
     began = Path(f"/proc/{os.getpid()}").stat().st_ctime
     os.utime(old, (began - 60, began - 60))
     try:
-        assert watchdog.sweep(tmp_path) == [workspace]
+        assert processes.sweep(tmp_path) == [workspace]
         assert not workspace.exists() and not old.exists() and new.exists()
     finally:
         old.unlink(missing_ok=True)
@@ -393,10 +392,10 @@ def test_shared_memory_of_a_number_that_is_in_use_again(tmp_path: Path) -> None:
 
 def test_shared_memory_of_a_server_that_is_about_to_end(tmp_path: Path) -> None:
     """A server that lost a part of itself lives while its watchdog removes what Triton has not."""
-    workspace, segment = tmp_path / f"{watchdog.PREFIX}lost", Path(f"/dev/shm/pytrtion{os.getpid()}-2")
+    workspace, segment = tmp_path / f"{processes.PREFIX}lost", Path(f"/dev/shm/pytrtion{os.getpid()}-2")
     workspace.mkdir()
     segment.touch()
-    command = [sys.executable, watchdog.__file__, str(os.getpid()), "NAME=of nobody", str(workspace)]
+    command = [sys.executable, processes.__file__, str(os.getpid()), "NAME=of nobody", str(workspace)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         process.communicate(timeout=30)
@@ -406,9 +405,9 @@ def test_shared_memory_of_a_server_that_is_about_to_end(tmp_path: Path) -> None:
 
 
 def test_what_another_user_has_put_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = tmp_path / f"{watchdog.PREFIX}theirs"
+    theirs = tmp_path / f"{processes.PREFIX}theirs"
     theirs.mkdir()
-    (theirs / watchdog.OWNER).write_text("1 1")
-    (tmp_path / f"{watchdog.PREFIX}link").symlink_to(theirs)
-    monkeypatch.setattr(watchdog.os, "getuid", lambda: theirs.stat().st_uid + 1)
-    assert watchdog.sweep(tmp_path) == [] and (theirs / watchdog.OWNER).exists()
+    (theirs / processes.OWNER).write_text("1 1")
+    (tmp_path / f"{processes.PREFIX}link").symlink_to(theirs)
+    monkeypatch.setattr(processes.os, "getuid", lambda: theirs.stat().st_uid + 1)
+    assert processes.sweep(tmp_path) == [] and (theirs / processes.OWNER).exists()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from aligner.servers import seats
+from aligner.servers import gateway
 
 
 def test_those_who_hold_most_are_shown_out_first() -> None:
     """Here every address is a number; the others' connections stay, though they are older."""
-    places = seats.Seats(10, None)
+    places = gateway.Seats(10, None)
     cleared = []
 
-    class Seat(seats._Seat):
+    class Seat(gateway._Seat):
         __slots__ = ()
 
         def clear(self) -> None:
@@ -31,7 +31,7 @@ def test_those_who_hold_most_are_shown_out_first() -> None:
 
 def test_a_stranger_that_is_shown_out_before_it_is_looked_after_is_closed() -> None:
     async def shown_out(ours: socket.socket) -> None:
-        places = seats.Seats(1, None)
+        places = gateway.Seats(1, None)
         places._enter(object, ours, "flood")
         places._show_out()
         await asyncio.sleep(0.0)  # its task ends, which has not begun

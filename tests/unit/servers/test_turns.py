@@ -123,7 +123,8 @@ def test_a_request_waits_for_the_devices_and_the_server_lives_on(tmp_path: Path)
     }
     intake, stop = Intake(operations, RequestLimits(vocab_size=9, max_sequence_length=9)), SimpleNamespace(requested=False)
     config = SimpleNamespace(idle_seconds=0.05)
-    service = SimpleNamespace(operations=operations, residence=residence, progress=Progress(), config=config, name="critic", purpose=None)
+    parts = {"residence": residence, "progress": Progress(), "config": config}
+    service = SimpleNamespace(operations=[*operations.values()], name="critic", purpose=None, **parts)
     pulse = SimpleNamespace(begin=rounds.append, round_done=lambda: None)
     arguments = (service, ControlGroup(5.0), intake, SimpleNamespace(failure=lambda: None), stop, pulse)
     tokens = wire.encode_tokens(TokenBatch(tokens=torch.ones(1, 2, dtype=torch.int64), lengths=torch.tensor([2])))
