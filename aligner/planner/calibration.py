@@ -15,10 +15,10 @@ from statistics import median
 import numpy as np
 
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.kernels import GIGA
+from aligner.planner.layers import GIGA
 from aligner.planner.memory import Sizes
 from aligner.planner.simulation import Habits, Part, Simulated, simulate
-from aligner.planner.timing import phase_times
+from aligner.planner.times import phase_times
 from aligner.planner.workload import Component
 
 STEP = "step"  # what the whole step is called among the times of a job

@@ -1,7 +1,7 @@
 """Real Megatron-Core shards without their memory: one process plays any rank of a large world.
 
 torch's `fake` process-group backend answers every collective at once, and fake tensors (meta tensors that remember the device they stand
-for) have shapes and no storage. So a run's real modules are built, and their layers run forward and backward, at any size. The
+for) have shapes but no storage. So a run's real modules are built, and their layers run forward and backward, at any size. The
 data-parallel size does not change a shard's shapes: worlds here are as small as the layout allows.
 """
 
@@ -23,9 +23,36 @@ from aligner.errors import AlignerError
 from aligner.models.config import OF_EXPERTS, Architecture, Family, Layers, LoraTarget, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.families.mapping import ADAPTER
 from aligner.parallel.topology import ParallelConfig, initialize
-from aligner.planner.buffers import Parameter
 from aligner.planner.config import Device
 from aligner.planner.workload import Component, Head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One parameter of a rank's shard."""
+
+    name: str
+    numel: int
+    itemsize: int  # bytes per element
+    is_expert: bool = False  # its replicas are the expert-data-parallel ranks
+    is_split: bool = False  # over the tensor-parallel ranks (the expert-tensor-parallel ones for an expert)
+    own_bucket: bool = False  # the tied embedding
+    is_frozen: bool = False  # it is in no buffer, and has neither gradient nor optimizer state
+    is_adapter: bool = False  # of a linear layer, which rollout engines have it merged with
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """Storage of one rank: weights, main gradients, optimizer state (moments and float32 main weights, without its scalars)."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
+            weights=self.weights + other.weights, gradients=self.gradients + other.gradients, optimizer=self.optimizer + other.optimizer
+        )
 
 
 @contextmanager

@@ -1,17 +1,24 @@
-"""A component's plan: builds its shards, measures its layers, and predicts memory and time from them."""
+"""A component's plan: builds its shards, lays out their training state, measures its layers, and predicts memory and time from them.
+
+`DistributedDataParallel` of Megatron-Core lays the parameters of one kind (dtype; dense or expert) into one flat buffer, in reverse order.
+With the distributed optimizer each parameter starts at a multiple of 64 elements and each bucket ends at a multiple of lcm(shards, 128);
+every rank owns an equal slice of every bucket.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Dtype
-from aligner.planner import dry_run, layer_tensors
-from aligner.planner.buffers import Parameter, Replication, StateBytes, frozen_bytes, state_bytes
+from aligner.planner import dry_run, layers
 from aligner.planner.config import ClusterConfig, Device
+from aligner.planner.dry_run import Parameter, StateBytes
 from aligner.planner.memory import (
     PhaseMemory,
     Sizes,
@@ -25,9 +32,8 @@ from aligner.planner.memory import (
     sequence_tokens,
     train_micro_batches,
 )
-from aligner.planner.schedule import MicroBatches
-from aligner.planner.timing import PhaseTime, phase_times
-from aligner.planner.workload import GIB, Component, Phase
+from aligner.planner.times import PhaseTime, phase_times
+from aligner.planner.workload import GIB, Component, MicroBatches, Phase
 from aligner.rollout.config import EngineKind, check_ahead, check_engine
 from aligner.servers.components import SERVERS, in_section
 
@@ -176,8 +182,8 @@ class Scales:
 
     def block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
         """The activations of the component's layers at these micro-batches: measured, or listed for Transformer Engine's modules."""
-        if self.device == Device.gpu and layer_tensors.uses_transformer_engine(component):
-            return layer_tensors.block_bytes(component, passes.rows, passes.length)
+        if self.device == Device.gpu and layers.uses_transformer_engine(component):
+            return layers.block_bytes(component, passes.rows, passes.length)
         p, model = component.parallel, component.model
         split, kind = (p.tp, p.sequence_parallel, p.cp), (model.recompute, model.dtype, model.lora, model.batch_invariant)
         key = repr((component.architecture, *split, *kind, passes.rows, passes.length))
@@ -270,3 +276,115 @@ def predict(
         times=tuple(phase_times(component, sizes, cluster)),
         limit=int(cluster.gpu_memory_gib * GIB),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """One flat buffer: bounds of its parameters and of its buckets."""
+
+    numel: int
+    parameters: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...]
+
+    def owned(self, num_shards: int) -> list[int]:
+        """Parameter elements (no padding) that each of the distributed optimizer's shards holds: an equal slice of every bucket."""
+        held = [0] * num_shards
+        places = iter(self.parameters)
+        place = next(places, None)
+        for start, stop in self.buckets:
+            size = (stop - start) // num_shards
+            while place is not None and place[0] < stop:
+                begin, end = place[0] - start, place[1] - start
+                for shard in range(begin // size, (end - 1) // size + 1):
+                    held[shard] += min(end, (shard + 1) * size) - max(begin, shard * size)
+                place = next(places, None)
+        return held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replication:
+    """Placement of a rank's training state."""
+
+    distributed: bool  # the distributed optimizer
+    dense_shards: int  # dp x cp
+    expert_shards: int  # replicas of an expert
+    bucket_elements: int | None  # None: one bucket per buffer
+    moment_bytes: int = 8  # both Adam moments of an element
+    main_bytes: int = 4  # float32 copy of a 2-byte weight
+
+
+def lay_out(parameters: Sequence[Parameter], *, distributed: bool, shards: int, bucket_elements: int | None) -> Buffer:
+    """The buffer of parameters of one kind, given in the module's order."""
+    align = 64 if distributed else 1
+    bucket_align = math.lcm(shards, 128) if distributed else 1
+    places: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
+    start = begin = 0  # of the open bucket, of the next parameter
+    is_open = False
+
+    def close(end: int) -> int:
+        nonlocal start, is_open
+        end = _up(end, bucket_align)
+        buckets.append((start, end))
+        start, is_open = end, False
+        return end
+
+    for parameter in reversed(parameters):
+        begin = _up(begin, align)
+        alone = parameter.own_bucket and distributed
+        if alone and is_open:
+            begin = close(begin)
+        end = begin + parameter.numel
+        places.append((begin, end))
+        is_open = True
+        full = bucket_elements is not None and end - start >= bucket_elements
+        begin = close(end) if full or alone else end
+    if is_open:
+        close(begin)
+    return Buffer(numel=start, parameters=tuple(places), buckets=tuple(buckets))
+
+
+def state_bytes(parameters: Sequence[Parameter], replication: Replication, *, dp_rank: int | None = None) -> StateBytes:
+    """Bytes of one chunk's training state on the rank with this data-parallel rank; None: the fullest rank.
+
+    Parameters in 4 bytes are their own main weights.
+    """
+    total = frozen_bytes([p for p in parameters if p.is_frozen])
+    trained = [p for p in parameters if not p.is_frozen]
+    kinds = sorted(trained, key=lambda p: (p.is_expert, p.itemsize))  # stable: the module's order within a kind
+    for (is_expert, itemsize), group in groupby(kinds, key=lambda p: (p.is_expert, p.itemsize)):
+        own = list(group)
+        shards = replication.expert_shards if is_expert else replication.dense_shards
+        buffer = lay_out(own, distributed=replication.distributed, shards=shards, bucket_elements=replication.bucket_elements)
+        elements = sum(p.numel for p in own)
+        if replication.distributed:
+            by_shard = buffer.owned(shards)
+            held = max(by_shard) if dp_rank is None else by_shard[dp_rank % shards]
+            weights = buffer.numel * itemsize
+        else:
+            held, weights = elements, elements * itemsize
+        per_element = replication.moment_bytes + (replication.main_bytes if itemsize == 2 else 0)
+        total += StateBytes(weights=weights, gradients=buffer.numel * 4, optimizer=held * per_element)
+    return total
+
+
+def frozen_bytes(parameters: Sequence[Parameter]) -> StateBytes:
+    """A model that is not trained."""
+    return StateBytes(weights=sum(p.numel * p.itemsize for p in parameters), gradients=0, optimizer=0)
+
+
+def approximate_state_bytes(parameters: Sequence[Parameter], replication: Replication) -> StateBytes:
+    """As `state_bytes` without padding; the search compares thousands of layouts with it."""
+    weights = gradients = optimizer = 0
+    for p in parameters:
+        shards = (replication.expert_shards if p.is_expert else replication.dense_shards) if replication.distributed else 1
+        weights += p.numel * p.itemsize
+        if p.is_frozen:
+            continue
+        gradients += p.numel * 4
+        optimizer += p.numel * (replication.moment_bytes + (replication.main_bytes if p.itemsize == 2 else 0)) // shards
+    return StateBytes(weights=weights, gradients=gradients, optimizer=optimizer)
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

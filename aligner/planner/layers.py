@@ -1,4 +1,25 @@
-"""Micro-batches as the run deals them out, and what a layer's forward pass over one costs, from its shapes. Pure."""
+"""What one transformer layer costs and keeps, from its shapes: seconds of kernels and collectives, and the tensors that modules of
+Transformer Engine keep for the backward pass. Pure.
+
+A kernel takes the time of its FLOPs at the rate that large ones reach, plus the time to move its operands through device memory. The second
+term alone makes small products, few tokens per expert and decoding slow, so no efficiency is a table of sizes.
+
+Collectives cost a latency, and their bytes at the slowest link on the way (rings; Thakur et al. 2005): NVLink inside a node; between nodes
+a network port per GPU (rails), and less where groups leave one leaf of an oversubscribed network.
+
+A planning machine need not have Transformer Engine, whose modules do not run without a GPU, so their tensors are listed instead of
+measured. What each module saves was read in Transformer Engine 2.9 and Megatron-Core 0.19:
+
+* a norm that is fused with the product behind it keeps its input, its output and a float32 number a row (LayerNorm two); with sequence
+  parallelism the rank's part of both: the backward pass gathers again
+* flash attention keeps queries, keys and values (rotated, in memory of their own), its output, which the projection keeps too, and the
+  log-sum-exp of each row and head
+* fused SwiGLU keeps its input; so does any activation. A gated one that is not fused also keeps the activated half
+* nothing is dropped, so there are no masks; additions keep nothing
+
+For a layer of GPT that is 32 s b h / t bytes with sequence parallelism: 34 (Korthikanti et al. 2022, 2205.05198, equation 4, without the
+part of the attention scores) less the two of the masks. Without sequence parallelism it is s b h (8 + 24 / t).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +27,99 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from aligner.models.config import Architecture
+from aligner.models.architecture.divisible import torch_layers_reason
+from aligner.models.config import Activation, Architecture, Dtype, Layers, Normalization, Recompute
 from aligner.parallel.micro_batches import MicroBatching, plan
-from aligner.planner.config import ClusterConfig
-from aligner.planner.kernels import MICRO, Kernels
-from aligner.planner.sampling import ResponseLengths
-from aligner.planner.schedule import micro_batches
-from aligner.planner.workload import Component
+from aligner.planner.config import ClusterConfig, Device
+from aligner.planner.dry_run import BlockBytes
+from aligner.planner.workload import Component, ResponseLengths, micro_batches
+
+GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """Costs in seconds on one rank of `cluster`, of numbers of `itemsize` bytes. With `fp8` matrix products are of 8 bits."""
+
+    cluster: ClusterConfig
+    itemsize: int
+    fp8: bool = False
+
+    def product(self, rows: float, inner: float, outer: float, *, matrices: float = 1.0) -> float:
+        """`matrices` products `[rows, inner] x [inner, outer]`."""
+        flops = 2.0 * rows * inner * outer * matrices
+        moved = (rows * inner + inner * outer + rows * outer) * matrices * self.itemsize
+        return flops / self.product_rate + self.moving(moved)
+
+    @property
+    def product_rate(self) -> float:
+        """FLOP/s of large matrix products."""
+        peak = self.cluster.fp8_tflops if self.fp8 else self.cluster.bf16_tflops
+        return peak * TERA * self.cluster.achievable_flops
+
+    def attention(self, tokens: float, keys: float, heads: float, width: float) -> float:
+        """Scores of each of `tokens` with `keys` keys, and the sum of their values; `width`: of a head's queries and values together."""
+        return 2.0 * tokens * keys * heads * width / (self.cluster.bf16_tflops * TERA * self.cluster.achievable_attention)
+
+    def moving(self, size: float) -> float:
+        """`size` bytes read from device memory or written to it."""
+        return size / (self.cluster.hbm_gb_per_second * GIGA * self.cluster.achievable_bandwidth)
+
+    def launching(self, layers: float) -> float:
+        """The host's time to start the kernels of so many layers, one by one, in a forward pass."""
+        return layers * self.cluster.host_layer_microseconds * MICRO
+
+    def together(self, computing: float, launching: float) -> float:
+        """A GPU computes while the host starts what follows; a CPU does one after the other."""
+        return max(computing, launching) if self.cluster.device == Device.gpu else computing + launching
+
+    @property
+    def host_rate(self) -> float:
+        """Bytes per second to host memory."""
+        return self.cluster.host_gb_per_second * GIGA * self.cluster.achievable_link
+
+    def link(self, span: int) -> float:
+        """Bytes per second of a rank in a group whose furthest ranks are `span` apart."""
+        cluster = self.cluster
+        if span <= cluster.gpus_per_node:
+            return cluster.nvlink_gb_per_second * GIGA * cluster.achievable_link
+        rate = cluster.network_gb_per_second * GIGA * cluster.achievable_link
+        return rate / cluster.oversubscription if cluster.leaf_nodes and span > cluster.leaf_nodes * cluster.gpus_per_node else rate
+
+    def latency(self, span: int) -> float:
+        """Of a collective, which takes more steps the more nodes it crosses."""
+        nodes = math.ceil(span / self.cluster.gpus_per_node)
+        hops = math.ceil(math.log2(nodes)) if nodes > 1 else 0
+        return (self.cluster.collective_microseconds + hops * self.cluster.network_microseconds) * MICRO
+
+    def all_gather(self, size: float, ranks: int, span: int) -> float:
+        """Until every rank has all `size` bytes, each starting from its share; a reduce-scatter takes as long."""
+        if ranks <= 1:
+            return 0.0
+        inside = min(ranks, max(1, self.cluster.gpus_per_node * ranks // span)) if span > self.cluster.gpus_per_node else ranks
+        # Between nodes every rail carries its own share of a node's part (2-level rings), then NVLink spreads what arrived.
+        if inside == ranks:
+            return size * (ranks - 1) / ranks / self.link(span) + self.latency(span)
+        nodes = ranks / inside
+        return size / inside * (nodes - 1) / nodes / self.link(span) + size * (inside - 1) / inside / self.link(1) + self.latency(span)
+
+    def all_reduce(self, size: float, ranks: int, span: int) -> float:
+        """A reduce-scatter and an all-gather of the same tensor."""
+        return 2 * self.all_gather(size, ranks, span)
+
+    def all_to_all(self, size: float, ranks: int, span: int) -> float:
+        """Each rank's `size` bytes, in equal parts to all: those to other nodes through its own port."""
+        if ranks <= 1:
+            return 0.0
+        outside = max(0.0, 1 - self.cluster.gpus_per_node / span)
+        inside = (ranks - 1) / ranks - outside
+        through_network = size * outside / self.link(span) if outside else 0.0
+        return through_network + size * inside / self.link(1) + self.latency(span)
+
+    def send(self, size: float, span: int) -> float:
+        """From one rank to another."""
+        return size / self.link(span) + self.latency(span)
+
 
 HIDDEN_PASSES, INNER_PASSES = 16, 5  # how often a layer's small kernels read or write a hidden state, or a feed-forward layer's inside
 ROUTED_PASSES = 6  # and a token on its way to an expert and back
@@ -186,3 +293,158 @@ def launched_layers(component: Component, layers: int) -> float:
     """So many dense layers have as many kernels as these: a mixture counts twice."""
     a = component.architecture
     return layers * (1 + sum(a.has_experts(layer) for layer in range(a.num_layers)) / a.num_layers)
+
+
+_FLOAT32 = 4
+
+
+def uses_transformer_engine(component: Component) -> bool:
+    """Whether a run on GPUs that has Transformer Engine makes the layers of its modules: what `aligner.models.modules.fusions` chooses."""
+    model, architecture = component.model, component.architecture
+    if model.layers is not Layers.auto:
+        return model.layers is Layers.transformer_engine
+    return not torch_layers_reason(architecture) and not model.batch_invariant and (model.fp8 or model.dtype is not Dtype.float32)
+
+
+def kept_tensors(component: Component, tokens: int) -> dict[str, int]:
+    """Bytes of every tensor that one layer keeps for `tokens` tokens of a micro-batch, by name, without recomputation."""
+    return _attention(component, tokens) | (_experts if component.architecture.num_experts else _feed_forward)(component, tokens)
+
+
+def block_bytes(component: Component, rows: int, length: int) -> BlockBytes:
+    """The sizes of `aligner.planner.dry_run.measure_block`, with the experts' tensors, of `rows` sequences of `length` tokens."""
+    tokens = rows * length
+    tensors = kept_tensors(component, tokens)
+    whole, hidden = sum(tensors.values()), _own(component, tokens) * component.architecture.hidden_size * component.dtype_bytes
+    layer, again = whole, 0
+    if component.model.recompute == Recompute.full:
+        layer, again = hidden, whole - hidden
+    elif component.model.recompute == Recompute.selective:  # the core attention alone: what it has to compute again is its output
+        layer = whole - tensors["log-sum-exp"]
+        again = tensors["log-sum-exp"] + tensors["attention's output"]
+    statistics = _own(component, tokens) * _FLOAT32
+    return BlockBytes(
+        layer=layer,
+        ends=2 * hidden + statistics,  # input and output; the final norm keeps the output and its statistics
+        backward=again + _backward(component, tokens),
+        forward=_forward(component, tokens),
+    )
+
+
+def _own(component: Component, tokens: int) -> int:
+    """Tokens of a rank between the layers."""
+    return tokens // component.shards_sequences
+
+
+def _between(component: Component, tokens: int, name: str, *, product: bool = True) -> dict[str, int]:
+    """A norm before a product: its input, its output and its statistics. `product`: the output is only that product's input."""
+    a, own = component.architecture, _own(component, tokens)
+    statistics = 1 if a.normalization is Normalization.rms_norm else 2
+    item = _product_item(component) if product else component.dtype_bytes
+    return {
+        f"{name}'s input": own * a.hidden_size * component.dtype_bytes,
+        f"{name}'s output": own * a.hidden_size * item,
+        f"{name}'s statistics": own * statistics * _FLOAT32,
+    }
+
+
+def _product_item(component: Component) -> int:
+    """Bytes of a number that a product keeps."""
+    return 1 if component.model.fp8 else component.dtype_bytes
+
+
+def _heads(component: Component) -> tuple[int, int]:
+    """Query heads and key-value heads of a rank."""
+    a, tp = component.architecture, component.parallel.tp
+    return a.num_attention_heads // tp, math.ceil(a.num_key_value_heads / tp)
+
+
+def _attention(component: Component, tokens: int) -> dict[str, int]:
+    a, item = component.architecture, component.dtype_bytes
+    here = tokens // component.parallel.cp
+    heads, groups = _heads(component)
+    # With shared prompts every run of responses has its own copy of its prompt's keys and values
+    # (`aligner.models.modules.attention.all_runs`).
+    attended = here * component.work.length // max(1, component.work.response_length) if component.model.share_prompts else here
+    found = _between(component, tokens, "first norm")
+    if a.qk_norm:
+        found["queries and keys before their norms"] = here * (heads + groups) * (a.head_dim * item + _FLOAT32)
+    found |= {
+        "queries": here * heads * a.head_dim * item,
+        "keys": attended * groups * a.head_dim * item,
+        "values": attended * groups * a.head_dim * item,
+        "log-sum-exp": here * heads * _FLOAT32,
+        "attention's output": here * heads * a.head_dim * item,
+    }
+    if component.model.fp8:
+        found["projection's input"] = here * heads * a.head_dim
+    return found
+
+
+def _feed_forward(component: Component, tokens: int) -> dict[str, int]:
+    a, width = component.architecture, component.architecture.ffn_hidden_size // component.parallel.tp
+    return _between(component, tokens, "second norm") | _activated(component, tokens // component.parallel.cp, a.gated_mlp, width)
+
+
+def _activated(component: Component, rows: int, gated: bool, width: int) -> dict[str, int]:
+    """What the activation and the product behind it keep."""
+    item = component.dtype_bytes
+    found = {
+        "first product's output": rows * (2 if gated else 1) * width * item,
+        "second product's input": rows * width * _product_item(component),
+    }
+    if gated and component.architecture.activation is not Activation.silu:
+        found["activated half"] = rows * width * item
+    return found
+
+
+def routed_tokens(component: Component, tokens: int) -> int:
+    """Pairs of a token and an expert that a rank computes, all experts equally loaded."""
+    return _own(component, tokens) * component.architecture.experts_per_token * component.parallel.etp
+
+
+def _experts(component: Component, tokens: int) -> dict[str, int]:
+    """The norm's output, which router and permutation keep once; the router's numbers; the grouped products' inputs and outputs."""
+    a, own, routed = component.architecture, _own(component, tokens), routed_tokens(component, tokens)
+    return {
+        **_between(component, tokens, "second norm", product=False),
+        "router's logits and probabilities": own * a.num_experts * 2 * _FLOAT32,
+        "routes and places of rows": own * a.num_experts * (1 + _FLOAT32),
+        "permuted tokens": routed * a.hidden_size * _product_item(component),
+        "permuted probabilities": routed * _FLOAT32,
+        **_activated(component, routed, a.gated_mlp, a.expert_ffn_hidden_size // component.parallel.etp),
+    }
+
+
+def _widths(component: Component, tokens: int) -> tuple[int, int, int, int]:
+    """Bytes of the residual on a rank, of a product's whole input, of the feed-forward layer's first output, and of its activated part."""
+    a, item = component.architecture, component.dtype_bytes
+    if a.num_experts:
+        rows = routed_tokens(component, tokens)
+        width, gathered = a.expert_ffn_hidden_size // component.parallel.etp, rows * a.hidden_size * item
+    else:
+        rows = tokens // component.parallel.cp
+        width, gathered = a.ffn_hidden_size // component.parallel.tp, rows * a.hidden_size * item
+    return _own(component, tokens) * a.hidden_size * item, gathered, rows * (2 if a.gated_mlp else 1) * width * item, rows * width * item
+
+
+def _projected(component: Component, tokens: int) -> int:
+    """Bytes of queries, keys and values."""
+    heads, groups = _heads(component)
+    return tokens // component.parallel.cp * (heads + 2 * groups) * component.architecture.head_dim * component.dtype_bytes
+
+
+def _forward(component: Component, tokens: int) -> int:
+    """Most that a layer holds in a pass without gradient: around the first product, the activation, or the queries."""
+    residual, gathered, first, active = _widths(component, tokens)
+    heads = tokens // component.parallel.cp * component.architecture.hidden_size * component.dtype_bytes
+    return 2 * residual + max(gathered + first, first + active, active + gathered, heads + 2 * _projected(component, tokens))
+
+
+def _backward(component: Component, tokens: int) -> int:
+    """Most that a layer's backward pass holds besides what is kept: the gradients around the activation, around the first product, whose
+    input is gathered again while what the second one kept is free, or around attention."""
+    residual, gathered, first, active = _widths(component, tokens)
+    whole = tokens // component.parallel.cp * component.architecture.hidden_size * component.dtype_bytes
+    moments = (gathered + active, active + first, 2 * gathered - active, 2 * _projected(component, tokens) + whole)
+    return 2 * residual + max(moments)

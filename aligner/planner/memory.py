@@ -6,13 +6,20 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from aligner.models.weights.weights import MAX_FILE_BYTES
-from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes
-from aligner.planner.layer_tensors import copies_in_8_bits
-from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase, device_optimizer, host_optimizer, padded_vocabulary
+from aligner.planner.dry_run import BlockBytes, StateBytes
+from aligner.planner.workload import (
+    GIB,
+    Component,
+    Engine,
+    Head,
+    MicroBatches,
+    Phase,
+    in_flight,
+    micro_batches,
+    padded_vocabulary,
+    stage_layers,
+)
 from aligner.rollout.builtin.graphs import round_rows
 from aligner.rollout.config import PAGE_SIZE, EngineKind, Kernels
 from aligner.types import route_dtype
@@ -21,6 +28,8 @@ _OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transfo
 _KERNEL_PAGE = 256  # tokens of a page of the engine's cache, where attention kernels are used: of 16-bit numbers on a GPU
 _VLLM_PAGE = 128  # tokens, to which the wrapper rounds a sequence, and the page that vLLM keeps for itself
 _HEAP_LOSS = 0.5  # of the activations of micro-batches that differ in length; measured: 0.3 to 0.8
+_HOST_ELEMENT = 16  # bytes of a parameter that the host updates
+EXPORTED_FILE_BYTES = 5 * 2**30  # of an exported model: `aligner.models.weights.weights.MAX_FILE_BYTES`
 HOST_PROCESS_GIB = 3.0  # a rank's Python, torch and its libraries in host memory, beside a GPU
 
 
@@ -380,7 +389,7 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
         copied = trained_bytes(component, fullest) // component.dp if component.saves_asynchronously else 0
         parts["checkpoint being read or written"] = ranks * (fullest.optimizer + copied)
         # The first rank of all collects a file of the exported model.
-        parts["file of the export"] = min(MAX_FILE_BYTES, sum(state.weights for state in sizes.stages) * component.parallel.tp)
+        parts["file of the export"] = min(EXPORTED_FILE_BYTES, sum(state.weights for state in sizes.stages) * component.parallel.tp)
     return parts
 
 
@@ -397,3 +406,28 @@ def _beside_devices(component: Component, fullest: StateBytes, ranks: int) -> di
     if component.engine is not None and component.engine.offload and component.engine_holds_weights:
         parts["policy weights (while sampling)"] = ranks * fullest.weights
     return {name: size for name, size in parts.items() if size}
+
+
+def copies_in_8_bits(component: Component, weights: int, stage: int) -> int:
+    """Bytes of the copies that modules keep of their weights, of a stage's `weights` (bytes): by rows, and for training by columns."""
+    if not component.model.fp8:
+        return 0
+    a, pp = component.architecture, component.parallel.pp
+    has_output = stage == pp - 1 and component.head == Head.language and (pp > 1 or not a.tied_embeddings)
+    tables = ((stage == 0) + has_output) * padded_vocabulary(component) // component.parallel.tp * a.vocabulary_width
+    return (2 if component.optimizer is not None else 1) * max(0, weights // component.dtype_bytes - tables)
+
+
+def _host_fraction(component: Component) -> float:
+    optimizer = component.optimizer
+    return optimizer.cpu_offload_fraction if optimizer is not None and optimizer.cpu_offload else 0.0
+
+
+def device_optimizer(component: Component, state: StateBytes) -> int:
+    """Of the optimizer's state, what `optimizer.cpu_offload` leaves on the device."""
+    return int(state.optimizer * (1 - _host_fraction(component)))
+
+
+def host_optimizer(component: Component, state: StateBytes) -> int:
+    """Of a rank with `optimizer.cpu_offload`: float32 weights, two moments, and the gradients that it computes with."""
+    return int(_host_fraction(component) * _HOST_ELEMENT * state.optimizer / (12 if component.dtype_bytes == 2 else 8))

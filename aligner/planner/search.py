@@ -1,18 +1,23 @@
-"""Quick estimates of a component in other layouts, from one built layer each, and the single settings that lower a peak."""
+"""What a search may choose for one component, quick estimates of the choices, and the single settings that lower a peak."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import product
+from typing import TypeVar
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import uneven_stages
-from aligner.models.config import Recompute
+from aligner.models.config import ModelConfig, Recompute
+from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run
-from aligner.planner.buffers import Parameter, StateBytes, approximate_state_bytes, frozen_bytes
 from aligner.planner.config import ClusterConfig
-from aligner.planner.estimate import Scales, check, engine_weight_bytes, replication
+from aligner.planner.dry_run import Parameter, StateBytes
+from aligner.planner.estimate import Scales, approximate_state_bytes, check, engine_weight_bytes, frozen_bytes, replication
 from aligner.planner.memory import (
     Sizes,
     cache_tokens,
@@ -23,8 +28,7 @@ from aligner.planner.memory import (
     sequence_tokens,
     train_micro_batches,
 )
-from aligner.planner.schedule import stage_layers
-from aligner.planner.workload import Component, Engine, Head
+from aligner.planner.workload import Component, Engine, Head, Phase, stage_layers
 
 NOTICEABLE = 0.98  # of the peak: what lowers it less is no help
 NOTHING = dry_run.BlockBytes(layer=0, ends=0, backward=0, forward=0)
@@ -172,3 +176,197 @@ def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str
                 yield f"rollout.kv_cache_tokens={whole}", replace(component, engine=replace(engine, kv_cache_tokens=whole))
         for size in sorted({max(1, decode_batch(component, engine) // share) for share in (2, 4, 8, 32)}):
             yield f"rollout.max_batch_size={size}", replace(component, engine=replace(engine, max_batch_size=size))
+
+
+MAX_VPP = 4
+MIN_CHUNK_TOKENS = 512  # of a context-parallel rank: shorter ones only add communication
+ROWS_PER_MICRO_BATCH = (1, 2, 4, 8)
+ENGINE_BATCHES = 5  # sizes of a replica's batch, each half of the one before
+LARGEST_ENGINE_BATCH = 1024
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """Settings that were `typed` stay as they are; all others are free. `main` names the component whose settings have no section."""
+
+    cluster: ClusterConfig
+    main: str
+    typed: frozenset[str] = frozenset()
+    host_updates: bool = False  # whether `optimizer.cpu_offload` may be chosen
+
+    def is_free(self, key: str) -> bool:
+        return not any(key == name or key.startswith(f"{name}.") for name in self.typed)
+
+    def key(self, component: Component, name: str) -> str:
+        """A setting of a component as it is typed."""
+        return name if component.name == self.main else f"{component.name}.{name}"
+
+    def _choose(self, component: Component, name: str, now: T, options: Iterator[T] | list[T]) -> list[T]:
+        return list(options) if self.is_free(self.key(component, name)) else [now]
+
+    def sizes(self, most: int) -> list[int]:
+        """Numbers of ranks that are worth a try: powers of two and 3 x 2^k, up to a node of ranks, then of nodes."""
+        node = self.cluster.gpus_per_node
+        found = {1, node} | {factor * 2**k for factor in (1, 3) for k in range(most.bit_length())}
+        whole = {size * node for size in found}
+        rest = {most} if most % node == 0 or most < node else set()
+        return sorted(size for size in {size for size in found if size < node} | whole | rest if 0 < size <= most)
+
+    def ranks(self, component: Component, most: int) -> list[int]:
+        return [n for n in self._choose(component, "num_processes", component.num_ranks, self.sizes(most)) if n <= most]
+
+    def layouts(self, component: Component, ranks: int) -> Iterator[Component]:
+        """The component on so many ranks in every layout that divides: tensor parallelism inside a node, every pipeline, context and expert
+        size; where the layers do not divide over the stages, a shorter first and last one."""
+        p, architecture = component.parallel, component.architecture
+        longest = max(1, component.work.length // (2 * MIN_CHUNK_TOKENS))
+        tensor = self._choose(component, "parallel.tp", p.tp, powers(self.cluster.gpus_per_node))
+        context = self._choose(component, "parallel.cp", p.cp, powers(longest))
+        for tp, cp in product(tensor, context):
+            stages = (n for n in range(1, architecture.num_layers + 1) if ranks % (tp * cp * n) == 0)
+            for pp in self._choose(component, "parallel.pp", p.pp, stages):
+                if ranks % (tp * cp * pp):
+                    continue
+                chunks = list(range(1, MAX_VPP + 1 if pp > 1 and component.optimizer is not None else 2))
+                experts = powers(max(1, architecture.num_experts))
+                for vpp, ep in product(
+                    self._choose(component, "parallel.vpp", p.vpp, chunks), self._choose(component, "parallel.ep", p.ep, experts)
+                ):
+                    if (parallel := self._parallel(component, (tp, cp, pp, vpp, ep))) is not None:
+                        found = replace(component, num_ranks=ranks, parallel=parallel, engine=None)
+                        if is_possible(found):
+                            yield found
+
+    def _parallel(self, component: Component, sizes: tuple[int, int, int, int, int]) -> ParallelConfig | None:
+        """None where no stages of whole layers come out."""
+        (tp, cp, pp, vpp, ep), p, layers = sizes, component.parallel, component.architecture.num_layers
+        first, last = p.first_stage_layers, p.last_stage_layers
+        if self.is_free(self.key(component, "parallel.first_stage_layers")) and self.is_free(
+            self.key(component, "parallel.last_stage_layers")
+        ):
+            if layers % pp and vpp > 1:
+                return None
+            first, last = uneven(layers, pp) if layers % pp else (0, 0)
+            if layers % pp and not first:
+                return None
+        grouped = ep == 1 and component.architecture.num_experts  # Megatron-Core then splits experts like all other weights
+        (etp,) = self._choose(component, "parallel.etp", p.etp, [tp if grouped else 1])
+        sizes_of_stages = {"first_stage_layers": first, "last_stage_layers": last}
+        (sequence,) = self._choose(component, "parallel.sequence_parallel", p.sequence_parallel, [tp > 1])
+        try:
+            changed = {"tp": tp, "sequence_parallel": sequence, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
+            return replace(p, **changed, **sizes_of_stages)
+        except ConfigError:
+            return None
+
+    def models(self, component: Component) -> Iterator[ModelConfig]:
+        """Micro-batches and recomputations; a micro-batch that a replica has too few rows for is the same as a smaller one."""
+        model, trains, row = component.model, component.optimizer is not None, component.work.length * component.work.unit
+        recompute = self._choose(component, "model.recompute", model.recompute, list(Recompute) if trains else [model.recompute])
+        name = micro_batch_setting(model)
+        if not self.is_free(self.key(component, f"model.{name}")):
+            yield from (replace(model, recompute=one) for one in recompute)
+            return
+        for rows, one in product(ROWS_PER_MICRO_BATCH, recompute):
+            changed = replace(model, recompute=one, **{name: rows * row if name == "micro_batch_tokens" else rows})
+            if _is_filled(replace(component, model=changed), rows):
+                yield changed
+
+    def engines(self, component: Component, engine: Engine, ranks: int) -> list[Engine]:
+        """Replicas inside a node that divide the ranks, each with batches from its whole share downwards."""
+        found = []
+        for tp in self._choose(component, "rollout.tp", engine.tp, powers(self.cluster.gpus_per_node)):
+            changed = replace(engine, tp=tp)
+            if not is_possible(replace(component, num_ranks=ranks, parallel=ParallelConfig(), engine=changed), rows=False):
+                continue
+            share = math.ceil((component.work.rows + component.work.extra_rows) / (ranks // tp))
+            batches = sorted({max(1, -(-min(share, LARGEST_ENGINE_BATCH) // 2**k)) for k in range(ENGINE_BATCHES)}, reverse=True)
+            batches = self._choose(component, "rollout.max_batch_size", engine.max_batch_size, batches)
+            found += [replace(changed, max_batch_size=batch) for batch in batches]
+        return found
+
+    def reliefs(self, component: Component) -> list[Callable[[Component], Component]]:
+        """What moves to host memory, from nothing to all that may. Where components take turns it already has."""
+        engine, optimizer = component.engine, component.optimizer
+        engines, optimizers = [engine], [optimizer]
+        if engine is not None and not engine.asynchronous and not component.turns and self.is_free("rollout.offload"):
+            engines = [replace(engine, offload=offload) for offload in (False, True)]
+        if optimizer is not None and not component.turns:
+            states = self._choose(component, "optimizer.offload", optimizer.offload, [False, True])
+            can = optimizer.cpu_offload or (self.host_updates and optimizer.distributed and not optimizer.precision_aware)
+            hosts = self._choose(component, "optimizer.cpu_offload", optimizer.cpu_offload, sorted({optimizer.cpu_offload, can}))
+            optimizers = [replace(optimizer, offload=offload, cpu_offload=host) for host, offload in product(hosts, states)]
+
+        def relieved(optimizer: OptimizerConfig | None, engine: Engine | None) -> Callable[[Component], Component]:
+            return lambda other: replace(
+                other,
+                optimizer=optimizer,
+                engine=other.engine if other.engine is None or engine is None else replace(other.engine, offload=engine.offload),
+            )
+
+        return [relieved(optimizer, engine) for optimizer, engine in product(optimizers, engines)]
+
+    def settings(self, component: Component) -> dict[str, str]:
+        """The settings that choose this component as it is."""
+        p, model, optimizer, engine = component.parallel, component.model, component.optimizer, component.engine
+        names = ["tp", "sequence_parallel", "pp", "vpp", "first_stage_layers", "last_stage_layers", "cp", "ep"]
+        names += ["etp"] if component.architecture.num_experts else []
+        found: dict[str, object] = {"num_processes": component.num_ranks}
+        found |= {f"parallel.{name}": getattr(p, name) for name in names}
+        found |= {f"model.{micro_batch_setting(model)}": getattr(model, micro_batch_setting(model))}
+        if optimizer is not None:
+            found["model.recompute"] = model.recompute
+            if not component.turns:
+                found["optimizer.offload"] = optimizer.offload
+                found |= {"optimizer.cpu_offload": True} if optimizer.cpu_offload else {}
+        chosen = {self.key(component, name): value for name, value in found.items()}
+        if engine is not None:
+            chosen |= {"rollout.tp": engine.tp, "rollout.max_batch_size": engine.max_batch_size}
+            chosen |= {} if component.turns else {"rollout.offload": engine.offload}
+        return {name: written(value) for name, value in chosen.items() if self.is_free(name)}
+
+    def guest_settings(self, guest: Component) -> dict[str, str]:
+        """Of a model in another component's processes, whose layout it has."""
+        name = micro_batch_setting(guest.model)
+        key = self.key(guest, f"model.{name}")
+        return {key: written(getattr(guest.model, name))} if self.is_free(key) else {}
+
+
+def written(value: object) -> str:
+    """A value as it is typed."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def micro_batch_setting(model: ModelConfig) -> str:
+    """The field that says how much one pass takes."""
+    return "micro_batch_tokens" if model.micro_batch_tokens else "micro_batch_size"
+
+
+def powers(largest: int) -> list[int]:
+    return [2**n for n in range(largest.bit_length()) if 2**n <= largest]
+
+
+def uneven(layers: int, pp: int) -> tuple[int, int]:
+    """Layers of the first and the last of `pp` stages, where all others have as many as the longest must; (0, 0): one would be empty."""
+    each = -(-layers // pp)
+    rest = layers - each * (pp - 2)
+    return (-(-rest // 2), rest // 2) if rest >= 2 else (0, 0)
+
+
+def is_possible(component: Component, *, rows: bool = True) -> bool:
+    """Whether its sizes divide; `rows`: and every replica has something to train on."""
+    try:
+        check(component if rows else replace(component, optimizer=None))
+    except ConfigError:
+        return False
+    return True
+
+
+def _is_filled(candidate: Component, rows: int) -> bool:
+    if candidate.optimizer is None or Phase.train not in candidate.work.phases:
+        return rows == 1 or inference_micro_batches(candidate).rows == rows * candidate.work.unit
+    return train_micro_batches(candidate).rows == rows * candidate.work.unit

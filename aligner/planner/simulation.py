@@ -15,11 +15,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from aligner.planner.config import ClusterConfig, PlanConfig
-from aligner.planner.decoding import MAX_REPLICAS, MILLI, followed, policy_away_seconds, refit_seconds, replica, replicas_of
-from aligner.planner.kernels import GIGA
+from aligner.planner.layers import GIGA
 from aligner.planner.memory import Sizes
-from aligner.planner.sampling import ReplicaQueue, shares, turns_of
-from aligner.planner.timing import turn_seconds
+from aligner.planner.times import (
+    MAX_REPLICAS,
+    MILLI,
+    ReplicaQueue,
+    followed,
+    policy_away_seconds,
+    refit_seconds,
+    replica,
+    replicas_of,
+    shares,
+    turn_seconds,
+    turns_of,
+)
 from aligner.planner.workload import Component, Engine, Phase
 from aligner.telemetry.spans import Span
 

@@ -1,21 +1,21 @@
-"""Input of a plan: the components of a job, each a model in a layout with the work of one training step."""
+"""Input of a plan: the components of a job, each a model in a layout with the work of one training step, and how its rows are cut."""
 
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
+from statistics import NormalDist
 
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner.buffers import StateBytes
-from aligner.planner.sampling import ResponseLengths
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.rollout.tensorrt_llm.config import CudaGraphs
 from aligner.rollout.tensorrt_llm.contract import graphs_lost
 
-_HOST_ELEMENT = 16  # bytes of a parameter that the host updates
 GIB = 2**30
 
 
@@ -38,6 +38,44 @@ class Phase(str, Enum):
 
 
 INFERENCE = (Phase.logprobs, Phase.ref_logprobs, Phase.values, Phase.scores)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseLengths:
+    """Log-normal lengths of responses in tokens, cut where the run cuts them; their mean is `mean` after the cut. `prompt`: the mean of
+    the prompts' lengths, 0 where they are as long as they may be. `measured` lengths, if there are any, take the place of log-normal
+    ones."""
+
+    mean: float
+    spread: float = 0.7  # standard deviation of the logarithm
+    prompt: float = 0.0
+    measured: tuple[int, ...] = ()  # rising
+
+    def drawn(self, count: int, longest: int, seed: int = 0) -> list[int]:
+        """`count` lengths of at most `longest`: evenly spaced quantiles in an order that is the same every time."""
+        if self.measured:
+            lengths = [min(longest, self.measured[(2 * number + 1) * len(self.measured) // (2 * count)]) for number in range(count)]
+        else:
+            lengths = list(_quantiles(self.mean, self.spread, count, longest))
+        random.Random(seed).shuffle(lengths)
+        return lengths
+
+
+@lru_cache(maxsize=256)
+def _quantiles(mean: float, spread: float, count: int, longest: int) -> tuple[int, ...]:
+    normal = NormalDist()
+    factors = [math.exp(spread * normal.inv_cdf((number + 0.5) / count)) for number in range(count)]
+
+    def cut_mean(scale: float) -> float:
+        return sum(min(longest, scale * factor) for factor in factors) / count
+
+    low, high = 0.0, float(longest)
+    while cut_mean(high) < mean and high < 1e6 * longest:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cut_mean(middle) < mean else (low, middle)
+    return tuple(max(1, min(longest, round(high * factor))) for factor in factors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,16 +229,61 @@ def padded_vocabulary(component: Component) -> int:
     return math.ceil(component.architecture.vocab_size / multiple) * multiple
 
 
-def _host_fraction(component: Component) -> float:
-    optimizer = component.optimizer
-    return optimizer.cpu_offload_fraction if optimizer is not None and optimizer.cpu_offload else 0.0
+def stage_layers(num_layers: int, parallel: ParallelConfig) -> list[int]:
+    """Layers of each pipeline stage (all its chunks together). The sizes have been checked (`check_divisible`)."""
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    others = parallel.pp - bool(first) - bool(last)
+    share = (num_layers - first - last) // others if others else 0
+    layers = [share] * parallel.pp
+    if first:
+        layers[0] = first
+    if last:
+        layers[-1] = last
+    return layers
 
 
-def device_optimizer(component: Component, state: StateBytes) -> int:
-    """Of the optimizer's state, what `optimizer.cpu_offload` leaves on the device."""
-    return int(state.optimizer * (1 - _host_fraction(component)))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatches:
+    """`count` forward passes of `rows` sequences, each filled up to `length` tokens."""
+
+    count: int
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
 
 
-def host_optimizer(component: Component, state: StateBytes) -> int:
-    """Of a rank with `optimizer.cpu_offload`: float32 weights, two moments, and the gradients that it computes with."""
-    return int(_host_fraction(component) * _HOST_ELEMENT * state.optimizer / (12 if component.dtype_bytes == 2 else 8))
+def micro_batches(component: Component, rows: int) -> MicroBatches:
+    """How a replica's share of `rows` sequences is cut, all of them at the work's full length."""
+    model, work, parallel = component.model, component.work, component.parallel
+    multiple = math.lcm(2 * parallel.cp if parallel.cp > 1 else 1, component.shards_sequences)
+    length = math.ceil(work.length / multiple) * multiple
+    units = math.ceil(rows / work.unit / component.dp)
+    if model.micro_batch_tokens:
+        per_pass = max(1, model.micro_batch_tokens // (length * work.unit))
+    else:
+        per_pass = model.micro_batch_size
+    per_pass = min(per_pass, units)
+    count = math.ceil(units / per_pass)
+    if parallel.vpp > 1:  # the interleaved schedule works in groups of pp; the last one is filled up
+        count = math.ceil(count / parallel.pp) * parallel.pp
+    return MicroBatches(count=count, rows=per_pass * work.unit, length=length)
+
+
+def in_flight(parallel: ParallelConfig, stage: int, count: int) -> int:
+    """Chunks of micro-batches whose activations a stage holds at once: 1F1B's min(pp - stage, count) without interleaving.
+
+    Interleaved (Narayanan et al. 2021, 2104.04473), with groups of pp micro-batches: the warm-up of 2 (pp - stage - 1) + (vpp - 1) pp chunk
+    passes and the one that follows it.
+    """
+    if parallel.vpp == 1:
+        return min(parallel.pp - stage, count)
+    return min(2 * (parallel.pp - stage - 1) + (parallel.vpp - 1) * parallel.pp + 1, count * parallel.vpp)
+
+
+def pipeline_slots(parallel: ParallelConfig, count: int, *, forward_only: bool) -> float:
+    """How many micro-batch times a pass over `count` micro-batches takes, the bubble included."""
+    bubble = (parallel.pp - 1) / (1 if forward_only else parallel.vpp)
+    return count + bubble

@@ -8,10 +8,11 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from aligner.algorithms.registry import composed
+from aligner.algorithms.registry import composed, recipes
 from aligner.cluster.config import Placement
+from aligner.cluster.run_directory import RunDirectory
 from aligner.commands import explain
-from aligner.commands.plan.outputs import Outputs, is_run, of_run
+from aligner.commands.plan.outputs import Outputs
 from aligner.commands.programs import placement_of
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
@@ -24,15 +25,15 @@ from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
 from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component, with_fitting_cache
 from aligner.planner.memory import context_bytes, resting_bytes
-from aligner.planner.sampling import ResponseLengths
 from aligner.planner.simulation import Habits, Part, Simulated, simulate
-from aligner.planner.workload import Component, Engine, Head, Phase
+from aligner.planner.workload import Component, Engine, Head, Phase, ResponseLengths
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.run.from_hub import fetch_named
 from aligner.run.lengths import fill
 from aligner.run.settings import JobRun, WritingRun
 from aligner.run.traits import Server
 from aligner.servers.components import in_section
+from aligner.settings.compose import from_yaml, schema_of
 
 MIB = 2**20
 LAST_STEPS = 20  # of a run, whose lengths are taken
@@ -198,6 +199,27 @@ def load(name: str, overrides: Sequence[str]) -> JobRun:
     if not config.loop.epochs or (isinstance(config.data.train, str) and not Path(config.data.train).exists()):
         return config
     return replace(config, loop=parts.with_steps(parts.with_lengths(config)).loop)
+
+
+def is_run(name: str) -> bool:
+    """Whether this is the directory of a run that has begun."""
+    return RunDirectory(Path(name)).config.is_file()
+
+
+def of_run(name: str, overrides: Sequence[str]) -> JobRun:
+    """The config that a run has recorded, with `overrides`; `cluster=NAME` takes another machine in place of the recorded one.
+
+    Raises ConfigError for settings that there are not.
+    """
+    text = RunDirectory(Path(name)).config.read_text()
+    schema = schema_of([recipe.config for recipe in recipes().values()], text)
+    about_cluster = [one for one in overrides if one.startswith(("cluster=", "hydra.searchpath="))]
+    config: JobRun = from_yaml(schema, text, [one for one in overrides if one not in about_cluster])
+    if not any(one.startswith("cluster=") for one in about_cluster):
+        return config
+    recipe = next(recipe.name for recipe in recipes().values() if recipe.config is schema)
+    machine = composed(recipe, ["data.train=not-read", *(one for one in overrides if one.startswith(("cluster", "hydra.searchpath=")))])
+    return replace(config, cluster=machine.cluster)
 
 
 def _is_described(section: object) -> bool:

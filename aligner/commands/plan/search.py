@@ -21,12 +21,11 @@ from aligner.commands.plan.outputs import Outputs
 from aligner.commands.slurm import LaunchOptions, launch_slurm
 from aligner.errors import ConfigError
 from aligner.losses.correction import Correction
-from aligner.planner import report, search_report
+from aligner.planner import report
 from aligner.planner.estimate import Scales
 from aligner.planner.job_search import Arrangement, Candidate, JobSearch
-from aligner.planner.search import Estimator
-from aligner.planner.search_report import Found, Row
-from aligner.planner.space import Space, written
+from aligner.planner.report import Found, Row
+from aligner.planner.search import Estimator, Space, written
 from aligner.planner.workload import Component
 from aligner.run.settings import JobRun
 from aligner.settings.as_file import as_file
@@ -83,13 +82,13 @@ def search(name: str, overrides: Sequence[str], request: Request, outputs: Outpu
         check_writable(request.write, name, overrides)
     begun = time.monotonic()
     found = _Search(name, overrides, request).found(deadline)
-    search_report.show(found, report.console(), top=request.top, took=time.monotonic() - begun)
+    report.show_search(found, report.console(), top=request.top, took=time.monotonic() - begun)
     if outputs is not None and found.best is not None:
         outputs.write(found.best.job)
     if request.write is not None and found.best is not None:
         write(request.write, name, overrides, found.best, steps=request.steps)
     if request.json_path is not None:
-        request.json_path.write_text(search_report.to_json(found))
+        request.json_path.write_text(report.search_to_json(found))
     return 0 if found.best is not None else DOES_NOT_FIT
 
 

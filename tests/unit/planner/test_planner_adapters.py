@@ -15,10 +15,10 @@ from aligner.models.config import Architecture, Dtype, LoraConfig, LoraTarget, M
 from aligner.models.families import architecture_from_hf
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import memory, timing
-from aligner.planner.buffers import Parameter, Replication, StateBytes, approximate_state_bytes, state_bytes
+from aligner.planner import memory, times
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, measure_block
+from aligner.planner.dry_run import BlockBytes, Parameter, StateBytes, measure_block
+from aligner.planner.estimate import Replication, approximate_state_bytes, state_bytes
 from aligner.planner.workload import Component, Head, Phase, Work
 
 
@@ -63,12 +63,12 @@ def test_the_reference_and_what_is_exchanged_are_the_adapters_alone() -> None:
     assert full[Phase.ref_logprobs]["reference"] == 10_000
     # The vocabulary's 128 rows of this rank have no gradient: 4 bytes for a product, which is added to the sum over micro-batches.
     assert full[Phase.train]["logits"] - found[Phase.train]["logits"] == 128 * 64 * 4
-    times = [{t.phase: t.parts for t in timing.phase_times(component(rank), sizes, ClusterConfig())} for rank in (0, 4)]
-    with_weights, adapters = (time[Phase.train]["data parallel"] for time in times)
+    seconds = [{t.phase: t.parts for t in times.phase_times(component(rank), sizes, ClusterConfig())} for rank in (0, 4)]
+    with_weights, adapters = (time[Phase.train]["data parallel"] for time in seconds)
     assert adapters < with_weights
-    linear, quadratic = timing.layer_flops(component(4), 64)
+    linear, quadratic = times.layer_flops(component(4), 64)
     head = 2 * 64 * 256
-    assert timing.model_flops(component(4), 10, 64) == 10 * (2 * (2 * linear + 3 * quadratic) + 2 * head)
+    assert times.model_flops(component(4), 10, 64) == 10 * (2 * (2 * linear + 3 * quadratic) + 2 * head)
 
 
 def test_the_dense_twins_of_mixtures_have_adapters_where_the_experts_have() -> None:

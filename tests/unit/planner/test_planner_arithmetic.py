@@ -13,13 +13,11 @@ from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import decoding, kernels, layers, memory, report, schedule, timing
-from aligner.planner.buffers import StateBytes
+from aligner.planner import layers, memory, report, times, workload
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes
+from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import check
-from aligner.planner.sampling import ResponseLengths
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
+from aligner.planner.workload import GIB, Component, Engine, Head, Phase, ResponseLengths, Work
 from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit, VLLMConfig
 from aligner.settings.compose import compose
 from aligner.types import SamplingConfig
@@ -83,24 +81,24 @@ def component(**changes) -> Component:
     ],
 )
 def test_layers_of_a_stage(parallel: dict, layers: list[int]) -> None:
-    assert schedule.stage_layers(8, ParallelConfig(**parallel)) == layers
+    assert workload.stage_layers(8, ParallelConfig(**parallel)) == layers
 
 
 def test_micro_batches_in_flight() -> None:
     plain, interleaved = ParallelConfig(pp=4), ParallelConfig(pp=4, vpp=2)
-    assert [schedule.in_flight(plain, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
-    assert [schedule.in_flight(plain, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [workload.in_flight(plain, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
+    assert [workload.in_flight(plain, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
     # Warm-up of 2 (pp - stage - 1) + (vpp - 1) pp chunk passes, and one more.
-    assert [schedule.in_flight(interleaved, stage, 16) for stage in range(4)] == [11, 9, 7, 5]
-    assert schedule.in_flight(interleaved, 0, 4) == 8
+    assert [workload.in_flight(interleaved, stage, 16) for stage in range(4)] == [11, 9, 7, 5]
+    assert workload.in_flight(interleaved, 0, 4) == 8
 
 
 def test_micro_batches() -> None:
-    cut = schedule.micro_batches
-    assert cut(component(), 32) == schedule.MicroBatches(count=1, rows=2, length=256)  # 16 replicas of 2 rows
-    assert cut(component(parallel={"tp": 8}), 32) == schedule.MicroBatches(count=8, rows=2, length=256)
+    cut = workload.micro_batches
+    assert cut(component(), 32) == workload.MicroBatches(count=1, rows=2, length=256)  # 16 replicas of 2 rows
+    assert cut(component(parallel={"tp": 8}), 32) == workload.MicroBatches(count=8, rows=2, length=256)
     by_tokens = component(parallel={"tp": 8}, model={"micro_batch_tokens": 1000})  # 3 rows of 256 tokens
-    assert cut(by_tokens, 32) == schedule.MicroBatches(count=6, rows=3, length=256)
+    assert cut(by_tokens, 32) == workload.MicroBatches(count=6, rows=3, length=256)
     # Groups of pp: 6 passes become 8. Lengths: a multiple of 2 cp = 6 (258).
     assert cut(component(parallel={"pp": 4, "vpp": 2, "tp": 2}, model={"micro_batch_tokens": 1000}), 32).count == 8
     assert cut(component(num_ranks=3, parallel={"cp": 3}), 32).length == 258
@@ -199,7 +197,7 @@ def test_flops_of_a_layer() -> None:
 
 
 def test_links_and_collectives() -> None:
-    k = kernels.Kernels(cluster=CLUSTER, itemsize=2)
+    k = layers.Kernels(cluster=CLUSTER, itemsize=2)
     assert k.link(8) == 50e9 and k.link(9) == 5e9
     assert k.all_gather(100e9, 4, 4) == pytest.approx(75 / 50)
     assert k.all_reduce(1e9, 1, 1) == 0
@@ -213,23 +211,21 @@ def test_links_and_collectives() -> None:
 
 def test_latencies_and_an_oversubscribed_network() -> None:
     slow = replace(CLUSTER, collective_microseconds=10, network_microseconds=20, leaf_nodes=2, oversubscription=4)
-    k = kernels.Kernels(cluster=slow, itemsize=2)
+    k = layers.Kernels(cluster=slow, itemsize=2)
     assert k.latency(8) == pytest.approx(10e-6) and k.latency(16) == pytest.approx(30e-6) and k.latency(64) == pytest.approx(70e-6)
     assert k.link(16) == 5e9 and k.link(17) == 1.25e9
 
 
 def test_kernels_by_shape() -> None:
     """50 TFLOP/s, 500 GB/s. A product of 1000 rows of 2000 x 3000: 12 GFLOP, and (2 + 6 + 3) million numbers of 2 bytes."""
-    k = kernels.Kernels(cluster=CLUSTER, itemsize=2)
+    k = layers.Kernels(cluster=CLUSTER, itemsize=2)
     assert k.product(1000, 2000, 3000) == pytest.approx(12e9 / 50e12 + 22e6 / 500e9)
     assert k.product(1, 2000, 3000) > 0.9 * 12e6 / 500e9  # of one row only the matrix counts
     assert k.product(10, 20, 30, matrices=7) == pytest.approx(7 * k.product(10, 20, 30))
     # 10 tokens, 100 keys, 8 heads of 16 + 16 numbers: 2 FLOPs each, at achievable_attention of the peak.
-    attention = kernels.Kernels(cluster=replace(CLUSTER, achievable_attention=0.25), itemsize=2).attention(10, 100, 8, 32)
+    attention = layers.Kernels(cluster=replace(CLUSTER, achievable_attention=0.25), itemsize=2).attention(10, 100, 8, 32)
     assert attention == pytest.approx(2 * 10 * 100 * 8 * 32 / 25e12)
-    assert (
-        k.together(3.0, 2.0) == 3.0 and kernels.Kernels(cluster=replace(CLUSTER, device=Device.cpu), itemsize=4).together(3.0, 2.0) == 5.0
-    )
+    assert k.together(3.0, 2.0) == 3.0 and layers.Kernels(cluster=replace(CLUSTER, device=Device.cpu), itemsize=4).together(3.0, 2.0) == 5.0
 
 
 def training(cluster: ClusterConfig = CLUSTER, **changes) -> dict[str, float]:
@@ -238,7 +234,7 @@ def training(cluster: ClusterConfig = CLUSTER, **changes) -> dict[str, float]:
     state = StateBytes(weights=0, gradients=0, optimizer=0)
     block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
     sizes = memory.Sizes(stages=(state,) * own.parallel.pp, train=block, inference=block, engine_weights=0)
-    (train,) = (t for t in timing.phase_times(own, sizes, cluster) if t.phase == Phase.train)
+    (train,) = (t for t in times.phase_times(own, sizes, cluster) if t.phase == Phase.train)
     return dict(train.parts)
 
 
@@ -249,7 +245,7 @@ def test_recomputation_and_bubble_cost_time() -> None:
     # 2 updates x 1 micro-batch of 2 x 256 tokens through 8 layers: products 3 times, attention 3.5 times, at half of 100 TFLOP/s and 40 %.
     linear, quadratic = layers.layer_flops(component(), 256)
     assert none["attention"] == pytest.approx(2 * 512 * 8 * 3.5 * quadratic / 40e12)
-    k = kernels.Kernels(cluster=CLUSTER, itemsize=2)
+    k = layers.Kernels(cluster=CLUSTER, itemsize=2)
     shapes = ((64, 128), (64, 64), (64, 128), (64, 128), (128, 64))  # queries, keys and values; output; gate, up and down
     assert none["layers"] == pytest.approx(2 * 8 * 3 * sum(k.product(512, *shape) for shape in shapes), rel=1e-3)
     assert none["layers"] > 2 * 512 * 8 * 3 * linear / 50e12  # what the FLOPs alone would take
@@ -267,7 +263,7 @@ def test_what_waits_in_host_memory_is_moved() -> None:
 
     def seconds(phase: Phase, **changes) -> float:
         own = component(num_ranks=4, **changes)
-        return next(time.total for time in timing.phase_times(own, sizes, cluster) if time.phase == phase)
+        return next(time.total for time in times.phase_times(own, sizes, cluster) if time.phase == phase)
 
     away = OptimizerConfig(offload=True)
     assert seconds(Phase.train, optimizer=away) - seconds(Phase.train) == pytest.approx(2 * 30 / 20)
@@ -278,7 +274,7 @@ def test_what_waits_in_host_memory_is_moved() -> None:
     kept, moved = (seconds(Phase.generate, engine=engine, parallel={"tp": 2}) for engine in engines)
     assert moved - kept == pytest.approx(2 * 20 / 20)
     in_turns = component(engine=engines[1], turns=frozenset([Phase.generate]))
-    assert decoding.policy_away_seconds(in_turns, engines[1], sizes, cluster) == 0
+    assert times.policy_away_seconds(in_turns, engines[1], sizes, cluster) == 0
 
 
 def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
@@ -299,7 +295,7 @@ def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
         return dict(train.parts)
 
     def seconds(own: Component) -> dict[str, float]:
-        return dict(next(time.parts for time in timing.phase_times(own, sizes, cluster) if time.phase == Phase.train))
+        return dict(next(time.parts for time in times.phase_times(own, sizes, cluster) if time.phase == Phase.train))
 
     assert [parts(own).get("optimizer", 0) for own in (on_device, on_host, a_quarter)] == [12 * 10**9, 0, 9 * 10**9]
     assert {parts(own)["gradients"] for own in (on_device, on_host)} == {4 * 10**9}
@@ -310,7 +306,7 @@ def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
     assert seconds(on_host)["optimizer on the host"] == pytest.approx(2 * 1.0)
     assert seconds(a_quarter)["optimizer on the host"] == pytest.approx(2 * 0.25)
     slow_link = replace(cluster, host_gb_per_second=5.0)  # 4 GB/s: the transfers take longer than the arithmetic
-    assert timing.host_update_seconds(on_host, sizes, slow_link) == pytest.approx(2 * 2.0)
+    assert times.host_update_seconds(on_host, sizes, slow_link) == pytest.approx(2 * 2.0)
     moved = 2 * 12 * 10**9 / 500e9  # what Adam on the device reads and writes of its state
     assert seconds(on_device)["optimizer"] - seconds(on_host)["optimizer"] == pytest.approx(2 * moved)
     assert memory.resting_bytes(on_host, sizes) == 6 * 10**9
@@ -355,12 +351,12 @@ def test_experts_and_decoding() -> None:
     engine = Engine(tp=1, max_batch_size=8, bucket_bytes=0, offload=False)
     own = component(architecture=a, engine=engine, num_ranks=1)
     experts = 8 * 8 * 3 * 64 * 32 * 2  # layers, experts, matrices, sizes, bytes
-    assert decoding.expert_bytes(own, 10**9, 1) == experts and decoding.expert_bytes(component(engine=engine), 10**9, 1) == 0
+    assert times.expert_bytes(own, 10**9, 1) == experts and times.expert_bytes(component(engine=engine), 10**9, 1) == 0
     cluster = replace(CLUSTER, engine_step_milliseconds=0, engine_sequence_microseconds=0, achievable_experts=1.0)
     state = StateBytes(weights=0, gradients=0, optimizer=0)
     block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
     sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=10_000_000)
-    step = decoding.decode_step(own, engine, sizes, cluster)
+    step = times.decode_step(own, engine, sizes, cluster)
     chosen = step(2, 0) - step(1, 0)
     flops = (8 * layers.layer_flops(own, 1)[0] + 2 * 64 * memory.padded_vocabulary(own)) / 50e12
     logits = 6 * memory.padded_vocabulary(own) * 4 / 500e9
@@ -368,14 +364,14 @@ def test_experts_and_decoding() -> None:
     cached = memory.kv_bytes_per_token(own, engine) / 500e9 + 2 * 8 * (8 + 8) * 8 / 40e12
     assert step(1, 1000) - step(1, 0) == pytest.approx(1000 * cached)
     slow = replace(cluster, launch_microseconds=100, host_layer_microseconds=500)
-    assert decoding.decode_step(own, engine, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6)  # of mixtures twice
+    assert times.decode_step(own, engine, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6)  # of mixtures twice
     eager = replace(engine, settings=RolloutConfig(cuda_graphs=False))
-    assert decoding.decode_step(own, eager, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
+    assert times.decode_step(own, eager, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
     # Other packages' graphs are by their own settings; TensorRT-LLM's are lost where memory sleeps.
     package = replace(engine, settings=RolloutConfig(engine=EngineKind.tensorrt_llm, cuda_graphs=False))
-    assert decoding.decode_step(own, package, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6) and not package.graphs_lost
+    assert times.decode_step(own, package, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6) and not package.graphs_lost
     sleeping = replace(package, offload=True, on_gpu=True)
-    assert decoding.decode_step(own, sleeping, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
+    assert times.decode_step(own, sleeping, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
     assert "decodes without CUDA graphs" in sleeping.graphs_lost and not sleeping.records_graphs
     for eager_vllm in (False, True):
         settings = RolloutConfig(engine=EngineKind.vllm, vllm=VLLMConfig(enforce_eager=eager_vllm))

@@ -14,10 +14,9 @@ from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import calibration
-from aligner.planner.buffers import StateBytes
 from aligner.planner.calibration import STEP, MeasuredJob, calibrate, error
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.dry_run import BlockBytes
+from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.memory import Sizes
 from aligner.planner.simulation import Habits
 from aligner.planner.workload import Component, Engine, Head, Phase, Work

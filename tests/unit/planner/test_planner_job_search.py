@@ -10,16 +10,13 @@ import pytest
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes
+from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import Scales
-from aligner.planner.job_search import Arrangement, JobSearch, step_seconds
+from aligner.planner.job_search import COMMUNICATORS, Aim, Arrangement, JobSearch, Option, RoleSearch, step_seconds
 from aligner.planner.memory import host_memory
-from aligner.planner.role_search import COMMUNICATORS, Aim, Option, RoleSearch
-from aligner.planner.search import Estimator
-from aligner.planner.space import Space
-from aligner.planner.timing import phase_times
+from aligner.planner.search import Estimator, Space
+from aligner.planner.times import phase_times
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
 
 GPUS = 6

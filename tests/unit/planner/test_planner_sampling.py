@@ -12,8 +12,8 @@ from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import PlanConfig
-from aligner.planner.sampling import ReplicaQueue, ResponseLengths, shares, turns_of
-from aligner.planner.workload import Component, Engine, Head, Phase, Work
+from aligner.planner.times import ReplicaQueue, shares, turns_of
+from aligner.planner.workload import Component, Engine, Head, Phase, ResponseLengths, Work
 
 
 def queue(seats: int = 2, capacity: float = 1000, step=lambda active, cached: 1.0, prefill=lambda tokens: 0.0, **settings):

@@ -10,13 +10,11 @@ import pytest
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.dry_run import BlockBytes
+from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.memory import Sizes
-from aligner.planner.sampling import ResponseLengths
 from aligner.planner.simulation import Habits, Part, simulate
-from aligner.planner.workload import Component, Engine, Head, Phase, Work
+from aligner.planner.workload import Component, Engine, Head, Phase, ResponseLengths, Work
 
 NOTHING = StateBytes(weights=0, gradients=0, optimizer=0)
 SIZES = Sizes(

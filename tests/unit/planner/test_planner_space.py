@@ -16,9 +16,8 @@ from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.job_search import step_seconds
-from aligner.planner.role_search import Option
-from aligner.planner.space import Space, uneven
+from aligner.planner.job_search import Option, step_seconds
+from aligner.planner.search import Space, uneven
 from aligner.planner.workload import Component, Engine, Head, Phase, Work
 
 CLUSTER = ClusterConfig(device=Device.gpu, gpus_per_node=8)
