@@ -54,6 +54,9 @@ class StateBytes:
             weights=self.weights + other.weights, gradients=self.gradients + other.gradients, optimizer=self.optimizer + other.optimizer
         )
 
+    def __mul__(self, count: int) -> StateBytes:
+        return StateBytes(weights=self.weights * count, gradients=self.gradients * count, optimizer=self.optimizer * count)
+
 
 @contextmanager
 def fake_world(parallel: ParallelConfig, *, stage: int = 0) -> Iterator[None]:

@@ -39,7 +39,7 @@ GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Costs in seconds on one rank of `cluster`, of numbers of `itemsize` bytes. With `fp8` matrix products are of 8 bits."""
+    """Costs in seconds on one rank of `cluster`, for numbers of `itemsize` bytes. With `fp8` matrix products use 8 bits."""
 
     cluster: ClusterConfig
     itemsize: int
@@ -58,7 +58,7 @@ class Kernels:
         return peak * TERA * self.cluster.achievable_flops
 
     def attention(self, tokens: float, keys: float, heads: float, width: float) -> float:
-        """Scores of each of `tokens` with `keys` keys, and the sum of their values; `width`: of a head's queries and values together."""
+        """Scores of each of `tokens` with `keys` keys, and the sum of their values; `width` is a head's queries and values together."""
         return 2.0 * tokens * keys * heads * width / (self.cluster.bf16_tflops * TERA * self.cluster.achievable_attention)
 
     def moving(self, size: float) -> float:
@@ -66,7 +66,7 @@ class Kernels:
         return size / (self.cluster.hbm_gb_per_second * GIGA * self.cluster.achievable_bandwidth)
 
     def launching(self, layers: float) -> float:
-        """The host's time to start the kernels of so many layers, one by one, in a forward pass."""
+        """The host's time to start the kernels of `layers` layers, one by one, in a forward pass."""
         return layers * self.cluster.host_layer_microseconds * MICRO
 
     def together(self, computing: float, launching: float) -> float:
@@ -87,13 +87,13 @@ class Kernels:
         return rate / cluster.oversubscription if cluster.leaf_nodes and span > cluster.leaf_nodes * cluster.gpus_per_node else rate
 
     def latency(self, span: int) -> float:
-        """Of a collective, which takes more steps the more nodes it crosses."""
+        """A collective's latency, which grows with the nodes that it crosses."""
         nodes = math.ceil(span / self.cluster.gpus_per_node)
         hops = math.ceil(math.log2(nodes)) if nodes > 1 else 0
         return (self.cluster.collective_microseconds + hops * self.cluster.network_microseconds) * MICRO
 
     def all_gather(self, size: float, ranks: int, span: int) -> float:
-        """Until every rank has all `size` bytes, each starting from its share; a reduce-scatter takes as long."""
+        """Time until every rank, starting from its share, has all `size` bytes; a reduce-scatter takes as long."""
         if ranks <= 1:
             return 0.0
         inside = min(ranks, max(1, self.cluster.gpus_per_node * ranks // span)) if span > self.cluster.gpus_per_node else ranks
@@ -108,7 +108,7 @@ class Kernels:
         return 2 * self.all_gather(size, ranks, span)
 
     def all_to_all(self, size: float, ranks: int, span: int) -> float:
-        """Each rank's `size` bytes, in equal parts to all: those to other nodes through its own port."""
+        """Each rank's `size` bytes in equal parts to all, and to other nodes through its own port."""
         if ranks <= 1:
             return 0.0
         outside = max(0.0, 1 - self.cluster.gpus_per_node / span)
@@ -132,10 +132,8 @@ def kernels(component: Component, cluster: ClusterConfig) -> Kernels:
 
 
 def layer_flops(component: Component, length: float) -> tuple[float, float]:
-    """(matrix products, attention's quadratic part) of one token through one layer, forward; half of a causal square of `length`.
-
-    Where some layers are delta nets: the mean of all layers.
-    """
+    """(matrix products, attention's quadratic part) of one token in a layer's forward pass: half of a causal square of `length`; the mean
+    of all layers if some are delta nets."""
     a = component.architecture
     with_keys = a.key_value_layers / a.num_layers
     attention, values = 2 * a.hidden_size * a.head_dim * (2 * a.num_attention_heads + 2 * a.num_key_value_heads), a.head_dim
@@ -153,14 +151,14 @@ def layer_flops(component: Component, length: float) -> tuple[float, float]:
 
 
 def _delta_projections(a: Architecture) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(inputs, outputs) of what is in front of a gated delta net, and of what is behind it."""
+    """(inputs, outputs) of the projections before and after a gated delta net."""
     keys, values = a.linear_key_heads * a.linear_key_head_dim, a.linear_value_heads * a.linear_value_head_dim
     return (a.hidden_size, 2 * keys + 2 * values + 2 * a.linear_value_heads), (values, a.hidden_size)
 
 
 def _delta_rule_flops(a: Architecture) -> int:
-    """Of one token, forward: the convolution, three products with the state, and those within a chunk (two of keys, the triangular system,
-    one of values)."""
+    """FLOPs of one token, forward: the convolution, three products with the state, four inside a chunk (two of keys, one of values, the
+    triangular system)."""
     key, value, heads = a.linear_key_head_dim, a.linear_value_head_dim, a.linear_value_heads
     convolved = a.linear_conv_size * (2 * a.linear_key_heads * key + heads * value)
     return 2 * (convolved + heads * (3 * key * value + CHUNK * (2 * key + (key + value) // 2 + value)))
@@ -168,24 +166,23 @@ def _delta_rule_flops(a: Architecture) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """Micro-batches of one replica, on average: how many, and of each its tokens and those with log-probs; keys that a token attends to."""
+    """`count` micro-batches of one replica, on average."""
 
     count: int
     tokens: float
-    selected: float
+    selected: float  # tokens with log-probs
     length: float  # the mean over tokens of their sequence's length
 
 
 def passes(component: Component, rows: int) -> Passes:
-    """Those of one pass over `rows` sequences, of the replica that has most to compute: dealt out and cut as in the run."""
+    """The passes over `rows` sequences of the replica that has most to compute: dealt out and cut as in the run."""
     work, model, parallel = component.work, component.model, component.parallel
     if work.lengths is None:
         cut = micro_batches(component, rows)
         return Passes(count=cut.count, tokens=cut.tokens, selected=cut.rows * min(work.response_length, cut.length), length=cut.length)
     batching = MicroBatching(rows=model.micro_batch_size, tokens=model.micro_batch_tokens, packed=model.packing)
-    multiple = math.lcm(2 * parallel.cp if parallel.cp > 1 else 1, component.shards_sequences)
-    found = _dealt(work.lengths, (rows, work.length, work.response_length), batching, component.dp, work.unit, multiple)
-    tokens, length, largest, count = found
+    sizes = (rows, work.length, work.response_length)
+    tokens, length, largest, count = _dealt(work.lengths, sizes, batching, component.dp, work.unit, component.length_multiple)
     if parallel.pp > 1:  # stages send each other tensors of one shape
         tokens = largest * count
     if parallel.vpp > 1:
@@ -227,7 +224,7 @@ class LayerSeconds:
 def layer_seconds(component: Component, shape: Passes, cluster: ClusterConfig, tp: int) -> LayerSeconds:
     a, p, k = component.architecture, component.parallel, kernels(component, cluster)
     tokens = shape.tokens / p.cp
-    mixtures = sum(a.has_experts(layer) for layer in range(a.num_layers)) / a.num_layers
+    mixtures = _mixtures(a)
     hidden = tokens * a.hidden_size * component.dtype_bytes
     split = tp if p.sequence_parallel else 1
     products = _attention_products(component, tokens, k, tp)
@@ -290,16 +287,20 @@ def _mean_attention(component: Component, tokens: float, length: float, k: Kerne
 
 
 def launched_layers(component: Component, layers: int) -> float:
-    """So many dense layers have as many kernels as these: a mixture counts twice."""
-    a = component.architecture
-    return layers * (1 + sum(a.has_experts(layer) for layer in range(a.num_layers)) / a.num_layers)
+    """The number of dense layers that have as many kernels as these: a mixture counts twice."""
+    return layers * (1 + _mixtures(component.architecture))
+
+
+def _mixtures(a: Architecture) -> float:
+    """The part of the layers that have experts."""
+    return sum(a.has_experts(layer) for layer in range(a.num_layers)) / a.num_layers
 
 
 _FLOAT32 = 4
 
 
 def uses_transformer_engine(component: Component) -> bool:
-    """Whether a run on GPUs that has Transformer Engine makes the layers of its modules: what `aligner.models.modules.fusions` chooses."""
+    """Whether a run on GPUs that has Transformer Engine builds its layers from it: what `aligner.models.modules.fusions` chooses."""
     model, architecture = component.model, component.architecture
     if model.layers is not Layers.auto:
         return model.layers is Layers.transformer_engine
@@ -308,143 +309,92 @@ def uses_transformer_engine(component: Component) -> bool:
 
 def kept_tensors(component: Component, tokens: int) -> dict[str, int]:
     """Bytes of every tensor that one layer keeps for `tokens` tokens of a micro-batch, by name, without recomputation."""
-    return _attention(component, tokens) | (_experts if component.architecture.num_experts else _feed_forward)(component, tokens)
+    return _FusedLayer(component, tokens).kept()
 
 
 def block_bytes(component: Component, rows: int, length: int) -> BlockBytes:
-    """The sizes of `aligner.planner.dry_run.measure_block`, with the experts' tensors, of `rows` sequences of `length` tokens."""
-    tokens = rows * length
-    tensors = kept_tensors(component, tokens)
-    whole, hidden = sum(tensors.values()), _own(component, tokens) * component.architecture.hidden_size * component.dtype_bytes
-    layer, again = whole, 0
+    """The sizes of `aligner.planner.dry_run.measure_block`, with the experts' tensors, for `rows` sequences of `length` tokens."""
+    fused = _FusedLayer(component, rows * length)
+    tensors, hidden = fused.kept(), fused.hidden
+    layer, again = sum(tensors.values()), 0
     if component.model.recompute == Recompute.full:
-        layer, again = hidden, whole - hidden
+        layer, again = hidden, layer - hidden
     elif component.model.recompute == Recompute.selective:  # the core attention alone: what it has to compute again is its output
-        layer = whole - tensors["log-sum-exp"]
         again = tensors["log-sum-exp"] + tensors["attention's output"]
-    statistics = _own(component, tokens) * _FLOAT32
-    return BlockBytes(
-        layer=layer,
-        ends=2 * hidden + statistics,  # input and output; the final norm keeps the output and its statistics
-        backward=again + _backward(component, tokens),
-        forward=_forward(component, tokens),
-    )
+        layer -= tensors["log-sum-exp"]
+    # A block's ends are its input and output; the final norm keeps the output and its statistics.
+    return BlockBytes(layer=layer, ends=2 * hidden + fused.own * _FLOAT32, backward=again + fused.backward(), forward=fused.forward())
 
 
-def _own(component: Component, tokens: int) -> int:
-    """Tokens of a rank between the layers."""
-    return tokens // component.shards_sequences
+class _FusedLayer:
+    """A layer of Transformer Engine's modules on a rank, for `tokens` tokens of a micro-batch. Sizes are bytes."""
 
+    def __init__(self, component: Component, tokens: int) -> None:
+        self.component, self.item = component, component.dtype_bytes
+        self.a = a = component.architecture
+        p = component.parallel
+        self.own, self.here = tokens // component.shards_sequences, tokens // p.cp  # tokens between the layers, and inside
+        self.heads, self.groups = a.num_attention_heads // p.tp, math.ceil(a.num_key_value_heads / p.tp)
+        self.kept_item = 1 if component.model.fp8 else self.item  # of a number that a product keeps
+        self.rows, self.width = self.here, a.ffn_hidden_size // p.tp  # of the feed-forward layer
+        if a.num_experts:  # pairs of a token and an expert that the rank computes, all experts equally loaded
+            self.rows, self.width = self.own * a.experts_per_token * p.etp, a.expert_ffn_hidden_size // p.etp
+        self.hidden = self.own * a.hidden_size * self.item
 
-def _between(component: Component, tokens: int, name: str, *, product: bool = True) -> dict[str, int]:
-    """A norm before a product: its input, its output and its statistics. `product`: the output is only that product's input."""
-    a, own = component.architecture, _own(component, tokens)
-    statistics = 1 if a.normalization is Normalization.rms_norm else 2
-    item = _product_item(component) if product else component.dtype_bytes
-    return {
-        f"{name}'s input": own * a.hidden_size * component.dtype_bytes,
-        f"{name}'s output": own * a.hidden_size * item,
-        f"{name}'s statistics": own * statistics * _FLOAT32,
-    }
+    def kept(self) -> dict[str, int]:
+        """The tensors that wait for the backward pass, by name."""
+        a, rows, width, item = self.a, self.rows, self.width, self.item
+        found = self._norm("first norm", self.kept_item) | self._attention()
+        if a.num_experts:  # router and permutation keep the norm's output once
+            found |= self._norm("second norm", item)
+            found["router's logits and probabilities"] = self.own * a.num_experts * 2 * _FLOAT32
+            found["routes and places of rows"] = self.own * a.num_experts * (1 + _FLOAT32)
+            found["permuted tokens"] = rows * a.hidden_size * self.kept_item
+            found["permuted probabilities"] = rows * _FLOAT32
+        else:
+            found |= self._norm("second norm", self.kept_item)
+        found["first product's output"] = rows * (2 if a.gated_mlp else 1) * width * item
+        found["second product's input"] = rows * width * self.kept_item
+        if a.gated_mlp and a.activation is not Activation.silu:
+            found["activated half"] = rows * width * item
+        return found
 
+    def _norm(self, name: str, item: int) -> dict[str, int]:
+        """What a norm keeps whose output has numbers of `item` bytes."""
+        statistics = 1 if self.a.normalization is Normalization.rms_norm else 2
+        output, numbers = self.own * self.a.hidden_size * item, self.own * statistics * _FLOAT32
+        return {f"{name}'s input": self.hidden, f"{name}'s output": output, f"{name}'s statistics": numbers}
 
-def _product_item(component: Component) -> int:
-    """Bytes of a number that a product keeps."""
-    return 1 if component.model.fp8 else component.dtype_bytes
+    def _attention(self) -> dict[str, int]:
+        width, here, work, model = self.a.head_dim, self.here, self.component.work, self.component.model
+        # With shared prompts every run of responses has its own copy of its prompt's keys and values
+        # (`aligner.models.modules.attention.all_runs`).
+        attended = here * work.length // max(1, work.response_length) if model.share_prompts else here
+        found = {}
+        if self.a.qk_norm:
+            found["queries and keys before their norms"] = here * (self.heads + self.groups) * (width * self.item + _FLOAT32)
+        found |= {
+            "queries": here * self.heads * width * self.item,
+            "keys": attended * self.groups * width * self.item,
+            "values": attended * self.groups * width * self.item,
+            "log-sum-exp": here * self.heads * _FLOAT32,
+            "attention's output": here * self.heads * width * self.item,
+        }
+        return found | ({"projection's input": here * self.heads * width} if model.fp8 else {})
 
+    def _moments(self) -> tuple[int, int, int, int, int]:
+        """A product's whole input, the feed-forward layer's first output, its activated part, queries to values, hidden states."""
+        active, size = self.rows * self.width * self.item, self.a.hidden_size * self.item
+        projected = self.here * (self.heads + 2 * self.groups) * self.a.head_dim * self.item
+        return self.rows * size, active * (2 if self.a.gated_mlp else 1), active, projected, self.here * size
 
-def _heads(component: Component) -> tuple[int, int]:
-    """Query heads and key-value heads of a rank."""
-    a, tp = component.architecture, component.parallel.tp
-    return a.num_attention_heads // tp, math.ceil(a.num_key_value_heads / tp)
+    def forward(self) -> int:
+        """Most that a pass without gradient holds: around the first product, the activation, or the queries."""
+        gathered, first, active, projected, whole = self._moments()
+        return 2 * self.hidden + max(gathered + first, first + active, active + gathered, whole + 2 * projected)
 
-
-def _attention(component: Component, tokens: int) -> dict[str, int]:
-    a, item = component.architecture, component.dtype_bytes
-    here = tokens // component.parallel.cp
-    heads, groups = _heads(component)
-    # With shared prompts every run of responses has its own copy of its prompt's keys and values
-    # (`aligner.models.modules.attention.all_runs`).
-    attended = here * component.work.length // max(1, component.work.response_length) if component.model.share_prompts else here
-    found = _between(component, tokens, "first norm")
-    if a.qk_norm:
-        found["queries and keys before their norms"] = here * (heads + groups) * (a.head_dim * item + _FLOAT32)
-    found |= {
-        "queries": here * heads * a.head_dim * item,
-        "keys": attended * groups * a.head_dim * item,
-        "values": attended * groups * a.head_dim * item,
-        "log-sum-exp": here * heads * _FLOAT32,
-        "attention's output": here * heads * a.head_dim * item,
-    }
-    if component.model.fp8:
-        found["projection's input"] = here * heads * a.head_dim
-    return found
-
-
-def _feed_forward(component: Component, tokens: int) -> dict[str, int]:
-    a, width = component.architecture, component.architecture.ffn_hidden_size // component.parallel.tp
-    return _between(component, tokens, "second norm") | _activated(component, tokens // component.parallel.cp, a.gated_mlp, width)
-
-
-def _activated(component: Component, rows: int, gated: bool, width: int) -> dict[str, int]:
-    """What the activation and the product behind it keep."""
-    item = component.dtype_bytes
-    found = {
-        "first product's output": rows * (2 if gated else 1) * width * item,
-        "second product's input": rows * width * _product_item(component),
-    }
-    if gated and component.architecture.activation is not Activation.silu:
-        found["activated half"] = rows * width * item
-    return found
-
-
-def routed_tokens(component: Component, tokens: int) -> int:
-    """Pairs of a token and an expert that a rank computes, all experts equally loaded."""
-    return _own(component, tokens) * component.architecture.experts_per_token * component.parallel.etp
-
-
-def _experts(component: Component, tokens: int) -> dict[str, int]:
-    """The norm's output, which router and permutation keep once; the router's numbers; the grouped products' inputs and outputs."""
-    a, own, routed = component.architecture, _own(component, tokens), routed_tokens(component, tokens)
-    return {
-        **_between(component, tokens, "second norm", product=False),
-        "router's logits and probabilities": own * a.num_experts * 2 * _FLOAT32,
-        "routes and places of rows": own * a.num_experts * (1 + _FLOAT32),
-        "permuted tokens": routed * a.hidden_size * _product_item(component),
-        "permuted probabilities": routed * _FLOAT32,
-        **_activated(component, routed, a.gated_mlp, a.expert_ffn_hidden_size // component.parallel.etp),
-    }
-
-
-def _widths(component: Component, tokens: int) -> tuple[int, int, int, int]:
-    """Bytes of the residual on a rank, of a product's whole input, of the feed-forward layer's first output, and of its activated part."""
-    a, item = component.architecture, component.dtype_bytes
-    if a.num_experts:
-        rows = routed_tokens(component, tokens)
-        width, gathered = a.expert_ffn_hidden_size // component.parallel.etp, rows * a.hidden_size * item
-    else:
-        rows = tokens // component.parallel.cp
-        width, gathered = a.ffn_hidden_size // component.parallel.tp, rows * a.hidden_size * item
-    return _own(component, tokens) * a.hidden_size * item, gathered, rows * (2 if a.gated_mlp else 1) * width * item, rows * width * item
-
-
-def _projected(component: Component, tokens: int) -> int:
-    """Bytes of queries, keys and values."""
-    heads, groups = _heads(component)
-    return tokens // component.parallel.cp * (heads + 2 * groups) * component.architecture.head_dim * component.dtype_bytes
-
-
-def _forward(component: Component, tokens: int) -> int:
-    """Most that a layer holds in a pass without gradient: around the first product, the activation, or the queries."""
-    residual, gathered, first, active = _widths(component, tokens)
-    heads = tokens // component.parallel.cp * component.architecture.hidden_size * component.dtype_bytes
-    return 2 * residual + max(gathered + first, first + active, active + gathered, heads + 2 * _projected(component, tokens))
-
-
-def _backward(component: Component, tokens: int) -> int:
-    """Most that a layer's backward pass holds besides what is kept: the gradients around the activation, around the first product, whose
-    input is gathered again while what the second one kept is free, or around attention."""
-    residual, gathered, first, active = _widths(component, tokens)
-    whole = tokens // component.parallel.cp * component.architecture.hidden_size * component.dtype_bytes
-    moments = (gathered + active, active + first, 2 * gathered - active, 2 * _projected(component, tokens) + whole)
-    return 2 * residual + max(moments)
+    def backward(self) -> int:
+        """Most that the backward pass holds besides what is kept: the gradients around the activation, around the first product (whose
+        input is gathered again while what the second one kept is free), or around attention."""
+        gathered, first, active, projected, whole = self._moments()
+        return 2 * self.hidden + max(gathered + active, active + first, 2 * gathered - active, 2 * projected + whole)

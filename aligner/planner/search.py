@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
@@ -30,8 +30,14 @@ from aligner.planner.memory import (
 )
 from aligner.planner.workload import Component, Engine, Head, Phase, stage_layers
 
-NOTICEABLE = 0.98  # of the peak: what lowers it less is no help
+NOTICEABLE = 0.98  # part of the peak: a change that leaves more is not offered
 NOTHING = dry_run.BlockBytes(layer=0, ends=0, backward=0, forward=0)
+MAX_VPP = 4
+MIN_CHUNK_TOKENS = 512  # tokens of a context-parallel rank: shorter chunks only add communication
+ROWS_PER_MICRO_BATCH = (1, 2, 4, 8)
+ENGINE_BATCHES = 5  # sizes of a replica's batch, each half of the one before
+LARGEST_ENGINE_BATCH = 1024
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +62,8 @@ class Estimator:
         return self.peak_of(component, self.measured(component, self.sizes(component)))
 
     def peak_of(self, component: Component, sizes: Sizes) -> int:
-        """Estimated peak at these sizes: of the first stage, which has most in flight, the second, which may have more layers, and the last
-        with the logits."""
+        """Estimated peak at these sizes, among the first stage, which has most in flight, the second, which may have more layers, and the
+        last with the logits."""
         last = component.parallel.pp - 1
         return max(moment.total for moment in phase_memory(component, sizes, self.cluster, {0, min(1, last), last}))
 
@@ -76,7 +82,7 @@ class Estimator:
         last, layer = component.parallel.pp - 1, self._state(component, pieces.layer)
         found = []
         for stage, count in enumerate(layers):
-            state = _times(layer, count)
+            state = layer * count
             if stage == 0:
                 state += self._state(component, pieces.embedding)
             if stage == last:
@@ -112,16 +118,6 @@ class Estimator:
         return self._pieces[key]
 
 
-def _times(state: StateBytes, count: int) -> StateBytes:
-    return StateBytes(weights=state.weights * count, gradients=state.gradients * count, optimizer=state.optimizer * count)
-
-
-def _engine(component: Component, parallel: ParallelConfig) -> Engine | None:
-    """The engine keeps its own size, and follows the training layout if both were equal."""
-    engine = component.engine
-    return engine if engine is None or engine.tp != component.parallel.tp else replace(engine, tp=parallel.tp)
-
-
 def advice(component: Component, cluster: ClusterConfig, scales: Scales) -> list[tuple[str, int]]:
     """Single settings that lower the peak, each with the estimated peak in bytes, lowest first."""
     estimator = Estimator(cluster, scales)
@@ -139,30 +135,28 @@ def advice(component: Component, cluster: ClusterConfig, scales: Scales) -> list
 
 
 def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str, Component]]:
-    prefix = "" if component.name in ("actor", "trainer") else f"{component.name}."
-    parallel, model, optimizer, engine = component.parallel, component.model, component.optimizer, component.engine
+    prefix, parallel, model = component.prefix, component.parallel, component.model
+    optimizer, engine = component.optimizer, component.engine
     for name, factors in (("tp", (2, 4, 8)), ("pp", (2, 4, 8)), ("cp", (2,)), ("ep", (2, 4, 8))):
         for factor in factors:
             size = getattr(parallel, name) * factor
             if name == "tp" and size > cluster.gpus_per_node:
                 continue
-            # With tensor parallelism the planner always means sequence parallelism too.
+            # The planner always adds sequence parallelism to tensor parallelism.
             also: dict[str, int] = {"sequence_parallel": True} if name == "tp" and not parallel.sequence_parallel else {}
             if name == "pp" and parallel.vpp == 1:
                 stages = {"first_stage_layers": 0, "last_stage_layers": 0} | uneven_stages(component.architecture.num_layers, size)
                 also |= {key: value for key, value in stages.items() if value != getattr(parallel, key)}
-            changed = replace(component, parallel=replace(parallel, **{name: size}, **also))
+            # An engine with the size of the training layout follows it.
+            follows = engine is not None and engine.tp == parallel.tp and name == "tp"
+            changed = replace(engine, tp=size) if engine is not None and follows else engine
             typed = (f"{prefix}parallel.{key}={str(value).lower()}" for key, value in ({name: size} | also).items())
-            yield " ".join(typed), replace(changed, engine=_engine(component, changed.parallel))
+            yield " ".join(typed), replace(component, parallel=replace(parallel, **{name: size}, **also), engine=changed)
     for recompute in Recompute:
         yield f"{prefix}model.recompute={recompute.value}", replace(component, model=replace(model, recompute=recompute))
-    if model.micro_batch_tokens:
-        yield (
-            f"{prefix}model.micro_batch_tokens={component.work.length}",
-            replace(component, model=replace(model, micro_batch_tokens=component.work.length)),
-        )
-    else:
-        yield f"{prefix}model.micro_batch_size=1", replace(component, model=replace(model, micro_batch_size=1))
+    smallest = {micro_batch_setting(model): component.work.length if model.micro_batch_tokens else 1}
+    for name, size in smallest.items():
+        yield f"{prefix}model.{name}={size}", replace(component, model=replace(model, **smallest))
     if optimizer is not None:
         names = ("distributed", "offload", *(["cpu_offload"] if optimizer.distributed and not optimizer.precision_aware else []))
         for name in names:
@@ -178,18 +172,9 @@ def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str
             yield f"rollout.max_batch_size={size}", replace(component, engine=replace(engine, max_batch_size=size))
 
 
-MAX_VPP = 4
-MIN_CHUNK_TOKENS = 512  # of a context-parallel rank: shorter ones only add communication
-ROWS_PER_MICRO_BATCH = (1, 2, 4, 8)
-ENGINE_BATCHES = 5  # sizes of a replica's batch, each half of the one before
-LARGEST_ENGINE_BATCH = 1024
-
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """Settings that were `typed` stay as they are; all others are free. `main` names the component whose settings have no section."""
+    """Settings that were `typed` do not change; all others are free. `main` names the component whose settings have no section."""
 
     cluster: ClusterConfig
     main: str
@@ -203,8 +188,12 @@ class Space:
         """A setting of a component as it is typed."""
         return name if component.name == self.main else f"{component.name}.{name}"
 
-    def _choose(self, component: Component, name: str, now: T, options: Iterator[T] | list[T]) -> list[T]:
-        return list(options) if self.is_free(self.key(component, name)) else [now]
+    def choose(self, key: str, now: T, options: Iterable[T]) -> list[T]:
+        """The options if the setting is free, else its value now."""
+        return list(options) if self.is_free(key) else [now]
+
+    def _choose(self, component: Component, name: str, now: T, options: Iterable[T]) -> list[T]:
+        return self.choose(self.key(component, name), now, options)
 
     def sizes(self, most: int) -> list[int]:
         """Numbers of ranks that are worth a try: powers of two and 3 x 2^k, up to a node of ranks, then of nodes."""
@@ -218,8 +207,8 @@ class Space:
         return [n for n in self._choose(component, "num_processes", component.num_ranks, self.sizes(most)) if n <= most]
 
     def layouts(self, component: Component, ranks: int) -> Iterator[Component]:
-        """The component on so many ranks in every layout that divides: tensor parallelism inside a node, every pipeline, context and expert
-        size; where the layers do not divide over the stages, a shorter first and last one."""
+        """The component on `ranks` ranks in every layout that divides: tensor parallelism inside a node, every pipeline, context and expert
+        size; if the layers do not divide over the stages, the first and the last one are shorter."""
         p, architecture = component.parallel, component.architecture
         longest = max(1, component.work.length // (2 * MIN_CHUNK_TOKENS))
         tensor = self._choose(component, "parallel.tp", p.tp, powers(self.cluster.gpus_per_node))
@@ -240,38 +229,34 @@ class Space:
                             yield found
 
     def _parallel(self, component: Component, sizes: tuple[int, int, int, int, int]) -> ParallelConfig | None:
-        """None where no stages of whole layers come out."""
+        """None if the layers do not fit the stages."""
         (tp, cp, pp, vpp, ep), p, layers = sizes, component.parallel, component.architecture.num_layers
-        first, last = p.first_stage_layers, p.last_stage_layers
-        if self.is_free(self.key(component, "parallel.first_stage_layers")) and self.is_free(
-            self.key(component, "parallel.last_stage_layers")
-        ):
-            if layers % pp and vpp > 1:
-                return None
-            first, last = uneven(layers, pp) if layers % pp else (0, 0)
-            if layers % pp and not first:
+        ends = {name: getattr(p, name) for name in ("first_stage_layers", "last_stage_layers")}
+        if all(self.is_free(self.key(component, f"parallel.{name}")) for name in ends):
+            ends = dict(zip(ends, uneven(layers, pp) if layers % pp else (0, 0), strict=True))
+            if layers % pp and (vpp > 1 or not ends["first_stage_layers"]):
                 return None
         grouped = ep == 1 and component.architecture.num_experts  # Megatron-Core then splits experts like all other weights
         (etp,) = self._choose(component, "parallel.etp", p.etp, [tp if grouped else 1])
-        sizes_of_stages = {"first_stage_layers": first, "last_stage_layers": last}
         (sequence,) = self._choose(component, "parallel.sequence_parallel", p.sequence_parallel, [tp > 1])
         try:
-            changed = {"tp": tp, "sequence_parallel": sequence, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
-            return replace(p, **changed, **sizes_of_stages)
+            return replace(p, tp=tp, sequence_parallel=sequence, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, **ends)
         except ConfigError:
             return None
 
     def models(self, component: Component) -> Iterator[ModelConfig]:
-        """Micro-batches and recomputations; a micro-batch that a replica has too few rows for is the same as a smaller one."""
+        """Micro-batches and recomputations; a micro-batch for which a replica has too few rows is the same as a smaller one."""
         model, trains, row = component.model, component.optimizer is not None, component.work.length * component.work.unit
         recompute = self._choose(component, "model.recompute", model.recompute, list(Recompute) if trains else [model.recompute])
         name = micro_batch_setting(model)
         if not self.is_free(self.key(component, f"model.{name}")):
             yield from (replace(model, recompute=one) for one in recompute)
             return
+        passes = train_micro_batches if trains and Phase.train in component.work.phases else inference_micro_batches
         for rows, one in product(ROWS_PER_MICRO_BATCH, recompute):
             changed = replace(model, recompute=one, **{name: rows * row if name == "micro_batch_tokens" else rows})
-            if _is_filled(replace(component, model=changed), rows):
+            is_filled = passes(replace(component, model=changed)).rows == rows * component.work.unit
+            if is_filled or (rows == 1 and passes is inference_micro_batches):
                 yield changed
 
     def engines(self, component: Component, engine: Engine, ranks: int) -> list[Engine]:
@@ -288,7 +273,7 @@ class Space:
         return found
 
     def reliefs(self, component: Component) -> list[Callable[[Component], Component]]:
-        """What moves to host memory, from nothing to all that may. Where components take turns it already has."""
+        """Ways to move state to host memory, from nothing to all that may move. Components that take turns already move theirs."""
         engine, optimizer = component.engine, component.optimizer
         engines, optimizers = [engine], [optimizer]
         if engine is not None and not engine.asynchronous and not component.turns and self.is_free("rollout.offload"):
@@ -328,7 +313,7 @@ class Space:
         return {name: written(value) for name, value in chosen.items() if self.is_free(name)}
 
     def guest_settings(self, guest: Component) -> dict[str, str]:
-        """Of a model in another component's processes, whose layout it has."""
+        """The settings of a model in another component's processes, whose layout it has."""
         name = micro_batch_setting(guest.model)
         key = self.key(guest, f"model.{name}")
         return {key: written(getattr(guest.model, name))} if self.is_free(key) else {}
@@ -342,7 +327,7 @@ def written(value: object) -> str:
 
 
 def micro_batch_setting(model: ModelConfig) -> str:
-    """The field that says how much one pass takes."""
+    """The field that limits one pass."""
     return "micro_batch_tokens" if model.micro_batch_tokens else "micro_batch_size"
 
 
@@ -351,22 +336,16 @@ def powers(largest: int) -> list[int]:
 
 
 def uneven(layers: int, pp: int) -> tuple[int, int]:
-    """Layers of the first and the last of `pp` stages, where all others have as many as the longest must; (0, 0): one would be empty."""
+    """Layers of the first and the last of `pp` stages if all others have as many as the longest must; (0, 0): one would be empty."""
     each = -(-layers // pp)
     rest = layers - each * (pp - 2)
     return (-(-rest // 2), rest // 2) if rest >= 2 else (0, 0)
 
 
 def is_possible(component: Component, *, rows: bool = True) -> bool:
-    """Whether its sizes divide; `rows`: and every replica has something to train on."""
+    """Whether its sizes divide and, with `rows`, every replica has something to train on."""
     try:
         check(component if rows else replace(component, optimizer=None))
     except ConfigError:
         return False
     return True
-
-
-def _is_filled(candidate: Component, rows: int) -> bool:
-    if candidate.optimizer is None or Phase.train not in candidate.work.phases:
-        return rows == 1 or inference_micro_batches(candidate).rows == rows * candidate.work.unit
-    return train_micro_batches(candidate).rows == rows * candidate.work.unit

@@ -25,13 +25,12 @@ from functools import cache
 
 from aligner.models.config import Recompute
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner.config import ClusterConfig, Device
+from aligner.planner.config import ClusterConfig, Device, PlanConfig
 from aligner.planner.layers import (
     GIGA,
     MICRO,
     TERA,
     Kernels,
-    LayerSeconds,
     Passes,
     kernels,
     launched_layers,
@@ -40,7 +39,7 @@ from aligner.planner.layers import (
     passes,
 )
 from aligner.planner.memory import Sizes, cache_tokens, device_optimizer, host_optimizer, kv_bytes_per_token, state_bytes, trained_bytes
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase, padded_vocabulary, pipeline_slots, stage_layers
+from aligner.planner.workload import GIB, Component, Engine, Head, Phase, padded_vocabulary, stage_layers
 
 DATA_PARALLEL_OVERLAP = 0.5
 BACKWARD_PRODUCTS, BACKWARD_ATTENTION, BACKWARD_LAUNCHES = 2.0, 2.5, 1.5  # in forward passes
@@ -67,7 +66,7 @@ def phase_times(component: Component, sizes: Sizes, cluster: ClusterConfig) -> l
         elif phase == Phase.generate and component.engine is not None:
             parts = generation(component, component.engine, sizes, cluster)
         else:
-            parts = _inference(component, cluster)
+            parts = _through_pipeline(component, passes(component, component.work.rows), cluster, trains=False)
         if phase in component.turns:
             parts["turns on the GPUs"] = turn_seconds(component, sizes, cluster, phase)
         if cluster.phase_seconds:
@@ -76,8 +75,13 @@ def phase_times(component: Component, sizes: Sizes, cluster: ClusterConfig) -> l
     return found
 
 
+def phase_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[Phase, float]:
+    """The totals of `phase_times`."""
+    return {time.phase: time.total for time in phase_times(component, sizes, cluster)}
+
+
 def turn_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Phase) -> float:
-    """Weights to host memory and back, in training the optimizer's state too."""
+    """Moving weights to host memory and back, in training the optimizer's state too."""
     fullest = max(sizes.stages, key=lambda state: state.weights + state.optimizer)
     moved = fullest.weights + (device_optimizer(component, fullest) if phase == Phase.train else 0)
     return 2 * moved / kernels(component, cluster).host_rate
@@ -92,12 +96,12 @@ def model_flops(component: Component, tokens: float, length: float) -> float:
 
 
 def _frozen(component: Component) -> float:
-    """Matrix products, in forward passes, that a backward pass saves: the gradients of frozen weights under adapters."""
+    """Matrix products that a backward pass saves, in forward passes: the gradients of frozen weights under adapters."""
     return 1.0 if component.model.lora.is_on else 0.0
 
 
 def _head(component: Component, selected: float, k: Kernels) -> tuple[float, float]:
-    """(product with the output layer, what moves its float32 logits) of a forward pass."""
+    """Seconds of a forward pass: (product with the output layer, moving its float32 logits)."""
     if component.head != Head.language:
         return 0.0, 0.0
     vocabulary = padded_vocabulary(component) / component.parallel.tp
@@ -114,7 +118,8 @@ def _training(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dic
 
 
 def optimizer_away_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig) -> float:
-    """`optimizer.offload`: its state from host memory before training, and back. Components that take turns move it anyway."""
+    """Moves the optimizer's state from host memory before training, and back (`optimizer.offload`). Components that take turns move it
+    anyway."""
     if component.optimizer is None or not component.optimizer.offload or Phase.train in component.turns:
         return 0.0
     moved = 2 * max(device_optimizer(component, state) for state in sizes.stages)
@@ -122,22 +127,19 @@ def optimizer_away_seconds(component: Component, sizes: Sizes, cluster: ClusterC
 
 
 def host_update_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig) -> float:
-    """`optimizer.cpu_offload`, in all updates of a step: gradients come and weights go as float32, while the node's cores read all four
-    numbers of each parameter and write three."""
+    """All updates of a step on the host (`optimizer.cpu_offload`): gradients come and weights go as float32, while the node's cores read
+    all four numbers of each parameter and write three."""
     held = max(host_optimizer(component, state) for state in sizes.stages)
     ranks = min(cluster.gpus_per_node, component.num_ranks)
     computing = held * 28 / 16 * ranks / (cluster.host_memory_gb_per_second * GIGA)
     return component.work.num_updates * max(computing, held / 2 / kernels(component, cluster).host_rate)
 
 
-def _inference(component: Component, cluster: ClusterConfig) -> dict[str, float]:
-    return _through_pipeline(component, passes(component, component.work.rows), cluster, trains=False)
-
-
 def _through_pipeline(component: Component, shape: Passes, cluster: ClusterConfig, *, trains: bool) -> dict[str, float]:
     """All micro-batches of a replica through the slowest stage, and the bubble."""
     p, k, model = component.parallel, kernels(component, cluster), component.model
-    layers = max(stage_layers(component.architecture.num_layers, p))
+    counts = stage_layers(component.architecture.num_layers, p)
+    layers = max(counts)
     layer, frozen = layer_seconds(component, shape, cluster, p.tp), _frozen(component)
     again = 1.0 if trains and model.recompute == Recompute.full else 0.0
     products = 1.0 + (BACKWARD_PRODUCTS - frozen if trains else 0.0) + again
@@ -148,38 +150,29 @@ def _through_pipeline(component: Component, shape: Passes, cluster: ClusterConfi
     product, logits = _head(component, shape.selected / p.cp, k)
     # The loss projects again in its backward pass, chunk by chunk (`aligner.parallel.logprobs`).
     head = product * (4.0 - frozen if trains else 1.0) + logits * (3.0 if trains else 1.0)
+    slack = (layers - counts[-1]) * layer.products * products  # by which uneven stages let the last one's layers end early
+    hidden = shape.tokens / p.cp * component.architecture.hidden_size * component.dtype_bytes
+    sending = k.send(hidden / (p.tp if p.sequence_parallel else 1), component.num_ranks)
     parts = {
         "layers": layers * layer.products * products,
         "attention": layers * layer.attention * squares,
         "small kernels": layers * layer.small * moves,
-        "logits": head if p.pp == 1 else max(0.0, head - _slack(component, layer, products)),
+        "logits": head if p.pp == 1 else max(0.0, head - slack),
         "tensor parallel": layers * layer.tensor * exchanges,
         "context parallel": layers * layer.context * exchanges,
         "expert parallel": layers * layer.experts * exchanges,
-        "pipeline sends": exchanges * p.vpp * _send(component, shape, k) if p.pp > 1 else 0.0,
+        "pipeline sends": exchanges * p.vpp * sending if p.pp > 1 else 0.0,
     }
     gpu = sum(parts.values())
     started = (k.launching(launched_layers(component, layers)) + cluster.host_pass_milliseconds * MILLI) * launches
     parts["waiting for the host"] = k.together(gpu, started) - gpu
     one = sum(parts.values())
-    slots = pipeline_slots(p, shape.count, forward_only=not trains)
     found = {name: seconds * shape.count for name, seconds in parts.items()}
-    found["pipeline bubble"] = one * (slots - shape.count)
+    # All slots less those that compute, in this order: rounding depends on it.
+    found["pipeline bubble"] = one * (shape.count + (p.pp - 1) / (p.vpp if trains else 1) - shape.count)
     if component.dp > 1:
         found["stragglers"] = sum(found.values()) * cluster.straggling
     return found
-
-
-def _slack(component: Component, layer: LayerSeconds, products: float) -> float:
-    """Seconds by which the last stage's layers are done before the fullest one's, where stages are uneven."""
-    counts = stage_layers(component.architecture.num_layers, component.parallel)
-    return (max(counts) - counts[-1]) * layer.products * products
-
-
-def _send(component: Component, shape: Passes, k: Kernels) -> float:
-    p = component.parallel
-    hidden = shape.tokens / p.cp * component.architecture.hidden_size * component.dtype_bytes
-    return k.send(hidden / (p.tp if p.sequence_parallel else 1), component.num_ranks)
 
 
 def _update(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[str, float]:
@@ -196,7 +189,7 @@ def _update(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[
 
 
 def relief_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig) -> float:
-    """What `optimizer.offload` and `optimizer.cpu_offload` add to a step's training; the second one takes something off, too."""
+    """What `optimizer.offload` and `optimizer.cpu_offload` add to a step's training, less the updates that the host takes over."""
     fullest = max(sizes.stages, key=lambda state: state.gradients)
     spared = 2 * (fullest.optimizer - device_optimizer(component, fullest)) * component.work.num_updates
     added = optimizer_away_seconds(component, sizes, cluster) + host_update_seconds(component, sizes, cluster)
@@ -204,8 +197,8 @@ def relief_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig) -
 
 
 LOGIT_PASSES = 6  # how often float32 logits are read or written, in the log-probs of one pass or a draw
-MAX_REPLICAS = 32  # of the engine, that are followed
-OWN_SHARE = 0.88  # of a GPU's memory, that an engine alone on it uses
+MAX_REPLICAS = 32  # replicas of the engine that are followed
+OWN_SHARE = 0.88  # part of a GPU's memory that an engine uses if it is alone there
 MILLI = 1e-3
 
 
@@ -220,7 +213,8 @@ def replica(component: Component, engine: Engine, sizes: Sizes, cluster: Cluster
     a, work = component.architecture, component.work
     prompt = max(1.0, work.mean_prompt)
     whole = Passes(count=1, tokens=max(prompt, engine.prefill_chunk_tokens), selected=1, length=prompt)
-    layer = _layer_of_engine(component, whole, cluster, engine)
+    flat = replace(component, parallel=ParallelConfig(tp=engine.tp, etp=engine.tp))
+    layer = layer_seconds(flat, whole, cluster, engine.tp)
     per_token = a.num_layers * (layer.products + layer.attention + layer.small + layer.tensor) / whole.tokens
 
     def prefill(tokens: float) -> float:
@@ -237,20 +231,15 @@ def replica(component: Component, engine: Engine, sizes: Sizes, cluster: Cluster
 
 
 def _capacity(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> float:
-    """Tokens in a replica's cache: as the run has it, or, on GPUs of its own, what its weights leave."""
+    """Tokens in a replica's cache: the run's, or what the weights leave on GPUs of the engine's own."""
     if not engine.own_ranks or engine.kv_cache_tokens:
         return cache_tokens(component, engine)
     left = cluster.gpu_memory_gib * GIB * OWN_SHARE - sizes.engine_weights - engine.max_batch_size * state_bytes(component, engine)
     return max(component.work.length, left / max(1, kv_bytes_per_token(component, engine)))
 
 
-def _layer_of_engine(component: Component, shape: Passes, cluster: ClusterConfig, engine: Engine) -> LayerSeconds:
-    flat = ParallelConfig(tp=engine.tp, etp=engine.tp)
-    return layer_seconds(replace(component, parallel=flat), shape, cluster, engine.tp)
-
-
 def decode_step(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> Callable[[int, float], float]:
-    """(active, cached): seconds of one token for each of the `active` sequences, with `cached` tokens in the cache of the replica."""
+    """A function of (active, cached): seconds in which each of `active` sequences gets a token, with `cached` tokens in the cache."""
     a, k, tp = component.architecture, kernels(component, cluster), engine.tp
     linear, _ = layer_flops(component, 1)
     vocabulary = padded_vocabulary(component) / tp
@@ -279,7 +268,7 @@ def decode_step(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
 
 
 def expert_bytes(component: Component, weights: int, tp: int) -> float:
-    """Bytes of `weights` that belong to experts of which a token passes only some."""
+    """Bytes of `weights` that belong to experts, of which a token passes only some."""
     a = component.architecture
     if not a.num_experts:
         return 0.0
@@ -289,8 +278,8 @@ def expert_bytes(component: Component, weights: int, tp: int) -> float:
 
 
 def refit_seconds(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> float:
-    """New weights in the engine: gathered from the training layout where it is another one, and copied. Another package's engine, and one
-    on GPUs of its own, are sent whole tensors."""
+    """New weights for the engine: copied, and gathered first if the training layout differs. Another package's engine, and one on GPUs of
+    its own, receive whole tensors."""
     if not component.engine_holds_weights:
         return 0.0
     k = kernels(component, cluster)
@@ -301,7 +290,7 @@ def refit_seconds(component: Component, engine: Engine, sizes: Sizes, cluster: C
 
 
 def policy_away_seconds(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> float:
-    """`rollout.offload`: the policy's weights to host memory before sampling, and back. Components that take turns move them anyway."""
+    """`rollout.offload` moves the policy's weights to host memory before sampling, and back. Components that take turns always do."""
     if not engine.offload or not component.engine_holds_weights or component.turns:
         return 0.0
     return 2 * max(state.weights for state in sizes.stages) / kernels(component, cluster).host_rate
@@ -309,21 +298,29 @@ def policy_away_seconds(component: Component, engine: Engine, sizes: Sizes, clus
 
 def generation(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> dict[str, float]:
     """The slowest replica's queue, with each response sampled in one turn."""
-    work, prompt = component.work, component.work.mean_prompt
-    slowest = 0.0
-    for own in followed(work.responses(work.rows + work.extra_rows), replicas_of(component, engine)):
-        queue = replica(component, engine, sizes, cluster)
-        for number, length in enumerate(own):
-            queue.add(number, [length], prompt)
-        queue.until()
-        slowest = max(slowest, queue.now)
+    responses = component.work.responses(component.work.rows + component.work.extra_rows)
+    slowest = max(queue.now for queue, _, _ in sampled(component, engine, sizes, cluster, responses))
     away = policy_away_seconds(component, engine, sizes, cluster)
     return {"sampling": slowest, "refit": refit_seconds(component, engine, sizes, cluster), "policy to host memory and back": away}
 
 
+def sampled(
+    component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig, lengths: Sequence[int], assumed: PlanConfig | None = None
+) -> list[tuple[ReplicaQueue, Sequence[int], list[tuple[float, int]]]]:
+    """The replicas that are followed, after they have sampled their shares of these responses; each with its share, and (when, number)
+    of every end."""
+    found, assumed = [], assumed or PlanConfig()
+    for own in followed(lengths, replicas_of(component, engine)):
+        queue = replica(component, engine, sizes, cluster, static=assumed.static_batches)
+        for request, length in enumerate(own):
+            queue.add(request, turns_of(length, assumed.turns, request), component.work.mean_prompt)
+        found.append((queue, own, queue.until(pause=assumed.environment_seconds)))
+    return found
+
+
 def followed(lengths: Sequence[int], replicas: int) -> list[Sequence[int]]:
-    """The responses of the replicas that may be the slowest: those with the longest response, and those with most tokens. Where all have
-    the same lengths, of one."""
+    """The responses of each replica that may be the slowest: it has the longest response, or the most tokens. One replica if all have the
+    same lengths."""
     every = shares(lengths, replicas)
     if lengths[0] == lengths[-1] == max(lengths) == min(lengths):
         return every[:1]
@@ -333,24 +330,23 @@ def followed(lengths: Sequence[int], replicas: int) -> list[Sequence[int]]:
     return list({id(own): own for own in chosen}.values())
 
 
-Step = Callable[[int, float], float]  # (active, cached): seconds of one decode step of so many sequences with so many tokens in the cache
+Step = Callable[[int, float], float]  # (active, cached): seconds of a decode step of `active` sequences with `cached` tokens in the cache
 
 
 @dataclass(slots=True)
 class _Request:
     number: int
     turns: list[int]  # tokens to sample in each turn that is left
-    held: float  # tokens that are computed when it gets a seat: its prompt, and what was written before
+    held: float  # tokens that are computed when it gets a seat: its prompt and its earlier tokens
     seated: int = 0  # decode step
 
 
 class ReplicaQueue:
     """One replica of an engine with continuous batching: `seats` sequences at a time, whose keys and values share `capacity` tokens.
 
-    Requests are seated in the order in which they came. If the cache runs out, the sequence that was seated last loses its seat, and its
-    tokens are computed again when it gets another (as in `aligner.rollout.builtin.scheduler`). Between two events the batch stays as it is
-    and its cache grows evenly, so these decode steps are taken at once. With `static` all seats are taken anew when all of a batch have
-    ended.
+    Requests are seated in order of arrival. If the cache runs out, the sequence that was seated last loses its seat, and its tokens are
+    computed again when it gets another (as in `aligner.rollout.builtin.scheduler`). Between two events the batch does not change and its
+    cache grows evenly, so these decode steps are taken at once. With `static` a batch is seated only when all of the one before have ended.
     """
 
     def __init__(
@@ -373,7 +369,7 @@ class ReplicaQueue:
         return not self._active and not self._waiting and not self._later
 
     def add(self, number: int, turns: Sequence[int], prompt: float, *, release: float = 0.0) -> None:
-        """An episode that comes at `release`: so many tokens are sampled in each of its turns (one: a response)."""
+        """An episode that arrives at `release`; `turns` are the tokens that each of its turns samples (one turn: a response)."""
         self._come(_Request(number, list(turns), prompt), release)
 
     def _come(self, request: _Request, moment: float) -> None:
@@ -390,7 +386,7 @@ class ReplicaQueue:
             self.now += self._prefill(self._cached)
 
     def until(self, limit: float = math.inf, *, pause: float = 0.0) -> list[tuple[float, int]]:
-        """Sample until `limit` (or the first event behind it) or until nothing is left: (when, number) of the episodes that ended, by time.
+        """Sample until `limit` (or the first event after it) or until nothing is left. Returns (when, number) of each end, by time.
         `pause`: seconds between two turns of an episode, without a seat."""
         ended: list[tuple[float, int]] = []
         while not self.idle and self.now < limit:
@@ -410,7 +406,7 @@ class ReplicaQueue:
         return ended
 
     def _steps_to_next_event(self, limit: float) -> int:
-        """Decode steps that nothing changes the batch in; 0 where the cache has no room for one."""
+        """Decode steps until the batch changes; 0 if the cache has no room for one."""
         active, steps = len(self._active), self._ends[0][0] - self._steps
         if active > 1:
             steps = min(steps, int((self.capacity - self._cached) / active))
@@ -471,5 +467,5 @@ def turns_of(length: int, turns: float, number: int) -> list[int]:
 
 
 def shares(lengths: Sequence[int], replicas: int) -> list[Sequence[int]]:
-    """The responses of each replica: every so-manieth."""
+    """The responses of each replica, dealt out in turn."""
     return [lengths[number::replicas] for number in range(min(replicas, len(lengths)))]

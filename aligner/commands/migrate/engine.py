@@ -11,11 +11,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from aligner.algorithms.registry import composed, recipe_of
-from aligner.commands.migrate import transforms
-from aligner.commands.migrate.context import Context, Meaning
+from aligner.commands.migrate import special, transforms
 from aligner.commands.migrate.reading import Source
-from aligner.commands.migrate.special import SPECIAL
 from aligner.commands.migrate.tables import Entry, as_text
+from aligner.commands.migrate.transforms import Context, Meaning
 from aligner.commands.programs import programs
 from aligner.errors import ConfigError
 from aligner.settings.compose import override
@@ -24,7 +23,7 @@ from aligner.settings.schema import is_known, schema_keys
 
 PLACEHOLDER = "TRAIN.jsonl"
 REFERENCE = re.compile(r"\$(?:\{([\w.:]+)\}|([A-Za-z_]\w*))")  # a variable of a shell, or another key, that nothing fills in
-FUNCTIONS = {one.__name__: one for one in [*transforms.GENERAL, *SPECIAL]}
+FUNCTIONS = vars(transforms) | vars(special)  # the tables name them
 
 
 class Severity(str, Enum):
@@ -147,7 +146,7 @@ def _context(source: Source, entries: Sequence[Entry], recipe: str, *, ranks: in
             values[names.get(key, key)] = value
     given = {names.get(key, key) for key, value in source.given.items() if value is not None}
     models = [values[entry.key] for entry in entries if "model.path" in entry.ours and entry.key in given]
-    context = Context(values=values, given=given, recipe=recipe, examples=examples, ranks=ranks or source.ranks)
+    context = Context(values=values, given=given, recipe=recipe, examples=examples, ranks=ranks or source.ranks, derived=special.DERIVED)
     context.model = str(models[0]) if models else ""
     context.examples = transforms.at_most(context, examples)
     if not context.ranks and source.table.ranks and all(context.number(key) for key in source.table.ranks):

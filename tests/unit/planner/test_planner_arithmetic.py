@@ -401,7 +401,7 @@ def test_shown_times(value: float, text: str) -> None:
     ("change", "text"),
     [
         ({"gpus_per_node": 0}, "cluster.gpus_per_node=0: must be above 0"),
-        ({"achievable_flops": 1.5}, "cluster.achievable_flops=1.5: a part of the peak, at most 1"),
+        ({"achievable_flops": 1.5}, "cluster.achievable_flops=1.5: a fraction of the peak, at most 1"),
         ({"fragmentation": 1.0}, "cluster.fragmentation=1.0: must be below 1"),
     ],
 )

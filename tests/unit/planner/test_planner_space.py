@@ -156,7 +156,7 @@ def test_deadlines_that_are_none(request_: Request, message: str):
 
 def test_options_without_a_search():
     Request().check_unused()
-    with pytest.raises(ConfigError, match="^--steps 8: goes with --search"):
+    with pytest.raises(ConfigError, match="^--steps 8: needs --search"):
         Request(steps=8).check_unused()
 
 
