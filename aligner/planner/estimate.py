@@ -44,13 +44,13 @@ class ComponentPlan:
 
     component: Component
     stage_parameters: tuple[int, ...]  # parameters of a rank of each stage
-    model_parameters: int  # of the whole model, vocabulary padding included
+    model_parameters: int  # parameters of the whole model, vocabulary padding included
     sizes: Sizes
     memory: tuple[PhaseMemory, ...]
-    host: dict[str, int]  # bytes of the fullest node
+    host: dict[str, int]  # host memory of the fullest node, in bytes
     times: tuple[PhaseTime, ...]
     limit: int  # device memory of a rank
-    wanted_seconds: float = 0.0  # of all phases with the cache that the config asks for, where the plan made it smaller
+    wanted_seconds: float = 0.0  # seconds of all phases with the cache that the config asks for, if the plan made it smaller
 
     @property
     def peak(self) -> PhaseMemory:
@@ -58,7 +58,7 @@ class ComponentPlan:
         return max(self.memory, key=lambda moment: moment.total)
 
     def activations(self, phase: Phase, stage: int = 0) -> int:
-        """Bytes that a phase's passes hold at the fullest moment besides weights and training state: activations, workspace, logits."""
+        """Bytes of activations, workspace and logits at the fullest moment of a phase."""
         (moment,) = (m for m in self.memory if m.phase == phase and m.stage == stage)
         return sum(moment.parts.get(name, 0) for name in ("activations", "backward workspace", "logits"))
 
@@ -68,13 +68,13 @@ class ComponentPlan:
 
     @property
     def seconds(self) -> float:
-        """All phases one after the other."""
+        """Seconds of all phases, one after the other."""
         return sum(time.total for time in self.times)
 
 
 @contextmanager
 def named(component: str) -> Iterator[None]:
-    """A ConfigError from within names the component, and its settings as they are typed."""
+    """Make a ConfigError from within name the component, and its settings as they are typed."""
     try:
         with in_section(component if component in SERVERS else ""):
             yield
@@ -84,7 +84,7 @@ def named(component: str) -> Iterator[None]:
 
 def check(component: Component) -> None:
     """Raise ConfigError, naming the component, if the sizes do not divide or the layout does not fit the ranks."""
-    engine = component.engine
+    engine, work = component.engine, component.work
     with named(component.name):
         check_divisible(component.architecture, component.parallel)
         check_together(component.architecture, component.model, component.parallel)
@@ -93,16 +93,11 @@ def check(component: Component) -> None:
             check_engine(engine.settings, component.architecture, tp=engine.tp, world_size=engine.own_ranks or component.num_ranks)
             if engine.on_gpu and not engine.own_ranks:
                 check_ahead(engine.settings, tp=engine.tp)
-        _check_rows(component)
-
-
-def _check_rows(component: Component) -> None:
-    work = component.work
-    if component.optimizer is not None and work.update_rows // work.unit < component.dp:
-        raise ConfigError(
-            f"mini-batches of {work.update_rows // work.unit} are smaller than the {component.dp} data-parallel replicas; use fewer ranks, "
-            f"or more of them for tp, pp or cp"
-        )
+        if component.optimizer is not None and work.update_rows // work.unit < component.dp:
+            raise ConfigError(
+                f"mini-batches of {work.update_rows // work.unit} are smaller than the {component.dp} data-parallel replicas; use fewer "
+                f"ranks, or more of them for tp, pp or cp"
+            )
 
 
 def replication(component: Component, cluster: ClusterConfig, *, stage: int, chunk: int = 0) -> Replication:
@@ -111,7 +106,7 @@ def replication(component: Component, cluster: ClusterConfig, *, stage: int, chu
     if optimizer is None:
         raise ValueError(f"{component.name} is frozen: it has no training state")
     dense = component.dp * parallel.cp
-    # On GPUs the first stage reduces its gradients in buckets while the backward pass goes on; elsewhere a buffer is one bucket.
+    # On GPUs the first stage reduces its gradients in buckets during the backward pass; elsewhere a buffer is one bucket.
     overlaps = cluster.device == Device.gpu and stage == 0 and chunk == 0
     return Replication(
         distributed=optimizer.distributed,
@@ -126,24 +121,23 @@ def replication(component: Component, cluster: ClusterConfig, *, stage: int, chu
 
 def stage_state(component: Component, chunks: Sequence[Sequence[Parameter]], cluster: ClusterConfig, *, stage: int) -> StateBytes:
     """Training state of the fullest rank of a stage; a frozen model's weights."""
+    if component.optimizer is None:
+        return frozen_bytes([parameter for chunk in chunks for parameter in chunk])
     total = StateBytes(weights=0, gradients=0, optimizer=0)
     for number, chunk in enumerate(chunks):
-        if component.optimizer is None:
-            total += frozen_bytes(chunk)
-        else:
-            total += state_bytes(chunk, replication(component, cluster, stage=stage, chunk=number))
+        total += state_bytes(chunk, replication(component, cluster, stage=stage, chunk=number))
     return total
 
 
 def stages_to_build(component: Component) -> list[int]:
-    """For every stage, the stage with an equal shard: all stages between the first and the last are alike."""
+    """For every stage, a stage with an equal shard: all stages between the first and the last have the same."""
     last = component.parallel.pp - 1
     return [stage if stage in (0, last) else 1 for stage in range(last + 1)]
 
 
 def whole_parameters(component: Component, shards: Sequence[Sequence[Sequence[Parameter]]]) -> int:
-    """Parameters of the whole model from its stages' shards, each counted once: split ones over their ranks, the last stage's copy of a
-    tied embedding not at all."""
+    """Parameters of the whole model from its stages' shards: split ones times their ranks, without the last stage's copy of a tied
+    embedding."""
     parallel, total = component.parallel, 0
     for stage, chunks in enumerate(shards):
         for parameter in (p for chunk in chunks for p in chunk):
@@ -173,7 +167,7 @@ def engine_weight_bytes(component: Component, shards: Sequence[Sequence[Sequence
 
 
 class Scales:
-    """Measures layers and caches the results: components and candidates of a search share most layers."""
+    """Measures layers and caches the results: the components and candidates of a search share most layers."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -227,16 +221,16 @@ def plan_component(component: Component, cluster: ClusterConfig, scales: Scales)
 
 
 def again(plan: ComponentPlan, cluster: ClusterConfig, component: Component) -> ComponentPlan:
-    """The plan of the same model in other circumstances."""
+    """The plan of the same model if the component changes only around it."""
     counts = {"stage_parameters": plan.stage_parameters, "model_parameters": plan.model_parameters}
     return predict(component, cluster, plan.sizes, **counts)
 
 
 def with_fitting_cache(plan: ComponentPlan, cluster: ClusterConfig) -> ComponentPlan:
-    """The plan with a cache of what the devices have left, where that is all that does not fit and the config states no size.
+    """The plan with a cache that the devices have room for, if only the cache does not fit and the config has no size for it.
 
-    The engine then decodes fewer sequences at a time (`aligner.planner.memory.seats`), at the least one of full length. TensorRT-LLM's
-    takes at most its part of what is free when it starts.
+    The engine then decodes fewer sequences at a time (`aligner.planner.memory.seats`), but at least one of full length. TensorRT-LLM uses
+    at most its part of what is free when it starts.
     """
     component, engine = plan.component, plan.component.engine
     if engine is None or engine.kv_cache_tokens:
@@ -253,7 +247,7 @@ def with_fitting_cache(plan: ComponentPlan, cluster: ClusterConfig) -> Component
         own = replace(engine, kv_cache_tokens=tokens, wanted_cache_tokens=wanted)
         return replace(again(plan, cluster, replace(component, engine=own)), wanted_seconds=plan.seconds)
 
-    low, high = least // page, max(least, most) // page  # pages; what fits is between them
+    low, high = least // page, max(least, most) // page  # pages, between which the largest fitting cache is
     if (found := sized(high * page)).fits or not sized(low * page).fits:
         return found if found.fits else plan
     while high - low > 1:
@@ -369,7 +363,7 @@ def state_bytes(parameters: Sequence[Parameter], replication: Replication, *, dp
 
 
 def frozen_bytes(parameters: Sequence[Parameter]) -> StateBytes:
-    """A model that is not trained."""
+    """Bytes of a model that is not trained."""
     return StateBytes(weights=sum(p.numel * p.itemsize for p in parameters), gradients=0, optimizer=0)
 
 

@@ -74,7 +74,7 @@ def show(job: JobPlan, out: Console) -> None:
         _show_component(plan, out)
     run = job.run
     out.print(
-        f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] ({_listed(run.phases, seconds)}); times are a model, "
+        f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] ({listed(run.phases, seconds)}); times are a model, "
         "whose errors are in docs/planning.md"
     )
     if run.useful < 1:
@@ -129,10 +129,10 @@ def _show_component(plan: ComponentPlan, out: Console) -> None:
         out.print(f"[yellow]{line}[/]")
     if component.engine is not None and component.engine.graphs_lost:
         out.print(f"[yellow]{component.engine.graphs_lost}[/]")
-    out.print(f"host memory of a node: {gib(sum(plan.host.values()))} GiB ({_listed(plan.host, gib)})")
+    out.print(f"host memory of a node: {gib(sum(plan.host.values()))} GiB ({listed(plan.host, gib)})")
     times = table("predicted time of a training step", ("phase", "time", "of which"), left=("phase", "of which"))
     for time in plan.times:
-        times.add_row(time.phase.value, seconds(time.total), _listed(time.parts, seconds))
+        times.add_row(time.phase.value, seconds(time.total), listed(time.parts, seconds))
     out.print(times)
 
 
@@ -174,7 +174,8 @@ def fullest(plan: ComponentPlan, phase: Phase) -> PhaseMemory:
     return max((moment for moment in plan.memory if moment.phase == phase), key=lambda moment: moment.total)
 
 
-def _listed(parts: Mapping[str, float], shown: Any) -> str:
+def listed(parts: Mapping[str, float], shown: Any) -> str:
+    """The parts, the largest first."""
     return ", ".join(f"{name} {shown(value)}" for name, value in sorted(parts.items(), key=lambda item: -item[1]))
 
 
@@ -196,7 +197,7 @@ def problems(plan: ComponentPlan, cluster: ClusterConfig, helps: Sequence[tuple[
     name, found = plan.component.name, []
     if not plan.fits:
         peak = plan.peak
-        largest = _listed(dict(sorted(peak.parts.items(), key=lambda item: -item[1])[:3]), lambda size: f"{gib(size)} GiB")
+        largest = listed(dict(sorted(peak.parts.items(), key=lambda item: -item[1])[:3]), lambda size: f"{gib(size)} GiB")
         found.append(
             f"{name}: phase {peak.phase.value} on pipeline stage {peak.stage} needs {gib(peak.total)} GiB of {plan.limit / GIB:.1f}, "
             f"{_excess(peak.total - plan.limit)} too much ({largest}). {_helps(helps, plan.limit)}"
@@ -211,7 +212,7 @@ def host_problems(name: str, parts: Mapping[str, int], cluster: ClusterConfig) -
         return []
     return [
         f"{name}: the host memory of a node needs {gib(host)} GiB of {cluster.host_memory_gib:g}, "
-        f"{_excess(host - cluster.host_memory_gib * GIB)} too much ({_listed(parts, gib)})"
+        f"{_excess(host - cluster.host_memory_gib * GIB)} too much ({listed(parts, gib)})"
     ]
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ RANK_OPTIONS = (
 OF_TEXT = ("model", "data", "data_prefix", "remote_reward", "verl_reward")  # transforms that leave a shell's variable unchanged
 
 
+class Kind(str, Enum):
+    """What became of a key."""
+
+    mapped = "mapped"
+    same = "same by default"
+    another = "has another meaning here"
+    none = "has no counterpart"
+    unknown = "unknown"
+
+
 @dataclass(kw_only=True, slots=True)
 class Meaning:
     """The settings of ours that follow from one key, and a note."""
@@ -28,6 +39,10 @@ class Meaning:
     absent: bool = False  # ours does not exist
     part: bool = False  # another key's setting includes it
     severity: str = ""  # severity if it is not carried over, in place of the entry's
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.another if self.differs else Kind.none if self.absent else Kind.mapped
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,7 +150,7 @@ def _numbers(value: Any) -> list[float]:
     return [float(part) for part in re.split(r"[,\s]+", str(value).strip("()[] ")) if re.fullmatch(r"[-+.\deE]+", part)]
 
 
-_NOT_HERE = {  # parts of models' names, where their files are not here
+_NOT_HERE = {  # parts of the names of models whose files are not here
     r"(?i)[-_/.](vl|vlm|omni|vision|multimodal|audio|ocr)\b|llava|internvl|minicpm-[ov]|paligemma|smolvlm|idefics": "reads images or sound",
     r"(?i)[-_](awq|gptq|gguf|bnb|[48]bit|int[48]|w4a16|fp8|mxfp4|nvfp4)\b": "has quantized weights",
 }
@@ -143,7 +158,7 @@ _MIXTURE = r"(?i)mixtral|[-_]moe|-a\d+(\.\d+)?b\b|deepseek-(v[23]|r1$)|glm-4\.[5
 
 
 def model(entry: Entry, value: Any, context: Context) -> Meaning:
-    """A directory, an archive, or a model of the Hub; what its name says of it is asked for if no model of the kind loads."""
+    """A directory, an archive, or a model of the Hub; a question if its name stands for a kind of model that does not load here."""
     for pattern, what in _NOT_HERE.items():
         if re.search(pattern, str(value)) and not Path(str(value)).is_dir():
             context.ask(f"{entry.ours[0]}={value}: by its name it {what}; models of text in 16 bits load here (docs/models.md)")
@@ -154,14 +169,14 @@ _LIMITS = {"train": ("max_samples", "data.train_max_samples"), "validation": ("m
 
 
 def at_most(context: Context, examples: int) -> int:
-    """Of so many examples those that are read: another key may bound them, or those of each data set."""
+    """The number of examples that are read: another key may limit all of them, or each data set."""
     limit = _limit(context, "train")
     names = context.value("dataset") if isinstance(context.value("stage"), str) else ""  # a bound of each is LLaMA-Factory's
     return min(examples, limit * (str(names).count(",") + 1)) if limit else examples
 
 
 def _limit(context: Context, name: str) -> int:
-    """0: none."""
+    """0: no limit."""
     return int(next((context.number(key) for key in _LIMITS[name] if context.number(key) > 0), 0))
 
 
@@ -192,7 +207,7 @@ def data(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def _probabilities(context: Context) -> list[float]:
-    """The shares that another key has; none where the data sets are one after another."""
+    """The shares that another key has; empty if the data sets follow each other."""
     key = "dataset_probs" if context.value("mix_strategy") in (None, "concat") else "interleave_probs"
     value = context.value(key)
     return value if isinstance(value, list) else _numbers(value)
@@ -210,7 +225,7 @@ def _data_path(name: str, split: Any, config: Any) -> str:
 
 
 def epochs(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Epochs, as steps where the examples are known: entry.factors are the keys whose product is the examples of a step."""
+    """Epochs, as steps if the examples are known; the product of entry.factors is the examples of a step."""
     per_step = context.product(entry.factors)
     if not isinstance(value, int | float) or per_step < 1:
         return Meaning(absent=True, severity="said", note="no number of examples a step follows")
@@ -222,14 +237,14 @@ def epochs(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def steps(entry: Entry, value: Any, context: Context) -> Meaning:
-    """A number of steps; not above 0: epochs count."""
+    """A number of steps; if it is not above 0, epochs count."""
     if not isinstance(value, int | float) or value <= 0:
         return Meaning(note="the epochs count")
     return to_ours(entry, math.ceil(value / (context.product(entry.factors) or 1)))
 
 
 def every(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Steps between two events; not above 0: never. A share of an epoch or of the run is not known in steps."""
+    """Steps between two events; never if it is not above 0. A share of an epoch or of the run is not known in steps."""
     if value == "inf" or not isinstance(value, int | float) or value <= 0:
         return to_ours(entry, 0, "" if isinstance(value, int | float) else entry.note)
     if value < 1 or (isinstance(value, float) and value == 1.0):
@@ -238,9 +253,9 @@ def every(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def warmup_share(entry: Entry, value: Any, context: Context, *, whole: Callable[[float], int] = math.ceil, updates: int = 1) -> Meaning:
-    """A share of the run's steps to a number of optimizer steps; entry.factors: as for `epochs`.
+    """A share of the run's steps as a number of optimizer steps; entry.factors: as for `epochs`.
 
-    `whole` rounds as it is done there, and a step there has `updates` of them.
+    `whole` rounds as the framework does, and a step there has `updates` optimizer steps.
     """
     if not isinstance(value, int | float) or value == 0:
         return to_ours(entry, 0)
@@ -256,13 +271,13 @@ def warmup_share(entry: Entry, value: Any, context: Context, *, whole: Callable[
 
 
 def as_fraction(entry: Entry, value: float) -> Meaning:
-    """A share of the run, where its length is not known."""
+    """A share of the run, if its length is not known."""
     ours = (name.replace("warmup_steps", "warmup_fraction") for name in entry.ours)
     return Meaning(settings=dict.fromkeys(ours, value), note="rounded up to whole updates")
 
 
 def packed(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Rows one after the other, as many tokens as the keys of entry.factors make."""
+    """Rows one after the other; a micro-batch has the product of entry.factors in tokens."""
     if value is not True:
         return Meaning(note="nothing to carry over")
     tokens = int(context.product(entry.factors)) or 4096

@@ -17,17 +17,17 @@ from aligner.errors import AlignerError, ConfigError, describe_os_error
 from aligner.files import publish
 from aligner.planner import report
 from aligner.planner.estimate import ComponentPlan
-from aligner.planner.report import COLUMNS, JobPlan, describe, fullest, seconds
+from aligner.planner.report import COLUMNS, JobPlan, describe, fullest, listed, seconds
 from aligner.planner.workload import GIB
 from aligner.reporting.pages import render_page
 from aligner.telemetry.spans import Row, Span, chrome_trace, rows
 
 LENGTHS = ("plan.response_length=", "plan.prompt_length=", "plan.example_length=", "plan.lengths_of=")
-MOST_ROWS = 40  # of a component in the timeline
-MOST_SPANS = 6000  # that are drawn, the longest ones
-NUM_COLOURS = 8  # that the page's style has; what comes after them is grey
-WIDTH, LEFT, RIGHT = 1080, 190, 1000  # of a chart; what is drawn is between the last two
-BAR, GAP = 14, 4  # height of a row, and what is between two
+MOST_ROWS = 40  # rows of a component in the timeline
+MOST_SPANS = 6000  # drawn spans, the longest ones
+NUM_COLOURS = 8  # colours of the page's style; further kinds are grey
+WIDTH, LEFT, RIGHT = 1080, 190, 1000  # width of a chart, and bounds of its bars
+BAR, GAP = 14, 4  # height of a row, and the space between two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Outputs:
     against: Path | None = None
 
     def write(self, job: report.JobPlan) -> None:
-        """Write and print what was asked for. Raises AlignerError if a file cannot be written, DataError for a run without two steps."""
+        """Write and print the outputs. Raises AlignerError if a file cannot be written, DataError for a run without two steps."""
         if self.html is not None or self.trace is not None:
             spans = job.run.spans
             _publish(self.html, lambda: report_html(job, spans))
@@ -59,8 +59,8 @@ def _publish(path: Path | None, text: Any) -> None:
 
 
 def config_and_overrides(config: str, overrides: Sequence[str], against: Path | None) -> tuple[str, tuple[str, ...]]:
-    """The config to plan and its overrides: without a config that of the run to compare with. Responses are as long as the run's were
-    unless the overrides say otherwise. Raises ConfigError without either."""
+    """The config to plan and its overrides: without a config, the config of the run to compare with. Responses are as long as the run's
+    unless the overrides have lengths. Raises ConfigError without either."""
     if "=" in config and not Path(config).exists():  # the first setting: no config was named
         config, overrides = "", (config, *overrides)
     if not config and against is None:
@@ -72,7 +72,7 @@ def config_and_overrides(config: str, overrides: Sequence[str], against: Path | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """A rectangle with what it says when it is pointed at."""
+    """A rectangle with a title for the pointer."""
 
     x: float
     y: float
@@ -94,7 +94,7 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """`marks` are lines from top to bottom, (x, what stands there)."""
+    """`marks` are lines from top to bottom, (x, label)."""
 
     caption: str
     note: str
@@ -130,7 +130,7 @@ def colour_of(number: int) -> int:
 
 
 def memory_chart(plan: ComponentPlan) -> Chart:
-    """A bar for every phase and pipeline stage: what a rank holds at the fullest moment, and how much there is."""
+    """A bar for every phase and pipeline stage: a rank's memory at the fullest moment, and its limit."""
     most = max(plan.limit, max(moment.total for moment in plan.memory))
     boxes, labels = [], []
     for number, moment in enumerate(plan.memory):
@@ -139,8 +139,8 @@ def memory_chart(plan: ComponentPlan) -> Chart:
             size = sum(moment.parts.get(part, 0) for part in parts)
             width = size / most * (RIGHT - LEFT)
             if width:
-                said = f"{kind}: {size / GIB:.2f} GiB in {moment.phase.value} on stage {moment.stage}"
-                boxes.append(Box(x=x, y=y, width=width, height=BAR, colour=colour_of(colour), title=said))
+                title = f"{kind}: {size / GIB:.2f} GiB in {moment.phase.value} on stage {moment.stage}"
+                boxes.append(Box(x=x, y=y, width=width, height=BAR, colour=colour_of(colour), title=title))
             x += width
         labels.append(Label(y=y, text=f"{moment.phase.value}, stage {moment.stage}", end=f"{moment.total / GIB:.1f} GiB"))
     return Chart(
@@ -171,9 +171,8 @@ def timeline(spans: Sequence[Span], names: Sequence[str]) -> Chart:
                 if id(span) in drawn:
                     x, width = LEFT + (span.start - begin) / length * (RIGHT - LEFT), span.seconds / length * (RIGHT - LEFT)
                     inset = min(2 * depth, BAR // 2)
-                    boxes.append(
-                        Box(x=x, y=y + inset, width=width, height=BAR - inset, colour=colours[span.name], title=_said(span, begin))
-                    )
+                    title = _title(span, begin)
+                    boxes.append(Box(x=x, y=y + inset, width=width, height=BAR - inset, colour=colours[span.name], title=title))
             y += BAR + GAP
     left_out = len(spans) - len(drawn)
     return Chart(
@@ -187,7 +186,7 @@ def timeline(spans: Sequence[Span], names: Sequence[str]) -> Chart:
 
 
 def _nested(row: Row) -> Iterator[tuple[Span, int]]:
-    """The row's spans, each with how many others hold it."""
+    """The row's spans, each with the number of spans around it."""
     around: list[float] = []
     for span in row.spans:
         while around and around[-1] <= span.start:
@@ -196,24 +195,17 @@ def _nested(row: Row) -> Iterator[tuple[Span, int]]:
         around.append(span.end)
 
 
-def _said(span: Span, begin: float) -> str:
-    arguments = ", ".join(f"{name} {_text(value)}" for name, value in span.arguments.items())
+def _title(span: Span, begin: float) -> str:
+    shown = (f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in span.arguments.items())
+    arguments = ", ".join(shown)
     return f"{span.name}: {seconds(span.seconds)}, from {seconds(span.start - begin)}" + (f" ({arguments})" if arguments else "")
 
 
-def _text(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else f"{value}"
-
-
 def _table(job: JobPlan) -> Iterator[tuple[str, ...]]:
-    """Component, phase, fullest stage, its memory, the part of what there is, seconds, and what they are made of."""
+    """Component, phase, fullest stage, its memory, the part of the limit, seconds, and their causes."""
     for plan in job.components:
         times = {time.phase: time for time in plan.times}
         for phase in plan.component.work.phases:
-            moment = fullest(plan, phase)
-            time = times.get(phase)
-            causes = sorted(time.parts.items(), key=lambda cause: -cause[1]) if time else []
-            yield (
-                *(plan.component.name, phase.value, str(moment.stage), f"{moment.total / GIB:.1f}", f"{moment.total / plan.limit:.0%}"),
-                *(seconds(time.total) if time else "", ", ".join(f"{name} {seconds(value)}" for name, value in causes)),
-            )
+            moment, time = fullest(plan, phase), times.get(phase)
+            where = (plan.component.name, phase.value, str(moment.stage), f"{moment.total / GIB:.1f}", f"{moment.total / plan.limit:.0%}")
+            yield (*where, *((seconds(time.total), listed(time.parts, seconds)) if time else ("", "")))

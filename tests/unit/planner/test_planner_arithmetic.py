@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import plan_parts
 import pytest
+from plan_parts import architecture, memory_of, work
 
 from aligner.algorithms.sft import TrainSFT
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
-from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
+from aligner.models.config import Dtype, Recompute
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
@@ -17,7 +19,7 @@ from aligner.planner import layers, memory, report, times, workload
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import check
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase, ResponseLengths, Work
+from aligner.planner.workload import GIB, Component, Engine, Phase, ResponseLengths
 from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit, VLLMConfig
 from aligner.settings.compose import compose
 from aligner.types import SamplingConfig
@@ -41,34 +43,12 @@ CLUSTER = ClusterConfig(
     host_layer_microseconds=0,
     host_pass_milliseconds=0,
 )
-ARCHITECTURE = Architecture(
-    num_layers=8,
-    hidden_size=64,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    ffn_hidden_size=128,
-    vocab_size=1000,
-    max_position_embeddings=1024,
-)
+WORK = work(Phase.generate, Phase.logprobs, Phase.ref_logprobs, Phase.train, update_rows=32, num_updates=2)
 
 
 def component(**changes) -> Component:
-    parallel = changes.pop("parallel", {})
-    model = ModelConfig(dtype=Dtype.bfloat16, micro_batch_size=2, make_vocab_divisible_by=8, **changes.pop("model", {}))
-    phases = (Phase.generate, Phase.logprobs, Phase.ref_logprobs, Phase.train)
-    return Component(
-        **{
-            "name": "actor",
-            "head": Head.language,
-            "num_ranks": 16,
-            "architecture": ARCHITECTURE,
-            "model": model,
-            "parallel": ParallelConfig(**parallel),
-            "optimizer": OptimizerConfig(),
-            "work": Work(phases=phases, rows=64, length=256, response_length=128, update_rows=32, num_updates=2),
-            **changes,
-        }
-    )
+    changes["model"] = {"micro_batch_size": 2} | changes.get("model", {})
+    return plan_parts.component(**{"num_ranks": 16, "work": WORK} | changes)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +87,7 @@ def test_micro_batches() -> None:
 def test_delta_nets_have_states_instead_of_keys_and_values() -> None:
     """As above with 6 of 8 layers delta nets of 4 key heads of 8 numbers and 8 value heads of 16, and windows of 4 tokens."""
     sizes = {"linear_key_heads": 4, "linear_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_conv_size": 4}
-    engine = Engine(tp=2, max_batch_size=4, bucket_bytes=0, offload=False, prefill_chunk_tokens=100, kv_cache_tokens=1000)
+    engine = plan_parts.engine(tp=2, max_batch_size=4, prefill_chunk_tokens=100, kv_cache_tokens=1000)
     plain = component(parallel={"tp": 2}, engine=engine)
     own = replace(plain, architecture=replace(plain.architecture, linear_attention_layers=[0, 1, 2, 4, 5, 6], **sizes))
     token = 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads of a rank, numbers, bytes
@@ -122,7 +102,7 @@ def test_delta_nets_have_states_instead_of_keys_and_values() -> None:
 
 
 def test_engine_weights_of_its_own() -> None:
-    engine = Engine(tp=2, max_batch_size=8, bucket_bytes=0, offload=False)
+    engine = plan_parts.engine(tp=2)
     assert not component(parallel={"tp": 2}, engine=engine).engine_holds_weights
     assert component(parallel={"tp": 4}, engine=engine).engine_holds_weights
     assert component(parallel={"tp": 2, "pp": 2}, engine=engine).engine_holds_weights
@@ -138,7 +118,7 @@ def test_memory_of_every_phase() -> None:
     state = StateBytes(weights=GIB, gradients=2 * GIB, optimizer=3 * GIB)
     block = BlockBytes(layer=1000, ends=500_000, backward=70, forward=80)
     own = component(parallel={"tp": 4, "pp": 2}, engine=Engine(tp=4, max_batch_size=4, bucket_bytes=10, offload=True), has_reference=True)
-    sizes = memory.Sizes(stages=(state, state), train=block, inference=block, engine_weights=5 * GIB)
+    sizes = plan_parts.sizes(state, state, block=block, engine_weights=5 * GIB)
     found = {(m.phase, m.stage): m.parts for m in memory.phase_memory(own, sizes, CLUSTER, (0, 1))}
     first = found[Phase.train, 0]
     assert (first["weights"], first["gradients"], first["optimizer"]) == (GIB, 2 * GIB, 3 * GIB)
@@ -154,11 +134,11 @@ def test_memory_of_every_phase() -> None:
     assert (generate["engine weights"], generate["weights"], generate["refit buckets"]) == (5 * GIB, GIB, 20)
     assert "KV cache" not in generate
     light = replace(sizes, stages=(replace(state, weights=100), state))
-    sampling = next(m.parts for m in memory.phase_memory(own, light, CLUSTER, (0,)) if m.phase == Phase.generate)
+    sampling = memory_of(Phase.generate, own, light, CLUSTER)
     assert "weights" not in sampling and "refit buckets" not in sampling
     assert memory.host_memory(own, sizes, CLUSTER)["policy weights (while sampling)"] == 8 * GIB
     staying = replace(own, engine=replace(own.engine, offload=False))
-    generate = next(m.parts for m in memory.phase_memory(staying, sizes, CLUSTER, (0,)) if m.phase == Phase.generate)
+    generate = memory_of(Phase.generate, staying, sizes, CLUSTER)
     assert generate["KV cache"] == sampling["KV cache"] and generate["refit buckets"] == 20
     # 16 ranks / 4 = 4 replicas, 16 sequences each, 4 at a time; 8 layers, one head of 8 numbers, keys and values, 2 bytes. A page
     # of 256 tokens for each sequence and one to spare.
@@ -178,7 +158,7 @@ def test_memory_of_every_phase() -> None:
     assert alone[Phase.train]["context and communicators"] == 3 * GIB  # two processes, two communicators
     assert alone[Phase.generate]["engine weights"] == 5 * GIB and "engine weights" not in alone[Phase.train]
     overlapping = replace(own, parallel=replace(own.parallel, sequence_parallel=True, tp_comm_overlap=True))
-    train = next(m.parts for m in memory.phase_memory(overlapping, sizes, CLUSTER, (0,)) if m.phase == Phase.train)
+    train = memory_of(Phase.train, overlapping, sizes, CLUSTER)
     assert train["exchange buffers"] == 8 * 512 * 64 * 2  # the hidden states of 512 tokens of 64 bfloat16 numbers, eight times
     offloading = replace(own, optimizer=OptimizerConfig(offload=True))
     away = {(m.phase, m.stage): m.parts for m in memory.phase_memory(offloading, sizes, CLUSTER, (0,))}
@@ -231,9 +211,7 @@ def test_kernels_by_shape() -> None:
 def training(cluster: ClusterConfig = CLUSTER, **changes) -> dict[str, float]:
     """Seconds of the training phase, by cause."""
     own = component(**changes)
-    state = StateBytes(weights=0, gradients=0, optimizer=0)
-    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,) * own.parallel.pp, train=block, inference=block, engine_weights=0)
+    sizes = plan_parts.sizes(*[StateBytes(weights=0, gradients=0, optimizer=0)] * own.parallel.pp)
     (train,) = (t for t in times.phase_times(own, sizes, cluster) if t.phase == Phase.train)
     return dict(train.parts)
 
@@ -256,9 +234,7 @@ def test_recomputation_and_bubble_cost_time() -> None:
 
 def test_what_waits_in_host_memory_is_moved() -> None:
     """30 GB there and back at 80 % of 25 GB/s. Components that take turns on the same GPUs move theirs anyway."""
-    state = StateBytes(weights=20 * 10**9, gradients=0, optimizer=30 * 10**9)
-    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=10**9)
+    sizes = plan_parts.sizes(weights=20 * 10**9, optimizer=30 * 10**9, engine_weights=10**9)
     cluster = replace(CLUSTER, host_gb_per_second=25.0, achievable_link=0.8)
 
     def seconds(phase: Phase, **changes) -> float:
@@ -281,9 +257,7 @@ def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
     """A rank with 1e9 bfloat16 parameters of its own: 12 bytes of state each, 16 with the gradient, of which 28 are read or written.
 
     8 ranks of a node share 224 GB/s: 1e9 x 28 / 28e9 = 1 s; 8 bytes over the link of 20 GB/s take 0.4 s meanwhile. Twice a step."""
-    state = StateBytes(weights=2 * 10**9, gradients=4 * 10**9, optimizer=12 * 10**9)
-    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
+    sizes = plan_parts.sizes(weights=2 * 10**9, gradients=4 * 10**9, optimizer=12 * 10**9)
     cluster = replace(CLUSTER, host_gb_per_second=25.0, achievable_link=0.8, host_memory_gb_per_second=224.0)
     on_device, on_host, a_quarter = (
         component(num_ranks=8, optimizer=OptimizerConfig(cpu_offload=on, cpu_offload_fraction=part))
@@ -291,8 +265,7 @@ def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
     )
 
     def parts(own: Component) -> dict[str, int]:
-        (train,) = (one for one in memory.phase_memory(own, sizes, cluster, [0]) if one.phase == Phase.train)
-        return dict(train.parts)
+        return memory_of(Phase.train, own, sizes, cluster)
 
     def seconds(own: Component) -> dict[str, float]:
         return dict(next(time.parts for time in times.phase_times(own, sizes, cluster) if time.phase == Phase.train))
@@ -310,9 +283,7 @@ def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
     moved = 2 * 12 * 10**9 / 500e9  # what Adam on the device reads and writes of its state
     assert seconds(on_device)["optimizer"] - seconds(on_host)["optimizer"] == pytest.approx(2 * moved)
     assert memory.resting_bytes(on_host, sizes) == 6 * 10**9
-    on_cpu = replace(cluster, device=Device.cpu)
-    (train,) = (one for one in memory.phase_memory(on_host, sizes, on_cpu, [0]) if one.phase == Phase.train)
-    assert train.parts["host copies"] == 16 * 10**9  # the same memory
+    assert memory_of(Phase.train, on_host, sizes, replace(cluster, device=Device.cpu))["host copies"] == 16 * 10**9  # the same memory
 
 
 def test_the_host_and_the_slowest_rank() -> None:
@@ -330,9 +301,9 @@ def test_the_host_and_the_slowest_rank() -> None:
 def test_micro_batches_are_those_of_the_run() -> None:
     """Prompts of 10 tokens and 4 responses: two replicas, rows packed into 40 tokens."""
     lengths = ResponseLengths(mean=15, spread=0.5, prompt=10)
-    work = Work(phases=(Phase.train,), rows=4, length=50, response_length=40, update_rows=4, num_updates=1, lengths=lengths)
-    own = component(num_ranks=2, work=work, model={"micro_batch_tokens": 40, "packing": True})
-    whole = [10 + length for length in work.responses(4)]
+    own_work = work(Phase.train, rows=4, length=50, response_length=40, update_rows=4, lengths=lengths)
+    own = component(num_ranks=2, work=own_work, model={"micro_batch_tokens": 40, "packing": True})
+    whole = [10 + length for length in own_work.responses(4)]
     dealt = plan(whole, MicroBatching(tokens=40, packed=True), num_replicas=2)
     fullest = max(dealt, key=lambda batches: sum(whole[row] for batch in batches for row in batch))
     found = layers.passes(own, 4)
@@ -347,15 +318,13 @@ def test_micro_batches_are_those_of_the_run() -> None:
 
 def test_experts_and_decoding() -> None:
     """Of 8 experts, 2 for each token: one sequence reads 2 of them, two sequences on average 3.5."""
-    a = replace(ARCHITECTURE, num_experts=8, experts_per_token=2, expert_ffn_hidden_size=32)
-    engine = Engine(tp=1, max_batch_size=8, bucket_bytes=0, offload=False)
+    a = architecture(num_experts=8, experts_per_token=2, expert_ffn_hidden_size=32)
+    engine = plan_parts.engine()
     own = component(architecture=a, engine=engine, num_ranks=1)
     experts = 8 * 8 * 3 * 64 * 32 * 2  # layers, experts, matrices, sizes, bytes
     assert times.expert_bytes(own, 10**9, 1) == experts and times.expert_bytes(component(engine=engine), 10**9, 1) == 0
     cluster = replace(CLUSTER, engine_step_milliseconds=0, engine_sequence_microseconds=0, achievable_experts=1.0)
-    state = StateBytes(weights=0, gradients=0, optimizer=0)
-    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=10_000_000)
+    sizes = plan_parts.sizes(engine_weights=10_000_000)
     step = times.decode_step(own, engine, sizes, cluster)
     chosen = step(2, 0) - step(1, 0)
     flops = (8 * layers.layer_flops(own, 1)[0] + 2 * 64 * memory.padded_vocabulary(own)) / 50e12
@@ -386,10 +355,10 @@ def test_refused_sizes_name_the_component() -> None:
     with pytest.raises(ConfigError, match="mini-batches of 4 are smaller than the 16 data-parallel replicas"):
         check(component(work=replace(component().work, update_rows=4)))
     with pytest.raises(ConfigError, match="rollout.tp=3: does not divide the 16 ranks"):
-        check(component(engine=Engine(tp=3, max_batch_size=1, bucket_bytes=0, offload=False)))
+        check(component(engine=plan_parts.engine(tp=3, max_batch_size=1)))
     foreign = RolloutConfig(engine=EngineKind.tensorrt_llm, verify_refit=VerifyRefit.checksum)  # and so no search proposes it
     with pytest.raises(ConfigError, match="^actor: rollout.verify_refit=checksum: rollout.engine=tensorrt_llm reads no"):
-        check(component(engine=Engine(tp=2, max_batch_size=1, bucket_bytes=0, offload=False, settings=foreign)))
+        check(component(engine=plan_parts.engine(tp=2, max_batch_size=1, settings=foreign)))
 
 
 @pytest.mark.parametrize("value, text", [(0.5, "0.50 s"), (34.4, "34 s"), (310, "5 min 10 s"), (7500, "2 h 05 min")])
@@ -421,7 +390,7 @@ def test_shipped_clusters(name: str) -> None:
 
 def test_memory_of_generation() -> None:
     """Hidden size 64, feed-forward 128, 8 layers, 4 key-value heads of 8 numbers, bfloat16; 2 replicas' worth of 32 sequences each."""
-    engine = Engine(tp=8, max_batch_size=4, bucket_bytes=0, offload=False, prefill_chunk_tokens=100)
+    engine = plan_parts.engine(tp=8, max_batch_size=4, prefill_chunk_tokens=100)
     own = component(parallel={"tp": 8}, engine=engine)
     token = 2 * 8 * 1 * 8 * 2  # keys and values, layers, heads of a rank (4 on 8 ranks: one each), numbers, bytes
     assert memory.cache_tokens(own, engine) == 4 * 2 * 256  # of 256 tokens, the last of which is never looked at, and a page to spare
@@ -436,10 +405,8 @@ def test_memory_of_generation() -> None:
     assert memory.prefill_bytes(own, engine) == chunk + 128 * token // 8 + 100 * 128 * 3
     whole = replace(engine, prefill_chunk_tokens=2048)  # four prompts in one chunk, and nothing before it
     assert memory.prefill_bytes(own, whole) == 4 * 128 * (3 * 64 + 3 * 128 // 8) * 2
-    state = StateBytes(weights=0, gradients=0, optimizer=0)
-    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
-    parts = next(m.parts for m in memory.phase_memory(own, sizes, CLUSTER, (0,)) if m.phase == Phase.generate)
+    sizes = plan_parts.sizes()
+    parts = memory_of(Phase.generate, own, sizes, CLUSTER)
     assert parts["KV cache"] == 4 * 512 * token
     # Logits in float32: products, themselves, exponentials, these in blocks, and the parts and the whole of eight ranks.
     logits = 4 * memory.padded_vocabulary(own) * (4 + 3 * 4 + 2 * 4)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import plan_parts
 import pytest
+from plan_parts import architecture, memory_of, work
 from rich.console import Console
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import check_divisible, uneven_stages
-from aligner.models.config import Activation, Architecture, Dtype, Layers, ModelConfig, Normalization, Recompute
+from aligner.models.config import Activation, Architecture, Dtype, Layers, Normalization, Recompute
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run, layers, memory, report, search
@@ -17,7 +19,7 @@ from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import Scales, predict, with_fitting_cache
 from aligner.planner.simulation import Simulated
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work, stage_layers
+from aligner.planner.workload import GIB, Component, Engine, Phase, stage_layers
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.rollout.tensorrt_llm.config import TensorRTLLMConfig
 
@@ -34,34 +36,15 @@ GPT = Architecture(  # of Korthikanti et al.: 175 thousand million parameters
     activation=Activation.gelu,
     normalization=Normalization.layer_norm,
 )
-LLAMA = Architecture(
-    num_layers=8,
-    hidden_size=64,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=8,
-    ffn_hidden_size=192,
-    vocab_size=1000,
-    max_position_embeddings=1024,
-)
+LLAMA = architecture(num_key_value_heads=2, head_dim=8, ffn_hidden_size=192)
 MIXTURE = replace(LLAMA, num_experts=16, experts_per_token=4, expert_ffn_hidden_size=48)
 
 
+WORK = work(Phase.generate, Phase.train, length=257)
+
+
 def component(architecture: Architecture, **changes) -> Component:
-    parallel, model = ParallelConfig(**changes.pop("parallel", {})), changes.pop("model", {})
-    return Component(
-        **{
-            "name": "actor",
-            "head": Head.language,
-            "num_ranks": 8,
-            "architecture": architecture,
-            "model": ModelConfig(**{"dtype": Dtype.bfloat16, "make_vocab_divisible_by": 8} | model),
-            "parallel": parallel,
-            "optimizer": OptimizerConfig(),
-            "work": Work(phases=(Phase.generate, Phase.train), rows=64, length=257, response_length=128, update_rows=64, num_updates=1),
-            **changes,
-        }
-    )
+    return plan_parts.component(**{"architecture": architecture, "work": WORK} | changes)
 
 
 def test_a_layer_of_gpt_keeps_what_is_published() -> None:
@@ -150,14 +133,12 @@ def test_whose_layers_are_planned(architecture: Architecture, model: dict, uses:
 
 
 def engine(**changes) -> Engine:
-    return Engine(**{"tp": 1, "max_batch_size": 4, "bucket_bytes": 0, "offload": False, "on_gpu": True} | changes)
+    return plan_parts.engine(**{"max_batch_size": 4, "on_gpu": True} | changes)
 
 
 def planned(own: Component, gpu_memory_gib: float, *, weights: int = 0, reserved_gib: float = 0.0):
     cluster = replace(GPU, gpu_memory_gib=gpu_memory_gib, reserved_gib=reserved_gib, communicator_gib=0.0)
-    nothing = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    state = StateBytes(weights=weights, gradients=0, optimizer=0)
-    sizes = memory.Sizes(stages=(state,), train=nothing, inference=nothing, engine_weights=weights)
+    sizes = plan_parts.sizes(weights=weights, engine_weights=weights)
     return with_fitting_cache(predict(own, cluster, sizes, stage_parameters=(1,), model_parameters=1), cluster), cluster
 
 
@@ -206,23 +187,20 @@ def test_caches_of_other_engines() -> None:
 
 def test_vllm_starts_beside_the_policy() -> None:
     """With `rollout.offload` its fullest moment may be its start: the policy's weights and gradients, its own weights, and the cache."""
-    state = StateBytes(weights=GIB, gradients=4 * GIB, optimizer=0)
-    nothing = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=nothing, inference=nothing, engine_weights=GIB)
+    sizes = plan_parts.sizes(weights=GIB, gradients=4 * GIB, engine_weights=GIB)
     vllm = engine(offload=True, settings=RolloutConfig(engine=EngineKind.vllm))
     own = component(LLAMA, engine=vllm, optimizer=OptimizerConfig(offload=True))
-    parts = next(m.parts for m in memory.phase_memory(own, sizes, GPU, (0,)) if m.phase == Phase.generate)
+    parts = memory_of(Phase.generate, own, sizes, GPU)
     assert (parts["weights"], parts["gradients"], parts["engine weights"]) == (GIB, 4 * GIB, GIB) and "KV cache" in parts
     built_in = replace(own, engine=replace(vllm, tp=2, settings=RolloutConfig()))
-    parts = next(m.parts for m in memory.phase_memory(built_in, sizes, GPU, (0,)) if m.phase == Phase.generate)
+    parts = memory_of(Phase.generate, built_in, sizes, GPU)
     assert "gradients" not in parts
 
 
 def test_buffers_of_graphs_stay_while_others_compute() -> None:
     """4 rows, three hidden states of 64 and three parts of 192, bfloat16; the float32 logits of 1000 tokens, which the product
     with the output layer writes."""
-    nothing, state = BlockBytes(layer=0, ends=0, backward=0, forward=0), StateBytes(weights=0, gradients=0, optimizer=0)
-    sizes = memory.Sizes(stages=(state,), train=nothing, inference=nothing, engine_weights=0)
+    sizes = plan_parts.sizes()
 
     def buffers(own_engine: Engine) -> list[int]:
         own = component(LLAMA, engine=own_engine)
@@ -237,18 +215,17 @@ def test_buffers_of_graphs_stay_while_others_compute() -> None:
 
 
 def test_resident_memory_on_the_cpu() -> None:
-    state = StateBytes(weights=100, gradients=200, optimizer=400)
     block = BlockBytes(layer=1000, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
+    sizes = plan_parts.sizes(weights=100, gradients=200, optimizer=400, block=block)
     cluster = ClusterConfig(reserved_gib=1, gpus_per_node=2)
-    work = Work(phases=(Phase.train,), rows=8, length=256, response_length=128, update_rows=8, num_updates=1)
-    own = component(LLAMA, num_ranks=2, work=work, has_reference=True, optimizer=OptimizerConfig(offload=True))
+    own_work = work(Phase.train, rows=8, update_rows=8)
+    own = component(LLAMA, num_ranks=2, work=own_work, has_reference=True, optimizer=OptimizerConfig(offload=True))
     (moment,) = memory.phase_memory(own, sizes, cluster, (0,))
     assert moment.parts["reference"] == 100 and moment.parts["host copies"] == 400 and moment.parts["context and communicators"] == GIB
     assert moment.parts["lost between blocks"] == moment.parts["activations"] // 2  # lengths differ from micro-batch to micro-batch
     host = memory.host_memory(own, sizes, cluster)
     assert host["ranks at their fullest"] == 2 * moment.total and "reference" not in host and host["file of the export"] == 100
-    sampling = replace(own, engine=engine(on_gpu=False), work=replace(work, phases=(Phase.train,)))
+    sampling = replace(own, engine=engine(on_gpu=False))
     assert "lost between blocks" not in memory.phase_memory(sampling, sizes, cluster, (0,))[0].parts
 
 
@@ -290,6 +267,6 @@ def test_copies_of_weights_in_8_bits() -> None:
     frozen = replace(own, optimizer=None)
     assert memory.copies_in_8_bits(frozen, 2 * (rows + 3000), 0) == 3000
     assert memory.copies_in_8_bits(replace(own, model=replace(own.model, fp8=False)), 2 * (rows + 3000), 0) == 0
-    nothing, state = BlockBytes(layer=0, ends=0, backward=0, forward=0), StateBytes(weights=2 * (rows + 3000), gradients=0, optimizer=0)
-    sizes = memory.Sizes(stages=(state, state), train=nothing, inference=nothing, engine_weights=0)
+    state = StateBytes(weights=2 * (rows + 3000), gradients=0, optimizer=0)
+    sizes = plan_parts.sizes(state, state)
     assert {m.parts["weights in 8 bits"] for m in memory.phase_memory(own, sizes, GPU, (0, 1))} == {6000}
