@@ -13,6 +13,7 @@ from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import check_divisible, uneven_stages
 from aligner.models.config import Activation, Architecture, Dtype, Layers, Normalization, Recompute
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.weights.weights import MAX_FILE_BYTES
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run, layers, memory, report, search
 from aligner.planner.config import ClusterConfig, Device
@@ -224,6 +225,7 @@ def test_resident_memory_on_the_cpu() -> None:
     assert moment.parts["reference"] == 100 and moment.parts["host copies"] == 400 and moment.parts["context and communicators"] == GIB
     assert moment.parts["lost between blocks"] == moment.parts["activations"] // 2  # lengths differ from micro-batch to micro-batch
     host = memory.host_memory(own, sizes, cluster)
+    assert memory.EXPORTED_FILE_BYTES == MAX_FILE_BYTES
     assert host["ranks at their fullest"] == 2 * moment.total and "reference" not in host and host["file of the export"] == 100
     sampling = replace(own, engine=engine(on_gpu=False))
     assert "lost between blocks" not in memory.phase_memory(sampling, sizes, cluster, (0,))[0].parts
