@@ -7,7 +7,7 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
@@ -23,8 +23,8 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\}|([A-Za-z_]\
 UNREAD = "\x00"  # begins a first word that says why a command could not be cut into words
 _OPEN, _CLOSE = "\x01", "\x02"  # around a variable that is not known, while others are filled in
 _ARRAY = re.compile(r"\s*(?:export\s+|local\s+|declare\s+-a\s+)?(\w+\+?)=\((.*)", re.DOTALL)
-_DIVISION = dict.fromkeys((ast.Div, ast.FloorDiv), operator.floordiv)
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, **_DIVISION}
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_OPERATORS |= {ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv}
 
 
 def commands(text: str, folder: Path, variables: dict[str, str] | None = None) -> Iterator[list[str]]:

@@ -109,11 +109,9 @@ def habits(config: JobRun) -> Habits:
 
 def with_lengths(found: Sequence[Component], assumed: PlanConfig) -> list[Component]:
     """The components with sequences of the mean lengths in `assumed`. Raises ConfigError for lengths that no sequence can have."""
-    work, lengths = next((component.work for component in found if component.engine is not None), None), None
-    if work is None and assumed.example_length:
-        lengths = _example_lengths(found[0].work, assumed)
-    else:
-        lengths = _sampled_lengths(work, assumed)
+    work = next((component.work for component in found if component.engine is not None), None)
+    by_example = work is None and assumed.example_length
+    lengths = _example_lengths(found[0].work, assumed) if by_example else _sampled_lengths(work, assumed)
     return [replace(component, work=replace(component.work, lengths=lengths)) if lengths else component for component in found]
 
 

@@ -222,8 +222,12 @@ def _arrangements(config: JobRun, space: Space) -> Iterator[Arrangement]:
     has_engine, critic = config.traits().has_engine, getattr(config, "critic", None)
     combines = critic is not None and len(served) + len(guests) > 1
     staleness = config.rollout.asynchronous.max_staleness if has_engine else 0
-    now = {"placement": placement_of(config), "critic.with_reward": critic is not None and critic.with_reward, STALENESS: staleness}
-    options = {
+    now: dict[str, Any] = {
+        "placement": placement_of(config),
+        "critic.with_reward": critic is not None and critic.with_reward,
+        STALENESS: staleness,
+    }
+    options: dict[str, list[Any]] = {
         "placement": list(Placement) if served else [],
         "critic.with_reward": [False, True] if combines else [],
         STALENESS: [0, staleness or 1] if has_engine else [],
