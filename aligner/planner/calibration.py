@@ -1,8 +1,8 @@
-"""A cluster's parameters from measured times: those that a file's jobs agree with best, not far from what such machines usually have.
+"""A cluster's parameters from measured times: the values that fit a file's jobs best and are close to what such machines usually have.
 
-Maximum a posteriori: the sum of squares of the logarithms of planned / measured, each over its tolerance, and of the logarithms of each
-parameter over its usual value, over how far it usually is from that. Few jobs thus move what they say something of, and nothing else. It is
-minimised by Levenberg and Marquardt's method (Marquardt 1963). Pure.
+Maximum a posteriori, by Levenberg and Marquardt's method (Marquardt 1963). The residuals are the logarithms of planned / measured over
+their tolerances, and the logarithms of each parameter / its usual value over its usual spread, so that a few jobs move only the parameters
+that they depend on. Pure.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from statistics import median
 import numpy as np
 
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.kernels import GIGA
+from aligner.planner.layers import GIGA
 from aligner.planner.memory import Sizes
 from aligner.planner.simulation import Habits, Part, Simulated, simulate
-from aligner.planner.timing import phase_times
+from aligner.planner.times import phase_seconds
 from aligner.planner.workload import Component
 
-STEP = "step"  # what the whole step is called among the times of a job
+STEP = "step"  # the name of the whole step among the times of a job
 
 # (usual value, standard deviation of its logarithm)
 USUAL_GPU: Mapping[str, tuple[float, float]] = {
@@ -61,17 +61,17 @@ USUAL_CPU: Mapping[str, tuple[float, float]] = {
     "straggling": (0.05, 0.7),
     "concurrency": (0.8, 0.2),
 }
-OF_A_MACHINE = ("achievable_flops",)  # what each cluster of a file has for itself; the others are the same for all
+OF_A_MACHINE = ("achievable_flops",)  # fitted for each cluster of a file; the other parameters are shared
 AT_MOST_ONE = ("achievable_flops", "achievable_attention", "achievable_experts", "achievable_bandwidth", "achievable_link", "concurrency")
-TOLERANCE, TOLERANCE_OF_PHASE = 0.05, 0.25  # standard deviations of the logarithm of planned / measured: a step's, a phase's beside it
+TOLERANCE, TOLERANCE_OF_PHASE = 0.05, 0.25  # standard deviations of the logarithm of planned / measured, for a step and for a phase
 FURTHEST = 3.0  # standard deviations that a parameter may move
-ROUNDS, TRIES = 20, 8  # of the fit, and of steps in a round, each shorter than the last
-DIFFERENCE = 0.15  # standard deviations, for derivatives
+ROUNDS, TRIES = 20, 8  # rounds of the fit, and steps tried in a round, each shorter than the last
+DIFFERENCE = 0.15  # step of the derivatives, in standard deviations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredJob:
-    """A job whose times somebody measured, on the cluster of that name: seconds by phase, or of the whole step (`STEP`)."""
+    """A job with measured times on the cluster of that name: seconds by phase, or of the whole step (`STEP`)."""
 
     name: str
     cluster_name: str
@@ -81,32 +81,29 @@ class MeasuredJob:
     habits: Habits
     take_turns: bool
     measured: Mapping[str, float]
-    written_gb: float = 0.0  # to storage in a step, besides
+    written_gb: float = 0.0  # GB that a step writes to storage besides its phases
 
     def simulated(self, cluster: ClusterConfig) -> Simulated:
-        """Its run on `cluster`."""
-        parts = []
-        for component, sizes in self.components:
-            times = phase_times(component, sizes, cluster)
-            parts.append(Part(component=component, sizes=sizes, seconds={time.phase: time.total for time in times}))
+        """The job's run on `cluster`."""
+        parts = [Part(component=one, sizes=sizes, seconds=phase_seconds(one, sizes, cluster)) for one, sizes in self.components]
         return simulate(parts, cluster, self.assumed, self.habits, take_turns=self.take_turns)
 
     def planned(self, cluster: ClusterConfig) -> dict[str, float]:
-        """Seconds of what was measured."""
+        """Planned seconds of everything that was measured."""
         run = self.simulated(cluster)
         written = self.written_gb * GIGA / (cluster.storage_gb_per_second * GIGA)
         found = {name: run.step_seconds if name == STEP else run.phases.get(name, 0.0) for name in self.measured}
         return {name: seconds + (written if name in (STEP, "train") else 0.0) for name, seconds in found.items()}
 
     def factor(self, cluster: ClusterConfig) -> float:
-        """Planned / measured: of the step where it was measured, else of the phase that was."""
+        """Planned / measured of the step if it was measured, else of the first phase that was."""
         name = STEP if STEP in self.measured else next(iter(self.measured))
         return self.planned(cluster)[name] / self.measured[name]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """`values`: by cluster, what differs from the cluster that it was given; planned / measured of each job before and after."""
+    """`values`: fitted parameters by cluster. `before`, `after`: planned / measured of each job."""
 
     values: Mapping[str, Mapping[str, float]]
     before: Mapping[str, float]
@@ -119,7 +116,7 @@ def error(factor: float) -> float:
 
 
 def median_and_worst(factors: Mapping[str, float]) -> tuple[float, float]:
-    """Of the errors."""
+    """The median and the largest error."""
     errors = [error(factor) for factor in factors.values()]
     return median(errors), max(errors)
 

@@ -1,7 +1,7 @@
 """Real Megatron-Core shards without their memory: one process plays any rank of a large world.
 
 torch's `fake` process-group backend answers every collective at once, and fake tensors (meta tensors that remember the device they stand
-for) have shapes and no storage. So a run's real modules are built, and their layers run forward and backward, at any size. The
+for) have shapes but no storage. So a run's real modules are built, and their layers run forward and backward, at any size. The
 data-parallel size does not change a shard's shapes: worlds here are as small as the layout allows.
 """
 
@@ -23,9 +23,39 @@ from aligner.errors import AlignerError
 from aligner.models.config import OF_EXPERTS, Architecture, Family, Layers, LoraTarget, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.families.mapping import ADAPTER
 from aligner.parallel.topology import ParallelConfig, initialize
-from aligner.planner.buffers import Parameter
 from aligner.planner.config import Device
 from aligner.planner.workload import Component, Head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One parameter of a rank's shard."""
+
+    name: str
+    numel: int
+    itemsize: int  # bytes per element
+    is_expert: bool = False  # whether its replicas are the expert-data-parallel ranks
+    is_split: bool = False  # whether the tensor-parallel ranks (of an expert the expert-tensor-parallel ones) share it
+    own_bucket: bool = False  # whether it is the tied embedding
+    is_frozen: bool = False  # whether it has no buffer, no gradient and no optimizer state
+    is_adapter: bool = False  # whether it belongs to an adapter, which rollout engines merge with its linear layer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """Storage of one rank: weights, main gradients, optimizer state (moments and float32 main weights, without its scalars)."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
+            weights=self.weights + other.weights, gradients=self.gradients + other.gradients, optimizer=self.optimizer + other.optimizer
+        )
+
+    def __mul__(self, count: int) -> StateBytes:
+        return StateBytes(weights=self.weights * count, gradients=self.gradients * count, optimizer=self.optimizer * count)
 
 
 @contextmanager
@@ -136,21 +166,18 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 class BlockBytes:
     """Activation bytes of transformer layers for one micro-batch on one rank."""
 
-    layer: int  # that each layer adds to what waits for the backward pass
-    ends: int  # what a block of layers adds once: its input and output, and the final norm's on the last stage
-    backward: int  # most that the backward pass holds on top of what waits, one layer's recomputation included
+    layer: int  # tensors of one layer that wait for the backward pass
+    ends: int  # tensors of a block of layers besides: its input and output, and the final norm's on the last stage
+    backward: int  # most that the backward pass holds besides the waiting tensors, one layer's recomputation included
     forward: int  # most that a pass without gradient holds
-    kept: int = 0  # that stays allocated after the first pass: the buffer in which sequence parallelism gathers a layer's input
+    kept: int = 0  # stays allocated after the first pass: the buffer in which sequence parallelism gathers a layer's input
 
 
 def measure_block(component: Component, rows: int, length: int, device: Device) -> BlockBytes:
-    """Run one and two of the component's layers on fake tensors and measure what they keep.
-
-    `length` counts the whole sequence. An expert layer is measured as the dense layer with the same work per token;
-    `expert_extra_bytes` adds the routing.
-    """
+    """Run one and two of the component's layers on fake tensors and measure what they keep. `length` is the whole sequence's. An expert
+    layer is measured as the dense layer with the same work per token; `expert_extra_bytes` adds the routing."""
     with _block(component, 1, rows, length, device) as (block, hidden, rotary):
-        _without_gradient(block, hidden, rotary)  # now what stays is there, and counts for no layer
+        _without_gradient(block, hidden, rotary)  # allocates what stays, which counts for no layer
         with LiveStorage() as tracker:
             out = _forward(block, hidden, rotary)
             one = tracker.live
@@ -187,7 +214,7 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
 
 
 def _widest(architecture: Architecture) -> Architecture:
-    """Where only some layers have a window or chunks, all layers without; where some are delta nets, all of them: they keep the most."""
+    """All layers like those that keep the most: without windows or chunks, or delta nets if there are any."""
     if architecture.linear_attention_layers:
         return replace(architecture, linear_attention_layers=list(range(architecture.num_layers)))
     if not architecture.full_attention_layers:
@@ -203,7 +230,7 @@ def _forward(block: Any, hidden: Tensor, rotary: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def _without_gradient(block: Any, hidden: Tensor, rotary: Tensor | None) -> tuple[int, int]:
-    """(peak bytes of the first pass, with its input, without what stays; bytes that stay)."""
+    """(peak bytes of the first pass with its input, less what stays; bytes that stay)."""
     with LiveStorage() as tracker:
         block.eval()
         block(hidden, attention_mask=None, rotary_pos_emb=rotary)
@@ -225,7 +252,7 @@ def dense_twin(architecture: Architecture) -> Architecture:
 
 
 def _twin_adapters(component: Component) -> ModelConfig:
-    """The component's model with the adapters that the dense twin has in place of its experts'."""
+    """The component's model with the dense twin's adapters in place of its experts' adapters."""
     a, lora = component.architecture, component.model.lora
     if not a.num_experts or lora.rank == 0:
         return component.model
@@ -249,7 +276,7 @@ def expert_extra_bytes(component: Component, tokens: int) -> int:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What CUDA's fused RMSNorm and LayerNorm keep: their input, weight and one float32 per row. Shapes only."""
+    """Keeps what CUDA's fused RMSNorm and LayerNorm keep: their input, weight and one float32 per row. Shapes only."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -273,7 +300,7 @@ class _NormOnGpu(torch.nn.Module):
 
 
 def _fuse_norms(module: torch.nn.Module) -> None:
-    """Replace the CPU's norms, which make float32 copies; the GPU's do not."""
+    """Replace the CPU's norms, which make float32 copies that the GPU's norms do not make."""
     for name, child in list(module.named_children()):
         if isinstance(child, (torch.nn.RMSNorm, torch.nn.LayerNorm)):
             setattr(module, name, _NormOnGpu(child))

@@ -1,17 +1,24 @@
-"""A component's plan: builds its shards, measures its layers, and predicts memory and time from them."""
+"""A component's plan: builds its shards, lays out their training state, measures its layers, and predicts memory and time from them.
+
+`DistributedDataParallel` of Megatron-Core lays the parameters of one kind (dtype; dense or expert) into one flat buffer, in reverse order.
+With the distributed optimizer each parameter starts at a multiple of 64 elements and each bucket ends at a multiple of lcm(shards, 128);
+every rank owns an equal slice of every bucket.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Dtype
-from aligner.planner import dry_run, layer_tensors
-from aligner.planner.buffers import Parameter, Replication, StateBytes, frozen_bytes, state_bytes
+from aligner.planner import dry_run, layers
 from aligner.planner.config import ClusterConfig, Device
+from aligner.planner.dry_run import Parameter, StateBytes
 from aligner.planner.memory import (
     PhaseMemory,
     Sizes,
@@ -25,9 +32,8 @@ from aligner.planner.memory import (
     sequence_tokens,
     train_micro_batches,
 )
-from aligner.planner.schedule import MicroBatches
-from aligner.planner.timing import PhaseTime, phase_times
-from aligner.planner.workload import GIB, Component, Phase
+from aligner.planner.times import PhaseTime, phase_times
+from aligner.planner.workload import GIB, Component, MicroBatches, Phase
 from aligner.rollout.config import EngineKind, check_ahead, check_engine
 from aligner.servers.components import SERVERS, in_section
 
@@ -38,13 +44,13 @@ class ComponentPlan:
 
     component: Component
     stage_parameters: tuple[int, ...]  # parameters of a rank of each stage
-    model_parameters: int  # of the whole model, vocabulary padding included
+    model_parameters: int  # parameters of the whole model, vocabulary padding included
     sizes: Sizes
     memory: tuple[PhaseMemory, ...]
-    host: dict[str, int]  # bytes of the fullest node
+    host: dict[str, int]  # host memory of the fullest node, in bytes
     times: tuple[PhaseTime, ...]
     limit: int  # device memory of a rank
-    wanted_seconds: float = 0.0  # of all phases with the cache that the config asks for, where the plan made it smaller
+    wanted_seconds: float = 0.0  # seconds of all phases with the cache that the config asks for, if the plan made it smaller
 
     @property
     def peak(self) -> PhaseMemory:
@@ -52,7 +58,7 @@ class ComponentPlan:
         return max(self.memory, key=lambda moment: moment.total)
 
     def activations(self, phase: Phase, stage: int = 0) -> int:
-        """Bytes that a phase's passes hold at the fullest moment besides weights and training state: activations, workspace, logits."""
+        """Bytes of activations, workspace and logits at the fullest moment of a phase."""
         (moment,) = (m for m in self.memory if m.phase == phase and m.stage == stage)
         return sum(moment.parts.get(name, 0) for name in ("activations", "backward workspace", "logits"))
 
@@ -62,13 +68,13 @@ class ComponentPlan:
 
     @property
     def seconds(self) -> float:
-        """All phases one after the other."""
+        """Seconds of all phases, one after the other."""
         return sum(time.total for time in self.times)
 
 
 @contextmanager
 def named(component: str) -> Iterator[None]:
-    """A ConfigError from within names the component, and its settings as they are typed."""
+    """Make a ConfigError from within name the component, and its settings as they are typed."""
     try:
         with in_section(component if component in SERVERS else ""):
             yield
@@ -78,7 +84,7 @@ def named(component: str) -> Iterator[None]:
 
 def check(component: Component) -> None:
     """Raise ConfigError, naming the component, if the sizes do not divide or the layout does not fit the ranks."""
-    engine = component.engine
+    engine, work = component.engine, component.work
     with named(component.name):
         check_divisible(component.architecture, component.parallel)
         check_together(component.architecture, component.model, component.parallel)
@@ -87,16 +93,11 @@ def check(component: Component) -> None:
             check_engine(engine.settings, component.architecture, tp=engine.tp, world_size=engine.own_ranks or component.num_ranks)
             if engine.on_gpu and not engine.own_ranks:
                 check_ahead(engine.settings, tp=engine.tp)
-        _check_rows(component)
-
-
-def _check_rows(component: Component) -> None:
-    work = component.work
-    if component.optimizer is not None and work.update_rows // work.unit < component.dp:
-        raise ConfigError(
-            f"mini-batches of {work.update_rows // work.unit} are smaller than the {component.dp} data-parallel replicas; use fewer ranks, "
-            f"or more of them for tp, pp or cp"
-        )
+        if component.optimizer is not None and work.update_rows // work.unit < component.dp:
+            raise ConfigError(
+                f"mini-batches of {work.update_rows // work.unit} are smaller than the {component.dp} data-parallel replicas; use fewer "
+                f"ranks, or more of them for tp, pp or cp"
+            )
 
 
 def replication(component: Component, cluster: ClusterConfig, *, stage: int, chunk: int = 0) -> Replication:
@@ -105,7 +106,7 @@ def replication(component: Component, cluster: ClusterConfig, *, stage: int, chu
     if optimizer is None:
         raise ValueError(f"{component.name} is frozen: it has no training state")
     dense = component.dp * parallel.cp
-    # On GPUs the first stage reduces its gradients in buckets while the backward pass goes on; elsewhere a buffer is one bucket.
+    # On GPUs the first stage reduces its gradients in buckets during the backward pass; elsewhere a buffer is one bucket.
     overlaps = cluster.device == Device.gpu and stage == 0 and chunk == 0
     return Replication(
         distributed=optimizer.distributed,
@@ -120,24 +121,23 @@ def replication(component: Component, cluster: ClusterConfig, *, stage: int, chu
 
 def stage_state(component: Component, chunks: Sequence[Sequence[Parameter]], cluster: ClusterConfig, *, stage: int) -> StateBytes:
     """Training state of the fullest rank of a stage; a frozen model's weights."""
+    if component.optimizer is None:
+        return frozen_bytes([parameter for chunk in chunks for parameter in chunk])
     total = StateBytes(weights=0, gradients=0, optimizer=0)
     for number, chunk in enumerate(chunks):
-        if component.optimizer is None:
-            total += frozen_bytes(chunk)
-        else:
-            total += state_bytes(chunk, replication(component, cluster, stage=stage, chunk=number))
+        total += state_bytes(chunk, replication(component, cluster, stage=stage, chunk=number))
     return total
 
 
 def stages_to_build(component: Component) -> list[int]:
-    """For every stage, the stage with an equal shard: all stages between the first and the last are alike."""
+    """For every stage, a stage with an equal shard: all stages between the first and the last have the same."""
     last = component.parallel.pp - 1
     return [stage if stage in (0, last) else 1 for stage in range(last + 1)]
 
 
 def whole_parameters(component: Component, shards: Sequence[Sequence[Sequence[Parameter]]]) -> int:
-    """Parameters of the whole model from its stages' shards, each counted once: split ones over their ranks, the last stage's copy of a
-    tied embedding not at all."""
+    """Parameters of the whole model from its stages' shards: split ones times their ranks, without the last stage's copy of a tied
+    embedding."""
     parallel, total = component.parallel, 0
     for stage, chunks in enumerate(shards):
         for parameter in (p for chunk in chunks for p in chunk):
@@ -167,7 +167,7 @@ def engine_weight_bytes(component: Component, shards: Sequence[Sequence[Sequence
 
 
 class Scales:
-    """Measures layers and caches the results: components and candidates of a search share most layers."""
+    """Measures layers and caches the results: the components and candidates of a search share most layers."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -176,8 +176,8 @@ class Scales:
 
     def block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
         """The activations of the component's layers at these micro-batches: measured, or listed for Transformer Engine's modules."""
-        if self.device == Device.gpu and layer_tensors.uses_transformer_engine(component):
-            return layer_tensors.block_bytes(component, passes.rows, passes.length)
+        if self.device == Device.gpu and layers.uses_transformer_engine(component):
+            return layers.block_bytes(component, passes.rows, passes.length)
         p, model = component.parallel, component.model
         split, kind = (p.tp, p.sequence_parallel, p.cp), (model.recompute, model.dtype, model.lora, model.batch_invariant)
         key = repr((component.architecture, *split, *kind, passes.rows, passes.length))
@@ -221,16 +221,16 @@ def plan_component(component: Component, cluster: ClusterConfig, scales: Scales)
 
 
 def again(plan: ComponentPlan, cluster: ClusterConfig, component: Component) -> ComponentPlan:
-    """The plan of the same model in other circumstances."""
+    """The plan of the same model if the component changes only around it."""
     counts = {"stage_parameters": plan.stage_parameters, "model_parameters": plan.model_parameters}
     return predict(component, cluster, plan.sizes, **counts)
 
 
 def with_fitting_cache(plan: ComponentPlan, cluster: ClusterConfig) -> ComponentPlan:
-    """The plan with a cache of what the devices have left, where that is all that does not fit and the config states no size.
+    """The plan with a cache that the devices have room for, if only the cache does not fit and the config has no size for it.
 
-    The engine then decodes fewer sequences at a time (`aligner.planner.memory.seats`), at the least one of full length. TensorRT-LLM's
-    takes at most its part of what is free when it starts.
+    The engine then decodes fewer sequences at a time (`aligner.planner.memory.seats`), but at least one of full length. TensorRT-LLM uses
+    at most its part of what is free when it starts.
     """
     component, engine = plan.component, plan.component.engine
     if engine is None or engine.kv_cache_tokens:
@@ -247,7 +247,7 @@ def with_fitting_cache(plan: ComponentPlan, cluster: ClusterConfig) -> Component
         own = replace(engine, kv_cache_tokens=tokens, wanted_cache_tokens=wanted)
         return replace(again(plan, cluster, replace(component, engine=own)), wanted_seconds=plan.seconds)
 
-    low, high = least // page, max(least, most) // page  # pages; what fits is between them
+    low, high = least // page, max(least, most) // page  # pages, between which the largest fitting cache is
     if (found := sized(high * page)).fits or not sized(low * page).fits:
         return found if found.fits else plan
     while high - low > 1:
@@ -270,3 +270,115 @@ def predict(
         times=tuple(phase_times(component, sizes, cluster)),
         limit=int(cluster.gpu_memory_gib * GIB),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """One flat buffer: bounds of its parameters and of its buckets."""
+
+    numel: int
+    parameters: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...]
+
+    def owned(self, num_shards: int) -> list[int]:
+        """Parameter elements (no padding) that each of the distributed optimizer's shards holds: an equal slice of every bucket."""
+        held = [0] * num_shards
+        places = iter(self.parameters)
+        place = next(places, None)
+        for start, stop in self.buckets:
+            size = (stop - start) // num_shards
+            while place is not None and place[0] < stop:
+                begin, end = place[0] - start, place[1] - start
+                for shard in range(begin // size, (end - 1) // size + 1):
+                    held[shard] += min(end, (shard + 1) * size) - max(begin, shard * size)
+                place = next(places, None)
+        return held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replication:
+    """Placement of a rank's training state."""
+
+    distributed: bool  # the distributed optimizer
+    dense_shards: int  # dp x cp
+    expert_shards: int  # replicas of an expert
+    bucket_elements: int | None  # None: one bucket per buffer
+    moment_bytes: int = 8  # both Adam moments of an element
+    main_bytes: int = 4  # float32 copy of a 2-byte weight
+
+
+def lay_out(parameters: Sequence[Parameter], *, distributed: bool, shards: int, bucket_elements: int | None) -> Buffer:
+    """The buffer of parameters of one kind, given in the module's order."""
+    align = 64 if distributed else 1
+    bucket_align = math.lcm(shards, 128) if distributed else 1
+    places: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
+    start = begin = 0  # of the open bucket, of the next parameter
+    is_open = False
+
+    def close(end: int) -> int:
+        nonlocal start, is_open
+        end = _up(end, bucket_align)
+        buckets.append((start, end))
+        start, is_open = end, False
+        return end
+
+    for parameter in reversed(parameters):
+        begin = _up(begin, align)
+        alone = parameter.own_bucket and distributed
+        if alone and is_open:
+            begin = close(begin)
+        end = begin + parameter.numel
+        places.append((begin, end))
+        is_open = True
+        full = bucket_elements is not None and end - start >= bucket_elements
+        begin = close(end) if full or alone else end
+    if is_open:
+        close(begin)
+    return Buffer(numel=start, parameters=tuple(places), buckets=tuple(buckets))
+
+
+def state_bytes(parameters: Sequence[Parameter], replication: Replication, *, dp_rank: int | None = None) -> StateBytes:
+    """Bytes of one chunk's training state on the rank with this data-parallel rank; None: the fullest rank.
+
+    Parameters in 4 bytes are their own main weights.
+    """
+    total = frozen_bytes([p for p in parameters if p.is_frozen])
+    trained = [p for p in parameters if not p.is_frozen]
+    kinds = sorted(trained, key=lambda p: (p.is_expert, p.itemsize))  # stable: the module's order within a kind
+    for (is_expert, itemsize), group in groupby(kinds, key=lambda p: (p.is_expert, p.itemsize)):
+        own = list(group)
+        shards = replication.expert_shards if is_expert else replication.dense_shards
+        buffer = lay_out(own, distributed=replication.distributed, shards=shards, bucket_elements=replication.bucket_elements)
+        elements = sum(p.numel for p in own)
+        if replication.distributed:
+            by_shard = buffer.owned(shards)
+            held = max(by_shard) if dp_rank is None else by_shard[dp_rank % shards]
+            weights = buffer.numel * itemsize
+        else:
+            held, weights = elements, elements * itemsize
+        per_element = replication.moment_bytes + (replication.main_bytes if itemsize == 2 else 0)
+        total += StateBytes(weights=weights, gradients=buffer.numel * 4, optimizer=held * per_element)
+    return total
+
+
+def frozen_bytes(parameters: Sequence[Parameter]) -> StateBytes:
+    """Bytes of a model that is not trained."""
+    return StateBytes(weights=sum(p.numel * p.itemsize for p in parameters), gradients=0, optimizer=0)
+
+
+def approximate_state_bytes(parameters: Sequence[Parameter], replication: Replication) -> StateBytes:
+    """As `state_bytes` without padding; the search compares thousands of layouts with it."""
+    weights = gradients = optimizer = 0
+    for p in parameters:
+        shards = (replication.expert_shards if p.is_expert else replication.dense_shards) if replication.distributed else 1
+        weights += p.numel * p.itemsize
+        if p.is_frozen:
+            continue
+        gradients += p.numel * 4
+        optimizer += p.numel * (replication.moment_bytes + (replication.main_bytes if p.itemsize == 2 else 0)) // shards
+    return StateBytes(weights=weights, gradients=gradients, optimizer=optimizer)
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

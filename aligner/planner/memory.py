@@ -6,21 +6,30 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from aligner.models.checkpoint.hf_files import MAX_FILE_BYTES
-from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes
-from aligner.planner.layer_tensors import copies_in_8_bits
-from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase, device_optimizer, host_optimizer, padded_vocabulary
+from aligner.planner.dry_run import BlockBytes, StateBytes
+from aligner.planner.workload import (
+    GIB,
+    Component,
+    Engine,
+    Head,
+    MicroBatches,
+    Phase,
+    in_flight,
+    micro_batches,
+    padded_vocabulary,
+    stage_layers,
+)
 from aligner.rollout.builtin.graphs import round_rows
 from aligner.rollout.config import PAGE_SIZE, EngineKind, Kernels
 from aligner.types import route_dtype
 
-_OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transformer Engine exchanges around a layer's four matrix products
-_KERNEL_PAGE = 256  # tokens of a page of the engine's cache, where attention kernels are used: of 16-bit numbers on a GPU
-_VLLM_PAGE = 128  # tokens, to which the wrapper rounds a sequence, and the page that vLLM keeps for itself
-_HEAP_LOSS = 0.5  # of the activations of micro-batches that differ in length; measured: 0.3 to 0.8
+_OVERLAP_BUFFERS = 8  # buffers of a micro-batch's hidden states that Transformer Engine exchanges around a layer's four matrix products
+_KERNEL_PAGE = 256  # tokens of a page of the engine's cache if attention kernels are used: 16-bit numbers on a GPU
+_VLLM_PAGE = 128  # tokens to which the wrapper rounds a sequence, and of the page that vLLM keeps for itself
+_HEAP_LOSS = 0.5  # part of the activations that is lost if micro-batches differ in length; measured: 0.3 to 0.8
+_HOST_ELEMENT = 16  # bytes of a parameter that the host updates
+EXPORTED_FILE_BYTES = 5 * 2**30  # of an exported model: `aligner.models.weights.weights.MAX_FILE_BYTES`
 HOST_PROCESS_GIB = 3.0  # a rank's Python, torch and its libraries in host memory, beside a GPU
 
 
@@ -39,12 +48,12 @@ class PhaseMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Measured sizes of a component: training state of each stage's ranks, activations of its layers, the whole model's weights."""
+    """Measured sizes of a component."""
 
-    stages: tuple[StateBytes, ...]
-    train: BlockBytes  # at the training pass's micro-batch
-    inference: BlockBytes  # at that of the passes without gradient
-    engine_weights: int  # of a rank of the rollout engine, in its own layout
+    stages: tuple[StateBytes, ...]  # training state of a rank, by stage
+    train: BlockBytes  # activations of the layers at the training pass's micro-batch
+    inference: BlockBytes  # the same at the micro-batch of passes without gradient
+    engine_weights: int  # weights of a rank of the rollout engine, in its own layout
 
 
 def train_micro_batches(component: Component) -> MicroBatches:
@@ -58,7 +67,7 @@ def inference_micro_batches(component: Component) -> MicroBatches:
 
 
 def communicators(component: Component) -> int:
-    """Process groups of more than one rank that a rank belongs to and that carry tensors: tp, cp, pp, dp, dp x cp, ep, and the world."""
+    """Number of a rank's process groups that carry tensors and have more than one rank, among tp, cp, pp, dp, dp x cp, ep and the world."""
     parallel, dp = component.parallel, component.dp
     sizes = (component.num_ranks, parallel.tp, parallel.cp, parallel.pp, dp, dp * parallel.cp if parallel.cp > 1 else 1, parallel.ep)
     return sum(size > 1 for size in sizes)
@@ -114,7 +123,7 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
 
 
 def _resident(component: Component, state: StateBytes) -> dict[str, int]:
-    """What waits in host memory between phases, which on the CPU is the memory that the phases use too."""
+    """What waits in host memory between phases; on the CPU the phases use that memory too."""
     found = {"reference": trained_bytes(component, state)} if component.has_reference else {}
     copies = 0
     if component.optimizer is not None and component.optimizer.offload:
@@ -126,11 +135,8 @@ def _resident(component: Component, state: StateBytes) -> dict[str, int]:
 
 
 def lost_bytes(component: Component, parts: Mapping[str, int], cluster: ClusterConfig) -> int:
-    """What the allocator keeps between the blocks of a phase's `parts`.
-
-    On the CPU that is the C library's heap. It uses a block again for one of equal size, and keeps it from one of another: micro-batches of
-    data have one length after the other, those of samples, which end at the longest, mostly the same.
-    """
+    """What the allocator keeps between the blocks of a phase's `parts`. On the CPU the C library's heap reuses a block only for one of the
+    same size: micro-batches of data differ in length, but micro-batches of samples, which end at the longest, mostly do not."""
     lost = sum(parts.values()) * cluster.fragmentation
     if cluster.device == Device.cpu and component.engine is None and component.optimizer is not None:
         lost += parts.get("activations", 0) * _HEAP_LOSS
@@ -138,12 +144,12 @@ def lost_bytes(component: Component, parts: Mapping[str, int], cluster: ClusterC
 
 
 def context_bytes(component: Component, cluster: ClusterConfig) -> int:
-    """What a rank's process holds of its device whatever it does."""
+    """Device memory that a rank's process always holds."""
     return int((cluster.reserved_gib + cluster.communicator_gib * communicators(component)) * GIB)
 
 
 def resting_bytes(component: Component, sizes: Sizes) -> int:
-    """What the fullest rank of a model holds while another one of its process computes."""
+    """Device memory of a model's fullest rank while another model of its process computes."""
     away = component.optimizer is None or component.optimizer.offload
     held = [state.weights + copies_in_8_bits(component, state.weights, stage) for stage, state in enumerate(sizes.stages)]
     return max(
@@ -152,7 +158,7 @@ def resting_bytes(component: Component, sizes: Sizes) -> int:
 
 
 def trained_bytes(component: Component, state: StateBytes) -> int:
-    """A rank's trained weights: with adapters only these, whose gradients take 4 bytes an element."""
+    """A rank's trained weights: only the adapters if there are any, whose gradients take 4 bytes an element."""
     return state.gradients * component.dtype_bytes // 4 if component.model.lora.is_on else state.weights
 
 
@@ -164,7 +170,7 @@ def _training(component: Component, sizes: Sizes, stage: int) -> dict[str, int]:
     parts = {"activations": waiting, "backward workspace": sizes.train.backward}
     if stage == parallel.pp - 1:
         head = head_bytes(component, passes, training=True)
-        parts["activations"] += final_norm_bytes(component, sizes.train, passes)
+        parts["activations"] += max(0, sizes.train.ends - boundary_bytes(component, passes))  # the final norm's
         parts["logits"] = head
         parts["backward workspace"] = max(0, sizes.train.backward - head)  # the layers' turn comes when the head's memory is free again
     return parts
@@ -175,17 +181,12 @@ def boundary_bytes(component: Component, passes: MicroBatches) -> int:
     return 2 * passes.tokens // component.shards_sequences * component.architecture.hidden_size * component.dtype_bytes
 
 
-def final_norm_bytes(component: Component, block: BlockBytes, passes: MicroBatches) -> int:
-    """The final norm's part of what a block of layers keeps."""
-    return max(0, block.ends - boundary_bytes(component, passes))
-
-
 def head_bytes(component: Component, passes: MicroBatches, *, training: bool) -> int:
     """Projection onto the vocabulary, chunk by chunk of tokens (`aligner.parallel.logprobs`), at its fullest moment.
 
     Without gradient: a chunk's float32 logits and their exponentials. Training: besides the (selected) hidden states and their gradient,
     the loss's backward pass holds the chunk's logits, their gradient in float32 and in the model's dtype, and one product of the weight's
-    gradient in float32, with a sum of these where the model is in float32. A batch of one chunk keeps its logits in between.
+    gradient in float32, with a sum of these if the model is in float32. A batch of one chunk keeps its logits in between.
     """
     architecture, work, item = component.architecture, component.work, component.dtype_bytes
     split = component.parallel.sequence_parallel  # whole sequences are put together first
@@ -215,7 +216,7 @@ def _inference(component: Component, sizes: Sizes, stage: int) -> dict[str, int]
 
 
 def kv_bytes_per_token(component: Component, engine: Engine) -> int:
-    """Keys and values of one token on one rank of the engine (all layers that have some, this rank's heads)."""
+    """Keys and values of one token on one rank of the engine, over all layers that have them and this rank's heads."""
     architecture = component.architecture
     if architecture.latent_size:  # the same for all heads
         return 2 * architecture.num_layers * (architecture.latent_size + architecture.rotated) * component.dtype_bytes
@@ -224,7 +225,7 @@ def kv_bytes_per_token(component: Component, engine: Engine) -> int:
 
 
 def state_bytes(component: Component, engine: Engine) -> int:
-    """What delta nets remember of one sequence on one rank of the engine: states in float32, and the ends of the convolution's windows."""
+    """What delta nets keep of one sequence on one rank of the engine: states in float32, and the ends of the convolution's windows."""
     a = component.architecture
     keys, values = a.linear_key_heads * a.linear_key_head_dim, a.linear_value_heads * a.linear_value_head_dim
     window = (a.linear_conv_size - 1) * (2 * keys + values) * component.dtype_bytes
@@ -245,17 +246,14 @@ def page_tokens(component: Component, engine: Engine) -> int:
 
 
 def sequence_tokens(component: Component, engine: Engine) -> int:
-    """Tokens of the cache's pages that the longest sequence fills; its last token is never looked at."""
+    """Tokens of the cache's pages that the longest sequence fills; its last token is never attended to."""
     page = page_tokens(component, engine)
     return math.ceil((component.work.length - 1) / page) * page
 
 
 def cache_tokens(component: Component, engine: Engine) -> int:
-    """Tokens that the paged cache of a replica has room for.
-
-    Of the built-in engine: whole pages, and one more for each sequence that it decodes at a time. The wrappers of other packages ask for
-    room for `rollout.max_batch_size` sequences as long as the context, however few there are.
-    """
+    """Tokens that the paged cache of a replica has room for: in the built-in engine whole pages, and a spare one for each sequence that it
+    decodes at a time. The wrappers of other packages ask for room for `rollout.max_batch_size` sequences as long as the context."""
     page, context = page_tokens(component, engine), max(component.work.length, component.model.seq_length)
     if engine.settings.engine == EngineKind.vllm:
         return (engine.kv_cache_tokens or math.ceil(context / page) * page * engine.max_batch_size) + page
@@ -265,7 +263,7 @@ def cache_tokens(component: Component, engine: Engine) -> int:
 
 
 def seats(component: Component, engine: Engine) -> int:
-    """Sequences of full length that a replica decodes at a time: what its cache has room for, at most `decode_batch`, at least one."""
+    """Sequences of full length that a replica decodes at a time: as many as its cache has room for, from 1 to `decode_batch`."""
     return max(1, min(decode_batch(component, engine), cache_tokens(component, engine) // sequence_tokens(component, engine)))
 
 
@@ -286,7 +284,7 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
 
 
 def cache_bytes(component: Component, engine: Engine) -> int:
-    """The paged cache on one rank of the engine, with the experts that its tokens went to if they are recorded, and delta nets' states."""
+    """The paged cache on one rank of the engine, with the recorded routes of its tokens if any, and delta nets' states."""
     architecture, routes = component.architecture, 0
     if engine.settings.records_routes:
         routes = architecture.num_layers * architecture.experts_per_token * route_dtype(architecture.num_experts).itemsize
@@ -296,11 +294,8 @@ def cache_bytes(component: Component, engine: Engine) -> int:
 
 def logit_bytes(component: Component, engine: Engine) -> int:
     """Device memory per row and token of the vocabulary in a decode step: the product with the output layer, and in float32 the logits (all
-    graphs share them), their exponentials and these in blocks.
-
-    Besides, where the settings want them: the logits divided by the temperature; masks, counts and what they leave of the exponentials;
-    the ranks' parts before they are put together.
-    """
+    graphs share them), their exponentials and these in blocks. Depending on the settings also the logits divided by the temperature, masks,
+    counts and the exponentials after them, and the ranks' parts before they are put together."""
     sampling = engine.settings.sampling
     heated = 4 * (sampling.temperature not in (0.0, 1.0))
     reshaped = 8 * bool(sampling.reshaping())
@@ -308,7 +303,7 @@ def logit_bytes(component: Component, engine: Engine) -> int:
 
 
 def _product_bytes(component: Component, engine: Engine) -> int:
-    """Of a number out of the product with the output layer, besides the float32 logits: none where it writes these."""
+    """Bytes of one output of the output layer besides its float32 logit; 0 if the product writes that."""
     a, item = component.architecture, component.dtype_bytes
     if item == 4 or not component.model.float32_logits:
         return item
@@ -316,7 +311,7 @@ def _product_bytes(component: Component, engine: Engine) -> int:
 
 
 def free_at_start(component: Component, sizes: Sizes, cluster: ClusterConfig) -> int:
-    """Bytes that TensorRT-LLM's cache may take: its part of what is free beside the new policy and gradients' buffers."""
+    """Bytes that TensorRT-LLM's cache may use: its part of what the new policy and the gradients' buffers leave free."""
     state = max(sizes.stages, key=lambda one: one.weights + one.gradients)
     taken = state.weights + state.gradients + sizes.engine_weights + context_bytes(component, cluster) + int(cluster.reserved_gib * GIB)
     part = component.engine.settings.tensorrt_llm.kv_memory_fraction if component.engine is not None else 0.0
@@ -325,12 +320,10 @@ def free_at_start(component: Component, sizes: Sizes, cluster: ClusterConfig) ->
 
 def graph_bytes(component: Component, engine: Engine, *, with_logits: bool) -> int:
     """Memory of the CUDA graphs of decode steps, which all share one pool: a layer's intermediate numbers for the largest batch. With the
-    logits: also the product with the output layer in the pool, and the float32 logits outside of it, which every graph writes.
-
-    The driver's own memory for the graphs is not counted.
-    """
+    logits: also the product with the output layer in the pool, and the float32 logits outside of it, which every graph writes. The driver's
+    own memory for the graphs is not counted."""
     rows = round_rows(decode_batch(component, engine))
-    layer = (3 * component.architecture.hidden_size + 3 * feed_forward_size(component) // engine.tp) * component.dtype_bytes
+    layer = (3 * component.architecture.hidden_size + 3 * component.architecture.token_ffn_size // engine.tp) * component.dtype_bytes
     return rows * (layer + (padded_vocabulary(component) * (_product_bytes(component, engine) + 4) if with_logits else 0))
 
 
@@ -340,17 +333,15 @@ def prefill_bytes(component: Component, engine: Engine) -> int:
     architecture, work, item = component.architecture, component.work, component.dtype_bytes
     prompt = max(1, work.length - work.response_length)
     chunk = min(engine.prefill_chunk_tokens, decode_batch(component, engine) * prompt)
-    size = chunk * (3 * architecture.hidden_size + 3 * feed_forward_size(component) // engine.tp) * item
+    size = chunk * (3 * architecture.hidden_size + 3 * architecture.token_ffn_size // engine.tp) * item
     if prompt > chunk:
         size += prompt * kv_bytes_per_token(component, engine) // max(1, architecture.key_value_layers) + chunk * prompt * (1 + item)
     return size
 
 
 def _fullest_moment(component: Component, state: StateBytes, parts: dict[str, int]) -> dict[str, int]:
-    """With `rollout.offload`: the policy's weights are first copied into the engine's, then offloaded before sampling.
-
-    vLLM starts beside the new policy: its wrapper wants weights and cache to be free then, with the gradients' buffers allocated.
-    """
+    """With `rollout.offload` the policy's weights are first copied into the engine's, then offloaded before sampling. vLLM starts beside
+    the new policy: its wrapper requires free memory for weights and cache while the gradients' buffers are allocated."""
     copying = {name: size for name, size in parts.items() if name not in ("KV cache", "prefill and sampling")}
     sampling = {name: size for name, size in parts.items() if name not in ("weights", "refit buckets")}
     moments = [copying, sampling]
@@ -358,11 +349,6 @@ def _fullest_moment(component: Component, state: StateBytes, parts: dict[str, in
         beside = {"weights": state.weights, "gradients": state.gradients}
         moments.append(beside | {name: parts[name] for name in ("engine weights", "KV cache")})
     return max(moments, key=lambda moment: sum(moment.values()))
-
-
-def feed_forward_size(component: Component) -> int:
-    """Width of the feed-forward layer that one token passes."""
-    return component.architecture.token_ffn_size
 
 
 def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[str, int]:
@@ -380,12 +366,12 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
         copied = trained_bytes(component, fullest) // component.dp if component.saves_asynchronously else 0
         parts["checkpoint being read or written"] = ranks * (fullest.optimizer + copied)
         # The first rank of all collects a file of the exported model.
-        parts["file of the export"] = min(MAX_FILE_BYTES, sum(state.weights for state in sizes.stages) * component.parallel.tp)
+        parts["file of the export"] = min(EXPORTED_FILE_BYTES, sum(state.weights for state in sizes.stages) * component.parallel.tp)
     return parts
 
 
 def _beside_devices(component: Component, fullest: StateBytes, ranks: int) -> dict[str, int]:
-    """Of a node's processes, and what waits there for its turn on the devices."""
+    """Host memory of a node's processes, and of what waits there for its turn on the devices."""
     parts = {} if component.within else {"processes": int(HOST_PROCESS_GIB * GIB) * ranks}
     if component.has_reference:
         parts["reference"] = ranks * trained_bytes(component, fullest)
@@ -397,3 +383,28 @@ def _beside_devices(component: Component, fullest: StateBytes, ranks: int) -> di
     if component.engine is not None and component.engine.offload and component.engine_holds_weights:
         parts["policy weights (while sampling)"] = ranks * fullest.weights
     return {name: size for name, size in parts.items() if size}
+
+
+def copies_in_8_bits(component: Component, weights: int, stage: int) -> int:
+    """Bytes of the 8-bit copies that modules keep of a stage's `weights` (bytes): by rows, and for training by columns."""
+    if not component.model.fp8:
+        return 0
+    a, pp = component.architecture, component.parallel.pp
+    has_output = stage == pp - 1 and component.head == Head.language and (pp > 1 or not a.tied_embeddings)
+    tables = ((stage == 0) + has_output) * padded_vocabulary(component) // component.parallel.tp * a.vocabulary_width
+    return (2 if component.optimizer is not None else 1) * max(0, weights // component.dtype_bytes - tables)
+
+
+def _host_fraction(component: Component) -> float:
+    optimizer = component.optimizer
+    return optimizer.cpu_offload_fraction if optimizer is not None and optimizer.cpu_offload else 0.0
+
+
+def device_optimizer(component: Component, state: StateBytes) -> int:
+    """The optimizer's state that `optimizer.cpu_offload` leaves on the device."""
+    return int(state.optimizer * (1 - _host_fraction(component)))
+
+
+def host_optimizer(component: Component, state: StateBytes) -> int:
+    """Host memory of a rank's `optimizer.cpu_offload`: float32 weights, two moments, and the gradients that it computes with."""
+    return int(_host_fraction(component) * _HOST_ELEMENT * state.optimizer / (12 if component.dtype_bytes == 2 else 8))

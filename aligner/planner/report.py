@@ -1,12 +1,12 @@
-"""A plan as tables for people and as JSON for programs."""
+"""A plan, and what a search has found, as tables for people and as JSON for programs."""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -17,12 +17,11 @@ from rich.table import Table
 from aligner.planner.config import ClusterConfig
 from aligner.planner.estimate import ComponentPlan
 from aligner.planner.memory import PhaseMemory, cache_tokens, decode_batch, seats, train_micro_batches
-from aligner.planner.schedule import MicroBatches
 from aligner.planner.simulation import Simulated
-from aligner.planner.timing import model_flops
+from aligner.planner.times import model_flops
 from aligner.planner.workload import GIB, Component, Phase
 
-COLUMNS = {  # of the memory table, and the parts that each adds up
+COLUMNS = {  # columns of the memory table, and the parts that each sums
     "weights": ("weights", "weights in 8 bits", "reference"),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
@@ -41,9 +40,9 @@ class JobPlan:
     name: str
     cluster: ClusterConfig
     components: tuple[ComponentPlan, ...]
-    problems: tuple[str, ...]  # why it does not fit; empty where it does
+    problems: tuple[str, ...]  # why it does not fit; empty if it does
     run: Simulated
-    take_turns: bool = False  # all components are on the first one's GPUs
+    take_turns: bool = False  # whether all components are on the first one's GPUs
 
     @property
     def step_seconds(self) -> float:
@@ -51,7 +50,7 @@ class JobPlan:
 
     @property
     def num_ranks(self) -> int:
-        """GPUs of the job, one a rank."""
+        """The job's GPUs, one per rank."""
         counts = [plan.component.num_ranks for plan in self.components if not plan.component.within]
         own = sum(plan.component.engine.own_ranks for plan in self.components if plan.component.engine is not None)
         return own + (max(counts) if self.take_turns else sum(counts))
@@ -75,7 +74,7 @@ def show(job: JobPlan, out: Console) -> None:
         _show_component(plan, out)
     run = job.run
     out.print(
-        f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] ({_listed(run.phases, seconds)}); times are a model, "
+        f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] ({listed(run.phases, seconds)}); times are a model, "
         "whose errors are in docs/planning.md"
     )
     if run.useful < 1:
@@ -98,12 +97,8 @@ def describe(component: Component) -> str:
     parts += [f"dp {component.dp}", model.dtype.value]
     if component.optimizer is not None:
         passes = train_micro_batches(component)
-        parts += [f"recompute {model.recompute.value}", f"{passes.count} micro-batches of {_shape(passes)}"]
+        parts += [f"recompute {model.recompute.value}", f"{passes.count} micro-batches of {passes.rows} x {passes.length} tokens"]
     return ", ".join(parts)
-
-
-def _shape(passes: MicroBatches) -> str:
-    return f"{passes.rows} x {passes.length} tokens"
 
 
 def seconds(value: float) -> str:
@@ -128,17 +123,29 @@ def _show_component(plan: ComponentPlan, out: Console) -> None:
     out.print(f"\n[bold]{component.name}[/] {where}: {describe(component)}")
     out.print(f"{plan.model_parameters:,} parameters, {per_rank} on a rank")
     out.print(_memory_table(plan))
-    out.print(_stage_line(plan))
+    peaks = [max(m.total for m in plan.memory if m.stage == stage) for stage in range(component.parallel.pp)]
+    out.print(f"peak by stage: {'  '.join(gib(peak) for peak in peaks)}")
     if (line := cache_line(plan)) is not None:
         out.print(f"[yellow]{line}[/]")
     if component.engine is not None and component.engine.graphs_lost:
         out.print(f"[yellow]{component.engine.graphs_lost}[/]")
-    out.print(f"host memory of a node: {gib(sum(plan.host.values()))} GiB ({_listed(plan.host, gib)})")
-    out.print(_time_table(plan))
+    out.print(f"host memory of a node: {gib(sum(plan.host.values()))} GiB ({listed(plan.host, gib)})")
+    times = table("predicted time of a training step", ("phase", "time", "of which"), left=("phase", "of which"))
+    for time in plan.times:
+        times.add_row(time.phase.value, seconds(time.total), listed(time.parts, seconds))
+    out.print(times)
+
+
+def table(title: str, columns: Sequence[str], *, left: Sequence[str], style: str = "dim") -> Table:
+    """An empty table; the columns in `left` are aligned to the left."""
+    found = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style=style)
+    for name in columns:
+        found.add_column(name, justify="left" if name in left else "right")
+    return found
 
 
 def cache_line(plan: ComponentPlan) -> str | None:
-    """What a cache that the plan made smaller costs, and the setting that a run needs for it; None where none was."""
+    """The cost of a cache that the plan made smaller, and the setting with which a run has it; None if the plan did not."""
     component, engine = plan.component, plan.component.engine
     if engine is None or not engine.wanted_cache_tokens:
         return None
@@ -151,16 +158,15 @@ def cache_line(plan: ComponentPlan) -> str | None:
 
 
 def _memory_table(plan: ComponentPlan) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title="GiB on the fullest stage's ranks", title_justify="left", title_style="dim")
-    for name in ("phase", "stage", *COLUMNS, "total", f"of {plan.limit / GIB:.1f}"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
+    columns = ("phase", "stage", *COLUMNS, "total", f"of {plan.limit / GIB:.1f}")
+    found = table("GiB on the fullest stage's ranks", columns, left=("phase",))
     for phase in plan.component.work.phases:
         moment = fullest(plan, phase)
         cells = [gib(sum(moment.parts.get(part, 0) for part in parts)) for parts in COLUMNS.values()]
         share = moment.total / plan.limit
         style = "bold red" if share > 1 else "yellow" if share > 0.93 else "green"
-        table.add_row(phase.value, str(moment.stage), *cells, f"[bold]{gib(moment.total)}[/]", f"[{style}]{share:.0%}[/]")
-    return table
+        found.add_row(phase.value, str(moment.stage), *cells, f"[bold]{gib(moment.total)}[/]", f"[{style}]{share:.0%}[/]")
+    return found
 
 
 def fullest(plan: ComponentPlan, phase: Phase) -> PhaseMemory:
@@ -168,29 +174,14 @@ def fullest(plan: ComponentPlan, phase: Phase) -> PhaseMemory:
     return max((moment for moment in plan.memory if moment.phase == phase), key=lambda moment: moment.total)
 
 
-def _stage_line(plan: ComponentPlan) -> str:
-    peaks = [max(m.total for m in plan.memory if m.stage == stage) for stage in range(plan.component.parallel.pp)]
-    return f"peak by stage: {'  '.join(gib(peak) for peak in peaks)}"
-
-
-def _time_table(plan: ComponentPlan) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title="predicted time of a training step", title_justify="left", title_style="dim")
-    table.add_column("phase")
-    table.add_column("time", justify="right")
-    table.add_column("of which")
-    for time in plan.times:
-        table.add_row(time.phase.value, seconds(time.total), _listed(time.parts, seconds))
-    return table
-
-
-def _listed(parts: Mapping[str, float], shown: Any) -> str:
+def listed(parts: Mapping[str, float], shown: Any) -> str:
+    """The parts, the largest first."""
     return ", ".join(f"{name} {shown(value)}" for name, value in sorted(parts.items(), key=lambda item: -item[1]))
 
 
 def settings(component: Component) -> list[str]:
-    """The overrides that choose this layout."""
-    prefix = "" if component.name in ("actor", "trainer") else f"{component.name}."
-    p, model = component.parallel, component.model
+    """The settings that choose this layout."""
+    prefix, p, model = component.prefix, component.parallel, component.model
     chosen = [f"{prefix}parallel.{name}={getattr(p, name)}" for name in ("tp", "pp", "vpp", "cp", "ep")]
     chosen.append(f"{prefix}parallel.sequence_parallel={str(p.sequence_parallel).lower()}")
     name = "micro_batch_tokens" if model.micro_batch_tokens else "micro_batch_size"
@@ -202,11 +193,11 @@ def settings(component: Component) -> list[str]:
 
 
 def problems(plan: ComponentPlan, cluster: ClusterConfig, helps: Sequence[tuple[str, int]]) -> list[str]:
-    """Why a component does not fit: phase, stage, excess, and the settings that would lower the peak."""
+    """Why a component does not fit: phase, stage, excess, and settings that lower the peak."""
     name, found = plan.component.name, []
     if not plan.fits:
         peak = plan.peak
-        largest = _listed(dict(sorted(peak.parts.items(), key=lambda item: -item[1])[:3]), lambda size: f"{gib(size)} GiB")
+        largest = listed(dict(sorted(peak.parts.items(), key=lambda item: -item[1])[:3]), lambda size: f"{gib(size)} GiB")
         found.append(
             f"{name}: phase {peak.phase.value} on pipeline stage {peak.stage} needs {gib(peak.total)} GiB of {plan.limit / GIB:.1f}, "
             f"{_excess(peak.total - plan.limit)} too much ({largest}). {_helps(helps, plan.limit)}"
@@ -221,7 +212,7 @@ def host_problems(name: str, parts: Mapping[str, int], cluster: ClusterConfig) -
         return []
     return [
         f"{name}: the host memory of a node needs {gib(host)} GiB of {cluster.host_memory_gib:g}, "
-        f"{_excess(host - cluster.host_memory_gib * GIB)} too much ({_listed(parts, gib)})"
+        f"{_excess(host - cluster.host_memory_gib * GIB)} too much ({listed(parts, gib)})"
     ]
 
 
@@ -232,7 +223,7 @@ def _excess(size: float) -> str:
 def _helps(helps: Sequence[tuple[str, int]], limit: int) -> str:
     fitting = [f"{setting} ({gib(peak)} GiB)" for setting, peak in helps if peak <= limit]
     if fitting:
-        return f"One of these would do: {', '.join(fitting[:4])}"
+        return f"Any one of these is enough: {', '.join(fitting[:4])}"
     if helps:
         return f"No single setting is enough; these lower it most: {', '.join(f'{s} ({gib(p)} GiB)' for s, p in helps[:4])}"
     return "Give it more ranks"
@@ -252,13 +243,7 @@ def to_json(job: JobPlan) -> str:
         "cluster": asdict(job.cluster),
         "components": {plan.component.name: component_tree(plan) for plan in job.components},
     }
-    return json.dumps(tree, indent=2, default=plain) + "\n"
-
-
-def plain(value: object) -> object:
-    if isinstance(value, Enum):
-        return value.value
-    raise TypeError(f"{type(value).__name__} in a plan")
+    return json.dumps(tree, indent=2) + "\n"
 
 
 def _cache_tree(component: Component) -> dict[str, int] | None:
@@ -296,4 +281,123 @@ def component_tree(plan: ComponentPlan) -> dict[str, Any]:
         "host_bytes": plan.host,
         "seconds": {t.phase.value: {"total": t.total, "parts": dict(t.parts)} for t in plan.times},
         "train_flops_per_second_per_rank": useful / train / component.num_ranks if train else None,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One job that was planned in full."""
+
+    settings: Mapping[str, str]  # found settings as they are typed
+    words: str  # who shares GPUs with whom
+    job: JobPlan
+
+    @property
+    def gpus(self) -> int:
+        return self.job.num_ranks
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a training step."""
+        return self.job.step_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """All results of a search."""
+
+    name: str
+    cluster: ClusterConfig
+    most: int  # GPUs that were allowed
+    steps: int  # training steps whose hours are shown
+    deadline: float  # hours; 0: none
+    rows: tuple[Row, ...]  # the fastest job for each number of GPUs, each faster than all before
+    alternatives: tuple[Row, ...]  # the fastest job of every arrangement on the most GPUs
+    opt_in: tuple[Row, ...]  # the best job with settings that change numbers: never chosen
+    best: Row | None  # None: nothing fits, or meets the deadline
+
+    def hours(self, row: Row) -> float:
+        """Hours of all steps."""
+        return row.seconds * self.steps / 3600
+
+
+def show_search(found: Found, out: Console, *, top: int, took: float) -> None:
+    """Print the tables, with the first `top` alternatives. `took`: seconds of the search."""
+    cluster, limit = found.cluster, f", at most {found.deadline:g} hours" if found.deadline else ""
+    out.print(
+        f"[bold]{found.name}[/]: up to {found.most} GPUs, {cluster.gpus_per_node} to a node, {cluster.gpu_memory_gib:g} GiB each; "
+        f"{found.steps} steps{limit}; searched in {took:.0f} s"
+    )
+    if not found.rows:
+        out.print(f"\n[bold red]nothing fits[/] on at most {found.most} GPUs, with the settings that were given")
+        return
+    out.print(_job_table(found, found.rows, "the fastest job for each number of GPUs at which more GPUs help"))
+    others = [*found.alternatives[:top], *found.opt_in]
+    if len(others) > 1:
+        out.print(_job_table(found, others, f"the fastest job of every kind on up to {max(row.gpus for row in others)} GPUs"))
+    if found.best is None:
+        fastest = min(found.rows, key=lambda row: row.seconds)
+        out.print(
+            f"[bold red]too slow[/]: {found.steps} steps take {found.hours(fastest):.1f} hours on {fastest.gpus} GPUs, the fastest of at "
+            f"most {found.most}; allowed: {found.deadline:g}"
+        )
+        return
+    settings = shlex.join(f"{key}={value}" for key, value in found.best.settings.items())
+    out.print(f"the best one, {found.best.gpus} GPUs:", settings, soft_wrap=True)
+
+
+def _job_table(found: Found, rows: Sequence[Row], title: str) -> Table:
+    jobs = table(title, ("GPUs", "step", "hours", "GPU hours", "layout"), left=("layout",), style="bold")
+    for row in rows:
+        layouts = [in_one_line(plan.component) for plan in row.job.components if not plan.component.within]
+        hours, words = found.hours(row), "\n".join([*([row.words] if row.words else []), *layouts])
+        jobs.add_row(str(row.gpus), seconds(row.seconds), f"{hours:.1f}", f"{hours * row.gpus:,.0f}", words)
+    return jobs
+
+
+def in_one_line(component: Component) -> str:
+    """Ranks, layout, micro-batches and engine in one line."""
+    p, model, engine = component.parallel, component.model, component.engine
+    stages = f" (layers {p.first_stage_layers}, ..., {p.last_stage_layers})" if p.first_stage_layers or p.last_stage_layers else ""
+    parts = [f"tp {p.tp}", f"pp {p.pp}{f' x {p.vpp}' if p.vpp > 1 else ''}{stages}"]
+    parts += [f"{name} {size}" for name, size in (("cp", p.cp), ("ep", p.ep)) if size > 1]
+    parts += [f"dp {component.dp}"]
+    if component.optimizer is not None:
+        passes = train_micro_batches(component)
+        parts += [f"{passes.count} x {passes.rows} rows"]
+        parts += [f"recompute {model.recompute.value}"] if model.recompute.value != "none" else []
+        parts += ["optimizer offloaded"] if component.optimizer.offload else []
+        parts += ["optimizer on the host"] if component.optimizer.cpu_offload else []
+    if engine is not None:
+        parts += [f"rollout tp {engine.tp} x {engine.max_batch_size} rows{', weights offloaded' if engine.offload else ''}"]
+    return f"{component.name} on {component.num_ranks}: {', '.join(parts)}"
+
+
+def search_to_json(found: Found) -> str:
+    """Everything; sizes in bytes, times in seconds. `components` are the best job's."""
+    tree = {
+        "config": found.name,
+        "fits": bool(found.rows),
+        "most_gpus": found.most,
+        "steps": found.steps,
+        "deadline_hours": found.deadline or None,
+        "cluster": asdict(found.cluster),
+        "best": _row_tree(found, found.best) if found.best is not None else None,
+        "pareto": [_row_tree(found, row) for row in found.rows],
+        "alternatives": [_row_tree(found, row) for row in found.alternatives],
+        "opt_in": [_row_tree(found, row) for row in found.opt_in],
+        "components": {plan.component.name: component_tree(plan) for plan in found.best.job.components} if found.best is not None else {},
+    }
+    return json.dumps(tree, indent=2) + "\n"
+
+
+def _row_tree(found: Found, row: Row) -> dict[str, Any]:
+    return {
+        "arrangement": row.words,
+        "gpus": row.gpus,
+        "step_seconds": row.seconds,
+        "hours": found.hours(row),
+        "gpu_hours": found.hours(row) * row.gpus,
+        "settings": [f"{key}={value}" for key, value in row.settings.items()],
+        "layouts": {plan.component.name: in_one_line(plan.component) for plan in row.job.components},
     }

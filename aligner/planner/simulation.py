@@ -1,9 +1,9 @@
 """A run, step by step: what each component computes when, and what it waits for. Deterministic for a seed. Pure.
 
-Replicas of the engine are followed event by event (`sampling`). What they have sampled goes to the servers, which take it in the order in
-which it comes; the trainer takes a step's rollouts when all are sampled and scored. Rollouts of a step may be sampled before the steps
-ahead of it have ended (`docs/asynchronous.md`): then sampler and trainer run beside each other, on GPUs of their own or on the same ones,
-where each has `cluster.concurrency` of its speed while both compute.
+Replicas of the engine are followed event by event (`times.ReplicaQueue`). The servers process their responses in order of arrival; the
+trainer takes a step's rollouts when all are sampled and scored. An asynchronous run (`docs/asynchronous.md`) samples a step's rollouts
+before the earlier steps have ended: then sampler and trainer work at the same time, on GPUs of their own or on the same ones, where each
+has `cluster.concurrency` of its speed while both compute.
 """
 
 from __future__ import annotations
@@ -15,18 +15,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from aligner.planner.config import ClusterConfig, PlanConfig
-from aligner.planner.decoding import MAX_REPLICAS, MILLI, followed, policy_away_seconds, refit_seconds, replica, replicas_of
-from aligner.planner.kernels import GIGA
+from aligner.planner.layers import GIGA
 from aligner.planner.memory import Sizes
-from aligner.planner.sampling import ReplicaQueue, shares, turns_of
-from aligner.planner.timing import turn_seconds
+from aligner.planner.times import (
+    MAX_REPLICAS,
+    MILLI,
+    ReplicaQueue,
+    policy_away_seconds,
+    refit_seconds,
+    replica,
+    replicas_of,
+    sampled,
+    shares,
+    turn_seconds,
+    turns_of,
+)
 from aligner.planner.workload import Component, Engine, Phase
 from aligner.telemetry.spans import Span
 
-SETTLING = 3  # steps, besides those that rollouts may be ahead, until the steps of an asynchronous run take equally long
-SHOWN_REQUESTS = 400  # of a step, as spans
-SLICE = 0.01  # of a step, but at least a second: what the replicas of a stream sample before their ends are looked at
-MOST_TIMES = 100  # the run's own time, after which a run that fails too often is given up
+SETTLING = 3  # steps, beyond the staleness, until the steps of an asynchronous run take equally long
+SHOWN_REQUESTS = 400  # requests of a step that become spans
+SLICE = 0.01  # part of a step (at least a second) that the replicas of a stream sample between two looks at their ends
+MOST_TIMES = 100  # times its own duration, after which a run that fails too often is given up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +50,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Habits:
-    """What a run does beside its steps, and how far its rollouts may be ahead."""
+    """What a run does besides its steps, and how far its rollouts may be ahead."""
 
     max_staleness: int = 0
-    partial: bool = True  # responses under way go on with new weights
-    recompute: bool = False  # and their keys and values are computed anew
+    partial: bool = True  # running responses continue with new weights
+    recompute: bool = False  # their keys and values are then computed anew
     validate_every: int = 0
     save_every: int = 0
     save_minutes: float = 0.0
@@ -54,13 +64,13 @@ class Habits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
-    """A run as simulated. `phases`: seconds of an average step by what the trainer did or waited for; they add up to `step_seconds`."""
+    """A simulated run. `phases`: seconds of an average step by what the trainer did or waited for; they add up to `step_seconds`."""
 
     phases: Mapping[str, float]
     useful: float  # part of the run's time that is not lost to failures
-    run_seconds: float  # of the whole run, failures included; infinite where it never gets done
+    run_seconds: float  # duration of the whole run, failures included; infinite if it never completes
     preemptions: int  # sequences of a step that lost their seats in the replicas that were followed
-    spans: tuple[Span, ...] = field(default=(), repr=False)  # of the last step
+    spans: tuple[Span, ...] = field(default=(), repr=False)  # the last step's
 
     @property
     def step_seconds(self) -> float:
@@ -69,16 +79,16 @@ class Simulated:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Rollouts of one step: seconds until all are sampled, and until each of those that were followed is, which stand for `weight` each."""
+    """Rollouts of one step."""
 
-    seconds: float
-    ends: Sequence[float]
-    weight: float
+    seconds: float  # until all are sampled
+    ends: Sequence[float]  # when each followed response was sampled
+    weight: float  # responses that each of the followed ones stands for
     spans: Sequence[Span]
 
 
 def simulate(parts: Sequence[Part], cluster: ClusterConfig, assumed: PlanConfig, habits: Habits, *, take_turns: bool) -> Simulated:
-    """`parts`: the training component first. `take_turns`: all of them are on its GPUs, one after the other."""
+    """Simulate a run of `parts`, the training component first. `take_turns`: all compute on its GPUs, one after the other."""
     engine, kind = parts[0].component.engine, _Synchronous
     if engine is not None and habits.max_staleness:
         kind = _Streamed if engine.own_ranks and habits.partial else _Ahead
@@ -86,7 +96,7 @@ def simulate(parts: Sequence[Part], cluster: ClusterConfig, assumed: PlanConfig,
 
 
 class _Run(ABC):
-    """What all kinds of runs have: phases of the trainer, servers, what is beside the steps, and a record of it."""
+    """The trainer's phases, the servers and what happens besides the steps, which are the same in all kinds of runs."""
 
     def __init__(self, parts: Sequence[Part], cluster: ClusterConfig, assumed: PlanConfig, habits: Habits, take_turns: bool) -> None:
         self.main, self.servers = parts[0], parts[1:]
@@ -99,7 +109,7 @@ class _Run(ABC):
 
     @abstractmethod
     def steps(self) -> int:
-        """Simulate; how many steps `phases` adds up."""
+        """Simulate; returns the number of steps whose times `phases` sums."""
 
     def simulated(self) -> Simulated:
         """The whole run."""
@@ -115,14 +125,14 @@ class _Run(ABC):
 
     @property
     def engine(self) -> Engine:
-        """Of a run that samples."""
+        """The engine of a run that samples."""
         assert self.component.engine is not None
         return self.component.engine
 
-    # what the trainer does, each from `now`, returning when it is done
+    # What the trainer does from `now`; each returns when it is done.
 
     def prepared(self, now: float) -> float:
-        """The host's own work of a step, and that of each sequence of a replica."""
+        """The host's work for a step, and for each sequence of a replica."""
         sequences = self.work.rows / max(1, self.component.dp)
         return self.does(now, "host work", self.cluster.step_seconds + self.cluster.sequence_milliseconds * MILLI * sequences)
 
@@ -131,7 +141,7 @@ class _Run(ABC):
         return self.does(now, "refit", refit_seconds(self.component, engine, self.main.sizes, self.cluster)) if engine else now
 
     def trained(self, now: float) -> float:
-        """Log-probs and their like, then training, while the critic trains or, where all take turns, before it does."""
+        """Passes without gradient, then training, while the critic trains or, if all take turns, before it does."""
         for phase in self.work.phases:
             if phase not in (Phase.generate, Phase.train):
                 now = self.does(now, phase.value, self.main.seconds[phase])
@@ -145,7 +155,7 @@ class _Run(ABC):
         return self.waits(now, "waiting for the critic's training", ends)
 
     def scored(self, sampled: float, began: float, found: _Round) -> float:
-        """Each server takes responses as they come, or all of them in its turn; reward functions run on the actor's ranks."""
+        """Each server scores responses as they arrive, or all of them in its turn; reward functions run on the actor's ranks."""
         ends = sampled
         rows = self.work.rows + self.work.extra_rows
         for process in dict.fromkeys(part.component.process for part in self.servers):
@@ -168,66 +178,55 @@ class _Run(ABC):
     # sampling
 
     def round(self, number: int) -> _Round:
-        """All rollouts of a step, with nothing else to do."""
+        """All rollouts of a step, if nothing else runs."""
         rows = self.work.rows + self.work.extra_rows
         ends: list[float] = []
         spans: list[Span] = []
         slowest, self.preempted = 0.0, 0
-        sampled = self.sampled(self.work.responses(rows, self.assumed.seed + number))
+        lengths = self.work.responses(rows, self.assumed.seed + number)
+        replicas = sampled(self.component, self.engine, self.main.sizes, self.cluster, lengths, self.assumed)
         lane_of = self.component.name if not self.engine.own_ranks else "engine"
-        for place, (queue, own, found) in enumerate(sampled):
+        for place, (queue, own, found) in enumerate(replicas):
             ends += [moment for moment, _ in found]
             slowest = max(slowest, queue.now)
             self.preempted += queue.preempted
             if self.is_shown:
-                shown = found[:: max(1, len(found) * len(sampled) // SHOWN_REQUESTS)]
+                shown = found[:: max(1, len(found) * len(replicas) // SHOWN_REQUESTS)]
                 spans += [Span("response", lane_of, f"replica {place}", 0.0, end, {"tokens": own[request]}) for end, request in shown]
         return _Round(slowest, sorted(ends), rows / len(ends), spans)
 
-    def sampled(self, lengths: Sequence[int]) -> list[tuple[ReplicaQueue, Sequence[int], list[tuple[float, int]]]]:
-        """The replicas that are followed, after they have sampled their shares of these responses; each with its share, and (when, number)
-        of every end."""
-        found = []
-        for own in followed(lengths, replicas_of(self.component, self.engine)):
-            queue = self.queue(self.engine)
-            for request, length in enumerate(own):
-                queue.add(request, turns_of(length, self.assumed.turns, request), self.work.mean_prompt)
-            found.append((queue, own, queue.until(pause=self.assumed.environment_seconds)))
-        return found
-
-    def queue(self, engine: Engine) -> ReplicaQueue:
-        return replica(self.component, engine, self.main.sizes, self.cluster, static=self.assumed.static_batches)
-
-    # beside the steps
+    # Besides the steps
 
     def _validation(self) -> float:
         if self.component.engine is None:
             return 0.0
-        return max(queue.now for queue, _, _ in self.sampled(self.work.responses(self.assumed.validation_responses)))
+        responses = self.work.responses(self.assumed.validation_responses)
+        found = sampled(self.component, self.engine, self.main.sizes, self.cluster, responses, self.assumed)
+        return max(queue.now for queue, _, _ in found)
 
     def _steps_between_saves(self, step: float) -> float:
-        """Infinite if there is a checkpoint at the end only. Those by time come in between those by steps if these are rarer."""
+        """Steps between checkpoints by number or, if that is rarer, by time; infinite if the only checkpoint is at the end."""
         every, minutes = self.habits.save_every or math.inf, self.habits.save_minutes
         by_time = max(1, math.ceil(60 * minutes / step)) if minutes and step else math.inf
         return min(every, by_time)
 
     def _saving(self, step: float) -> float:
-        """Seconds of a step for checkpoints of all that is trained. Written in the background they cost only what the steps until the next
-        one by steps do not cover: those by time come when the last one has been written."""
+        """Seconds of a step for checkpoints of all that is trained. In the background they cost only what the steps until the next one by
+        number do not cover: checkpoints by time wait until the last one has been written."""
         if math.isinf(between := self._steps_between_saves(step)):
             return 0.0
-        size = 0
-        for part in (self.main, *self.servers):
-            component = part.component
-            if component.optimizer is not None:
-                size += sum(state.optimizer for state in part.sizes.stages) * component.num_ranks // component.parallel.pp
+        size = sum(
+            sum(state.optimizer for state in part.sizes.stages) * part.component.num_ranks // part.component.parallel.pp
+            for part in (self.main, *self.servers)
+            if part.component.optimizer is not None
+        )
         seconds = size / (self.cluster.storage_gb_per_second * GIGA)
         if not self.habits.saves_in_background:
             return seconds / between
         return max(0.0, seconds / self.habits.save_every - step) if self.habits.save_every else 0.0
 
     def _failures(self, step: float) -> tuple[float, float]:
-        """(useful part, seconds) of the whole run: nodes fail at random, and what came after the last checkpoint is computed again."""
+        """(useful part, seconds) of the whole run: nodes fail at random, and the steps since the last checkpoint are computed again."""
         alone, assumed = step * self.habits.max_steps, self.assumed
         if not assumed.node_mtbf_hours or not alone:
             return 1.0, alone
@@ -246,17 +245,17 @@ class _Run(ABC):
             if clock > MOST_TIMES * alone:
                 return done / clock, math.inf
 
-    # what is written down
+    # The record
 
     def does(self, now: float, name: str, seconds: float) -> float:
-        """The trainer does this for `seconds`."""
+        """The trainer spends `seconds` on this."""
         if seconds > 0:
             self.phases[name] = self.phases.get(name, 0.0) + seconds
             self.show(name, self.component.name, "rank 0", now, seconds)
         return now + max(0.0, seconds)
 
     def waits(self, now: float, name: str, until: float) -> float:
-        """The trainer does nothing."""
+        """The trainer is idle."""
         return self.does(now, name, until - now)
 
     def show(self, name: str, component: str, lane: str, start: float, seconds: float) -> None:
@@ -287,8 +286,7 @@ class _Synchronous(_Run):
 
 
 class _Ahead(_Run):
-    """Round r is sampled once the steps until r - 1 - staleness are over; step r takes it when it is sampled and scored. Rounds are sampled
-    one after the other."""
+    """Round r is sampled, after the rounds before it, once step r - 1 - staleness is over; step r uses it when it is sampled and scored."""
 
     def steps(self) -> int:
         lag, total = self.habits.max_staleness, self.assumed.steps + self.habits.max_staleness + SETTLING
@@ -315,7 +313,7 @@ class _Ahead(_Run):
         return self.assumed.steps
 
     def _available(self, sampled: float, began: float, found: _Round) -> float:
-        """When the round is scored, which the trainer has been waiting for since it was done with the one before."""
+        """When the round is scored; the trainer has been waiting for that since it finished the round before."""
         phases = dict(self.phases)
         ends = self.scored(sampled, began, found)
         self.phases = phases
@@ -323,13 +321,14 @@ class _Ahead(_Run):
 
 
 class _Streamed(_Run):
-    """Requests of the next rounds take the seats that those of a round leave: no replica waits for the longest response of a round."""
+    """Requests of the next rounds get the seats that become free in a round: no replica waits for the longest response of a round."""
 
     def steps(self) -> int:
         engine = self.engine
         lag, total = self.habits.max_staleness, self.assumed.steps + self.habits.max_staleness + SETTLING
         replicas = replicas_of(self.component, engine)
-        queues = [self.queue(engine) for _ in range(min(replicas, MAX_REPLICAS))]
+        static, sizes = self.assumed.static_batches, self.main.sizes
+        queues = [replica(self.component, engine, sizes, self.cluster, static=static) for _ in range(min(replicas, MAX_REPLICAS))]
         per_replica = math.ceil((self.work.rows + self.work.extra_rows) / replicas)
         of_round = per_replica * len(queues)
         ended: dict[int, list[float]] = {}
@@ -369,7 +368,7 @@ class _Streamed(_Run):
 
 
 def _queued(arrivals: Sequence[float], service: float) -> float:
-    """When a server is done that takes requests one after the other, each for `service` seconds; `arrivals` rise."""
+    """When a server has processed all requests, one after the other, each in `service` seconds; `arrivals` rise."""
     free = 0.0
     for arrival in arrivals:
         free = max(free, arrival) + service
@@ -377,7 +376,7 @@ def _queued(arrivals: Sequence[float], service: float) -> float:
 
 
 def _beside(begin: float, seconds: float, busy_until: float, speed: float) -> float:
-    """When work of `seconds` is done that began at `begin`, at `speed` as long as the other side is busy."""
+    """When work of `seconds` that began at `begin` is done, at `speed` while the other side is busy."""
     together = max(0.0, busy_until - begin)
     if together * speed >= seconds:
         return begin + seconds / speed

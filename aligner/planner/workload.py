@@ -1,20 +1,20 @@
-"""Input of a plan: the components of a job, each a model in a layout with the work of one training step."""
+"""Input of a plan: the components of a job, each a model in a layout with the work of one training step, and how its rows are cut."""
 
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
+from statistics import NormalDist
 
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner.buffers import StateBytes
-from aligner.planner.sampling import ResponseLengths
 from aligner.rollout.config import CudaGraphs, EngineKind, RolloutConfig
 from aligner.rollout.tensorrt_llm.contract import graphs_lost
 
-_HOST_ELEMENT = 16  # bytes of a parameter that the host updates
 GIB = 2**30
 
 
@@ -36,26 +36,59 @@ class Phase(str, Enum):
     train = "train"
 
 
-INFERENCE = (Phase.logprobs, Phase.ref_logprobs, Phase.values, Phase.scores)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseLengths:
+    """Log-normal lengths of responses in tokens, cut as the run cuts them, or measured lengths."""
+
+    mean: float  # after the cut
+    spread: float = 0.7  # standard deviation of the logarithm
+    prompt: float = 0.0  # mean length of the prompts; 0: the longest
+    measured: tuple[int, ...] = ()  # rising; in place of log-normal lengths
+
+    def drawn(self, count: int, longest: int, seed: int = 0) -> list[int]:
+        """`count` lengths of at most `longest`: evenly spaced quantiles in an order that is the same every time."""
+        if self.measured:
+            lengths = [min(longest, self.measured[(2 * number + 1) * len(self.measured) // (2 * count)]) for number in range(count)]
+        else:
+            lengths = list(_quantiles(self.mean, self.spread, count, longest))
+        random.Random(seed).shuffle(lengths)
+        return lengths
+
+
+@lru_cache(maxsize=256)
+def _quantiles(mean: float, spread: float, count: int, longest: int) -> tuple[int, ...]:
+    normal = NormalDist()
+    factors = [math.exp(spread * normal.inv_cdf((number + 0.5) / count)) for number in range(count)]
+
+    def cut_mean(scale: float) -> float:
+        return sum(min(longest, scale * factor) for factor in factors) / count
+
+    low, high = 0.0, float(longest)
+    while cut_mean(high) < mean and high < 1e6 * longest:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cut_mean(middle) < mean else (low, middle)
+    return tuple(max(1, min(longest, round(high * factor))) for factor in factors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One training step of a component. Sequences have their full length: the plan covers the worst batch. `lengths` is of times alone."""
+    """One training step of a component. Memory is planned for sequences of full length, the worst batch; only times use `lengths`."""
 
     phases: tuple[Phase, ...]
     rows: int  # sequences per training step
     length: int  # tokens of the longest sequence
-    response_length: int  # of them, those that have log-probs
+    response_length: int  # tokens of the longest sequence that have log-probs
     update_rows: int = 0  # sequences per optimizer update; 0 for a frozen model
     num_updates: int = 0  # optimizer updates per training step
     unit: int = 1  # rows that stay together: 2 for preference pairs
-    extra_rows: int = 0  # sequences that are sampled and scored besides, and not trained on
-    lengths: ResponseLengths | None = None  # None: all are as long as they may be
+    extra_rows: int = 0  # further sequences, which are sampled and scored but not trained on
+    lengths: ResponseLengths | None = None  # None: all have the full length
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens; of a recipe without responses 0."""
+        """Tokens; 0 if the recipe has no responses."""
         return max(0, self.length - self.response_length)
 
     @property
@@ -81,40 +114,40 @@ class Engine:
 
     tp: int
     max_batch_size: int
-    bucket_bytes: int  # of weights on their way into its layout
-    offload: bool  # its own weights and the policy's take turns on the device
-    kv_cache_tokens: int = 0  # in a replica's cache; 0: as many as its sequences need
+    bucket_bytes: int  # weights on their way into the engine's layout
+    offload: bool  # whether its own weights and the policy's take turns on the device
+    kv_cache_tokens: int = 0  # tokens in a replica's cache; 0: as many as its sequences need
     prefill_chunk_tokens: int = 2048  # prompt tokens computed in one pass
-    asynchronous: bool = False  # it samples while the policy trains, with weights of its own
+    asynchronous: bool = False  # whether it samples while the policy trains, with weights of its own
     on_gpu: bool = False  # whether its collectives are NCCL's
-    settings: RolloutConfig = field(default_factory=RolloutConfig)  # which engine it is, and what it is asked for
-    own_ranks: int = 0  # GPUs that it has alone; 0: those of the component
-    wanted_cache_tokens: int = 0  # of a cache that the plan made smaller, what it would have room for; 0: it is as the run's
+    settings: RolloutConfig = field(default_factory=RolloutConfig)
+    own_ranks: int = 0  # GPUs that only the engine uses; 0: it uses the component's
+    wanted_cache_tokens: int = 0  # tokens that the cache had room for before the plan made it smaller; 0: the plan left it as it was
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it is another package's, which never reads the policy's parameters in place."""
+        """Whether it is another package's engine, which never reads the policy's parameters in place."""
         return self.settings.engine != EngineKind.megatron
 
     @property
     def keeps_cache(self) -> bool:
         """Whether on a GPU its key-value cache stays allocated while the policy trains: graphs know the cache by its address."""
-        return not self.own_ranks and not self.offload and (self.settings.cuda_graphs or self.settings.engine != EngineKind.megatron)
+        return not self.own_ranks and not self.offload and (self.settings.cuda_graphs or self.is_foreign)
 
     @property
     def graphs_lost(self) -> str:
-        """What the run's settings cost in CUDA graphs, in words; nothing where they cost none."""
+        """Which CUDA graphs the run's settings cost, in words; empty if none."""
         is_it = self.settings.engine == EngineKind.tensorrt_llm
         return graphs_lost(self.settings.tensorrt_llm.cuda_graphs, offload=self.offload) if is_it else ""
 
     @property
     def records_graphs(self) -> bool:
-        """Whether on a GPU it decodes by CUDA graphs, whose buffers stay allocated with them."""
+        """Whether it decodes by CUDA graphs, whose buffers stay allocated with them."""
         return self.on_gpu and self.uses_graphs
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether it would on a GPU."""
+        """Whether it decodes by CUDA graphs if it runs on a GPU."""
         if self.settings.engine == EngineKind.vllm:
             return not self.settings.vllm.enforce_eager
         if self.settings.engine == EngineKind.tensorrt_llm:
@@ -123,7 +156,7 @@ class Engine:
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether they outlive a generation: vLLM's sleep is of weights and cache, the others forget them."""
+        """Whether the graphs outlive a generation: a sleeping vLLM frees only weights and cache, the other engines forget the graphs."""
         return self.records_graphs and (not self.offload or self.settings.engine == EngineKind.vllm)
 
 
@@ -140,16 +173,21 @@ class Component:
     optimizer: OptimizerConfig | None  # None: frozen
     work: Work
     engine: Engine | None = None
-    has_reference: bool = False  # a frozen copy of what is trained in host memory, on the device for a pass
-    saves_asynchronously: bool = False  # a copy of what is saved waits in host memory
-    turns: frozenset[Phase] = frozenset()  # phases before or after which its model goes to host memory and back: others use its GPUs then
-    within: str = ""  # the component in whose processes it is; empty: its own
-    beside_bytes: int = 0  # on its GPUs, of others
+    has_reference: bool = False  # whether a frozen copy of the trained weights waits in host memory and is on the device for a pass
+    saves_asynchronously: bool = False  # whether a copy of what is saved waits in host memory
+    turns: frozenset[Phase] = frozenset()  # phases around which its model goes to host memory and back, since others use its GPUs
+    within: str = ""  # the component in whose processes it runs; empty: it has its own
+    beside_bytes: int = 0  # device memory that other components hold on its GPUs
 
     @property
     def process(self) -> str:
-        """The component whose processes compute it."""
+        """The component in whose processes it runs."""
         return self.within or self.name
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of its settings as they are typed."""
+        return "" if self.name in ("actor", "trainer") else f"{self.name}."
 
     @property
     def dp(self) -> int:
@@ -171,7 +209,7 @@ class Component:
 
     @property
     def engine_reshards(self) -> bool:
-        """Whether its weight layout differs from training's: it cannot read parameters split by another layout."""
+        """Whether the engine's weight layout differs from training's, so that it cannot read the parameters in place."""
         if self.engine is None:
             return False
         parallel, architecture = self.parallel, self.architecture
@@ -183,6 +221,11 @@ class Component:
         """Number of parts of the hidden states between layers."""
         return self.parallel.cp * (self.parallel.tp if self.parallel.sequence_parallel else 1)
 
+    @property
+    def length_multiple(self) -> int:
+        """Sequences are padded to a multiple of this."""
+        return math.lcm(2 * self.parallel.cp if self.parallel.cp > 1 else 1, self.shards_sequences)
+
 
 def padded_vocabulary(component: Component) -> int:
     """Rows of the whole embedding, padding included."""
@@ -190,16 +233,45 @@ def padded_vocabulary(component: Component) -> int:
     return math.ceil(component.architecture.vocab_size / multiple) * multiple
 
 
-def _host_fraction(component: Component) -> float:
-    optimizer = component.optimizer
-    return optimizer.cpu_offload_fraction if optimizer is not None and optimizer.cpu_offload else 0.0
+def stage_layers(num_layers: int, parallel: ParallelConfig) -> list[int]:
+    """Layers of each pipeline stage (all its chunks together). The sizes have been checked (`check_divisible`)."""
+    first, last = ([layers] * bool(layers) for layers in (parallel.first_stage_layers, parallel.last_stage_layers))
+    others = parallel.pp - len(first) - len(last)
+    return [*first, *[(num_layers - sum(first + last)) // others if others else 0] * others, *last]
 
 
-def device_optimizer(component: Component, state: StateBytes) -> int:
-    """Of the optimizer's state, what `optimizer.cpu_offload` leaves on the device."""
-    return int(state.optimizer * (1 - _host_fraction(component)))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatches:
+    """`count` forward passes of `rows` sequences, each filled up to `length` tokens."""
+
+    count: int
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
 
 
-def host_optimizer(component: Component, state: StateBytes) -> int:
-    """Of a rank with `optimizer.cpu_offload`: float32 weights, two moments, and the gradients that it computes with."""
-    return int(_host_fraction(component) * _HOST_ELEMENT * state.optimizer / (12 if component.dtype_bytes == 2 else 8))
+def micro_batches(component: Component, rows: int) -> MicroBatches:
+    """How a replica's share of `rows` sequences of full length is cut."""
+    model, work, parallel = component.model, component.work, component.parallel
+    length = math.ceil(work.length / component.length_multiple) * component.length_multiple
+    units = math.ceil(rows / work.unit / component.dp)
+    by_tokens = max(1, model.micro_batch_tokens // (length * work.unit))
+    per_pass = min(by_tokens if model.micro_batch_tokens else model.micro_batch_size, units)
+    count = math.ceil(units / per_pass)
+    if parallel.vpp > 1:  # the interleaved schedule works in groups of pp; the last one is filled up
+        count = math.ceil(count / parallel.pp) * parallel.pp
+    return MicroBatches(count=count, rows=per_pass * work.unit, length=length)
+
+
+def in_flight(parallel: ParallelConfig, stage: int, count: int) -> int:
+    """Chunks of micro-batches whose activations a stage holds at once: 1F1B's min(pp - stage, count) without interleaving.
+
+    Interleaved (Narayanan et al. 2021, 2104.04473), with groups of pp micro-batches: the warm-up of 2 (pp - stage - 1) + (vpp - 1) pp chunk
+    passes and the one that follows it.
+    """
+    if parallel.vpp == 1:
+        return min(parallel.pp - stage, count)
+    return min(2 * (parallel.pp - stage - 1) + (parallel.vpp - 1) * parallel.pp + 1, count * parallel.vpp)

@@ -130,9 +130,8 @@ def predict_one(spec: dict) -> dict:
     from dataclasses import asdict
 
     from aligner.planner import dry_run
-    from aligner.planner.buffers import state_bytes
     from aligner.planner.config import ClusterConfig
-    from aligner.planner.estimate import Scales, plan_component, replication
+    from aligner.planner.estimate import Scales, plan_component, replication, state_bytes
     from aligner.planner.workload import Phase
 
     own, cluster = component(spec), ClusterConfig()

@@ -1,4 +1,4 @@
-"""`aligner migrate`: reads, prints the command and the table, writes the config."""
+"""`aligner migrate`: reads the inputs, prints the command and the table, writes the config."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from typing import Any
 
 import yaml
 
-from aligner.commands.migrate.engine import Kind, Migration, Row, Severity, is_open, replaced
+from aligner.commands.migrate.engine import Migration, Row, Severity, is_open, replaced
 from aligner.commands.migrate.engine import migrate as migrated
 from aligner.commands.migrate.reading import joined, read
+from aligner.commands.migrate.transforms import Kind
 from aligner.errors import ConfigError
 from aligner.files import publish
 from aligner.settings.compose import override
 
-OTHER = 3  # exit code: what is printed cannot run as it is, or is another experiment
+OTHER = 3  # exit code: the printed command cannot run unchanged, or is another experiment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Of the command line."""
+    """Options of the command line."""
 
     framework: str = ""
     trains: str = ""
@@ -36,9 +37,9 @@ class Options:
 
 
 def migrate(inputs: Sequence[str], options: Options) -> int:
-    """Print what the inputs are here; OTHER where the command cannot run as it is printed, or is another experiment.
+    """Print what the inputs are here; returns OTHER if the command cannot run as it is printed, or is another experiment.
 
-    Raises ConfigError for what cannot be read, or has no recipe.
+    Raises ConfigError for inputs that cannot be read, or have no recipe.
     """
     texts = [sys.stdin.read() if text == "-" else text for text in inputs]
     source = joined([read(text, framework=options.framework, trains=options.trains) for text in texts])

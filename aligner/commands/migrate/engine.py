@@ -11,11 +11,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from aligner.algorithms.registry import composed, recipe_of
-from aligner.commands.migrate import transforms
-from aligner.commands.migrate.context import Context, Meaning
+from aligner.commands.migrate import special, transforms
 from aligner.commands.migrate.reading import Source
-from aligner.commands.migrate.special import SPECIAL
 from aligner.commands.migrate.tables import Entry, as_text
+from aligner.commands.migrate.transforms import Context, Kind, Meaning
 from aligner.commands.programs import programs
 from aligner.errors import ConfigError
 from aligner.settings.compose import override
@@ -24,25 +23,15 @@ from aligner.settings.schema import is_known, schema_keys
 
 PLACEHOLDER = "TRAIN.jsonl"
 REFERENCE = re.compile(r"\$(?:\{([\w.:]+)\}|([A-Za-z_]\w*))")  # a variable of a shell, or another key, that nothing fills in
-FUNCTIONS = {one.__name__: one for one in [*transforms.GENERAL, *SPECIAL]}
+FUNCTIONS = vars(transforms) | vars(special)  # the tables name them
 
 
 class Severity(str, Enum):
-    """What it means that a key was not carried over."""
+    """What follows if a key is not carried over."""
 
     result = "result"  # the result changes: it is another experiment
-    said = "said"  # the same experiment as far as it goes, but it must be said
+    said = "said"  # the same experiment, but the user must know it
     cosmetic = "cosmetic"  # speed, memory, logs
-
-
-class Kind(str, Enum):
-    """What became of a key."""
-
-    mapped = "mapped"
-    same = "same by default"
-    another = "has another meaning here"
-    none = "has no counterpart"
-    unknown = "unknown"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,27 +43,27 @@ class Row:
     kind: Kind
     settings: dict[str, Any] = field(default_factory=dict)
     note: str = ""
-    severity: Severity | None = None  # None: it is here as it was there
+    severity: Severity | None = None  # None: carried over
 
 
 @dataclass(kw_only=True, slots=True)
 class Migration:
-    """What came out."""
+    """The result of a migration."""
 
     framework: str
     source: str
     trains: str
     recipe: str
     settings: dict[str, Any]  # overrides of the recipe's own values
-    rows: list[Row]  # of every key that was given, in its order
-    defaults: list[Row]  # of keys that were not, where the framework's default is not ours
-    open_questions: list[str]  # what nobody but the user knows
-    stops: list[str]  # those of them without whose answer it cannot run, or is another experiment
-    is_refused: bool = False  # the settings contradict each other here
+    rows: list[Row]  # one for every given key, in order
+    defaults: list[Row]  # one for every other key if the framework's default is not ours
+    open_questions: list[str]  # questions that only the user can answer
+    stops: list[str]  # the questions without whose answer it cannot run, or is another experiment
+    is_refused: bool = False  # whether the settings contradict each other here
 
     @property
     def is_other(self) -> bool:
-        """Whether the command cannot run as it is, or is another experiment."""
+        """Whether the command cannot run unchanged, or is another experiment."""
         return bool(self.stops) or any(row.severity is Severity.result for row in (*self.rows, *self.defaults))
 
     def stopped(self, question: str) -> Migration:
@@ -87,7 +76,7 @@ class Migration:
 
 
 def replaced(value: Any, form: str) -> Any:
-    """References in it as `form` has their names."""
+    """The value with `form` in place of its references."""
     if isinstance(value, list):
         return [replaced(one, form) for one in value]
     if isinstance(value, dict):
@@ -97,39 +86,31 @@ def replaced(value: Any, form: str) -> Any:
 
 def is_open(value: Any) -> bool:
     """Whether a reference in it was not filled in."""
-    if isinstance(value, dict | list):
-        return any(map(is_open, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) and REFERENCE.search(value) is not None
+    return bool(replaced(value, "") != value)
 
 
 def migrate(source: Source, *, ranks: int = 0, examples: int = 0) -> Migration:
-    """Every key of `source` in a row, and the settings of ours that follow.
-
-    Raises ConfigError if there is no recipe for what it trains.
-    """
+    """Every key of `source` in a row, and our settings that follow. Raises ConfigError if no recipe does the same training."""
     recipe = source.table.recipe_for(source.trains, source.given)
     if not recipe:
         if source.trains in source.table.parts:
             raise ConfigError(f"{source.table.name} {source.trains}: a part of a run; give the file or the command of its actor with it")
         known = ", ".join(source.table.recipes)
-        raise ConfigError(f"{source.table.name} {source.trains}: there is no recipe for it here; there are some for {known}")
+        raise ConfigError(f"{source.table.name} {source.trains}: no recipe here does that; allowed: {known}")
     entries = source.table.entries_for(recipe)
-    base = _base(recipe)
     context = _context(source, entries, recipe, ranks=ranks, examples=examples)
     types = {key.key: key.type for key in schema_keys(recipe_of(recipe).config)}
-    maker = _Rows(context=context, base=base, recipe=recipe, mirrors=source.table.mirrors, types=types)
+    maker = _Rows(context=context, base=_base(recipe), recipe=recipe, mirrors=source.table.mirrors, types=types)
     rows = maker.launcher(source, ranks)
-    by_name = {name: entry for entry in entries for name in (entry.key, *entry.also)}
+    by_name = {name: entry for entry in entries for name in entry.names}
     seen: set[str] = set()
     for key, value in source.given.items():
         entry = by_name.get(key) or next((one for name, one in by_name.items() if "*" in name and fnmatchcase(key, name)), None)
         rows.append(maker.unknown(key, value, source) if entry is None else maker.given(key, value, entry))
         seen |= {entry.key} if entry is not None and value is not None else set()
     own = {setting for row in rows for setting in row.settings}
-    defaults = []
-    for entry in entries:
-        if entry.key not in seen and (entry.default_for(recipe) is not None) and (row := maker.default(entry, own)) is not None:
-            defaults.append(row)
+    absent = [entry for entry in entries if entry.key not in seen and entry.default_for(recipe) is not None]
+    defaults = [row for entry in absent if (row := maker.default(entry, own)) is not None]
     return _checked(source, recipe, rows, defaults, maker)
 
 
@@ -141,13 +122,13 @@ def _base(recipe: str) -> Any:
 
 def _context(source: Source, entries: Sequence[Entry], recipe: str, *, ranks: int, examples: int) -> Context:
     values = {entry.key: entry.default_for(recipe) for entry in entries}
-    names = {name: entry.key for entry in entries for name in (entry.key, *entry.also)}
+    names = {name: entry.key for entry in entries for name in entry.names}
     for key, value in source.given.items():
         if value is not None and value != "???" and not is_open(value):
             values[names.get(key, key)] = value
     given = {names.get(key, key) for key, value in source.given.items() if value is not None}
     models = [values[entry.key] for entry in entries if "model.path" in entry.ours and entry.key in given]
-    context = Context(values=values, given=given, recipe=recipe, examples=examples, ranks=ranks or source.ranks)
+    context = Context(values=values, given=given, recipe=recipe, examples=examples, ranks=ranks or source.ranks, derived=special.DERIVED)
     context.model = str(models[0]) if models else ""
     context.examples = transforms.at_most(context, examples)
     if not context.ranks and source.table.ranks and all(context.number(key) for key in source.table.ranks):
@@ -157,86 +138,82 @@ def _context(source: Source, entries: Sequence[Entry], recipe: str, *, ranks: in
 
 @dataclass(kw_only=True, slots=True)
 class _Rows:
-    """Makes them."""
+    """Builds the rows."""
 
     context: Context
     base: Any
     recipe: str
     mirrors: Mapping[str, str]
-    types: Mapping[str, str]  # of our settings
+    types: Mapping[str, str]  # types of our settings
 
     def launcher(self, source: Source, ranks: int) -> list[Row]:
         rows = []
         for key, value in source.launcher.items():
-            counts = bool(source.ranks) and key.lstrip("-").replace("-", "_") in transforms.RANK_OPTIONS
-            note = "of the launcher: the number of ranks" if counts else "of its launcher or environment: `aligner launch` starts the ranks"
-            settings = {"num_processes": self.context.ranks} if counts else {}
-            kind, severity = (Kind.mapped, None) if counts else (Kind.none, Severity.cosmetic)
-            rows.append(Row(key=key, value=value, kind=kind, settings=settings, note=note, severity=severity))
+            row = Row(key=key, value=value, kind=Kind.none, severity=Severity.cosmetic)
+            row.note = "of its launcher or environment: `aligner launch` starts the ranks"
+            if source.ranks and key.lstrip("-").replace("-", "_") in transforms.RANK_OPTIONS:
+                row = Row(key=key, value=value, kind=Kind.mapped, settings={"num_processes": self.context.ranks})
+                row.note = "of the launcher: the number of ranks"
+            rows.append(row)
         if ranks and not any(row.settings for row in rows):
             rows.append(Row(key="--ranks", value=ranks, kind=Kind.mapped, settings={"num_processes": ranks}, note="as you said"))
         return rows
 
     def unknown(self, key: str, value: Any, source: Source) -> Row:
-        for part, prefix in source.table.parts.items():
-            if key.startswith(prefix) and source.table.knows(key.removeprefix(prefix)):
-                note = f"of the {part} there; the run has one, as its actor says"
-                return Row(key=key, value=value, kind=Kind.none, note=note, severity=Severity.cosmetic)
-        elsewhere = [recipe for entry in source.table.keys if key in (entry.key, *entry.also) for recipe in entry.recipes]
-        if elsewhere:
-            return Row(key=key, value=value, kind=Kind.same, note=f"without effect there either: of {', '.join(dict.fromkeys(elsewhere))}")
+        table, row = source.table, functools.partial(Row, key=key, value=value)
+        for part, prefix in table.parts.items():
+            if key.startswith(prefix) and table.knows(key.removeprefix(prefix)):
+                return row(kind=Kind.none, note=f"of the {part} there; the run has one, as its actor says", severity=Severity.cosmetic)
+        if elsewhere := dict.fromkeys(recipe for entry in table.keys if key in entry.names for recipe in entry.recipes):
+            return row(kind=Kind.same, note=f"without effect there either: of {', '.join(elsewhere)}")
         if key.startswith("--config"):
-            if str(source.given.get("--config-name")).removesuffix(".yaml") in source.table.own_configs:
-                note = f"{source.table.name}'s own: its values are the defaults of the keys that are not given"
-                return Row(key=key, value=value, kind=Kind.same, note=note)
+            if str(source.given.get("--config-name")).removesuffix(".yaml") in table.own_configs:
+                return row(kind=Kind.same, note=f"{table.name}'s own: its values are the defaults of the keys that are not given")
             self.context.ask(
                 f"{key}={value}: there is no such file here, so its keys are missing; start where it lies, or give the file itself"
             )
-            return Row(key=key, value=value, kind=Kind.another, note="names a file of more keys", severity=Severity.said)
+            return row(kind=Kind.another, note="names a file of more keys", severity=Severity.said)
         said = hint(key, list(schema_keys(recipe_of(self.recipe).config)))
         near = said if said.startswith(("did you mean", "there is no such setting")) else "no name is like it here"
-        note = f"not a key of {source.table.name} that is known here ({near})"
-        return Row(key=key, value=value, kind=Kind.unknown, note=note, severity=Severity.said)
+        return row(kind=Kind.unknown, note=f"not a key of {table.name} that is known here ({near})", severity=Severity.said)
 
     def given(self, key: str, value: Any, entry: Entry) -> Row:
-        default = entry.default_for(self.recipe)
+        default, row = entry.default_for(self.recipe), functools.partial(Row, key=key, value=value)
         if value == "???" or (value is None and default is None):
-            note = "not filled in" if value == "???" else "not set"
-            return Row(key=key, value=value, kind=Kind.same, note=note)
+            return row(kind=Kind.same, note="not filled in" if value == "???" else "not set")
         if value is True and entry.transform in transforms.OF_TEXT:
             self.context.ask(f"{key} has no value")
-            return Row(key=key, value="", kind=Kind.another, note="no value is given", severity=Severity.said)
+            return row(value="", kind=Kind.another, note="no value is given", severity=Severity.said)
         if is_open(value) and not self._is_text(entry):
-            self.context.ask(f"{key}={value} is not filled in" + ("" if default is None else f": taken as {_shown(default)}"))
+            self.context.ask(f"{key}={value} is not filled in" + ("" if default is None else f": taken as {as_text(default)}"))
             settings = {} if default is None else self._meaning(entry, default).settings
-            return Row(key=key, value=value, kind=Kind.another, settings=settings, note="not filled in", severity=Severity.said)
+            return row(kind=Kind.another, settings=settings, note="not filled in", severity=Severity.said)
         meaning = self._meaning(entry, default if value is None else value)
-        kind = Kind.another if meaning.differs else Kind.none if meaning.absent else Kind.mapped
-        severity = self._severity(entry, meaning)
+        kind, severity = meaning.kind, self._severity(entry, meaning)
         if kind is Kind.mapped and not meaning.part and all(self.is_ours(setting, one) for setting, one in meaning.settings.items()):
             kind = Kind.same
-        return Row(key=key, value=value, kind=kind, settings=meaning.settings, note=meaning.note, severity=severity)
+        return row(kind=kind, settings=meaning.settings, note=meaning.note, severity=severity)
 
     def _is_text(self, entry: Entry) -> bool:
-        """Whether a variable may stay in it: a path or a name."""
+        """Whether a variable may stay in the value: a path or a name."""
         text = bool(entry.ours) and all(self.types.get(setting) == "str" for setting in entry.ours)
         ignored = entry.meaning == "none" or bool(entry.into) or list(entry.settings or ()) == ["*"]
         return text or ignored or entry.transform in transforms.OF_TEXT
 
     def default(self, entry: Entry, own: set[str]) -> Row | None:
-        """None where it says nothing that is not ours too, or that was not given."""
+        """None if our default is the same, or a given key sets it."""
         value = entry.default_for(self.recipe)
         meaning = self._meaning(entry, value)
         changed = {name: one for name, one in meaning.settings.items() if name not in own and not self.is_ours(name, one)}
-        kind = Kind.another if meaning.differs else Kind.none if meaning.absent else Kind.mapped
-        if not changed and (kind is Kind.mapped or not meaning.note or entry.meaning == "none"):
+        if not changed and (meaning.kind is Kind.mapped or not meaning.note or entry.meaning == "none"):
             return None
-        return Row(key=entry.key, value=value, kind=kind, settings=changed, note=meaning.note, severity=self._severity(entry, meaning))
+        severity = self._severity(entry, meaning)
+        return Row(key=entry.key, value=value, kind=meaning.kind, settings=changed, note=meaning.note, severity=severity)
 
     def _severity(self, entry: Entry, meaning: Meaning) -> Severity | None:
-        """Of what is not carried over, which its question asks for; None where it is.
+        """The severity of what is not carried over, which the entry's question asks for; None if it is.
 
-        A value without a counterpart changes the result unless its key is one of none.
+        A value without a counterpart changes the result unless its whole key has no counterpart.
         """
         if not (meaning.differs or meaning.absent):
             return None
@@ -246,10 +223,11 @@ class _Rows:
         return Severity(meaning.severity or entry.severity or of_kind)
 
     def is_ours(self, setting: str, value: Any) -> bool:
-        return as_text(_plain(self.base, setting)) == as_text(value) or _plain(self.base, setting) == value
+        ours = _plain(self.base, setting)
+        return as_text(ours) == as_text(value) or bool(ours == value)
 
     def _condition(self, key: str) -> Any:
-        """A key's value; `NAME_given`: whether it was given, and is no number that is not above 0."""
+        """A key's value; `NAME_given`: whether it was given, and is above 0 if it is a number."""
         name = key.removesuffix("_given")
         value = self.context.value(name)
         return value if name == key else name in self.context.given and (value > 0 if isinstance(value, int | float) else bool(value))
@@ -257,10 +235,10 @@ class _Rows:
     def _meaning(self, entry: Entry, value: Any) -> Meaning:
         for conditions, wanted in ((entry.only, True), (entry.unless, False)):
             for key, allowed in conditions.items():
-                other = self._condition(key)
-                if (as_text(other) in [as_text(one) for one in allowed]) is not wanted:
-                    return Meaning(note=f"without effect there with {key}={_shown(other)}")
-        if any(as_text(value) == as_text(one) for one in entry.idle):
+                other = as_text(self._condition(key))
+                if (other in map(as_text, allowed)) is not wanted:
+                    return Meaning(note=f"without effect there with {key}={other}")
+        if as_text(value) in map(as_text, entry.idle):
             return Meaning(note="nothing to carry over")
         if entry.meaning == "none":
             return Meaning(absent=True, note=entry.note)
@@ -274,9 +252,9 @@ class _Rows:
 
 def _checked(source: Source, recipe: str, rows: list[Row], defaults: list[Row], maker: _Rows) -> Migration:
     settings: dict[str, Any] = {}
-    for row in [*defaults, *rows]:  # what was given counts
+    for row in [*defaults, *rows]:  # given keys win
         settings |= row.settings
-    chosen = {key: value for key, value in sorted(settings.items(), key=_order) if not maker.is_ours(key, value)}
+    chosen = {key: settings[key] for key in sorted(settings, key=_order) if not maker.is_ours(key, settings[key])}
     questions, remarks = (list(dict.fromkeys(asked)) for asked in (maker.context.questions, maker.context.remarks))
     if "num_processes" not in settings and not any("--ranks" in question for question in questions):
         remarks.append("num_processes: how many GPUs train was not said; say --ranks N (it is 1 otherwise)")
@@ -317,23 +295,16 @@ def _checked(source: Source, recipe: str, rows: list[Row], defaults: list[Row], 
     return found
 
 
-def _order(item: tuple[str, Any]) -> tuple[int, str]:
+def _order(key: str) -> int:
     sections = ["model", "data", "reward", "critic", "algorithm", "rollout", "optimizer", "loop", "parallel", "num_processes"]
-    section = item[0].partition(".")[0]
-    return (sections.index(section) if section in sections else len(sections)), ""
+    section = key.partition(".")[0]
+    return sections.index(section) if section in sections else len(sections)
 
 
 def _plain(config: Any, key: str) -> Any:
-    """The value of a dotted key; None where there is none yet."""
+    """The value of a dotted key, of enumerations their text; None if it is not set."""
     place = config
     for part in key.split("."):
         place = place.get(part) if isinstance(place, Mapping) else getattr(place, part, None)
-    return place.value if isinstance(place, Enum) else [_value(one) for one in place] if isinstance(place, list) else place
-
-
-def _value(one: Any) -> Any:
-    return one.value if isinstance(one, Enum) else one
-
-
-def _shown(value: Any) -> str:
-    return as_text(value)
+    plain = [one.value if isinstance(one, Enum) else one for one in transforms.listed(place)]
+    return plain if isinstance(place, list) else plain[0]

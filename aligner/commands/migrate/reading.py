@@ -1,4 +1,4 @@
-"""What was given: which framework's it is, what it trains, and every key with its value."""
+"""What was given: its framework, what it trains, and every key with its value."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _COMMAND = re.compile(r"^[ \t]*(?:\w+=\S+ +)*(?:accelerate|torchrun|deepspeed|py
 
 @dataclass(kw_only=True, slots=True)
 class Source:
-    """Of one framework: what it trains, and what was written."""
+    """A command or file of one framework."""
 
     table: Table
     trains: str
     given: dict[str, Any] = field(default_factory=dict)
-    launcher: dict[str, Any] = field(default_factory=dict)  # options of what starts it, and its environment
-    ranks: int = 0  # as the launcher was told; 0: not said
+    launcher: dict[str, Any] = field(default_factory=dict)  # options of its launcher, and its environment
+    ranks: int = 0  # according to the launcher; 0: not given
 
 
 def read(text: str, *, framework: str = "", trains: str = "") -> Source:
-    """A file (YAML or a script) or a command. Raises ConfigError where it is none, or of none of the frameworks."""
+    """A file (YAML or a script) or a command. Raises ConfigError if it is neither, or not of a known framework."""
     path = Path(text) if "\n" not in text and len(text) < 4096 else None
-    if path is not None and os.path.isfile(path):  # Path.is_file raises where a name is as long as a command may be
+    if path is not None and os.path.isfile(path):  # Path.is_file raises if a name is as long as a command may be
         written = path.read_text()
         if path.suffix in (".yaml", ".yml", ".json"):
             return _of_file(_mapping(written, str(path)), str(path), framework, trains)
@@ -57,7 +57,7 @@ def read(text: str, *, framework: str = "", trains: str = "") -> Source:
 
 
 def value_of(text: str) -> Any:
-    """What a word of a command line means: a number, true or false, null, a list, else the text."""
+    """The value of a word of a command line: a number, true or false, null, a list, else the text."""
     if _NUMBER.fullmatch(text):
         plain = text.replace("_", "")
         return int(plain) if re.fullmatch(r"[+-]?\d+", plain) else float(plain)
@@ -66,12 +66,8 @@ def value_of(text: str) -> Any:
         return lowered == "true"
     if lowered in ("null", "~") or text == "None":
         return None
-    if text[:1] in ("[", "{", "("):
-        return _list_of(text)
-    return text
-
-
-def _list_of(text: str) -> Any:
+    if text[:1] not in ("[", "{", "("):
+        return text
     inner = f"[{text[1:-1]}]" if text[0] == "(" else text
     try:
         found = yaml.safe_load(re.sub(r"(?<!['\"\w/])(\$\{[^{}]*\}[\w./-]*)", r'"\1"', inner))
@@ -81,32 +77,33 @@ def _list_of(text: str) -> Any:
 
 
 def _of_file(written: dict[str, Any], where: str, framework: str, trains: str) -> Source:
-    flat = dict(_leaves(written))
-    for table in _candidates(framework):
-        found = trains if framework and trains else table.trained_by_file(written)
-        if found:
-            _refuse_others(found, where, table)
-            return Source(table=table, trains=trains or found, given=flat if table.style == "hydra" else dict(written))
-    if trains and not framework:
-        fitting = [table for table in _candidates("") if trains in table.recipes and all(map(table.knows, written))]
-        if len(fitting) == 1:
-            return Source(table=fitting[0], trains=trains, given=flat if fitting[0].style == "hydra" else dict(written))
-        raise ConfigError(f"{where}: of none of the frameworks that are known by their keys; say --from {'|'.join(tables())}")
-    raise ConfigError(
-        f"{where}: its keys do not say what it trains; say --from {framework or '|'.join(tables())} and --trains (such as sft, dpo, grpo)"
-    )
+    known = _candidates(framework)
+    if framework and trains:
+        found = [(known[0], trains)]
+    else:
+        found = [(table, program) for table in known if (program := table.trained_by_file(written))][:1]
+    if not found and trains and not framework:
+        found = [(table, trains) for table in known if trains in table.recipes and all(map(table.knows, written))]
+        if len(found) != 1:
+            raise ConfigError(f"{where}: cannot tell from its keys which framework this is; pass --from {'|'.join(tables())}")
+    if not found:
+        which = framework or "|".join(tables())
+        raise ConfigError(f"{where}: its keys do not tell what it trains; pass --from {which} and --trains (such as sft, dpo, grpo)")
+    ((table, program),) = found
+    _refuse_others(program, where, table)
+    return Source(table=table, trains=trains or program, given=dict(_leaves(written)) if table.style == "hydra" else dict(written))
 
 
 def _of_script(text: str, folder: Path, where: str, framework: str, trains: str) -> Source:
     lines = list(commands(text, folder))
-    found = [source for words in lines for source in [_of_words(words, folder, where, framework, trains)] if source is not None]
+    found = [source for words in lines if (source := _of_words(words, folder, where, framework, trains)) is not None]
     if not found:
         sourced = ", ".join(words[1] for words in lines if words[0] == "source" and words[1:])
         known = ", ".join(table.name for table in _candidates(framework))
         raise ConfigError(
             f"{where}: no command of {known} in it"
             + (f"; it runs {sourced}, which is not beside it: give that script" if sourced else "")
-            + f"; for a program of your own with the keys of one of them say --from {framework or 'trl'} --trains {trains or 'grpo'}"
+            + f"; for a program of your own with such keys pass --from {framework or 'trl'} --trains {trains or 'grpo'}"
         )
     first, *others = found
     for other in others:
@@ -126,7 +123,7 @@ def _belong_together(one: Source, other: Source) -> bool:
 
 
 def joined(sources: Sequence[Source]) -> Source:
-    """Of several files: an actor's and its critic's. Raises ConfigError where they are not of one run."""
+    """Several files as one source: an actor's and its critic's. Raises ConfigError if they are not of one run."""
     first, *others = sources
     for other in others:
         if other.table is not first.table or not _belong_together(first, other):
@@ -145,11 +142,11 @@ def _joined(one: Source, other: Source) -> Source:
 
 
 def _of_words(words: Sequence[str], folder: Path, where: str, framework: str, trains: str) -> Source | None:
-    """A command that trains; None for another one."""
+    """A command that trains; None if it does something else."""
     unsure: Table | None = None
     for table in _candidates(framework):
         program_at = _by_trainer(table, words, folder) or table.program_in(words)
-        if program_at is None and framework and trains:  # a program of the user's own: what comes before its first key
+        if program_at is None and framework and trains:  # a program of the user's own: the word before its first key
             place = next((at for at, word in enumerate(words) if table.knows(word.partition("=")[0].lstrip("-+"))), 0)
             program_at = (place - 1, trains) if place else None
         if program_at is not None:
@@ -167,12 +164,12 @@ def _of_words(words: Sequence[str], folder: Path, where: str, framework: str, tr
             return Source(table=table, trains=trains or program, given=given, launcher=launcher, ranks=ranks)
     if unsure is not None:
         known = "|".join(unsure.recipes)
-        raise ConfigError(f"{where}: the keys of this command do not say what it trains; say --trains {known} (of {unsure.name})")
+        raise ConfigError(f"{where}: the keys of this command do not tell what it trains; pass --trains {known} (of {unsure.name})")
     return None
 
 
 def _by_trainer(table: Table, words: Sequence[str], folder: Path) -> tuple[int, str] | None:
-    """By the trainer that a program which is here makes: (its place, what it trains, or the trainer's name)."""
+    """(place of a program that is a file here, what the trainer that it creates trains, or the trainer's name)."""
     for place, word in enumerate(words):
         file = _beside(word, folder) if table.trainers and word.endswith(".py") else None
         if file is not None and (found := re.search(r"= *([A-Z]\w+Trainer)\(", file.read_text())):
@@ -181,13 +178,13 @@ def _by_trainer(table: Table, words: Sequence[str], folder: Path) -> tuple[int, 
 
 
 def _beside(name: str, folder: Path) -> Path | None:
-    """The file of that name: here, in the folder, or from one above it, as the root of a repository is above its examples."""
+    """The file of that name: here, in the folder, or below a folder above it, as the root of a repository is above its examples."""
     places = (Path(), folder, *folder.resolve().parents)
     return next((place / name for place in places if os.path.isfile(place / name)), None)
 
 
 def _refuse_others(program: str, where: str, table: Table) -> None:
-    """Raises ConfigError for what trains nothing: a table says so, and what does it here, after an exclamation mark."""
+    """Raise ConfigError for a program that trains nothing: tables mark it with `!`, followed by what does its work here."""
     if program.startswith("!"):
         raise ConfigError(f"{where}: of {table.name}, and it trains nothing that is mapped here: {program[1:]}")
 
@@ -199,7 +196,7 @@ def _candidates(framework: str) -> list[Table]:
 
 
 def _launcher(words: Sequence[str], folder: Path) -> tuple[dict[str, Any], int]:
-    """(what the launcher and the environment were told, the number of ranks that follows, 0 if none does)."""
+    """(options of the launcher and the environment, the number of ranks that follows, or 0)."""
     told: dict[str, Any] = {}
     counts: dict[str, int] = {}
     place = 0
@@ -227,7 +224,7 @@ def _launcher(words: Sequence[str], folder: Path) -> tuple[dict[str, Any], int]:
 
 
 def _hydra(words: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
-    """Of `key=value` words, over the config file that they name, if it is there."""
+    """The keys of `key=value` words, over the config file that they name, if it exists."""
     overrides: dict[str, Any] = {}
     place: dict[str, str] = {}
     for number, word in enumerate(words):
@@ -248,7 +245,7 @@ def _hydra(words: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _flags(words: Sequence[str], folder: Path, table: Table) -> Iterator[tuple[str, Any]]:
-    """Of `--key value ...`, over the files that are named (`--config FILE`, or a YAML file alone)."""
+    """The keys of `--key value ...`, over the named files (`--config FILE`, or a YAML file alone)."""
     values: dict[str, list[str] | None] = {}
     files: list[str] = []
     overrides: dict[str, Any] = {}
@@ -293,7 +290,7 @@ def _mapping(text: str, where: str, overrides: Mapping[str, Any] | None = None) 
 
 
 def _typed(value: Any) -> Any:
-    """YAML 1.1 takes 1e-5 for a text."""
+    """Numbers in place of their texts: YAML 1.1 reads 1e-5 as a text."""
     if isinstance(value, dict):
         return {key: _typed(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -7,7 +7,8 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 _ASSIGNMENT = re.compile(r"(?:(?:export|local|declare|readonly|typeset)\s+)?([A-Za-z_]\w*\+?)=(.*)", re.DOTALL)
@@ -22,22 +23,17 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\}|([A-Za-z_]\
 UNREAD = "\x00"  # begins a first word that says why a command could not be cut into words
 _OPEN, _CLOSE = "\x01", "\x02"  # around a variable that is not known, while others are filled in
 _ARRAY = re.compile(r"\s*(?:export\s+|local\s+|declare\s+-a\s+)?(\w+\+?)=\((.*)", re.DOTALL)
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-}
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_OPERATORS |= {ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv}
 
 
 def commands(text: str, folder: Path, variables: dict[str, str] | None = None) -> Iterator[list[str]]:
-    """The words of each command of a script, in order, with its variables filled in; `export` and assignments are no commands.
+    """The words of each command of a script, in order, with its variables filled in; `export` and assignments are not commands.
 
-    A variable that the script does not set stays (`${HOME}/x`), as does an argument (`${1}`); `"$@"` is empty. Of branches
-    only `if [ -z "$NAME" ]` (also `"$NAME" == ""`) is followed; other assignments in branches count as if the branch were taken.
-    What `bash -c "..."` runs counts as written here, and so does a script in `folder` that this one sources or runs; of a script
-    that is not there the words are `source NAME`.
+    A variable that the script does not set stays (`${HOME}/x`), as does an argument (`${1}`); `"$@"` is empty. Among branches only
+    `if [ -z "$NAME" ]` (also `"$NAME" == ""`) is followed; other assignments in branches count as if the branch were taken. The commands
+    of `bash -c "..."` and of a script in `folder` that this one sources or runs count as if they were written here; if that script does not
+    exist, the words are `source NAME`.
     """
     variables = {} if variables is None else variables
     if nodes := _DIRECTIVE.search(text):
@@ -55,7 +51,7 @@ def commands(text: str, folder: Path, variables: dict[str, str] | None = None) -
 
 
 def _within(words: list[str], folder: Path, variables: dict[str, str]) -> Iterator[list[str]]:
-    """What a shell or a script that these words start does; the words themselves where they start none."""
+    """The commands of a shell or a script that these words start; the words themselves if they start none."""
     shell = next((place for place, word in enumerate(words) if re.fullmatch(r"(\S*/)?(ba|z)?sh", word)), None)
     if shell is not None and len(words) > shell + 2 and re.fullmatch(r"-\w*c", words[shell + 1]):
         yield from commands("\n".join(_PIECE.findall(words[shell + 2])), folder, variables)
@@ -81,22 +77,22 @@ def _one(line: str, variables: dict[str, str]) -> Iterator[list[str]]:
     if line.startswith("export "):
         return
     if re.match(r'\w+="?\$\(|"?\$\(', line):
-        return  # what a program prints, which nobody knows here
+        return  # a program's output, which is not known here
     words = _split(filled(line, variables))
     if words:
         yield words
 
 
 def filled(text: str, variables: Mapping[str, str]) -> str:
-    """`$NAME`, `${NAME:-else}` and `$((arithmetic))` in a text; what is not known stays, as `${NAME}`."""
+    """The text with `$NAME`, `${NAME:-else}` and `$((arithmetic))` filled in; an unknown variable stays, as `${NAME}`."""
 
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[3]
         if name in variables and (variables[name] or found[2] is None):
-            return filled(variables[name], {}) if variables[name] != found[0] else _hidden(name)
+            return filled(variables[name], {}) if variables[name] != found[0] else f"{_OPEN}{name}{_CLOSE}"
         if found[2] is not None:
             return found[2].strip("\"'")
-        return "" if name in ("@", "*", "#", "?") else _hidden(name)
+        return "" if name in ("@", "*", "#", "?") else f"{_OPEN}{name}{_CLOSE}"
 
     text = re.sub(r"\$\{(?:\w+:?\+[^{}]*|[@*]:[^{}]*)\}", "", re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text))
     text = _with_sums(text, variables)
@@ -105,23 +101,18 @@ def filled(text: str, variables: Mapping[str, str]) -> str:
     return text.replace(_OPEN, "${").replace(_CLOSE, "}")
 
 
-def _hidden(name: str) -> str:
-    return f"{_OPEN}{name}{_CLOSE}"
-
-
 def _with_sums(text: str, variables: Mapping[str, str]) -> str:
-    return _ARITHMETIC.sub(
-        lambda found: _calculated(_VARIABLE.sub(lambda name: variables.get(name[1] or name[3], name[0]), found[1]), found[0], variables),
-        text,
-    )
+    """The text with the results of `$((arithmetic))`, as far as they are known."""
 
+    def calculated(found: re.Match[str]) -> str:
+        expression = _VARIABLE.sub(lambda name: variables.get(name[1] or name[3], name[0]), found[1])
+        expression = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), expression)
+        try:
+            return str(_number(ast.parse(expression.strip(), mode="eval").body))
+        except (SyntaxError, KeyError, TypeError, ValueError, ZeroDivisionError):
+            return found[0]
 
-def _calculated(expression: str, written: str, variables: Mapping[str, str]) -> str:
-    names = re.sub(r"[A-Za-z_]\w*", lambda found: variables.get(found[0], found[0]), expression)
-    try:
-        return str(_number(ast.parse(names.strip(), mode="eval").body))
-    except (SyntaxError, KeyError, TypeError, ValueError, ZeroDivisionError):
-        return written
+    return _ARITHMETIC.sub(calculated, text)
 
 
 def _number(node: ast.expr) -> int:
@@ -129,21 +120,17 @@ def _number(node: ast.expr) -> int:
         return _OPERATORS[type(node.op)](_number(node.left), _number(node.right))
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
-    raise ValueError(f"{ast.dump(node)} is no whole number")
+    raise ValueError(f"{ast.dump(node)} is not a whole number")
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines with what continues them, without comments; the text of a here-document is one line."""
+    """Lines with their continuations, without comments; the text of a here-document is one line."""
     lines = iter(text.replace("\\\r\n", "\\\n").splitlines())
     for line in lines:
         if (line.lstrip().startswith("#")) or not line.strip():
             continue
         if (found := _HERE_DOCUMENT.search(line)) is not None:
-            body = []
-            for other in lines:
-                if other.strip() == found[1]:
-                    break
-                body.append(other.rstrip().removesuffix("\\"))
+            body = [_open_end(other) for other in takewhile(lambda other, end=found[1]: other.strip() != end, lines)]
             if (name := re.search(r"\bread\b.*?(\w+)\s*<<", line)) is not None:
                 yield f"{name[1]}={shlex.quote(_without_comments(body))}"
             continue
@@ -152,21 +139,21 @@ def _logical_lines(text: str) -> Iterator[str]:
             while sum(part.count("(") - part.count(")") for part in body) >= 0:
                 if (following := next(lines, None)) is None:
                     break
-                body.append(following.rstrip().removesuffix("\\"))
+                body.append(_open_end(following))
             body[-1] = re.sub(r"\)\s*(#.*)?$", "", body[-1])
             yield f"{array[1]}={shlex.quote(_without_comments(body))}"
             continue
         while line.rstrip().endswith("\\") or not _is_closed(line):
-            following = next(lines, None)
-            if following is None:
+            if (following := next(lines, None)) is None:
                 break
-            joined = line.rstrip().removesuffix("\\") + " "
-            line = joined if following.lstrip().startswith("#") else joined + following
-            if following.lstrip().startswith("#"):
-                line += "\\"
-        for part in _PIECE.findall(line.rstrip().removesuffix("\\")) if _is_closed(line) and "$(" not in line and "&&" in line else [line]:
-            if part.strip():
-                yield part.strip()
+            line = _open_end(line) + " " + ("\\" if following.lstrip().startswith("#") else following)
+        parts = _PIECE.findall(_open_end(line)) if _is_closed(line) and "$(" not in line and "&&" in line else [line]
+        yield from filter(None, map(str.strip, parts))
+
+
+def _open_end(line: str) -> str:
+    """A line without the backslash that continues it."""
+    return line.rstrip().removesuffix("\\")
 
 
 def _without_comments(lines: Sequence[str]) -> str:
@@ -175,7 +162,7 @@ def _without_comments(lines: Sequence[str]) -> str:
 
 def _is_closed(line: str) -> bool:
     try:
-        shlex.split(line.rstrip().removesuffix("\\"), comments=True)
+        shlex.split(_open_end(line), comments=True)
     except ValueError:
         return False
     return True
@@ -189,12 +176,12 @@ def _split(line: str) -> list[str]:
     words = [word for word in words if word.strip()]
     for number, word in enumerate(words):
         if re.fullmatch(r"&?>{1,2}.*|2>.*|\||&|;|[12]?>&[12]|tee", word):
-            return words[:number]  # where its output goes is no setting
+            return words[:number]  # the redirection of its output is not a setting
     return words
 
 
 def _single_word(text: str) -> str | None:
-    """What is assigned, if that is all of the line; None for `NAME=value command`."""
+    """The assigned value, if it is the rest of the line; None for `NAME=value command`."""
     try:
         words = shlex.split(text, comments=True)
     except ValueError:
@@ -205,6 +192,6 @@ def _single_word(text: str) -> str | None:
 
 
 def _not_taken(line: str, variables: Mapping[str, str]) -> bool:
-    """An argument that the script was not given is empty."""
+    """Whether the line begins a branch that is not taken: arguments of the script are empty."""
     found = _IS_EMPTY.match(line)
     return bool(found) and bool(re.sub(r"\$\{\d+\}", "", variables.get(found[1] or found[2], "")))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from aligner.commands.migrate.context import Context, Meaning
 from aligner.commands.migrate.tables import Entry, as_text
-from aligner.commands.migrate.transforms import as_fraction, data, epochs, model, warmup_share
+from aligner.commands.migrate.transforms import Context, Meaning, as_fraction, data, listed, to_ours, warmup_share
 
 
 def _sampled(context: Context) -> float:
@@ -19,9 +19,30 @@ def _sampled(context: Context) -> float:
 
 
 def _updates(context: Context) -> float:
-    """Of a round of TRL's GRPO."""
+    """Optimizer steps of a round of TRL's GRPO."""
     an_update = context.product(["per_device_train_batch_size", "gradient_accumulation_steps", "ranks"])
     return max(1.0, _sampled(context) / an_update) * (context.number("num_iterations") or 1)
+
+
+def _nemo_prompts(context: Context, samples: float) -> int:
+    """Prompts of a step, from its responses."""
+    return max(1, int(samples // (context.first("trainer.reinforce.num_rollouts_per_prompt", "model.rs.num_rollouts_per_prompt") or 1)))
+
+
+def _dschat_step(context: Context) -> float:
+    """Responses that are sampled at a time; if gradients of several such rounds are added up to an update, all of these: the policy is the
+    same."""
+    sampled = context.product(["per_device_generation_batch_size", "generation_batches", "ranks"])
+    return max(sampled, context.product(["per_device_training_batch_size", "gradient_accumulation_steps", "ranks"]))
+
+
+DERIVED: Mapping[str, Callable[[Context], float]] = {  # what tables use as factors besides keys
+    "prompts of a round (TRL)": lambda context: max(1, int(_sampled(context) // (context.number("num_generations") or 1))),
+    "updates of a round (TRL)": _updates,
+    "prompts of a step (NeMo REINFORCE)": lambda context: _nemo_prompts(context, context.number("model.reinforce.num_rollout_samples")),
+    "prompts of a step (NeMo RS)": lambda context: _nemo_prompts(context, context.number("model.rs.num_rollout_samples")),
+    "rollouts of a step (DeepSpeed-Chat)": _dschat_step,
+}
 
 
 def trl_groups(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -29,24 +50,10 @@ def trl_groups(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings={"algorithm.group_size": int(value), "algorithm.prompts_per_step": prompts})
 
 
-def trl_steps(entry: Entry, value: Any, context: Context) -> Meaning:
-    if not isinstance(value, int | float) or value <= 0:
-        return Meaning(note="the epochs count")
-    return Meaning(settings={"loop.max_steps": math.ceil(value / _updates(context))})
-
-
-def trl_epochs(entry: Entry, value: Any, context: Context) -> Meaning:
-    """An epoch has every prompt once."""
-    prompts = max(1, int(_sampled(context) // (context.number("num_generations") or 1)))
-    context.values["prompts of a round"] = prompts
-    return epochs(Entry(key=entry.key, factors=["prompts of a round"]), value, context)
-
-
 def trl_epsilon(entry: Entry, value: Any, context: Context) -> Meaning:
-    ours = (
-        ["algorithm.clip_eps_low"] if context.value("epsilon_high") is not None else ["algorithm.clip_eps_low", "algorithm.clip_eps_high"]
-    )
-    return Meaning(settings=dict.fromkeys(ours, value))
+    """Both bounds, unless the upper one has a key of its own."""
+    bounds = entry.ours if context.value("epsilon_high") is None else entry.ours[:1]
+    return Meaning(settings=dict.fromkeys(bounds, value))
 
 
 _REWARDS: dict[str, dict[str, Any]] = {
@@ -56,10 +63,10 @@ _REWARDS: dict[str, dict[str, Any]] = {
 
 
 def trl_rewards(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Functions that come with TRL, or importable ones (`package.module.name`), which work as they are."""
+    """Functions that come with TRL, or importable ones (`package.module.name`), which work unchanged."""
     weights = context.value("reward_weights") or []
     rewards, unknown = {}, []
-    for number, given in enumerate(value if isinstance(value, list) else [value]):
+    for number, given in enumerate(listed(value)):
         module, _, name = str(given).removeprefix("trl.rewards.").rpartition(".")
         reward = {"path": f"{module}:{name}"} if module else dict(_REWARDS.get(name, {}))
         if reward:
@@ -89,38 +96,17 @@ def trl_correction(entry: Entry, value: Any, context: Context) -> Meaning:
 
 def trl_mixture(entry: Entry, value: Any, context: Context) -> Meaning:
     """TRL's `datasets`: [{path, name, split}, ...]."""
-    parts = [one.get("path") if isinstance(one, dict) else one for one in (value if isinstance(value, list) else [value])]
+    parts = [one.get("path") if isinstance(one, dict) else one for one in listed(value)]
     return data(entry, [part for part in parts if part], context)
 
 
-def reward_model(entry: Entry, value: Any, context: Context) -> Meaning:
-    """A reward model behind a server."""
-    found = model(Entry(key=entry.key, ours=["reward.model.path"]), value, context)
-    found.settings["reward.serve"] = True
-    found.note = found.note or entry.note
-    return found
-
-
-def reward_and_critic(entry: Entry, value: Any, context: Context) -> Meaning:
-    """The reward model, from which the critic starts."""
-    found = model(Entry(key=entry.key, ours=["reward.model.path", "critic.model.path"]), value, context)
-    found.settings["reward.serve"] = True
-    found.note = f"{found.note}; {entry.note}" if found.note and entry.note else found.note or entry.note
-    return found
-
-
-def episodes(entry: Entry, value: Any, context: Context) -> Meaning:
-    return Meaning(settings=dict.fromkeys(entry.ours, math.ceil(value / context.product(entry.factors))), note="rollouts there, steps here")
-
-
 def scheduler_arguments(entry: Entry, value: Any, context: Context) -> Meaning:
-    """transformers' lr_scheduler_kwargs: a floor of the learning rate is the only one that there is here."""
+    """transformers' lr_scheduler_kwargs, of which only a floor of the learning rate exists here."""
     if not isinstance(value, dict) or not value:
         return Meaning(note="nothing to carry over")
-    lr = context.number("learning_rate")
     settings = {}
     if "min_lr_rate" in value:
-        settings["optimizer.min_lr"] = lr * value["min_lr_rate"]
+        settings["optimizer.min_lr"] = context.number("learning_rate") * value["min_lr_rate"]
     if "min_lr" in value:
         settings["optimizer.min_lr"] = value["min_lr"]
     others = [name for name in value if name not in ("min_lr", "min_lr_rate")]
@@ -128,47 +114,57 @@ def scheduler_arguments(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def warmup(entry: Entry, value: Any, context: Context) -> Meaning:
-    """transformers' warmup_steps: below 1 a share."""
+    """transformers' warmup_steps: a share if it is below 1."""
     if isinstance(value, float) and 0 < value < 1:
         return warmup_share(entry, value, context)
-    return Meaning(settings=dict.fromkeys(entry.ours, int(value)))
+    return to_ours(entry, int(value))
 
 
 def trl_test_split(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Of the same data set, if it is one of the Hub: a file has no splits."""
+    """A split of the same data set, if that is on the Hub: a file has no splits."""
     name = context.value("dataset_name")
     if as_text(context.value("eval_strategy")) in ("null", "no", "false") or not isinstance(name, str):
         return Meaning(note="nothing is validated")
-    found = data(Entry(key=entry.key, ours=["data.validation"]), name, context)
+    found = data(Entry(key=entry.key, ours=entry.ours), name, context)
     return Meaning(note="a file has no splits") if found.settings["data.validation"] == name else found
 
 
 def eval_strategy(entry: Entry, value: Any, context: Context) -> Meaning:
     if as_text(value) in ("no", "false"):
-        return Meaning(settings=dict.fromkeys(entry.ours, 0))
+        return to_ours(entry, 0)
     if as_text(value) == "steps":
         return Meaning(part=True, note="loop.validate_every, from eval_steps; needs data.validation")
     return Meaning(differs=True, note="at the end of each epoch there; loop.validate_every counts steps: set it")
 
 
 def report_to(entry: Entry, value: Any, context: Context) -> Meaning:
-    names = [as_text(one) for one in (value if isinstance(value, list) else [value])]
+    names = [as_text(one) for one in listed(value)]
     settings: dict[str, Any] = {}
     if "wandb" in names or "all" in names:
         settings["logging.wandb_project"] = "huggingface"
     if "none" in names or "null" in names:
         settings["logging.tensorboard"] = False
-    others = [name for name in names if name not in ("wandb", "all", "none", "null", "tensorboard", "mlflow")]
-    note = "the project is W&B's default there" if settings.get("logging.wandb_project") else ""
-    if "mlflow" in names:
-        note = "logging.mlflow_tracking_uri"
-    return Meaning(
-        settings=settings, differs=bool(others) or "mlflow" in names, note=f"no such logger here: {', '.join(others)}" if others else note
-    )
+    note = "the project is W&B's default there" if "logging.wandb_project" in settings else ""
+    note = "logging.mlflow_tracking_uri" if "mlflow" in names else note
+    known = ("wandb", "all", "none", "null", "tensorboard", "mlflow")
+    found = _loggers([name for name in names if name not in known], settings, note)
+    found.differs = found.differs or "mlflow" in names
+    return found
+
+
+def verl_loggers(entry: Entry, value: Any, context: Context) -> Meaning:
+    names = {str(one) for one in listed(value)}
+    settings = {"logging.tensorboard": True} if "tensorboard" in names else {}
+    return _loggers(sorted(names - {"console", "wandb", "tensorboard"}), settings)
+
+
+def _loggers(others: list[str], settings: dict[str, Any], note: str = "") -> Meaning:
+    """`others` have no counterpart here."""
+    return Meaning(settings=settings, differs=bool(others), note=f"no such logger here: {', '.join(others)}" if others else note)
 
 
 def wandb_key(entry: Entry, value: Any, context: Context) -> Meaning:
-    """OpenRLHF's --use_wandb KEY: secrets are no settings here."""
+    """OpenRLHF's --use_wandb KEY: secrets are not settings here."""
     if context.value("wandb_project") is not None:
         return Meaning(part=True, note="part of logging.wandb_project; the key is W&B's own environment variable WANDB_API_KEY")
     settings = {"logging.wandb_project": f"openrlhf_train_{context.recipe}"}
@@ -176,31 +172,39 @@ def wandb_key(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def warmup_share_online(entry: Entry, value: Any, context: Context) -> Meaning:
-    """OpenRLHF: a share of all updates.
+    """OpenRLHF's share of all updates.
 
     entry.factors: prompts of a step, responses of an update, responses of a prompt, episodes, epochs.
     """
     if not value:
-        return Meaning(settings=dict.fromkeys(entry.ours, 0))
+        return to_ours(entry, 0)
     if not context.examples:
         return as_fraction(entry, value)
-    _, an_update, samples, episodes_, passes = (context.number(key) or 1 for key in entry.factors)
-    total = context.examples * samples // an_update * episodes_ * passes
-    return Meaning(settings=dict.fromkeys(entry.ours, math.ceil(total * value)), note=f"{value:g} of {total:g} optimizer steps")
+    _, an_update, samples, episodes, passes = (context.number(key) or 1 for key in entry.factors)
+    total = context.examples * samples // an_update * episodes * passes
+    return to_ours(entry, math.ceil(total * value), f"{value:g} of {total:g} optimizer steps")
+
+
+def _asked_reward(context: Context, path: str, form: str) -> Meaning:
+    """A reward function in another form, which the user must adapt."""
+    context.ask(f"reward.function.path={path}: the function takes (prompts, responses, answers) here: docs/rewards.md")
+    return Meaning(differs=True, note=f"{form} there, f(prompts, responses, answers) here: reward.function.path")
 
 
 def remote_reward(entry: Entry, value: Any, context: Context) -> Meaning:
     """An address, or a file with a function."""
     text = str(value[0] if isinstance(value, list) else value)
     if text.endswith(".py"):
-        context.ask(f"reward.function.path={text}:NAME: the function takes (prompts, responses, answers) here: docs/rewards.md")
-        return Meaning(
-            differs=True, note="reward_func(queries, prompts, labels) there, f(prompts, responses, answers) here: reward.function.path"
-        )
+        return _asked_reward(context, f"{text}:NAME", "reward_func(queries, prompts, labels)")
     settings: dict[str, Any] = {"reward.functions": {"remote": {"url": text}}}
     if context.recipe == "ppo":
         settings["reward.serve"] = False
     return Meaning(settings=settings, differs=True, note="the endpoint is asked in another form: docs/rewards.md")
+
+
+def verl_reward(entry: Entry, value: Any, context: Context) -> Meaning:
+    name = context.value("custom_reward_function.name")
+    return _asked_reward(context, f"{value}:{name}", "compute_score(data_source, solution_str, ground_truth)")
 
 
 def openrlhf_correction(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -209,14 +213,11 @@ def openrlhf_correction(entry: Entry, value: Any, context: Context) -> Meaning:
     kind = as_text(context.value("is_correction_type") or "tis")
     bounds = context.value("vllm_is_truncated_threshold")
     low, high = bounds if isinstance(bounds, list) else (0.5, bounds if isinstance(bounds, int | float) else 5.0)
-    ours: dict[str, Any] = {"algorithm.correction.high": float(high)}
     if kind == "seq-mask-tis":
-        return Meaning(
-            absent=True, note="there is no such correction here: tis, icepop and mis, of tokens or whole responses (docs/agreement.md)"
-        )
-    if kind == "icepop":
-        ours["algorithm.correction.low"] = float(low)
-    return Meaning(settings={"algorithm.correction.kind": kind} | ours)
+        note = "there is no such correction here: tis, icepop and mis, of tokens or whole responses (docs/agreement.md)"
+        return Meaning(absent=True, note=note)
+    ours: dict[str, Any] = {"algorithm.correction.kind": kind, "algorithm.correction.high": float(high)}
+    return Meaning(settings=ours | ({"algorithm.correction.low": float(low)} if kind == "icepop" else {}))
 
 
 def colocated(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -230,7 +231,7 @@ def colocated(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def openrlhf_placement(entry: Entry, value: Any, context: Context) -> Meaning:
-    """All on the same GPUs, which matters here where there are servers."""
+    """All on the same GPUs, which matters here if there are servers."""
     served = context.recipe == "ppo" or context.value("reward_pretrain") is not None
     if value is not True or not served:
         return Meaning(note="without servers everything is in the actor's processes" if value is True else "")
@@ -258,37 +259,18 @@ def data_prefix(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def nemo_prompts(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Responses of a step to prompts of one."""
-    return Meaning(settings={"algorithm.prompts_per_step": max(1, int(value // _nemo_group(context)))})
-
-
-def nemo_epochs(entry: Entry, value: Any, context: Context) -> Meaning:
-    context.values["prompts of a step"] = max(1, int(context.product(entry.factors) // _nemo_group(context)))
-    return epochs(Entry(key=entry.key, factors=["prompts of a step"]), value, context)
-
-
-def _nemo_group(context: Context) -> float:
-    names = ("trainer.reinforce.num_rollouts_per_prompt", "model.rs.num_rollouts_per_prompt")
-    return next((context.number(name) for name in names if context.number(name)), 1)
+    return to_ours(entry, _nemo_prompts(context, value))
 
 
 def constant_steps(entry: Entry, value: Any, context: Context) -> Meaning:
     """NeMo's last steps, at min_lr; they count optimizer steps."""
     rounds = context.number("trainer.sft.max_steps")
     if not value or rounds <= 0:
-        return Meaning(
-            differs=bool(value),
-            note="the last steps are at min_lr there: optimizer.decay_steps ends the decay before the run's end" if value else "",
-        )
-    updates = next(
-        (
-            context.number(name)
-            for name in ("model.ppo.num_rollout_samples", "model.reinforce.num_rollout_samples", "model.rs.num_rollout_samples")
-            if context.number(name)
-        ),
-        0,
-    )
-    total = rounds * max(1, updates // (context.number("model.global_batch_size") or 1)) if updates else rounds
+        note = "the last steps are at min_lr there: optimizer.decay_steps ends the decay before the run's end" if value else ""
+        return Meaning(differs=bool(value), note=note)
+    names = ("model.ppo.num_rollout_samples", "model.reinforce.num_rollout_samples", "model.rs.num_rollout_samples")
+    samples = context.first(*names)
+    total = rounds * max(1, samples // (context.number("model.global_batch_size") or 1)) if samples else rounds
     if total > value:
         return Meaning(settings={"optimizer.decay_steps": int(total - value)}, note="the decay ends so long before the run's end")
     return Meaning(
@@ -297,53 +279,35 @@ def constant_steps(entry: Entry, value: Any, context: Context) -> Meaning:
     )
 
 
-def verl_loggers(entry: Entry, value: Any, context: Context) -> Meaning:
-    names = {str(one) for one in (value if isinstance(value, list) else [value])}
-    others = sorted(names - {"console", "wandb", "tensorboard"})
-    settings = {"logging.tensorboard": True} if "tensorboard" in names else {}
-    return Meaning(settings=settings, differs=bool(others), note=f"no such logger here: {', '.join(others)}" if others else "")
-
-
 def verl_wandb(entry: Entry, value: Any, context: Context) -> Meaning:
-    loggers = context.value("trainer.logger") or []
-    has = "wandb" in (loggers if isinstance(loggers, list) else [loggers])
-    return Meaning(settings=dict.fromkeys(entry.ours, value) if has else {}, note="" if has else "of W&B, which is not among the loggers")
+    if "wandb" in listed(context.value("trainer.logger") or []):
+        return to_ours(entry, value)
+    return Meaning(note="of W&B, which is not among the loggers")
 
 
 def verl_no_kl(entry: Entry, value: Any, context: Context) -> Meaning:
     """Without a KL in the loss or the reward the coefficient is 0."""
-    uses = [context.value(name) is True for name in ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")]
-    return Meaning(
-        settings={} if any(uses) else {"algorithm.kl_coef": 0.0}, note="" if any(uses) else "no KL is used there unless it is switched on"
-    )
+    if any(context.value(name) is True for name in ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")):
+        return Meaning()
+    return Meaning(settings={"algorithm.kl_coef": 0.0}, note="no KL is used there unless it is switched on")
 
 
 def verl_dict_keys(entry: Entry, value: Any, context: Context) -> Meaning:
     """The way from another key's field inwards: here a name with dots."""
-    way = [context.value(entry.key.replace("_dict_keys", "_key")), *(value if isinstance(value, list) else [value])]
-    return Meaning(settings=dict.fromkeys(entry.ours, ".".join(map(str, way))), note="a field inside of another")
-
-
-def verl_reward(entry: Entry, value: Any, context: Context) -> Meaning:
-    name = f"{value}:{context.value('custom_reward_function.name')}"
-    context.ask(f"reward.function.path={name}: the function takes (prompts, responses, answers) here: docs/rewards.md")
-    return Meaning(
-        differs=True,
-        note="compute_score(data_source, solution_str, ground_truth) there, f(prompts, responses, answers) here: reward.function.path",
-    )
+    way = [context.value(entry.key.replace("_dict_keys", "_key")), *listed(value)]
+    return to_ours(entry, ".".join(map(str, way)), "a field inside of another")
 
 
 def below_one(entry: Entry, value: Any, context: Context) -> Meaning:
-    """A ratio is above 0, so that a bound of 1 - 1 and less is none."""
+    """A ratio is above 0, so that a bound of 1 - 1 and less has no effect."""
     if value >= 1:
-        return Meaning(settings=dict.fromkeys(entry.ours, 0.999), differs=True, note="no bound from below there; the nearest here")
-    return Meaning(settings=dict.fromkeys(entry.ours, value))
+        return to_ours(entry, 0.999, "no bound from below there; the nearest here", differs=True)
+    return to_ours(entry, value)
 
 
 def verl_warmup(entry: Entry, value: Any, context: Context) -> Meaning:
     """Its schedulers take a step after a whole training step."""
-    updates = max(0, int(value * _verl_updates(entry, context)))
-    return Meaning(settings=dict.fromkeys(entry.ours, updates), note="training steps there, updates here")
+    return to_ours(entry, max(0, int(value * _verl_updates(entry, context))), "training steps there, updates here")
 
 
 def verl_warmup_share(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -352,11 +316,9 @@ def verl_warmup_share(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def _verl_updates(entry: Entry, context: Context) -> int:
-    """Of a training step, of the actor or, where it has sizes of its own, the critic."""
+    """Updates of a training step, of the actor or, if it has sizes of its own, the critic."""
     names = ["critic", "actor_rollout_ref.actor"][not entry.key.startswith("critic.") :]
-    an_update, passes = (
-        int(next(filter(None, (context.number(f"{name}.{key}") for name in names)), 1)) for key in ("ppo_mini_batch_size", "ppo_epochs")
-    )
+    an_update, passes = (int(context.first(*(f"{name}.{key}" for name in names)) or 1) for key in ("ppo_mini_batch_size", "ppo_epochs"))
     return passes * max(1, int(context.number("data.train_batch_size")) // an_update if context.recipe != "sft" else 1)
 
 
@@ -368,24 +330,4 @@ def dschat_split(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def dschat_rollouts(entry: Entry, value: Any, context: Context) -> Meaning:
-    return Meaning(settings={"algorithm.rollouts_per_step": int(_dschat_step(context))})
-
-
-def dschat_epochs(entry: Entry, value: Any, context: Context) -> Meaning:
-    context.values["rollouts of a step"] = _dschat_step(context)
-    return epochs(Entry(key=entry.key, factors=["rollouts of a step"]), value, context)
-
-
-def _dschat_step(context: Context) -> float:
-    """What is sampled at a time; where gradients of several such rounds are added up to an update, all of these: the policy is the same."""
-    sampled = context.product(["per_device_generation_batch_size", "generation_batches", "ranks"])
-    return max(sampled, context.product(["per_device_training_batch_size", "gradient_accumulation_steps", "ranks"]))
-
-
-SPECIAL = [
-    trl_correction, trl_mixture, trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, trl_test_split, reward_model,
-    reward_and_critic, episodes, colocated, scheduler_arguments, warmup, eval_strategy, report_to, wandb_key, warmup_share_online,
-    remote_reward, openrlhf_correction, openrlhf_placement, rank_part, data_prefix, nemo_prompts, nemo_epochs, constant_steps,
-    verl_loggers, verl_wandb, verl_no_kl, verl_reward, verl_dict_keys, verl_warmup, verl_warmup_share, below_one, dschat_rollouts,
-    dschat_epochs, dschat_split,
-]  # fmt: skip
+    return to_ours(entry, int(_dschat_step(context)))

@@ -1,21 +1,22 @@
 """The mapping tables, tables/<framework>.yaml, as objects.
 
-A table's head says how the framework is recognised, an entry of `keys` what one of its keys is here:
+A table's head describes how the framework is recognised, an entry of `keys` what one of its keys is here:
 
-- `key` (with `*`: any key like it that has no entry of its own), other names of it (`also`), and the recipes of ours that it is for
+- `key` (with `*`: any key that matches and has no entry of its own), its other names (`also`), and the recipes of ours that it applies to
   (`recipes`; default: all).
-- `ours`: one setting or several. The value goes there as it is, or as `values` translates it, times `factors` (other keys, or `ranks`),
-  plus `plus`; `products` has further settings, each with the keys that the value is multiplied by.
-  `settings` gives for each value the settings that it means. `transform` names a function of transforms.py.
+- `ours`: one setting or several. They get the value, unchanged or as `values` translates it, times `factors` (other keys, `ranks`, or a
+  derived factor of special.py), plus `plus`; `products` has further settings, each with the keys that the value is multiplied by.
+  `transform` names a function of transforms.py or special.py. `settings` gives for each value the settings that it means; with a
+  transform, `*` adds settings.
 - `into`: settings that other keys set and that this one is a part of.
-- `default`: the framework's own value where the key is not given; or one for each recipe. Without it nothing follows from its absence.
-- `meaning`: `another` (what differs is in `note`) or `none` (no counterpart). `idle`: values for which there is nothing to carry over.
-- `severity`, of what is not carried over: `result` (it changes the result: another experiment), `said` (must be said; so is another
-  meaning otherwise) or `cosmetic` (as what has no counterpart is otherwise). `question`: what the user is asked then.
+- `default`: the framework's own value if the key is not given; or one for each recipe. Without it nothing follows from its absence.
+- `meaning`: `another` (`note` has the difference) or `none` (no counterpart). `idle`: values with nothing to carry over.
+- `severity` of what is not carried over: `result` (it changes the result: another experiment), `said` (the user must know it; the default
+  of another meaning) or `cosmetic` (the default of keys without a counterpart). `question`: what the user is asked then.
 - `only`, `unless`: other keys and the values with which the key has, or does not have, an effect.
 
-What a program or a file trains is a name of `recipes`; one that begins with `!` says that it trains nothing, and what does it here;
-`=stem` is the program's own name.
+What a program or a file trains is a name of `recipes`; a name that begins with `!` means that it trains nothing, and is followed by what
+does its work here; `=stem` is the program's own name.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class Entry:
     unless: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     note: str = ""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.key, *self.also
+
     def default_for(self, recipe: str) -> Any:
         return self.default.get(recipe) if isinstance(self.default, dict) else self.default
 
@@ -67,16 +72,16 @@ class Table:
     name: str
     source: str  # where its defaults were read
     style: str  # hydra (key=value) or flags (--key value)
-    programs: Mapping[str, str]  # a pattern of the word that starts it: what it trains; `?`: its keys say (by_keys)
+    programs: Mapping[str, str]  # a pattern of the word that starts it: what it trains; `?`: its keys decide (by_keys)
     recipes: Mapping[str, Any]  # what it trains: our recipe, or {key: value of that key: our recipe}
     files: Mapping[str, str] = field(default_factory=dict)  # a key of a YAML file: what that trains
-    by_keys: Mapping[str, str] = field(default_factory=dict)  # the same, of a command whose program does not say
-    by_path: Mapping[str, str] = field(default_factory=dict)  # the same by a part of the script's path, where its keys do not say
-    trainers: Mapping[str, str] = field(default_factory=dict)  # what a Python program trains that makes such a trainer
-    own_configs: Sequence[str] = ()  # names of config files that come with it, whose values are the defaults of `keys`
-    parts: Mapping[str, str] = field(default_factory=dict)  # a program that is a part of another's run: what its keys begin with there
+    by_keys: Mapping[str, str] = field(default_factory=dict)  # a key of a command whose program does not decide it: what that trains
+    by_path: Mapping[str, str] = field(default_factory=dict)  # a part of the script's path if keys do not decide it: what that trains
+    trainers: Mapping[str, str] = field(default_factory=dict)  # a trainer's class in a Python program: what that trains
+    own_configs: Sequence[str] = ()  # names of its own config files, whose values are the defaults of `keys`
+    parts: Mapping[str, str] = field(default_factory=dict)  # a program that is a part of another's run: the prefix of its keys there
     config_flags: Sequence[str] = ()  # options that name a YAML file of further keys
-    mirrors: Mapping[str, str] = field(default_factory=dict)  # what settings of ours begin with, of which another section has the same too
+    mirrors: Mapping[str, str] = field(default_factory=dict)  # a prefix of our settings: the prefix of a section that gets the same values
     ranks: Sequence[str] = ()  # keys whose product is the number of ranks
     keys: Sequence[Entry] = ()
 
@@ -90,7 +95,7 @@ class Table:
         return None
 
     def trained_by_file(self, written: Mapping[str, Any]) -> str:
-        """What a file with these keys trains; empty: it is not of this framework, or does not say."""
+        """What a file with these keys trains; empty: it is not of this framework, or its keys do not decide it."""
         return next((self._named(trains, written) for key, trains in self.files.items() if _has(written, key)), "")
 
     def trained_by_keys(self, given: Mapping[str, Any]) -> str:
@@ -98,7 +103,7 @@ class Table:
         return next((self._named(trains, given) for key, trains in self.by_keys.items() if all(one in given for one in key.split("+"))), "")
 
     def recipe_for(self, trains: str, given: Mapping[str, Any]) -> str:
-        """Our recipe; empty if there is none."""
+        """Our recipe; empty if none does the same."""
         if trains not in self.recipes:
             return ""
         chosen = self.recipes[trains]
@@ -112,10 +117,10 @@ class Table:
         return str(by_value.get(as_text(value), by_value.get("*", "")))
 
     def knows(self, key: str) -> bool:
-        return any(key in (entry.key, *entry.also) for entry in self.keys)
+        return any(key in entry.names for entry in self.keys)
 
     def entries_for(self, recipe: str) -> list[Entry]:
-        """One of each key: the first."""
+        """The first entry of each key."""
         found: dict[str, Entry] = {}
         for entry in self.keys:
             if not entry.recipes or recipe in entry.recipes:
@@ -134,7 +139,7 @@ def tables() -> dict[str, Table]:
 
 
 def as_text(value: Any) -> str:
-    """A value as the tables' YAML has it for a key."""
+    """A value in the form of a key in the tables' YAML."""
     if isinstance(value, list) and len(value) == 1:
         return as_text(value[0])
     return "null" if value is None else str(value).lower()

@@ -1,58 +1,133 @@
-"""What a value of another framework is here: the general rules of the tables, and those functions that need more than one key."""
+"""What a value of another framework is here: the general rules of the tables, and functions that need more than one key."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from aligner.commands.migrate.context import Context, Meaning
 from aligner.commands.migrate.tables import Entry, as_text
 
 RANK_OPTIONS = (
     "nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "n", "np", "N",
     "config_file",
 )  # fmt: skip
-# transforms that leave a shell's variable as it is
-OF_TEXT = ("model", "data", "data_prefix", "reward_model", "reward_and_critic", "remote_reward", "verl_reward")
-Transform = Callable[[Entry, Any, Context], Meaning]
+OF_TEXT = ("model", "data", "data_prefix", "remote_reward", "verl_reward")  # transforms that leave a shell's variable unchanged
 
 
-def apply(entry: Entry, value: Any, context: Context, functions: Mapping[str, Transform]) -> Meaning:
+class Kind(str, Enum):
+    """What became of a key."""
+
+    mapped = "mapped"
+    same = "same by default"
+    another = "has another meaning here"
+    none = "has no counterpart"
+    unknown = "unknown"
+
+
+@dataclass(kw_only=True, slots=True)
+class Meaning:
+    """The settings of ours that follow from one key, and a note."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    differs: bool = False  # ours is not quite the same
+    absent: bool = False  # ours does not exist
+    part: bool = False  # another key's setting includes it
+    severity: str = ""  # severity if it is not carried over, in place of the entry's
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.another if self.differs else Kind.none if self.absent else Kind.mapped
+
+
+@dataclass(kw_only=True, slots=True)
+class Context:
+    """Every key's value, given or by default, and the questions and remarks that arise."""
+
+    values: dict[str, Any]
+    given: set[str]
+    recipe: str
+    ranks: int  # 0: not known
+    examples: int  # number of training examples; 0: not known
+    derived: Mapping[str, Callable[[Context], float]]  # factors that are not keys
+    model: str = ""  # the trained model, as it was given
+    questions: list[str] = field(default_factory=list)  # without an answer it is another experiment, or does not run
+    remarks: list[str] = field(default_factory=list)  # it is the same experiment, but the user should know this
+
+    def value(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def number(self, key: str) -> float:
+        """0 if the value is not a number."""
+        value = self.values.get(key)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+
+    def first(self, *keys: str) -> float:
+        """The first number that is not 0; 0 if all are."""
+        return next(filter(None, map(self.number, keys)), 0)
+
+    def product(self, factors: Sequence[str]) -> float:
+        """The product of keys and of derived factors; `ranks` is the number of ranks: 1 (and a question) if it was not given."""
+        result: float = 1
+        for key in factors:
+            if key == "ranks":
+                result *= self.known_ranks()
+            elif key in self.derived:
+                result *= self.derived[key](self)
+            elif self.values.get(key) is not None:
+                result *= self.number(key)
+        return result
+
+    def known_ranks(self) -> int:
+        if not self.ranks:
+            self.ask("the number of ranks, on which batch sizes depend, was not given: taken as 1; say --ranks N")
+        return self.ranks or 1
+
+    def ask(self, question: str) -> None:
+        self.questions.append(question)
+
+
+def to_ours(entry: Entry, value: Any, note: str = "", *, differs: bool = False) -> Meaning:
+    """The value for each of the entry's settings."""
+    return Meaning(settings=dict.fromkeys(entry.ours, value), note=note, differs=differs)
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def apply(entry: Entry, value: Any, context: Context, functions: Mapping[str, Any]) -> Meaning:
     """The entry's rule; `functions` are the transforms by name."""
     if entry.into:
         return Meaning(part=True, note=f"part of {', '.join(entry.into)}" + (f": {entry.note}" if entry.note else ""))
     if entry.transform:
-        found = functions[entry.transform](entry, value, context)
-        if not found.note:
-            found.note = entry.note
+        found: Meaning = functions[entry.transform](entry, value, context)
+        found.settings |= (entry.settings or {}).get("*", {})
+        found.note = found.note or entry.note
     elif entry.settings is not None:
-        found = _of_settings(entry, value)
+        settings = entry.settings.get(as_text(value), entry.settings.get("*"))
+        found = _no_such_value(entry.settings, entry.note) if settings is None else Meaning(settings=dict(settings), note=entry.note)
     else:
         found = _plain(entry, value, context)
     found.differs = found.differs or (entry.meaning == "another" and not found.absent)
     return found
 
 
-def _of_settings(entry: Entry, value: Any) -> Meaning:
-    settings = entry.settings or {}
-    found = settings.get(as_text(value), settings.get("*"))
-    if found is None:
-        known = ", ".join(name for name in settings if name != "*")
-        return Meaning(
-            absent=True, note=f"there is no such value here (those with one: {known})" + (f"; {entry.note}" if entry.note else "")
-        )
-    return Meaning(settings=dict(found), note=entry.note)
+def _no_such_value(known: Mapping[str, Any], note: str = "") -> Meaning:
+    values = ", ".join(name for name in known if name != "*")
+    return Meaning(absent=True, note=f"there is no such value here (those with one: {values})" + (f"; {note}" if note else ""))
 
 
 def _plain(entry: Entry, value: Any, context: Context) -> Meaning:
     settings = {name: _whole(value * context.product(keys)) for name, keys in entry.products.items() if isinstance(value, int | float)}
     if entry.values is not None:
         if (text := as_text(value)) not in entry.values:
-            known = ", ".join(entry.values)
-            return Meaning(absent=True, note=f"there is no such value here (those with one: {known})")
+            return _no_such_value(entry.values)
         value = entry.values[text]
     if (entry.factors or entry.plus) and isinstance(value, int | float) and not isinstance(value, bool):
         value = _whole(value * context.product(entry.factors) + entry.plus)
@@ -75,7 +150,7 @@ def _numbers(value: Any) -> list[float]:
     return [float(part) for part in re.split(r"[,\s]+", str(value).strip("()[] ")) if re.fullmatch(r"[-+.\deE]+", part)]
 
 
-_NOT_HERE = {  # parts of models' names, where their files are not here
+_NOT_HERE = {  # parts of the names of models whose files are not here
     r"(?i)[-_/.](vl|vlm|omni|vision|multimodal|audio|ocr)\b|llava|internvl|minicpm-[ov]|paligemma|smolvlm|idefics": "reads images or sound",
     r"(?i)[-_](awq|gptq|gguf|bnb|[48]bit|int[48]|w4a16|fp8|mxfp4|nvfp4)\b": "has quantized weights",
 }
@@ -83,25 +158,25 @@ _MIXTURE = r"(?i)mixtral|[-_]moe|-a\d+(\.\d+)?b\b|deepseek-(v[23]|r1$)|glm-4\.[5
 
 
 def model(entry: Entry, value: Any, context: Context) -> Meaning:
-    """A directory, an archive, or a model of the Hub; what its name says of it is asked for if no model of the kind loads."""
+    """A directory, an archive, or a model of the Hub; a question if its name stands for a kind of model that does not load here."""
     for pattern, what in _NOT_HERE.items():
         if re.search(pattern, str(value)) and not Path(str(value)).is_dir():
             context.ask(f"{entry.ours[0]}={value}: by its name it {what}; models of text in 16 bits load here (docs/models.md)")
-    return Meaning(settings=dict.fromkeys(entry.ours, str(value)))
+    return to_ours(entry, str(value))
 
 
 _LIMITS = {"train": ("max_samples", "data.train_max_samples"), "validation": ("max_samples", "data.val_max_samples")}
 
 
 def at_most(context: Context, examples: int) -> int:
-    """Of so many examples those that are read: another key may bound them, or those of each data set."""
+    """The number of examples that are read: another key may limit all of them, or each data set."""
     limit = _limit(context, "train")
     names = context.value("dataset") if isinstance(context.value("stage"), str) else ""  # a bound of each is LLaMA-Factory's
     return min(examples, limit * (str(names).count(",") + 1)) if limit else examples
 
 
 def _limit(context: Context, name: str) -> int:
-    """0: none."""
+    """0: no limit."""
     return int(next((context.number(key) for key in _LIMITS[name] if context.number(key) > 0), 0))
 
 
@@ -132,7 +207,7 @@ def data(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def _probabilities(context: Context) -> list[float]:
-    """The shares that another key has; none where the data sets are one after another."""
+    """The shares that another key has; empty if the data sets follow each other."""
     key = "dataset_probs" if context.value("mix_strategy") in (None, "concat") else "interleave_probs"
     value = context.value(key)
     return value if isinstance(value, list) else _numbers(value)
@@ -150,62 +225,59 @@ def _data_path(name: str, split: Any, config: Any) -> str:
 
 
 def epochs(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Epochs, as steps where the examples are known: entry.factors are the keys whose product is the examples of a step."""
+    """Epochs, as steps if the examples are known; the product of entry.factors is the examples of a step."""
     per_step = context.product(entry.factors)
     if not isinstance(value, int | float) or per_step < 1:
         return Meaning(absent=True, severity="said", note="no number of examples a step follows")
     if not context.examples:
         return Meaning(settings={"loop.epochs": value, "loop.max_steps": 0}, note=f"{per_step:g} examples a step")
     steps_per_epoch = max(1, context.examples // int(per_step))
-    return Meaning(
-        settings={"loop.max_steps": math.ceil(value * steps_per_epoch)}, note=f"{context.examples} examples, {per_step:g} a step"
-    )
+    note = f"{context.examples} examples, {per_step:g} a step"
+    return Meaning(settings={"loop.max_steps": math.ceil(value * steps_per_epoch)}, note=note)
 
 
 def steps(entry: Entry, value: Any, context: Context) -> Meaning:
-    """A number of steps; not above 0: epochs count."""
+    """A number of steps; if it is not above 0, epochs count."""
     if not isinstance(value, int | float) or value <= 0:
         return Meaning(note="the epochs count")
-    return Meaning(settings=dict.fromkeys(entry.ours, math.ceil(value / (context.product(entry.factors) or 1))))
+    return to_ours(entry, math.ceil(value / (context.product(entry.factors) or 1)))
 
 
 def every(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Steps between two events; not above 0: never. A share of an epoch or of the run is not known in steps."""
+    """Steps between two events; never if it is not above 0. A share of an epoch or of the run is not known in steps."""
     if value == "inf" or not isinstance(value, int | float) or value <= 0:
-        return Meaning(settings=dict.fromkeys(entry.ours, 0), note="" if isinstance(value, int | float) else entry.note)
+        return to_ours(entry, 0, "" if isinstance(value, int | float) else entry.note)
     if value < 1 or (isinstance(value, float) and value == 1.0):
         return Meaning(differs=True, note="a share of an epoch or of the run there; here in steps: set it")
-    return Meaning(settings=dict.fromkeys(entry.ours, int(value)))
+    return to_ours(entry, int(value))
 
 
 def warmup_share(entry: Entry, value: Any, context: Context, *, whole: Callable[[float], int] = math.ceil, updates: int = 1) -> Meaning:
-    """A share of the run's steps to a number of optimizer steps; entry.factors: as for `epochs`.
+    """A share of the run's steps as a number of optimizer steps; entry.factors: as for `epochs`.
 
-    `whole` rounds as it is done there, and a step there has `updates` of them.
+    `whole` rounds as the framework does, and a step there has `updates` optimizer steps.
     """
     if not isinstance(value, int | float) or value == 0:
-        return Meaning(settings=dict.fromkeys(entry.ours, 0))
+        return to_ours(entry, 0)
     total = next((context.number(key) for key in ("max_steps", "trainer.total_training_steps") if context.number(key) > 0), 0)
     if not total and context.examples and entry.factors:
-        lasting = next(
-            (context.number(key) for key in ("num_train_epochs", "max_epochs", "trainer.total_epochs") if context.number(key)), 1
-        )
+        lasting = context.first("num_train_epochs", "max_epochs", "trainer.total_epochs") or 1
         total = math.ceil(lasting * max(1, context.examples // int(context.product(entry.factors))))
     if not total:
         return as_fraction(entry, value)
     steps = whole(round(total * value, 9))
     note = f"{value:g} of {total:g} steps there" + (f": {steps}, of {updates} updates each" if updates > 1 else "")
-    return Meaning(settings=dict.fromkeys(entry.ours, steps * updates), note=note)
+    return to_ours(entry, steps * updates, note)
 
 
 def as_fraction(entry: Entry, value: float) -> Meaning:
-    """A share of the run, where its length is not known."""
+    """A share of the run, if its length is not known."""
     ours = (name.replace("warmup_steps", "warmup_fraction") for name in entry.ours)
     return Meaning(settings=dict.fromkeys(ours, value), note="rounded up to whole updates")
 
 
 def packed(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Rows one after the other, as many tokens as the keys of entry.factors make."""
+    """Rows one after the other; a micro-batch has the product of entry.factors in tokens."""
     if value is not True:
         return Meaning(note="nothing to carry over")
     tokens = int(context.product(entry.factors)) or 4096
@@ -238,6 +310,3 @@ def lora_targets(entry: Entry, value: Any, context: Context) -> Meaning:
         note = "of a mixture: with transformers 5 there its experts get no adapters: leave `experts` out then"
     settings = dict.fromkeys(entry.ours, found) if found else {}
     return Meaning(settings=settings, differs=bool(unknown) or has_all, severity="result" if unknown else "", note=note)
-
-
-GENERAL = [spread, model, data, epochs, steps, every, warmup_share, packed, lora_targets]

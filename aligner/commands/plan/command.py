@@ -8,10 +8,11 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from aligner.algorithms.registry import composed
+from aligner.algorithms.registry import composed, recipes
 from aligner.cluster.config import Placement
+from aligner.cluster.run_directory import RunDirectory
 from aligner.commands import explain
-from aligner.commands.plan.outputs import Outputs, is_run, of_run
+from aligner.commands.plan.outputs import Outputs
 from aligner.commands.programs import placement_of
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
@@ -24,18 +25,18 @@ from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
 from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component, with_fitting_cache
 from aligner.planner.memory import context_bytes, resting_bytes
-from aligner.planner.sampling import ResponseLengths
-from aligner.planner.simulation import Habits, Part, Simulated, simulate
-from aligner.planner.workload import Component, Engine, Head, Phase
+from aligner.planner.simulation import Habits, Part, simulate
+from aligner.planner.workload import Component, Engine, Head, Phase, ResponseLengths, Work
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.run.from_hub import fetch_named
 from aligner.run.lengths import fill
 from aligner.run.settings import JobRun, WritingRun
 from aligner.run.traits import Server
 from aligner.servers.components import in_section
+from aligner.settings.compose import from_yaml, schema_of
 
 MIB = 2**20
-LAST_STEPS = 20  # of a run, whose lengths are taken
+LAST_STEPS = 20  # steps of a run whose lengths count
 
 DOES_NOT_FIT = 1  # exit code; a mistake in the config is 2, as everywhere
 
@@ -67,7 +68,7 @@ def plan_job(name: str, overrides: Sequence[str]) -> report.JobPlan:
 
 
 def plan_config(name: str, config: JobRun, scales: Scales, *, advises: bool = True) -> report.JobPlan:
-    """The plan of a composed config. `scales` know what other plans have built; `advises`: what does not fit is told what would help."""
+    """The plan of a composed config. `scales` has what other plans have measured; `advises`: problems name settings that help."""
     cluster, plans = config.cluster, planned(config, scales)
     take_turns, problems = any(one.component.turns for one in plans), []
     if take_turns:
@@ -76,14 +77,9 @@ def plan_config(name: str, config: JobRun, scales: Scales, *, advises: bool = Tr
     for one in plans:
         advice = search.advice(one.component, cluster, scales) if advises and not (one.fits or one.component.within) else []
         problems += report.problems(one, cluster, advice)
-    return report.JobPlan(
-        name=name,
-        cluster=cluster,
-        components=plans,
-        problems=tuple(problems),
-        run=simulated(plans, config, take_turns=take_turns),
-        take_turns=take_turns,
-    )
+    parts = [Part(component=one.component, sizes=one.sizes, seconds={time.phase: time.total for time in one.times}) for one in plans]
+    run = simulate(parts, cluster, config.plan, habits(config), take_turns=take_turns)
+    return report.JobPlan(name=name, cluster=cluster, components=plans, problems=tuple(problems), run=run, take_turns=take_turns)
 
 
 def planned(config: JobRun, scales: Scales) -> tuple[ComponentPlan, ...]:
@@ -94,14 +90,8 @@ def planned(config: JobRun, scales: Scales) -> tuple[ComponentPlan, ...]:
     return tuple(with_fitting_cache(one, cluster) for one in plans)
 
 
-def simulated(plans: Sequence[ComponentPlan], config: JobRun, *, take_turns: bool) -> Simulated:
-    """The run of these components, with the config's habits."""
-    parts = [Part(component=one.component, sizes=one.sizes, seconds={time.phase: time.total for time in one.times}) for one in plans]
-    return simulate(parts, config.cluster, config.plan, habits(config), take_turns=take_turns)
-
-
 def habits(config: JobRun) -> Habits:
-    """What the run does beside its steps."""
+    """What the run does besides its steps."""
     if isinstance(config, WritingRun):
         return Habits(max_steps=1)
     ahead = getattr(config, "rollout", RolloutConfig()).asynchronous
@@ -118,23 +108,28 @@ def habits(config: JobRun) -> Habits:
 
 
 def with_lengths(found: Sequence[Component], assumed: PlanConfig) -> list[Component]:
-    """With sequences of the mean lengths that `plan` has. Raises ConfigError where none are sampled, or none is so long."""
+    """The components with sequences of the mean lengths in `assumed`. Raises ConfigError for lengths that no sequence can have."""
     work = next((component.work for component in found if component.engine is not None), None)
-    if work is None and assumed.example_length:
-        own = found[0].work
-        if not own.unit <= assumed.example_length <= own.length * own.unit:
-            raise ConfigError(
-                f"plan.example_length={assumed.example_length:g}: allowed: {own.unit} to {own.length * own.unit}, by data.max_length"
-            )
-        lengths = ResponseLengths(mean=assumed.example_length / own.unit, spread=assumed.response_spread)
-        return [_with(component, lengths) for component in found]
+    by_example = work is None and assumed.example_length
+    lengths = _example_lengths(found[0].work, assumed) if by_example else _sampled_lengths(work, assumed)
+    return [replace(component, work=replace(component.work, lengths=lengths)) if lengths else component for component in found]
+
+
+def _example_lengths(own: Work, assumed: PlanConfig) -> ResponseLengths:
+    if not own.unit <= assumed.example_length <= own.length * own.unit:
+        allowed = f"{own.unit} to {own.length * own.unit}, by data.max_length"
+        raise ConfigError(f"plan.example_length={assumed.example_length:g}: allowed: {allowed}")
+    return ResponseLengths(mean=assumed.example_length / own.unit, spread=assumed.response_spread)
+
+
+def _sampled_lengths(work: Work | None, assumed: PlanConfig) -> ResponseLengths | None:
     response, prompt, setting = assumed.response_length, assumed.prompt_length, f"plan.response_length={assumed.response_length:g}"
     measured: tuple[int, ...] = ()
     if assumed.lengths_of:
         response, measured = measured_lengths(Path(assumed.lengths_of))
         setting = f"plan.lengths_of={assumed.lengths_of}"
     if not response and not prompt:
-        return list(found)
+        return None
     if work is None:
         raise ConfigError(f"{setting}: this recipe samples no responses; allowed: 0")
     if prompt > work.longest_prompt:
@@ -142,19 +137,12 @@ def with_lengths(found: Sequence[Component], assumed: PlanConfig) -> list[Compon
     response, longest = response or work.response_length, work.response_length
     if not 1 <= response <= longest:
         raise ConfigError(f"{setting}: responses of {response:g} tokens; allowed: 1 to rollout.sampling.max_response_length={longest}")
-    lengths = ResponseLengths(mean=response, spread=assumed.response_spread, prompt=prompt, measured=measured)
-    return [_with(component, lengths) for component in found]
-
-
-def _with(component: Component, lengths: ResponseLengths) -> Component:
-    return replace(component, work=replace(component.work, lengths=lengths))
+    return ResponseLengths(mean=response, spread=assumed.response_spread, prompt=prompt, measured=measured)
 
 
 def measured_lengths(path: Path) -> tuple[float, tuple[int, ...]]:
-    """(mean, lengths in rising order) of responses: of a file that lists them; of a run, by the last steps of its metrics, the mean alone.
-
-    Raises ConfigError where there are none.
-    """
+    """(mean, rising lengths) of the responses that a file lists; of a run only the mean, from the last steps of its metrics. Raises
+    ConfigError if the file or the metrics have none."""
     path = path / "metrics.jsonl" if path.is_dir() else path
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
@@ -173,7 +161,7 @@ def measured_lengths(path: Path) -> tuple[float, tuple[int, ...]]:
 
 
 def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[ComponentPlan, ...]:
-    """The plans, each with what the others hold of its GPUs while it computes."""
+    """The plans, each with the memory that the others hold on its GPUs while it computes."""
     found = []
     for plan in plans:
         component, held = plan.component, 0
@@ -189,10 +177,8 @@ def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[Comp
 
 
 def load(name: str, overrides: Sequence[str]) -> JobRun:
-    """The composed config, or that of the run in the directory `name`, with the configs of models that it names on the Hugging Face Hub.
-
-    Data need not be named; how many steps `loop.epochs` take is known if they are there.
-    """
+    """The composed config, or the config of the run in the directory `name`, with the configs of models that it names on the Hugging Face
+    Hub. Data need not be named; `loop.epochs` become steps if the data exist."""
     config: JobRun = of_run(name, overrides) if is_run(name) else composed(name, ["data.train=not-read", *overrides])
     fetch_named(config, weights=False, data=False, may_fail=_is_described)
     if not config.loop.epochs or (isinstance(config.data.train, str) and not Path(config.data.train).exists()):
@@ -200,16 +186,35 @@ def load(name: str, overrides: Sequence[str]) -> JobRun:
     return replace(config, loop=parts.with_steps(parts.with_lengths(config)).loop)
 
 
+def is_run(name: str) -> bool:
+    """Whether `name` is the directory of a run that has begun."""
+    return RunDirectory(Path(name)).config.is_file()
+
+
+def of_run(name: str, overrides: Sequence[str]) -> JobRun:
+    """The config that a run has recorded, with `overrides`; `cluster=NAME` replaces the recorded machine. Raises ConfigError for unknown
+    settings."""
+    text = RunDirectory(Path(name)).config.read_text()
+    schema = schema_of([recipe.config for recipe in recipes().values()], text)
+    about_cluster = [one for one in overrides if one.startswith(("cluster=", "hydra.searchpath="))]
+    config: JobRun = from_yaml(schema, text, [one for one in overrides if one not in about_cluster])
+    if not any(one.startswith("cluster=") for one in about_cluster):
+        return config
+    recipe = next(recipe.name for recipe in recipes().values() if recipe.config is schema)
+    machine = composed(recipe, ["data.train=not-read", *(one for one in overrides if one.startswith(("cluster", "hydra.searchpath=")))])
+    return replace(config, cluster=machine.cluster)
+
+
 def _is_described(section: object) -> bool:
-    """Whether a plan can do without the files of this model: its sizes are in the config."""
+    """Whether a plan does not need the files of this model: its sizes are in the config."""
     return isinstance(section, ModelConfig) and section.architecture.vocab_size > 0
 
 
 def components(config: JobRun, *, checked: bool = True) -> list[Component]:
-    """The components that a run of this config starts, the training one first. Unset lengths are as in the run.
+    """The components that a run of this config starts, the training one first, with unset lengths as in the run.
 
-    Raises ConfigError for settings that the run would refuse (`JobRun.with_lengths`, `JobRun.check`); unless `checked`, layouts and ranks
-    may be any.
+    Raises ConfigError for settings that the run would refuse (`JobRun.with_lengths`, `JobRun.check`); layouts and ranks count only if
+    `checked`.
     """
     models = {key: _own_or_actors(attrgetter(key)(config), config.model) for key in config.readers()}
     contexts = {}
@@ -233,6 +238,8 @@ def _main(config: JobRun, checked: bool) -> Component:
             config.check(architecture, config.num_processes)
         engine = _engine(config.rollout, config.parallel, config.cluster, config.plan.rollout_ranks) if traits.has_engine else None
     trains = Phase.train in traits.work.phases
+    # Phases at whose ends servers on the same GPUs use them.
+    turns = frozenset({Phase.generate, *([Phase.train] if any(server.optimizer for server in config.servers()) else [])})
     return Component(
         name=traits.role,
         head=traits.head,
@@ -245,19 +252,12 @@ def _main(config: JobRun, checked: bool) -> Component:
         engine=engine,
         has_reference=traits.has_reference,
         saves_asynchronously=trains and config.checkpoint.asynchronous,
-        turns=_actors_turns(config),
+        turns=frozenset() if placement_of(config) is Placement.separate else turns,
     )
 
 
-def _actors_turns(config: JobRun) -> frozenset[Phase]:
-    """The phases of the main component at whose ends servers have its GPUs."""
-    if placement_of(config) is Placement.separate:
-        return frozenset()
-    return frozenset({Phase.generate} | ({Phase.train} if any(server.optimizer for server in config.servers()) else set()))
-
-
 def _server(config: JobRun, server: Server, checked: bool) -> Component:
-    """A server component; without a model of its own it has the trained one."""
+    """A server component, which has the trained model unless it has its own."""
     key = f"{server.name}.model"
     model = _own_or_actors(server.model, config.model)
     with in_section(server.name):
@@ -281,7 +281,7 @@ def _server(config: JobRun, server: Server, checked: bool) -> Component:
 
 
 def _engine(rollout: RolloutConfig, parallel: ParallelConfig, cluster: ClusterConfig, own_ranks: int) -> Engine:
-    """Raises ConfigError for a replica that the cluster's nodes are too small for."""
+    """Raises ConfigError for a replica that is larger than the cluster's nodes."""
     tp, on_gpu = rollout.tp or parallel.tp, cluster.device == Device.gpu
     if rollout.engine == EngineKind.tensorrt_llm and on_gpu and tp > cluster.gpus_per_node:
         raise ConfigError(
@@ -303,7 +303,7 @@ def _engine(rollout: RolloutConfig, parallel: ParallelConfig, cluster: ClusterCo
 
 
 def _own_or_actors(own: ModelConfig, actors: ModelConfig) -> ModelConfig:
-    """A server's model if the config names or describes one, else the actor's."""
+    """A server's model if the config names or describes one, else the actor's model."""
     return own if own.path or own.tokenizer or own.architecture.vocab_size else actors
 
 
@@ -319,14 +319,14 @@ def _model(model: ModelConfig, architecture: Architecture, parallel: ParallelCon
 
 
 def _vocabulary(model: ModelConfig) -> int:
-    """Of the tokenizer of a model that has no weights yet, if it is here; 0 where the size is known from elsewhere, or not at all."""
+    """The vocabulary of the local tokenizer of a model without weights; 0 if the size is known from elsewhere, or not at all."""
     if model.path or model.architecture.vocab_size or not (model.tokenizer and Path(model.tokenizer).is_dir()):
         return 0
     return load_tokenizer(model.tokenizer).vocab_size
 
 
 def _architecture(key: str, model: ModelConfig) -> Architecture:
-    """The sizes of `model.path` if it exists here, else those in the config."""
+    """The sizes of `model.path` if it exists here, else the sizes in the config."""
     described, vocabulary = model.architecture.vocab_size > 0, _vocabulary(model)
     try:
         found = create.read_architecture(model, vocab_size=vocabulary)

@@ -1,24 +1,33 @@
-"""What `aligner plan` writes and compares besides its tables, and plans of runs that have begun: `--html`, `--trace`, `--against`."""
+"""What `aligner plan` writes and compares besides its tables: `--html`, `--trace`, `--against`.
+
+The page shows memory by phase and stage, the timeline of one step, and the figures of both as a table; its template is
+aligner/reporting/templates/plan.html. All coordinates are pixels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from aligner.algorithms.registry import composed, recipes
-from aligner.cluster.run_directory import RunDirectory
 from aligner.commands import against as comparison
-from aligner.commands.plan.page import report_html
 from aligner.errors import AlignerError, ConfigError, describe_os_error
 from aligner.files import publish
 from aligner.planner import report
-from aligner.run.settings import JobRun
-from aligner.settings.compose import from_yaml, schema_of
-from aligner.telemetry.spans import chrome_trace
+from aligner.planner.estimate import ComponentPlan
+from aligner.planner.report import COLUMNS, JobPlan, describe, fullest, listed, seconds
+from aligner.planner.workload import GIB
+from aligner.reporting.pages import render_page
+from aligner.telemetry.spans import Row, Span, chrome_trace, rows
 
 LENGTHS = ("plan.response_length=", "plan.prompt_length=", "plan.example_length=", "plan.lengths_of=")
+MOST_ROWS = 40  # rows of a component in the timeline
+MOST_SPANS = 6000  # drawn spans, the longest ones
+NUM_COLOURS = 8  # colours of the page's style; further kinds are grey
+WIDTH, LEFT, RIGHT = 1080, 190, 1000  # width of a chart, and bounds of its bars
+BAR, GAP = 14, 4  # height of a row, and the space between two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +39,7 @@ class Outputs:
     against: Path | None = None
 
     def write(self, job: report.JobPlan) -> None:
-        """Write and print what was asked for. Raises AlignerError if a file cannot be written, DataError for a run without two steps."""
+        """Write and print the outputs. Raises AlignerError if a file cannot be written, DataError for a run without two steps."""
         if self.html is not None or self.trace is not None:
             spans = job.run.spans
             _publish(self.html, lambda: report_html(job, spans))
@@ -50,8 +59,8 @@ def _publish(path: Path | None, text: Any) -> None:
 
 
 def config_and_overrides(config: str, overrides: Sequence[str], against: Path | None) -> tuple[str, tuple[str, ...]]:
-    """The config to plan and its overrides: without a config that of the run to compare with. Responses are as long as the run's were
-    unless the overrides say otherwise. Raises ConfigError without either."""
+    """The config to plan and its overrides: without a config, the config of the run to compare with. Responses are as long as the run's
+    unless the overrides have lengths. Raises ConfigError without either."""
     if "=" in config and not Path(config).exists():  # the first setting: no config was named
         config, overrides = "", (config, *overrides)
     if not config and against is None:
@@ -61,22 +70,142 @@ def config_and_overrides(config: str, overrides: Sequence[str], against: Path | 
     return config or str(against), tuple(overrides)
 
 
-def is_run(name: str) -> bool:
-    """Whether this is the directory of a run that has begun."""
-    return RunDirectory(Path(name)).config.is_file()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """A rectangle with a title for the pointer."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: int
+    title: str
 
 
-def of_run(name: str, overrides: Sequence[str]) -> JobRun:
-    """The config that a run has recorded, with `overrides`; `cluster=NAME` takes another machine in place of the recorded one.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Label:
+    """A text beside a row; a heading is above the rows of a component."""
 
-    Raises ConfigError for settings that there are not.
-    """
-    text = RunDirectory(Path(name)).config.read_text()
-    schema = schema_of([recipe.config for recipe in recipes().values()], text)
-    about_cluster = [one for one in overrides if one.startswith(("cluster=", "hydra.searchpath="))]
-    config: JobRun = from_yaml(schema, text, [one for one in overrides if one not in about_cluster])
-    if not any(one.startswith("cluster=") for one in about_cluster):
-        return config
-    recipe = next(recipe.name for recipe in recipes().values() if recipe.config is schema)
-    machine = composed(recipe, ["data.train=not-read", *(one for one in overrides if one.startswith(("cluster", "hydra.searchpath=")))])
-    return replace(config, cluster=machine.cluster)
+    y: float
+    text: str
+    end: str = ""  # shown behind the row
+    is_heading: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """`marks` are lines from top to bottom, (x, label)."""
+
+    caption: str
+    note: str
+    height: float
+    boxes: Sequence[Box]
+    labels: Sequence[Label]
+    marks: Sequence[tuple[float, str]]
+
+
+def report_html(job: JobPlan, spans: Sequence[Span]) -> str:
+    """The page of a plan. `spans` are those of one step, on any clock; they are drawn from the first one's start."""
+    names = list(dict.fromkeys(span.name for span in sorted(spans, key=lambda span: span.start)))
+    return render_page(
+        "plan.html",
+        width=WIDTH,
+        left=LEFT,
+        right=RIGHT,
+        name=job.name,
+        heading=f"{job.num_ranks} ranks, {job.cluster.gpus_per_node} to a node of {job.cluster.gpu_memory_gib:g} GiB each",
+        step=seconds(job.step_seconds),
+        problems=job.problems,
+        memory=[memory_chart(plan) for plan in job.components],
+        kinds=[(name, colour_of(number)) for number, name in enumerate(COLUMNS)],
+        timeline=timeline(spans, names),
+        names=[(name, colour_of(number)) for number, name in enumerate(names)],
+        table=list(_table(job)),
+    )
+
+
+def colour_of(number: int) -> int:
+    """Of the page's colours."""
+    return min(number, NUM_COLOURS)
+
+
+def memory_chart(plan: ComponentPlan) -> Chart:
+    """A bar for every phase and pipeline stage: a rank's memory at the fullest moment, and its limit."""
+    most = max(plan.limit, max(moment.total for moment in plan.memory))
+    boxes, labels = [], []
+    for number, moment in enumerate(plan.memory):
+        y, x = number * (BAR + GAP), float(LEFT)
+        for colour, (kind, parts) in enumerate(COLUMNS.items()):
+            size = sum(moment.parts.get(part, 0) for part in parts)
+            width = size / most * (RIGHT - LEFT)
+            if width:
+                title = f"{kind}: {size / GIB:.2f} GiB in {moment.phase.value} on stage {moment.stage}"
+                boxes.append(Box(x=x, y=y, width=width, height=BAR, colour=colour_of(colour), title=title))
+            x += width
+        labels.append(Label(y=y, text=f"{moment.phase.value}, stage {moment.stage}", end=f"{moment.total / GIB:.1f} GiB"))
+    return Chart(
+        caption=plan.component.name,
+        note=describe(plan.component),
+        height=len(plan.memory) * (BAR + GAP),
+        boxes=boxes,
+        labels=labels,
+        marks=[(LEFT + plan.limit / most * (RIGHT - LEFT), f"{plan.limit / GIB:.1f} GiB")],
+    )
+
+
+def timeline(spans: Sequence[Span], names: Sequence[str]) -> Chart:
+    """One row for every lane of every component, more where its spans overlap; `names` give the colours."""
+    begin = min((span.start for span in spans), default=0.0)
+    length = max((span.end for span in spans), default=begin) - begin or 1.0
+    drawn = set(map(id, sorted(spans, key=lambda span: -span.seconds)[:MOST_SPANS]))
+    colours = {name: colour_of(number) for number, name in enumerate(names)}
+    boxes, labels, y = [], [], 0.0
+    for component, own in groupby(rows(spans), key=lambda row: row.component):
+        all_rows = list(own)
+        hidden = len(all_rows) - MOST_ROWS
+        labels.append(Label(y=y, text=component + (f" (and {hidden} rows more)" if hidden > 0 else ""), is_heading=True))
+        y += BAR + GAP
+        for row in all_rows[:MOST_ROWS]:
+            labels.append(Label(y=y, text=row.title))
+            for span, depth in _nested(row):
+                if id(span) in drawn:
+                    x, width = LEFT + (span.start - begin) / length * (RIGHT - LEFT), span.seconds / length * (RIGHT - LEFT)
+                    inset = min(2 * depth, BAR // 2)
+                    title = _title(span, begin)
+                    boxes.append(Box(x=x, y=y + inset, width=width, height=BAR - inset, colour=colours[span.name], title=title))
+            y += BAR + GAP
+    left_out = len(spans) - len(drawn)
+    return Chart(
+        caption="one step",
+        note=f"{left_out:,} short spans are not drawn" if left_out else "",
+        height=y,
+        boxes=boxes,
+        labels=labels,
+        marks=[(LEFT + part / 4 * (RIGHT - LEFT), seconds(part / 4 * length)) for part in range(5)],
+    )
+
+
+def _nested(row: Row) -> Iterator[tuple[Span, int]]:
+    """The row's spans, each with the number of spans around it."""
+    around: list[float] = []
+    for span in row.spans:
+        while around and around[-1] <= span.start:
+            around.pop()
+        yield span, len(around)
+        around.append(span.end)
+
+
+def _title(span: Span, begin: float) -> str:
+    shown = (f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in span.arguments.items())
+    arguments = ", ".join(shown)
+    return f"{span.name}: {seconds(span.seconds)}, from {seconds(span.start - begin)}" + (f" ({arguments})" if arguments else "")
+
+
+def _table(job: JobPlan) -> Iterator[tuple[str, ...]]:
+    """Component, phase, fullest stage, its memory, the part of the limit, seconds, and their causes."""
+    for plan in job.components:
+        times = {time.phase: time for time in plan.times}
+        for phase in plan.component.work.phases:
+            moment, time = fullest(plan, phase), times.get(phase)
+            where = (plan.component.name, phase.value, str(moment.stage), f"{moment.total / GIB:.1f}", f"{moment.total / plan.limit:.0%}")
+            yield (*where, *((seconds(time.total), listed(time.parts, seconds)) if time else ("", "")))

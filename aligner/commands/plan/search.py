@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,15 +20,15 @@ from aligner.algorithms.registry import composed, recipe_of
 from aligner.cluster.config import Placement
 from aligner.commands.plan.command import DOES_NOT_FIT, components, load, plan_config, with_lengths
 from aligner.commands.plan.outputs import Outputs
+from aligner.commands.programs import placement_of
 from aligner.commands.slurm import LaunchOptions, launch_slurm
 from aligner.errors import ConfigError
 from aligner.losses.correction import Correction
-from aligner.planner import report, search_report
+from aligner.planner import report
 from aligner.planner.estimate import Scales
-from aligner.planner.job_search import Arrangement, Candidate, JobSearch
-from aligner.planner.search import Estimator
-from aligner.planner.search_report import Found, Row
-from aligner.planner.space import Space, written
+from aligner.planner.job_search import Arrangement, Candidate, JobSearch, undominated
+from aligner.planner.report import Found, Row
+from aligner.planner.search import Estimator, Space, written
 from aligner.planner.workload import Component
 from aligner.run.settings import JobRun
 from aligner.settings.as_file import as_file
@@ -34,8 +36,8 @@ from aligner.settings.compose import override, search_path
 
 MOST_GPUS = 4096  # that a deadline is tried with
 TRIES = 6  # full plans of an arrangement, until one fits
-CLOSE = 1.05  # arrangements whose estimate is so much above the best full plan may still turn out to be better
-COMPARED = 3  # full plans of an arrangement that fit, of which the fastest is shown, on the largest number of GPUs
+CLOSE = 1.05  # an arrangement whose estimate is up to this factor above the best full plan may still turn out to be better
+COMPARED = 3  # full plans of an arrangement that fit, among which the fastest is shown, on the largest number of GPUs
 STALENESS = "rollout.asynchronous.max_staleness"
 HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
 
@@ -46,21 +48,21 @@ T = TypeVar("T")
 class Request:
     """The options of a search."""
 
-    gpus: int = 0  # at most; 0: as many as the config's job takes
-    steps: int = 0  # that hours are counted for; 0: not given
-    deadline: str = ""  # such as 24h: the fewest GPUs that make the steps
+    gpus: int = 0  # the most GPUs; 0: as many as the config's job uses
+    steps: int = 0  # training steps whose hours are shown; 0: not given
+    deadline: str = ""  # such as 24h: the fewest GPUs that complete the steps by then
     top: int = 5  # arrangements that are shown for the largest number of GPUs
-    write: Path | None = None  # directory for the best one as a config and a Slurm script
+    write: Path | None = None  # directory for the best job, as a config and a Slurm script
     json_path: Path | None = None
 
     def check_unused(self) -> None:
-        """Raise ConfigError for options that say nothing without a search."""
+        """Raise ConfigError for options that have no effect without a search."""
         for name in ("steps", "write"):
             if value := getattr(self, name):
-                raise ConfigError(f"--{name} {value}: goes with --search")
+                raise ConfigError(f"--{name} {value}: needs --search")
 
     def hours(self) -> float:
-        """Of the deadline; 0: none. Raises ConfigError for a text that is no duration, or without steps."""
+        """The deadline's hours; 0: none. Raises ConfigError for a text that is not a duration, or without steps."""
         if not self.deadline:
             return 0.0
         if not re.fullmatch(r"(\d+(\.\d+)?[dhm])+", self.deadline):
@@ -74,22 +76,22 @@ class Request:
 
 
 def search(name: str, overrides: Sequence[str], request: Request, outputs: Outputs | None = None) -> int:
-    """Search, print the tables, write the best one; returns the exit code: 1 where nothing fits, or makes the deadline.
+    """Search, print the tables, write the best job; returns the exit code: 1 if nothing fits, or meets the deadline.
 
-    Raises ConfigError for GPUs that fill no nodes, a deadline without steps, or settings that a run would refuse in every layout.
+    Raises ConfigError for GPUs that do not fill nodes, a deadline without steps, or settings that a run would refuse in every layout.
     """
     deadline = request.hours()
     if request.write is not None:
         check_writable(request.write, name, overrides)
     begun = time.monotonic()
     found = _Search(name, overrides, request).found(deadline)
-    search_report.show(found, report.console(), top=request.top, took=time.monotonic() - begun)
+    report.show_search(found, report.console(), top=request.top, took=time.monotonic() - begun)
     if outputs is not None and found.best is not None:
         outputs.write(found.best.job)
     if request.write is not None and found.best is not None:
         write(request.write, name, overrides, found.best, steps=request.steps)
     if request.json_path is not None:
-        request.json_path.write_text(search_report.to_json(found))
+        request.json_path.write_text(report.search_to_json(found))
     return 0 if found.best is not None else DOES_NOT_FIT
 
 
@@ -102,7 +104,7 @@ class _Search:
         self.scales = Scales(cluster.device)
         self.space = Space(cluster=cluster, main=self.config.traits().role, typed=_typed(overrides, self.config))
         estimator, arrangements = Estimator(cluster, self.scales), list(_arrangements(self.config, self.space))
-        # Updates by the host are slow: they come in where nothing fits without.
+        # Updates by the host are slow: they are tried only if nothing fits without them.
         spaces = (self.space, replace(self.space, host_updates=True))
         self.searches = [[JobSearch(one, space, estimator) for one in arrangements] for space in spaces]
 
@@ -129,7 +131,7 @@ class _Search:
             most=most,
             steps=steps,
             deadline=deadline,
-            rows=tuple(_front(rows)),
+            rows=tuple(undominated(rows, lambda row: (row.gpus, row.seconds))),
             alternatives=tuple(alternatives),
             opt_in=tuple(self._in_8_bits(best)) if best is not None else (),
             best=None if late else best,
@@ -147,14 +149,14 @@ class _Search:
         return gpus
 
     def _of_config(self) -> int:
-        """GPUs of the config's own job, as it is."""
+        """GPUs of the config's own job."""
         found = [one.num_ranks for one in components(self.config, checked=False) if not one.within]
-        most = max(found) if getattr(self.config, "placement", Placement.separate) is Placement.colocated else sum(found)
+        most = max(found) if placement_of(self.config) is Placement.colocated else sum(found)
         node = self.space.cluster.gpus_per_node
         return most if most <= node else most // node * node
 
     def rows(self, gpus: int, *, all_of_them: bool) -> list[Row]:
-        """The fastest job of each arrangement that has a chance to be the fastest (or of every one), fastest first."""
+        """The fastest job of each arrangement (unless `all_of_them`, only of those that may be the fastest), fastest first."""
         return next((found for searches in self.searches if (found := self._rows(searches, gpus, all_of_them=all_of_them))), [])
 
     def _rows(self, searches: Sequence[JobSearch], gpus: int, *, all_of_them: bool) -> list[Row]:
@@ -168,7 +170,7 @@ class _Search:
         return sorted(found, key=lambda row: (row.seconds, row.gpus))
 
     def _verified(self, candidates: Sequence[Candidate], enough: int) -> list[Row]:
-        """The first that fit in full. What did not fit in one job is not tried in another."""
+        """The first `enough` candidates that fit in full. An option that did not fit in one job is not tried in another."""
         failed, tries, found = set[int](), 0, list[Row]()
         for candidate in candidates:
             if any(id(option) in failed for option in candidate.options):
@@ -187,7 +189,7 @@ class _Search:
         return found
 
     def evaluate(self, settings: Mapping[str, str]) -> report.JobPlan | None:
-        """The full plan of the job with these settings; None where a run would refuse them."""
+        """The full plan of the job with these settings; None if a run would refuse them."""
         try:
             config = with_settings(self.config, settings)
             return plan_config(self.name, config, self.scales, advises=False)
@@ -195,25 +197,15 @@ class _Search:
             return None
 
     def _in_8_bits(self, best: Row) -> Iterator[Row]:
-        """The best one with FP8 on a cluster that has it: it changes numbers, so it is shown and never chosen."""
+        """The best job with FP8 on a cluster that has it: it changes numbers, so it is shown but never chosen."""
         keys = [self.space.key(plan.component, "model.fp8") for plan in best.job.components]
         if not self.space.cluster.fp8_tflops or self.config.model.fp8 or not all(map(self.space.is_free, keys)):
             return
         settings = {**best.settings, **dict.fromkeys(keys, "true")}
         job = self.evaluate(settings)
         if job is not None and not job.problems:
-            yield Row(
-                settings=settings, words=", ".join(filter(None, (best.words, "the best one in FP8, if you type model.fp8=true"))), job=job
-            )
-
-
-def _front(rows: Sequence[Row]) -> Iterator[Row]:
-    """Those that are faster than all on fewer GPUs."""
-    least = float("inf")
-    for row in sorted(rows, key=lambda row: (row.gpus, row.seconds)):
-        if row.seconds < least:
-            least = row.seconds
-            yield row
+            words = ", ".join(filter(None, (best.words, "the best one in FP8, if you type model.fp8=true")))
+            yield Row(settings=settings, words=words, job=job)
 
 
 def _typed(overrides: Sequence[str], config: JobRun) -> frozenset[str]:
@@ -224,89 +216,76 @@ def _typed(overrides: Sequence[str], config: JobRun) -> frozenset[str]:
 
 
 def _arrangements(config: JobRun, space: Space) -> Iterator[Arrangement]:
-    """Every way to share GPUs, and to sample, that the recipe has and that was not chosen already."""
+    """Every way to share GPUs, and to sample, that the recipe has and the typed settings leave open."""
     served = [server for server in config.servers() if server.work is not None]
     guests = [server.guest for server in config.servers() if server.guest is not None]
-    placements = _free(space, "placement", getattr(config, "placement", Placement.separate), list(Placement) if served else [])
-    critic = getattr(config, "critic", None)
-    combined = [] if critic is None or len(served) + len(guests) < 2 else [False, True]
-    combinations = _free(space, "critic.with_reward", critic is not None and critic.with_reward, combined)
-    staleness = config.rollout.asynchronous.max_staleness if config.traits().has_engine else 0
-    ahead = _free(space, STALENESS, staleness, [0, staleness or 1] if config.traits().has_engine else [])
-    for placement in placements:
-        for together in combinations:
-            for steps in ahead:
-                settings = {"placement": placement} if served else {}
-                settings |= {"critic.with_reward": together} if combined else {}
-                settings |= _sampling_ahead(config, space, steps) if config.traits().has_engine else {}
-                chosen = {name: written(value) for name, value in settings.items() if _value(config, name) != value}
-                try:
-                    changed = with_settings(config, {**chosen, **_fitting(config, placement, steps)})
-                    found = with_lengths(components(changed, checked=False), config.plan)
-                except ConfigError:  # the recipe cannot
-                    continue
-                yield _arrangement(found, chosen, placement, together, steps)
+    has_engine, critic = config.traits().has_engine, getattr(config, "critic", None)
+    combines = critic is not None and len(served) + len(guests) > 1
+    staleness = config.rollout.asynchronous.max_staleness if has_engine else 0
+    now: dict[str, Any] = {
+        "placement": placement_of(config),
+        "critic.with_reward": critic is not None and critic.with_reward,
+        STALENESS: staleness,
+    }
+    options: dict[str, list[Any]] = {
+        "placement": list(Placement) if served else [],
+        "critic.with_reward": [False, True] if combines else [],
+        STALENESS: [0, staleness or 1] if has_engine else [],
+    }
+    for values in product(*(space.choose(key, now[key], own) if own else [now[key]] for key, own in options.items())):
+        chosen = dict(zip(options, values, strict=True))
+        settings = {key: value for key, value in chosen.items() if options[key]} | _correction(config, space, chosen[STALENESS])
+        typed = {name: written(value) for name, value in settings.items() if attrgetter(name)(config) != value}
+        try:
+            changed = with_settings(config, {**typed, **_fitting(config, chosen)})
+            found = with_lengths(components(changed, checked=False), config.plan)
+        except ConfigError:  # the recipe cannot
+            continue
+        yield _arrangement(found, typed, chosen)
 
 
-def _free(space: Space, key: str, now: T, options: Sequence[T]) -> list[T]:
-    return list(options) if options and space.is_free(key) else [now]
-
-
-def _fitting(config: JobRun, placement: Placement, staleness: int) -> dict[str, str]:
-    """What an arrangement cannot be composed without and the search gives later: room for the servers, weights that stay."""
+def _fitting(config: JobRun, chosen: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that an arrangement cannot be composed without and the search sets later: room for the servers, weights that stay."""
     most = max([config.num_processes, *(server.num_ranks for server in config.servers())])
-    found = {"num_processes": str(most)} if placement is Placement.colocated else {}
-    return found | ({"rollout.offload": "false"} if staleness else {})
+    found = {"num_processes": str(most)} if chosen["placement"] is Placement.colocated else {}
+    return found | ({"rollout.offload": "false"} if chosen[STALENESS] else {})
 
 
-def _sampling_ahead(config: JobRun, space: Space, staleness: int) -> dict[str, object]:
-    """Rollouts of older policies want a correction of what they are worth, where the recipe has one."""
+def _correction(config: JobRun, space: Space, staleness: int) -> dict[str, Any]:
+    """Rollouts of older policies need an importance correction, if the recipe has one."""
     correction, key = getattr(getattr(config, "algorithm", None), "correction", None), "algorithm.correction.kind"
-    if staleness and correction is not None and correction.kind is Correction.none and space.is_free(key):
-        return {STALENESS: staleness, key: Correction.tis}
-    return {STALENESS: staleness}
+    needs_it = staleness and correction is not None and correction.kind is Correction.none and space.is_free(key)
+    return {key: Correction.tis} if needs_it else {}
 
 
-def _arrangement(
-    found: Sequence[Component], settings: Mapping[str, str], placement: Placement, together: bool, staleness: int
-) -> Arrangement:
-    words = [placement.value] if len(found) > 1 else []
-    words += ["critic and reward in one"] if together else []
+def _arrangement(found: Sequence[Component], typed: Mapping[str, str], chosen: Mapping[str, Any]) -> Arrangement:
+    staleness = chosen[STALENESS]
+    words = [chosen["placement"].value] if len(found) > 1 else []
+    words += ["critic and reward in one"] if chosen["critic.with_reward"] else []
     words += [f"sampling up to {staleness} steps ahead" if staleness > 1 else "sampling a step ahead"] if staleness else []
     return Arrangement(
         words=", ".join(words),
-        settings=settings,
+        settings=typed,
         components=tuple(one for one in found if not one.within),
         guests={one.within: one for one in found if one.within},
-        colocated=placement is Placement.colocated,
+        colocated=chosen["placement"] is Placement.colocated,
         asynchronous=bool(staleness),
     )
 
 
-def _value(config: object, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
 def with_settings(config: JobRun, settings: Mapping[str, str]) -> JobRun:
-    """The config with settings as they are typed: plain values only. Every section is made, and checks itself, anew. Raises ConfigError."""
+    """The config with plain settings as they are typed. Every changed section is built, and checks itself, anew. Raises ConfigError."""
     return _replaced(copy.deepcopy(config), settings)
 
 
 def _replaced(section: T, settings: Mapping[str, str]) -> T:
-    changed: dict[str, Any] = {}
-    below: dict[str, dict[str, str]] = {}
-    for key, text in settings.items():
-        name, _, rest = key.partition(".")
-        if rest:
-            below.setdefault(name, {})[rest] = text
-        else:
-            changed[name] = _read(getattr(section, name), text)
-    changed |= {name: _replaced(getattr(section, name), own) for name, own in below.items()}
     assert is_dataclass(section) and not isinstance(section, type)
-    kept = {field.name for field in fields(section) if field.init}
-    return replace(section, **{name: value for name, value in changed.items() if name in kept})
+    parts = [(name, rest, text) for key, text in settings.items() for name, _, rest in [key.partition(".")]]
+    changed: dict[str, Any] = {}
+    for name in {field.name for field in fields(section) if field.init} & {name for name, _, _ in parts}:
+        now, own = getattr(section, name), {rest: text for other, rest, text in parts if other == name}
+        changed[name] = _replaced(now, own) if "" not in own else _read(now, own[""])
+    return replace(section, **changed)
 
 
 def _read(now: Any, text: str) -> Any:
@@ -322,7 +301,7 @@ def check_writable(folder: Path, name: str, overrides: Sequence[str]) -> None:
             f"--write {folder}: with slurm.separate=true a run is several jobs, which no single script submits; leave one out"
         )
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--write {folder}: is no directory")
+        raise ConfigError(f"--write {folder}: is not a directory")
 
 
 def write(folder: Path, name: str, overrides: Sequence[str], best: Row, *, steps: int) -> str:

@@ -9,7 +9,7 @@ from aligner.planner.estimate import ComponentPlan
 from aligner.planner.memory import PhaseMemory
 from aligner.planner.report import JobPlan
 from aligner.planner.simulation import Simulated
-from aligner.planner.timing import PhaseTime
+from aligner.planner.times import PhaseTime
 from aligner.planner.workload import GIB, Phase
 from aligner.telemetry.spans import Span
 

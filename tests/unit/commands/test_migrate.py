@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from aligner.commands.migrate.command import OTHER, Options, migrate, report
-from aligner.commands.migrate.engine import Kind
 from aligner.commands.migrate.engine import migrate as migrated
 from aligner.commands.migrate.reading import Source, read
 from aligner.commands.migrate.tables import tables
+from aligner.commands.migrate.transforms import Kind
 from aligner.errors import ConfigError
 
 ALL: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "published" / "migrate.yaml").read_text())
@@ -132,7 +132,7 @@ def test_a_file_whose_keys_do_not_say_what_it_trains(tmp_path: Path) -> None:
     path.write_text("model_name_or_path: m\ndataset_name: d.jsonl\nlearning_rate: 1.0e-4\n")
     assert read(str(path), trains="dpo").table.name == "TRL"
     path.write_text("model_name_or_path: m\nlearning_rate: 1.0e-4\nsomething: 1\n")
-    with pytest.raises(ConfigError, match="of none of the frameworks that are known by their keys; say --from"):
+    with pytest.raises(ConfigError, match="mine.yaml: .* pass --from "):
         read(str(path), trains="dpo")
 
 
@@ -152,7 +152,7 @@ def test_what_the_recipe_refuses_is_shown_with_the_table(capsys: pytest.CaptureF
             "python serve_ppo_critic.py trainer.devices=8",
             "NeMo-Aligner critic: a part of a run; give the file or the command of its actor with it",
         ),
-        ("deepspeed main.py --model_name_or_path m --deepspeed", r"do not say what it trains; say --trains .*dpo.* \(of DeepSpeed-Chat\)"),
+        ("deepspeed main.py --model_name_or_path m --deepspeed", r"pass --trains .*dpo.* \(of DeepSpeed-Chat\)"),
     ],
 )
 def test_what_cannot_be_read(text: str, message: str) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from aligner.commands.migrate.engine import Kind, Migration
+from aligner.commands.migrate.engine import Migration
 from aligner.commands.migrate.engine import migrate as migrated
 from aligner.commands.migrate.reading import read
+from aligner.commands.migrate.transforms import Kind
 
 LLAMA_FACTORY = "llamafactory-cli train --model_name_or_path m --dataset d"
 DEEPSPEED_CHAT = "deepspeed --num_gpus 2 main.py --model_name_or_path m --data_path d.jsonl"

@@ -437,10 +437,10 @@ def test_examples_that_are_not_here(name: str, recipe: str) -> None:
 
 
 def test_programs_without_a_recipe() -> None:
-    with pytest.raises(ConfigError, match="TRL nash_md: there is no recipe for it here"):
+    with pytest.raises(ConfigError, match="TRL nash_md: no recipe here does that"):
         of(f"python examples/scripts/nash_md.py {TRL}")
     own = f"python train_mine.py {TRL} --num_generations 8 --reward_funcs mine.short"
-    with pytest.raises(ConfigError, match="say --from trl --trains grpo"):
+    with pytest.raises(ConfigError, match="--from trl --trains grpo"):
         of(own)
     assert migrated(read(own, framework="trl", trains="grpo")).recipe == "grpo"
 

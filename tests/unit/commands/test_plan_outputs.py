@@ -17,11 +17,9 @@ from planned import SECONDS, SPANS, planned_ppo
 
 from aligner.commands import against
 from aligner.commands.plan import command as plan
-from aligner.commands.plan.outputs import Outputs, config_and_overrides
-from aligner.commands.plan.page import MOST_ROWS, MOST_SPANS, report_html, timeline
+from aligner.commands.plan.outputs import MOST_ROWS, MOST_SPANS, Outputs, config_and_overrides, report_html, timeline
 from aligner.errors import ConfigError, DataError
-from aligner.planner.sampling import ResponseLengths
-from aligner.planner.workload import GIB
+from aligner.planner.workload import GIB, ResponseLengths
 from aligner.settings.compose import to_yaml
 from aligner.telemetry.spans import Span
 

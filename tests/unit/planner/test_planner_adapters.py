@@ -8,18 +8,19 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import plan_parts
 from hf_models import HF_MODELS, SIZES
+from plan_parts import work
 from transformers import AutoConfig
 
 from aligner.models.config import Architecture, Dtype, LoraConfig, LoraTarget, ModelConfig
 from aligner.models.families import architecture_from_hf
-from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import memory, timing
-from aligner.planner.buffers import Parameter, Replication, StateBytes, approximate_state_bytes, state_bytes
+from aligner.planner import layers, memory, times
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, measure_block
-from aligner.planner.workload import Component, Head, Phase, Work
+from aligner.planner.dry_run import BlockBytes, Parameter, StateBytes, measure_block
+from aligner.planner.estimate import Replication, approximate_state_bytes, state_bytes
+from aligner.planner.workload import Component, Phase
 
 
 def test_frozen_weights_have_neither_gradients_nor_optimizer_state() -> None:
@@ -37,23 +38,21 @@ def test_frozen_weights_have_neither_gradients_nor_optimizer_state() -> None:
 
 def component(rank: int) -> Component:
     """Two layers of 64 wide on four ranks, tp 2; each step has a reference pass."""
-    return Component(
+    own = work(Phase.ref_logprobs, Phase.train, rows=8, length=64, response_length=32, update_rows=8)
+    return plan_parts.component(
         name="trainer",
-        head=Head.language,
         num_ranks=4,
         architecture=Architecture(num_layers=2, hidden_size=64, vocab_size=256),
-        model=ModelConfig(dtype=Dtype.bfloat16, micro_batch_size=2, lora=LoraConfig(rank=rank)),
-        parallel=ParallelConfig(tp=2, sequence_parallel=True),
-        optimizer=OptimizerConfig(),
-        work=Work(phases=(Phase.ref_logprobs, Phase.train), rows=8, length=64, response_length=32, update_rows=8, num_updates=1),
+        model={"micro_batch_size": 2, "lora": LoraConfig(rank=rank), "make_vocab_divisible_by": 128},
+        parallel={"tp": 2, "sequence_parallel": True},
+        work=own,
         has_reference=True,
     )
 
 
 def test_the_reference_and_what_is_exchanged_are_the_adapters_alone() -> None:
-    state = StateBytes(weights=10_000, gradients=400, optimizer=900)
     block = BlockBytes(layer=1, ends=2, backward=3, forward=4, kept=5)
-    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
+    sizes = plan_parts.sizes(weights=10_000, gradients=400, optimizer=900, block=block)
     found = {m.phase: m.parts for m in memory.phase_memory(component(4), sizes, ClusterConfig(), (0,))}
     # 100 trained elements have 400 bytes of gradients and 200 of bfloat16 weights.
     assert found[Phase.ref_logprobs]["reference"] == 200
@@ -63,12 +62,12 @@ def test_the_reference_and_what_is_exchanged_are_the_adapters_alone() -> None:
     assert full[Phase.ref_logprobs]["reference"] == 10_000
     # The vocabulary's 128 rows of this rank have no gradient: 4 bytes for a product, which is added to the sum over micro-batches.
     assert full[Phase.train]["logits"] - found[Phase.train]["logits"] == 128 * 64 * 4
-    times = [{t.phase: t.parts for t in timing.phase_times(component(rank), sizes, ClusterConfig())} for rank in (0, 4)]
-    with_weights, adapters = (time[Phase.train]["data parallel"] for time in times)
+    seconds = [{t.phase: t.parts for t in times.phase_times(component(rank), sizes, ClusterConfig())} for rank in (0, 4)]
+    with_weights, adapters = (time[Phase.train]["data parallel"] for time in seconds)
     assert adapters < with_weights
-    linear, quadratic = timing.layer_flops(component(4), 64)
+    linear, quadratic = layers.layer_flops(component(4), 64)
     head = 2 * 64 * 256
-    assert timing.model_flops(component(4), 10, 64) == 10 * (2 * (2 * linear + 3 * quadratic) + 2 * head)
+    assert times.model_flops(component(4), 10, 64) == 10 * (2 * (2 * linear + 3 * quadratic) + 2 * head)
 
 
 def test_the_dense_twins_of_mixtures_have_adapters_where_the_experts_have() -> None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import plan_parts
 import pytest
+from plan_parts import architecture, memory_of, work
 
 from aligner.algorithms.sft import TrainSFT
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
-from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
+from aligner.models.config import Dtype, Recompute
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import decoding, kernels, layers, memory, report, schedule, timing
-from aligner.planner.buffers import StateBytes
+from aligner.planner import layers, memory, report, times, workload
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes
+from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import check
-from aligner.planner.sampling import ResponseLengths
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
+from aligner.planner.workload import GIB, Component, Engine, Phase, ResponseLengths
 from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit, VLLMConfig
 from aligner.settings.compose import compose
 from aligner.types import SamplingConfig
@@ -43,34 +43,12 @@ CLUSTER = ClusterConfig(
     host_layer_microseconds=0,
     host_pass_milliseconds=0,
 )
-ARCHITECTURE = Architecture(
-    num_layers=8,
-    hidden_size=64,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    ffn_hidden_size=128,
-    vocab_size=1000,
-    max_position_embeddings=1024,
-)
+WORK = work(Phase.generate, Phase.logprobs, Phase.ref_logprobs, Phase.train, update_rows=32, num_updates=2)
 
 
 def component(**changes) -> Component:
-    parallel = changes.pop("parallel", {})
-    model = ModelConfig(dtype=Dtype.bfloat16, micro_batch_size=2, make_vocab_divisible_by=8, **changes.pop("model", {}))
-    phases = (Phase.generate, Phase.logprobs, Phase.ref_logprobs, Phase.train)
-    return Component(
-        **{
-            "name": "actor",
-            "head": Head.language,
-            "num_ranks": 16,
-            "architecture": ARCHITECTURE,
-            "model": model,
-            "parallel": ParallelConfig(**parallel),
-            "optimizer": OptimizerConfig(),
-            "work": Work(phases=phases, rows=64, length=256, response_length=128, update_rows=32, num_updates=2),
-            **changes,
-        }
-    )
+    changes["model"] = {"micro_batch_size": 2} | changes.get("model", {})
+    return plan_parts.component(**{"num_ranks": 16, "work": WORK} | changes)
 
 
 @pytest.mark.parametrize(
@@ -83,24 +61,24 @@ def component(**changes) -> Component:
     ],
 )
 def test_layers_of_a_stage(parallel: dict, layers: list[int]) -> None:
-    assert schedule.stage_layers(8, ParallelConfig(**parallel)) == layers
+    assert workload.stage_layers(8, ParallelConfig(**parallel)) == layers
 
 
 def test_micro_batches_in_flight() -> None:
     plain, interleaved = ParallelConfig(pp=4), ParallelConfig(pp=4, vpp=2)
-    assert [schedule.in_flight(plain, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
-    assert [schedule.in_flight(plain, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [workload.in_flight(plain, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
+    assert [workload.in_flight(plain, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
     # Warm-up of 2 (pp - stage - 1) + (vpp - 1) pp chunk passes, and one more.
-    assert [schedule.in_flight(interleaved, stage, 16) for stage in range(4)] == [11, 9, 7, 5]
-    assert schedule.in_flight(interleaved, 0, 4) == 8
+    assert [workload.in_flight(interleaved, stage, 16) for stage in range(4)] == [11, 9, 7, 5]
+    assert workload.in_flight(interleaved, 0, 4) == 8
 
 
 def test_micro_batches() -> None:
-    cut = schedule.micro_batches
-    assert cut(component(), 32) == schedule.MicroBatches(count=1, rows=2, length=256)  # 16 replicas of 2 rows
-    assert cut(component(parallel={"tp": 8}), 32) == schedule.MicroBatches(count=8, rows=2, length=256)
+    cut = workload.micro_batches
+    assert cut(component(), 32) == workload.MicroBatches(count=1, rows=2, length=256)  # 16 replicas of 2 rows
+    assert cut(component(parallel={"tp": 8}), 32) == workload.MicroBatches(count=8, rows=2, length=256)
     by_tokens = component(parallel={"tp": 8}, model={"micro_batch_tokens": 1000})  # 3 rows of 256 tokens
-    assert cut(by_tokens, 32) == schedule.MicroBatches(count=6, rows=3, length=256)
+    assert cut(by_tokens, 32) == workload.MicroBatches(count=6, rows=3, length=256)
     # Groups of pp: 6 passes become 8. Lengths: a multiple of 2 cp = 6 (258).
     assert cut(component(parallel={"pp": 4, "vpp": 2, "tp": 2}, model={"micro_batch_tokens": 1000}), 32).count == 8
     assert cut(component(num_ranks=3, parallel={"cp": 3}), 32).length == 258
@@ -109,7 +87,7 @@ def test_micro_batches() -> None:
 def test_delta_nets_have_states_instead_of_keys_and_values() -> None:
     """As above with 6 of 8 layers delta nets of 4 key heads of 8 numbers and 8 value heads of 16, and windows of 4 tokens."""
     sizes = {"linear_key_heads": 4, "linear_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_conv_size": 4}
-    engine = Engine(tp=2, max_batch_size=4, bucket_bytes=0, offload=False, prefill_chunk_tokens=100, kv_cache_tokens=1000)
+    engine = plan_parts.engine(tp=2, max_batch_size=4, prefill_chunk_tokens=100, kv_cache_tokens=1000)
     plain = component(parallel={"tp": 2}, engine=engine)
     own = replace(plain, architecture=replace(plain.architecture, linear_attention_layers=[0, 1, 2, 4, 5, 6], **sizes))
     token = 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads of a rank, numbers, bytes
@@ -124,7 +102,7 @@ def test_delta_nets_have_states_instead_of_keys_and_values() -> None:
 
 
 def test_engine_weights_of_its_own() -> None:
-    engine = Engine(tp=2, max_batch_size=8, bucket_bytes=0, offload=False)
+    engine = plan_parts.engine(tp=2)
     assert not component(parallel={"tp": 2}, engine=engine).engine_holds_weights
     assert component(parallel={"tp": 4}, engine=engine).engine_holds_weights
     assert component(parallel={"tp": 2, "pp": 2}, engine=engine).engine_holds_weights
@@ -140,7 +118,7 @@ def test_memory_of_every_phase() -> None:
     state = StateBytes(weights=GIB, gradients=2 * GIB, optimizer=3 * GIB)
     block = BlockBytes(layer=1000, ends=500_000, backward=70, forward=80)
     own = component(parallel={"tp": 4, "pp": 2}, engine=Engine(tp=4, max_batch_size=4, bucket_bytes=10, offload=True), has_reference=True)
-    sizes = memory.Sizes(stages=(state, state), train=block, inference=block, engine_weights=5 * GIB)
+    sizes = plan_parts.sizes(state, state, block=block, engine_weights=5 * GIB)
     found = {(m.phase, m.stage): m.parts for m in memory.phase_memory(own, sizes, CLUSTER, (0, 1))}
     first = found[Phase.train, 0]
     assert (first["weights"], first["gradients"], first["optimizer"]) == (GIB, 2 * GIB, 3 * GIB)
@@ -156,11 +134,11 @@ def test_memory_of_every_phase() -> None:
     assert (generate["engine weights"], generate["weights"], generate["refit buckets"]) == (5 * GIB, GIB, 20)
     assert "KV cache" not in generate
     light = replace(sizes, stages=(replace(state, weights=100), state))
-    sampling = next(m.parts for m in memory.phase_memory(own, light, CLUSTER, (0,)) if m.phase == Phase.generate)
+    sampling = memory_of(Phase.generate, own, light, CLUSTER)
     assert "weights" not in sampling and "refit buckets" not in sampling
     assert memory.host_memory(own, sizes, CLUSTER)["policy weights (while sampling)"] == 8 * GIB
     staying = replace(own, engine=replace(own.engine, offload=False))
-    generate = next(m.parts for m in memory.phase_memory(staying, sizes, CLUSTER, (0,)) if m.phase == Phase.generate)
+    generate = memory_of(Phase.generate, staying, sizes, CLUSTER)
     assert generate["KV cache"] == sampling["KV cache"] and generate["refit buckets"] == 20
     # 16 ranks / 4 = 4 replicas, 16 sequences each, 4 at a time; 8 layers, one head of 8 numbers, keys and values, 2 bytes. A page
     # of 256 tokens for each sequence and one to spare.
@@ -180,7 +158,7 @@ def test_memory_of_every_phase() -> None:
     assert alone[Phase.train]["context and communicators"] == 3 * GIB  # two processes, two communicators
     assert alone[Phase.generate]["engine weights"] == 5 * GIB and "engine weights" not in alone[Phase.train]
     overlapping = replace(own, parallel=replace(own.parallel, sequence_parallel=True, tp_comm_overlap=True))
-    train = next(m.parts for m in memory.phase_memory(overlapping, sizes, CLUSTER, (0,)) if m.phase == Phase.train)
+    train = memory_of(Phase.train, overlapping, sizes, CLUSTER)
     assert train["exchange buffers"] == 8 * 512 * 64 * 2  # the hidden states of 512 tokens of 64 bfloat16 numbers, eight times
     offloading = replace(own, optimizer=OptimizerConfig(offload=True))
     away = {(m.phase, m.stage): m.parts for m in memory.phase_memory(offloading, sizes, CLUSTER, (0,))}
@@ -199,7 +177,7 @@ def test_flops_of_a_layer() -> None:
 
 
 def test_links_and_collectives() -> None:
-    k = kernels.Kernels(cluster=CLUSTER, itemsize=2)
+    k = layers.Kernels(cluster=CLUSTER, itemsize=2)
     assert k.link(8) == 50e9 and k.link(9) == 5e9
     assert k.all_gather(100e9, 4, 4) == pytest.approx(75 / 50)
     assert k.all_reduce(1e9, 1, 1) == 0
@@ -213,32 +191,28 @@ def test_links_and_collectives() -> None:
 
 def test_latencies_and_an_oversubscribed_network() -> None:
     slow = replace(CLUSTER, collective_microseconds=10, network_microseconds=20, leaf_nodes=2, oversubscription=4)
-    k = kernels.Kernels(cluster=slow, itemsize=2)
+    k = layers.Kernels(cluster=slow, itemsize=2)
     assert k.latency(8) == pytest.approx(10e-6) and k.latency(16) == pytest.approx(30e-6) and k.latency(64) == pytest.approx(70e-6)
     assert k.link(16) == 5e9 and k.link(17) == 1.25e9
 
 
 def test_kernels_by_shape() -> None:
     """50 TFLOP/s, 500 GB/s. A product of 1000 rows of 2000 x 3000: 12 GFLOP, and (2 + 6 + 3) million numbers of 2 bytes."""
-    k = kernels.Kernels(cluster=CLUSTER, itemsize=2)
+    k = layers.Kernels(cluster=CLUSTER, itemsize=2)
     assert k.product(1000, 2000, 3000) == pytest.approx(12e9 / 50e12 + 22e6 / 500e9)
     assert k.product(1, 2000, 3000) > 0.9 * 12e6 / 500e9  # of one row only the matrix counts
     assert k.product(10, 20, 30, matrices=7) == pytest.approx(7 * k.product(10, 20, 30))
     # 10 tokens, 100 keys, 8 heads of 16 + 16 numbers: 2 FLOPs each, at achievable_attention of the peak.
-    attention = kernels.Kernels(cluster=replace(CLUSTER, achievable_attention=0.25), itemsize=2).attention(10, 100, 8, 32)
+    attention = layers.Kernels(cluster=replace(CLUSTER, achievable_attention=0.25), itemsize=2).attention(10, 100, 8, 32)
     assert attention == pytest.approx(2 * 10 * 100 * 8 * 32 / 25e12)
-    assert (
-        k.together(3.0, 2.0) == 3.0 and kernels.Kernels(cluster=replace(CLUSTER, device=Device.cpu), itemsize=4).together(3.0, 2.0) == 5.0
-    )
+    assert k.together(3.0, 2.0) == 3.0 and layers.Kernels(cluster=replace(CLUSTER, device=Device.cpu), itemsize=4).together(3.0, 2.0) == 5.0
 
 
 def training(cluster: ClusterConfig = CLUSTER, **changes) -> dict[str, float]:
     """Seconds of the training phase, by cause."""
     own = component(**changes)
-    state = StateBytes(weights=0, gradients=0, optimizer=0)
-    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,) * own.parallel.pp, train=block, inference=block, engine_weights=0)
-    (train,) = (t for t in timing.phase_times(own, sizes, cluster) if t.phase == Phase.train)
+    sizes = plan_parts.sizes(*[StateBytes(weights=0, gradients=0, optimizer=0)] * own.parallel.pp)
+    (train,) = (t for t in times.phase_times(own, sizes, cluster) if t.phase == Phase.train)
     return dict(train.parts)
 
 
@@ -249,7 +223,7 @@ def test_recomputation_and_bubble_cost_time() -> None:
     # 2 updates x 1 micro-batch of 2 x 256 tokens through 8 layers: products 3 times, attention 3.5 times, at half of 100 TFLOP/s and 40 %.
     linear, quadratic = layers.layer_flops(component(), 256)
     assert none["attention"] == pytest.approx(2 * 512 * 8 * 3.5 * quadratic / 40e12)
-    k = kernels.Kernels(cluster=CLUSTER, itemsize=2)
+    k = layers.Kernels(cluster=CLUSTER, itemsize=2)
     shapes = ((64, 128), (64, 64), (64, 128), (64, 128), (128, 64))  # queries, keys and values; output; gate, up and down
     assert none["layers"] == pytest.approx(2 * 8 * 3 * sum(k.product(512, *shape) for shape in shapes), rel=1e-3)
     assert none["layers"] > 2 * 512 * 8 * 3 * linear / 50e12  # what the FLOPs alone would take
@@ -260,14 +234,12 @@ def test_recomputation_and_bubble_cost_time() -> None:
 
 def test_what_waits_in_host_memory_is_moved() -> None:
     """30 GB there and back at 80 % of 25 GB/s. Components that take turns on the same GPUs move theirs anyway."""
-    state = StateBytes(weights=20 * 10**9, gradients=0, optimizer=30 * 10**9)
-    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=10**9)
+    sizes = plan_parts.sizes(weights=20 * 10**9, optimizer=30 * 10**9, engine_weights=10**9)
     cluster = replace(CLUSTER, host_gb_per_second=25.0, achievable_link=0.8)
 
     def seconds(phase: Phase, **changes) -> float:
         own = component(num_ranks=4, **changes)
-        return next(time.total for time in timing.phase_times(own, sizes, cluster) if time.phase == phase)
+        return next(time.total for time in times.phase_times(own, sizes, cluster) if time.phase == phase)
 
     away = OptimizerConfig(offload=True)
     assert seconds(Phase.train, optimizer=away) - seconds(Phase.train) == pytest.approx(2 * 30 / 20)
@@ -278,16 +250,14 @@ def test_what_waits_in_host_memory_is_moved() -> None:
     kept, moved = (seconds(Phase.generate, engine=engine, parallel={"tp": 2}) for engine in engines)
     assert moved - kept == pytest.approx(2 * 20 / 20)
     in_turns = component(engine=engines[1], turns=frozenset([Phase.generate]))
-    assert decoding.policy_away_seconds(in_turns, engines[1], sizes, cluster) == 0
+    assert times.policy_away_seconds(in_turns, engines[1], sizes, cluster) == 0
 
 
 def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
     """A rank with 1e9 bfloat16 parameters of its own: 12 bytes of state each, 16 with the gradient, of which 28 are read or written.
 
     8 ranks of a node share 224 GB/s: 1e9 x 28 / 28e9 = 1 s; 8 bytes over the link of 20 GB/s take 0.4 s meanwhile. Twice a step."""
-    state = StateBytes(weights=2 * 10**9, gradients=4 * 10**9, optimizer=12 * 10**9)
-    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
+    sizes = plan_parts.sizes(weights=2 * 10**9, gradients=4 * 10**9, optimizer=12 * 10**9)
     cluster = replace(CLUSTER, host_gb_per_second=25.0, achievable_link=0.8, host_memory_gb_per_second=224.0)
     on_device, on_host, a_quarter = (
         component(num_ranks=8, optimizer=OptimizerConfig(cpu_offload=on, cpu_offload_fraction=part))
@@ -295,11 +265,10 @@ def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
     )
 
     def parts(own: Component) -> dict[str, int]:
-        (train,) = (one for one in memory.phase_memory(own, sizes, cluster, [0]) if one.phase == Phase.train)
-        return dict(train.parts)
+        return memory_of(Phase.train, own, sizes, cluster)
 
     def seconds(own: Component) -> dict[str, float]:
-        return dict(next(time.parts for time in timing.phase_times(own, sizes, cluster) if time.phase == Phase.train))
+        return dict(next(time.parts for time in times.phase_times(own, sizes, cluster) if time.phase == Phase.train))
 
     assert [parts(own).get("optimizer", 0) for own in (on_device, on_host, a_quarter)] == [12 * 10**9, 0, 9 * 10**9]
     assert {parts(own)["gradients"] for own in (on_device, on_host)} == {4 * 10**9}
@@ -310,13 +279,11 @@ def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
     assert seconds(on_host)["optimizer on the host"] == pytest.approx(2 * 1.0)
     assert seconds(a_quarter)["optimizer on the host"] == pytest.approx(2 * 0.25)
     slow_link = replace(cluster, host_gb_per_second=5.0)  # 4 GB/s: the transfers take longer than the arithmetic
-    assert timing.host_update_seconds(on_host, sizes, slow_link) == pytest.approx(2 * 2.0)
+    assert times.host_update_seconds(on_host, sizes, slow_link) == pytest.approx(2 * 2.0)
     moved = 2 * 12 * 10**9 / 500e9  # what Adam on the device reads and writes of its state
     assert seconds(on_device)["optimizer"] - seconds(on_host)["optimizer"] == pytest.approx(2 * moved)
     assert memory.resting_bytes(on_host, sizes) == 6 * 10**9
-    on_cpu = replace(cluster, device=Device.cpu)
-    (train,) = (one for one in memory.phase_memory(on_host, sizes, on_cpu, [0]) if one.phase == Phase.train)
-    assert train.parts["host copies"] == 16 * 10**9  # the same memory
+    assert memory_of(Phase.train, on_host, sizes, replace(cluster, device=Device.cpu))["host copies"] == 16 * 10**9  # the same memory
 
 
 def test_the_host_and_the_slowest_rank() -> None:
@@ -334,9 +301,9 @@ def test_the_host_and_the_slowest_rank() -> None:
 def test_micro_batches_are_those_of_the_run() -> None:
     """Prompts of 10 tokens and 4 responses: two replicas, rows packed into 40 tokens."""
     lengths = ResponseLengths(mean=15, spread=0.5, prompt=10)
-    work = Work(phases=(Phase.train,), rows=4, length=50, response_length=40, update_rows=4, num_updates=1, lengths=lengths)
-    own = component(num_ranks=2, work=work, model={"micro_batch_tokens": 40, "packing": True})
-    whole = [10 + length for length in work.responses(4)]
+    own_work = work(Phase.train, rows=4, length=50, response_length=40, update_rows=4, lengths=lengths)
+    own = component(num_ranks=2, work=own_work, model={"micro_batch_tokens": 40, "packing": True})
+    whole = [10 + length for length in own_work.responses(4)]
     dealt = plan(whole, MicroBatching(tokens=40, packed=True), num_replicas=2)
     fullest = max(dealt, key=lambda batches: sum(whole[row] for batch in batches for row in batch))
     found = layers.passes(own, 4)
@@ -351,16 +318,14 @@ def test_micro_batches_are_those_of_the_run() -> None:
 
 def test_experts_and_decoding() -> None:
     """Of 8 experts, 2 for each token: one sequence reads 2 of them, two sequences on average 3.5."""
-    a = replace(ARCHITECTURE, num_experts=8, experts_per_token=2, expert_ffn_hidden_size=32)
-    engine = Engine(tp=1, max_batch_size=8, bucket_bytes=0, offload=False)
+    a = architecture(num_experts=8, experts_per_token=2, expert_ffn_hidden_size=32)
+    engine = plan_parts.engine()
     own = component(architecture=a, engine=engine, num_ranks=1)
     experts = 8 * 8 * 3 * 64 * 32 * 2  # layers, experts, matrices, sizes, bytes
-    assert decoding.expert_bytes(own, 10**9, 1) == experts and decoding.expert_bytes(component(engine=engine), 10**9, 1) == 0
+    assert times.expert_bytes(own, 10**9, 1) == experts and times.expert_bytes(component(engine=engine), 10**9, 1) == 0
     cluster = replace(CLUSTER, engine_step_milliseconds=0, engine_sequence_microseconds=0, achievable_experts=1.0)
-    state = StateBytes(weights=0, gradients=0, optimizer=0)
-    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=10_000_000)
-    step = decoding.decode_step(own, engine, sizes, cluster)
+    sizes = plan_parts.sizes(engine_weights=10_000_000)
+    step = times.decode_step(own, engine, sizes, cluster)
     chosen = step(2, 0) - step(1, 0)
     flops = (8 * layers.layer_flops(own, 1)[0] + 2 * 64 * memory.padded_vocabulary(own)) / 50e12
     logits = 6 * memory.padded_vocabulary(own) * 4 / 500e9
@@ -368,14 +333,14 @@ def test_experts_and_decoding() -> None:
     cached = memory.kv_bytes_per_token(own, engine) / 500e9 + 2 * 8 * (8 + 8) * 8 / 40e12
     assert step(1, 1000) - step(1, 0) == pytest.approx(1000 * cached)
     slow = replace(cluster, launch_microseconds=100, host_layer_microseconds=500)
-    assert decoding.decode_step(own, engine, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6)  # of mixtures twice
+    assert times.decode_step(own, engine, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6)  # of mixtures twice
     eager = replace(engine, settings=RolloutConfig(cuda_graphs=False))
-    assert decoding.decode_step(own, eager, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
+    assert times.decode_step(own, eager, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
     # Other packages' graphs are by their own settings; TensorRT-LLM's are lost where memory sleeps.
     package = replace(engine, settings=RolloutConfig(engine=EngineKind.tensorrt_llm, cuda_graphs=False))
-    assert decoding.decode_step(own, package, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6) and not package.graphs_lost
+    assert times.decode_step(own, package, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6) and not package.graphs_lost
     sleeping = replace(package, offload=True, on_gpu=True)
-    assert decoding.decode_step(own, sleeping, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
+    assert times.decode_step(own, sleeping, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
     assert "decodes without CUDA graphs" in sleeping.graphs_lost and not sleeping.records_graphs
     for eager_vllm in (False, True):
         settings = RolloutConfig(engine=EngineKind.vllm, vllm=VLLMConfig(enforce_eager=eager_vllm))
@@ -390,10 +355,10 @@ def test_refused_sizes_name_the_component() -> None:
     with pytest.raises(ConfigError, match="mini-batches of 4 are smaller than the 16 data-parallel replicas"):
         check(component(work=replace(component().work, update_rows=4)))
     with pytest.raises(ConfigError, match="rollout.tp=3: does not divide the 16 ranks"):
-        check(component(engine=Engine(tp=3, max_batch_size=1, bucket_bytes=0, offload=False)))
+        check(component(engine=plan_parts.engine(tp=3, max_batch_size=1)))
     foreign = RolloutConfig(engine=EngineKind.tensorrt_llm, verify_refit=VerifyRefit.checksum)  # and so no search proposes it
     with pytest.raises(ConfigError, match="^actor: rollout.verify_refit=checksum: rollout.engine=tensorrt_llm reads no"):
-        check(component(engine=Engine(tp=2, max_batch_size=1, bucket_bytes=0, offload=False, settings=foreign)))
+        check(component(engine=plan_parts.engine(tp=2, max_batch_size=1, settings=foreign)))
 
 
 @pytest.mark.parametrize("value, text", [(0.5, "0.50 s"), (34.4, "34 s"), (310, "5 min 10 s"), (7500, "2 h 05 min")])
@@ -405,7 +370,7 @@ def test_shown_times(value: float, text: str) -> None:
     ("change", "text"),
     [
         ({"gpus_per_node": 0}, "cluster.gpus_per_node=0: must be above 0"),
-        ({"achievable_flops": 1.5}, "cluster.achievable_flops=1.5: a part of the peak, at most 1"),
+        ({"achievable_flops": 1.5}, "cluster.achievable_flops=1.5: a fraction of the peak, at most 1"),
         ({"fragmentation": 1.0}, "cluster.fragmentation=1.0: must be below 1"),
     ],
 )
@@ -425,7 +390,7 @@ def test_shipped_clusters(name: str) -> None:
 
 def test_memory_of_generation() -> None:
     """Hidden size 64, feed-forward 128, 8 layers, 4 key-value heads of 8 numbers, bfloat16; 2 replicas' worth of 32 sequences each."""
-    engine = Engine(tp=8, max_batch_size=4, bucket_bytes=0, offload=False, prefill_chunk_tokens=100)
+    engine = plan_parts.engine(tp=8, max_batch_size=4, prefill_chunk_tokens=100)
     own = component(parallel={"tp": 8}, engine=engine)
     token = 2 * 8 * 1 * 8 * 2  # keys and values, layers, heads of a rank (4 on 8 ranks: one each), numbers, bytes
     assert memory.cache_tokens(own, engine) == 4 * 2 * 256  # of 256 tokens, the last of which is never looked at, and a page to spare
@@ -440,10 +405,8 @@ def test_memory_of_generation() -> None:
     assert memory.prefill_bytes(own, engine) == chunk + 128 * token // 8 + 100 * 128 * 3
     whole = replace(engine, prefill_chunk_tokens=2048)  # four prompts in one chunk, and nothing before it
     assert memory.prefill_bytes(own, whole) == 4 * 128 * (3 * 64 + 3 * 128 // 8) * 2
-    state = StateBytes(weights=0, gradients=0, optimizer=0)
-    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
-    parts = next(m.parts for m in memory.phase_memory(own, sizes, CLUSTER, (0,)) if m.phase == Phase.generate)
+    sizes = plan_parts.sizes()
+    parts = memory_of(Phase.generate, own, sizes, CLUSTER)
     assert parts["KV cache"] == 4 * 512 * token
     # Logits in float32: products, themselves, exponentials, these in blocks, and the parts and the whole of eight ranks.
     logits = 4 * memory.padded_vocabulary(own) * (4 + 3 * 4 + 2 * 4)

@@ -6,45 +6,34 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import plan_parts
 import pytest
+from plan_parts import architecture, work
 
 from aligner.commands import calibrate as command
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, Dtype, ModelConfig
-from aligner.models.training.optimizer import OptimizerConfig
-from aligner.parallel.topology import ParallelConfig
 from aligner.planner import calibration
-from aligner.planner.buffers import StateBytes
 from aligner.planner.calibration import STEP, MeasuredJob, calibrate, error
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.dry_run import BlockBytes
-from aligner.planner.memory import Sizes
 from aligner.planner.simulation import Habits
-from aligner.planner.workload import Component, Engine, Head, Phase, Work
+from aligner.planner.workload import Phase
 
-STATE = StateBytes(weights=10**10, gradients=2 * 10**10, optimizer=6 * 10**10)
-BLOCK = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-SIZES = Sizes(stages=(STATE,), train=BLOCK, inference=BLOCK, engine_weights=10**10)
+SIZES = plan_parts.sizes(weights=10**10, gradients=2 * 10**10, optimizer=6 * 10**10, engine_weights=10**10)
+ARCHITECTURE = architecture(
+    num_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, ffn_hidden_size=14336, vocab_size=128256
+)
 GPU = ClusterConfig(
     device=Device.gpu, gpus_per_node=8, bf16_tflops=1000, hbm_gb_per_second=3000, nvlink_gb_per_second=400, network_gb_per_second=50
 )
 
 
 def job(name: str, measured: dict[str, float], *, length: int = 1000, rows: int = 32, tp: int = 1, sampled: bool = True) -> MeasuredJob:
-    component = Component(
-        name="actor",
-        head=Head.language,
+    component = plan_parts.component(
         num_ranks=tp,
-        architecture=Architecture(
-            num_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, ffn_hidden_size=14336, vocab_size=128256
-        ),
-        model=ModelConfig(dtype=Dtype.bfloat16),
-        parallel=ParallelConfig(tp=tp),
-        optimizer=OptimizerConfig(),
-        work=Work(
-            phases=(Phase.generate, Phase.train), rows=rows, length=length, response_length=length // 2, update_rows=rows, num_updates=1
-        ),
-        engine=Engine(tp=tp, max_batch_size=32, bucket_bytes=0, offload=False) if sampled else None,
+        architecture=ARCHITECTURE,
+        parallel={"tp": tp},
+        work=work(Phase.generate, Phase.train, rows=rows, length=length, response_length=length // 2, update_rows=rows),
+        engine=plan_parts.engine(tp=tp, max_batch_size=32) if sampled else None,
     )
     return MeasuredJob(
         name=name,

@@ -5,47 +5,37 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+import plan_parts
 import pytest
+from plan_parts import architecture, work
 
-from aligner.models.config import Architecture, Dtype, ModelConfig
+from aligner.models.config import ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.parallel.topology import ParallelConfig
-from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes
+from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import Scales
-from aligner.planner.job_search import Arrangement, JobSearch, step_seconds
+from aligner.planner.job_search import COMMUNICATORS, Aim, Arrangement, JobSearch, Option, RoleSearch, step_seconds
 from aligner.planner.memory import host_memory
-from aligner.planner.role_search import COMMUNICATORS, Aim, Option, RoleSearch
-from aligner.planner.search import Estimator
-from aligner.planner.space import Space
-from aligner.planner.timing import phase_times
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
+from aligner.planner.search import Estimator, Space
+from aligner.planner.times import phase_times
+from aligner.planner.workload import GIB, Component, Head, Phase
 
 GPUS = 6
 PARAMETERS = 1_200_000_000  # of each model
-ARCHITECTURE = Architecture(
-    num_layers=3,  # so two stages are uneven
-    hidden_size=1024,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    ffn_hidden_size=4096,
-    vocab_size=32000,
-    max_position_embeddings=1024,
-)
-SHARED = {"architecture": ARCHITECTURE, "model": ModelConfig(dtype=Dtype.bfloat16), "parallel": ParallelConfig(), "num_ranks": 4}
+ARCHITECTURE = architecture(num_layers=3, hidden_size=1024, ffn_hidden_size=4096, vocab_size=32000)  # two stages are uneven
 WORK = {"rows": 32, "length": 512, "response_length": 256}
 TRAINED = {**WORK, "update_rows": 16, "num_updates": 2}
 TYPED = frozenset(f"{role}model.recompute" for role in ("", "critic."))
 
 
 def component(name: str, phases: tuple[Phase, ...], *, trains: bool = True, **changes) -> Component:
-    work = Work(phases=phases, **(TRAINED if trains else WORK))
-    head = Head.language if name == "actor" else Head.scalar
-    return Component(name=name, head=head, work=work, optimizer=OptimizerConfig() if trains else None, **{**SHARED, **changes})
+    own, head = work(*phases, **(TRAINED if trains else WORK)), Head.language if name == "actor" else Head.scalar
+    more = {} if trains else {"optimizer": None}
+    model = {"make_vocab_divisible_by": ModelConfig().make_vocab_divisible_by}
+    return plan_parts.component(name=name, head=head, work=own, architecture=ARCHITECTURE, model=model, num_ranks=4, **more, **changes)
 
 
-ENGINE = Engine(tp=1, max_batch_size=8, bucket_bytes=2**32, offload=False, on_gpu=True)
+ENGINE = plan_parts.engine(bucket_bytes=2**32, on_gpu=True)
 ACTOR = component("actor", (Phase.generate, Phase.ref_logprobs, Phase.train), engine=ENGINE)
 CRITIC = component("critic", (Phase.values, Phase.train))
 REWARD = component("reward", (Phase.scores,), trains=False)

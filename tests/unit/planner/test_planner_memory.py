@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import plan_parts
 import pytest
+from plan_parts import architecture, memory_of, work
 from rich.console import Console
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import check_divisible, uneven_stages
-from aligner.models.config import Activation, Architecture, Dtype, Layers, ModelConfig, Normalization, Recompute
+from aligner.models.checkpoint.hf_files import MAX_FILE_BYTES
+from aligner.models.config import Activation, Architecture, Dtype, Layers, Normalization, Recompute
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import dry_run, layer_tensors, memory, report, search
-from aligner.planner.buffers import StateBytes
+from aligner.planner import dry_run, layers, memory, report, search
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes
+from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import Scales, predict, with_fitting_cache
-from aligner.planner.schedule import stage_layers
 from aligner.planner.simulation import Simulated
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
+from aligner.planner.workload import GIB, Component, Engine, Phase, stage_layers
 from aligner.rollout.config import EngineKind, RolloutConfig, TensorRTLLMConfig
 
 GPU = ClusterConfig(device=Device.gpu, gpus_per_node=8, gpu_memory_gib=80, reserved_gib=1)
@@ -35,52 +36,33 @@ GPT = Architecture(  # of Korthikanti et al.: 175 thousand million parameters
     activation=Activation.gelu,
     normalization=Normalization.layer_norm,
 )
-LLAMA = Architecture(
-    num_layers=8,
-    hidden_size=64,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=8,
-    ffn_hidden_size=192,
-    vocab_size=1000,
-    max_position_embeddings=1024,
-)
+LLAMA = architecture(num_key_value_heads=2, head_dim=8, ffn_hidden_size=192)
 MIXTURE = replace(LLAMA, num_experts=16, experts_per_token=4, expert_ffn_hidden_size=48)
 
 
+WORK = work(Phase.generate, Phase.train, length=257)
+
+
 def component(architecture: Architecture, **changes) -> Component:
-    parallel, model = ParallelConfig(**changes.pop("parallel", {})), changes.pop("model", {})
-    return Component(
-        **{
-            "name": "actor",
-            "head": Head.language,
-            "num_ranks": 8,
-            "architecture": architecture,
-            "model": ModelConfig(**{"dtype": Dtype.bfloat16, "make_vocab_divisible_by": 8} | model),
-            "parallel": parallel,
-            "optimizer": OptimizerConfig(),
-            "work": Work(phases=(Phase.generate, Phase.train), rows=64, length=257, response_length=128, update_rows=64, num_updates=1),
-            **changes,
-        }
-    )
+    return plan_parts.component(**{"architecture": architecture, "work": WORK} | changes)
 
 
 def test_a_layer_of_gpt_keeps_what_is_published() -> None:
     """34 s b h / t less the two masks of what is dropped, which is nothing here; statistics and log-sum-exps come to 0.1 % of it."""
     s, h, t = 2048, 12288, 8
-    tensors = layer_tensors.kept_tensors(component(GPT, parallel={"tp": t, "sequence_parallel": True}), s)
+    tensors = layers.kept_tensors(component(GPT, parallel={"tp": t, "sequence_parallel": True}), s)
     small = {name for name in tensors if "statistics" in name or name == "log-sum-exp"}
     assert sum(size for name, size in tensors.items() if name not in small) == (34 - 2) * s * h // t
     assert sum(tensors[name] for name in small) == 2 * 2 * 4 * s // t + 4 * s * 96 // t
     # Equation 2 without sequence parallelism: 10 + 24 / t, less the same masks.
-    whole = layer_tensors.kept_tensors(component(GPT, parallel={"tp": t}), s)
+    whole = layers.kept_tensors(component(GPT, parallel={"tp": t}), s)
     assert sum(size for name, size in whole.items() if name not in small) == (10 - 2) * s * h + 24 * s * h // t
 
 
 def test_tensors_of_grouped_queries_and_swiglu() -> None:
     """100 tokens on two ranks with sequence parallelism: 50 between the layers; 4 heads and a group of 8 numbers, 96 of 192 inner ones."""
     own = component(LLAMA, parallel={"tp": 2, "sequence_parallel": True})
-    assert layer_tensors.kept_tensors(own, 100) == {
+    assert layers.kept_tensors(own, 100) == {
         "first norm's input": 50 * 64 * 2,
         "first norm's output": 50 * 64 * 2,
         "first norm's statistics": 50 * 4,
@@ -95,32 +77,32 @@ def test_tensors_of_grouped_queries_and_swiglu() -> None:
         "first product's output": 100 * 2 * 96 * 2,
         "second product's input": 100 * 96 * 2,
     }
-    kept = sum(layer_tensors.kept_tensors(own, 100).values())
+    kept = sum(layers.kept_tensors(own, 100).values())
     normed = replace(own, architecture=replace(LLAMA, qk_norm=True))
-    assert sum(layer_tensors.kept_tensors(normed, 100).values()) - kept == 100 * (4 + 1) * (8 * 2 + 4)
+    assert sum(layers.kept_tensors(normed, 100).values()) - kept == 100 * (4 + 1) * (8 * 2 + 4)
     gelu = replace(own, architecture=replace(LLAMA, activation=Activation.gelu_tanh))  # which is not fused
-    assert sum(layer_tensors.kept_tensors(gelu, 100).values()) - kept == 100 * 96 * 2
+    assert sum(layers.kept_tensors(gelu, 100).values()) - kept == 100 * 96 * 2
     eight = replace(own, model=replace(own.model, fp8=True))  # three inputs of products in half the bytes, the projection's besides
-    assert kept - sum(layer_tensors.kept_tensors(eight, 100).values()) == 2 * 50 * 64 + 100 * 96 - 100 * 4 * 8
+    assert kept - sum(layers.kept_tensors(eight, 100).values()) == 2 * 50 * 64 + 100 * 96 - 100 * 4 * 8
     sharing = {"packing": True, "micro_batch_tokens": 514, "share_prompts": True}
     shared = replace(own, model=replace(own.model, **sharing))  # 129 tokens of prompt for every 128 of a response
-    assert sum(layer_tensors.kept_tensors(shared, 100).values()) - kept == 2 * (200 - 100) * 8 * 2
+    assert sum(layers.kept_tensors(shared, 100).values()) - kept == 2 * (200 - 100) * 8 * 2
 
 
 def test_tensors_of_experts() -> None:
     """100 tokens on two ranks with sequence parallelism: 50 on a rank, each with 4 of 16 experts, 48 wide and whole on their ranks."""
-    found = layer_tensors.kept_tensors(component(MIXTURE, parallel={"tp": 2, "sequence_parallel": True, "ep": 2}), 100)
+    found = layers.kept_tensors(component(MIXTURE, parallel={"tp": 2, "sequence_parallel": True, "ep": 2}), 100)
     assert found["permuted tokens"] == 200 * 64 * 2 and found["permuted probabilities"] == 200 * 4
     assert found["first product's output"] == 200 * 2 * 48 * 2 and found["second product's input"] == 200 * 48 * 2
     assert found["router's logits and probabilities"] == 50 * 16 * 8 and found["routes and places of rows"] == 50 * 16 * 5
-    split = layer_tensors.kept_tensors(component(MIXTURE, parallel={"tp": 2, "sequence_parallel": True, "etp": 2}), 100)
+    split = layers.kept_tensors(component(MIXTURE, parallel={"tp": 2, "sequence_parallel": True, "etp": 2}), 100)
     assert split["permuted tokens"] == 400 * 64 * 2 and split["first product's output"] == 400 * 2 * 24 * 2
 
 
 def test_recomputation_of_fused_layers() -> None:
     def block(recompute: Recompute) -> BlockBytes:
         own = component(LLAMA, parallel={"tp": 2, "sequence_parallel": True}, model={"recompute": recompute})
-        return layer_tensors.block_bytes(own, 2, 50)
+        return layers.block_bytes(own, 2, 50)
 
     none, selective, full = (block(recompute) for recompute in Recompute)
     assert full.layer == 50 * 64 * 2 and full.backward - none.backward == none.layer - full.layer
@@ -144,21 +126,19 @@ def test_whose_layers_are_planned(architecture: Architecture, model: dict, uses:
     measured = BlockBytes(layer=1, ends=2, backward=3, forward=4)
     monkeypatch.setattr(dry_run, "measure_block", lambda *_: measured)
     own = component(architecture, model=model)
-    assert layer_tensors.uses_transformer_engine(own) == uses
+    assert layers.uses_transformer_engine(own) == uses
     passes = memory.train_micro_batches(own)
     found = Scales(Device.gpu).block(own, passes)
-    assert found == (layer_tensors.block_bytes(own, passes.rows, passes.length) if uses else measured)
+    assert found == (layers.block_bytes(own, passes.rows, passes.length) if uses else measured)
 
 
 def engine(**changes) -> Engine:
-    return Engine(**{"tp": 1, "max_batch_size": 4, "bucket_bytes": 0, "offload": False, "on_gpu": True} | changes)
+    return plan_parts.engine(**{"max_batch_size": 4, "on_gpu": True} | changes)
 
 
 def planned(own: Component, gpu_memory_gib: float, *, weights: int = 0, reserved_gib: float = 0.0):
     cluster = replace(GPU, gpu_memory_gib=gpu_memory_gib, reserved_gib=reserved_gib, communicator_gib=0.0)
-    nothing = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    state = StateBytes(weights=weights, gradients=0, optimizer=0)
-    sizes = memory.Sizes(stages=(state,), train=nothing, inference=nothing, engine_weights=weights)
+    sizes = plan_parts.sizes(weights=weights, engine_weights=weights)
     return with_fitting_cache(predict(own, cluster, sizes, stage_parameters=(1,), model_parameters=1), cluster), cluster
 
 
@@ -207,23 +187,20 @@ def test_caches_of_other_engines() -> None:
 
 def test_vllm_starts_beside_the_policy() -> None:
     """With `rollout.offload` its fullest moment may be its start: the policy's weights and gradients, its own weights, and the cache."""
-    state = StateBytes(weights=GIB, gradients=4 * GIB, optimizer=0)
-    nothing = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=nothing, inference=nothing, engine_weights=GIB)
+    sizes = plan_parts.sizes(weights=GIB, gradients=4 * GIB, engine_weights=GIB)
     vllm = engine(offload=True, settings=RolloutConfig(engine=EngineKind.vllm))
     own = component(LLAMA, engine=vllm, optimizer=OptimizerConfig(offload=True))
-    parts = next(m.parts for m in memory.phase_memory(own, sizes, GPU, (0,)) if m.phase == Phase.generate)
+    parts = memory_of(Phase.generate, own, sizes, GPU)
     assert (parts["weights"], parts["gradients"], parts["engine weights"]) == (GIB, 4 * GIB, GIB) and "KV cache" in parts
     built_in = replace(own, engine=replace(vllm, tp=2, settings=RolloutConfig()))
-    parts = next(m.parts for m in memory.phase_memory(built_in, sizes, GPU, (0,)) if m.phase == Phase.generate)
+    parts = memory_of(Phase.generate, built_in, sizes, GPU)
     assert "gradients" not in parts
 
 
 def test_buffers_of_graphs_stay_while_others_compute() -> None:
     """4 rows, three hidden states of 64 and three parts of 192, bfloat16; the float32 logits of 1000 tokens, which the product
     with the output layer writes."""
-    nothing, state = BlockBytes(layer=0, ends=0, backward=0, forward=0), StateBytes(weights=0, gradients=0, optimizer=0)
-    sizes = memory.Sizes(stages=(state,), train=nothing, inference=nothing, engine_weights=0)
+    sizes = plan_parts.sizes()
 
     def buffers(own_engine: Engine) -> list[int]:
         own = component(LLAMA, engine=own_engine)
@@ -238,18 +215,18 @@ def test_buffers_of_graphs_stay_while_others_compute() -> None:
 
 
 def test_resident_memory_on_the_cpu() -> None:
-    state = StateBytes(weights=100, gradients=200, optimizer=400)
     block = BlockBytes(layer=1000, ends=0, backward=0, forward=0)
-    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
+    sizes = plan_parts.sizes(weights=100, gradients=200, optimizer=400, block=block)
     cluster = ClusterConfig(reserved_gib=1, gpus_per_node=2)
-    work = Work(phases=(Phase.train,), rows=8, length=256, response_length=128, update_rows=8, num_updates=1)
-    own = component(LLAMA, num_ranks=2, work=work, has_reference=True, optimizer=OptimizerConfig(offload=True))
+    own_work = work(Phase.train, rows=8, update_rows=8)
+    own = component(LLAMA, num_ranks=2, work=own_work, has_reference=True, optimizer=OptimizerConfig(offload=True))
     (moment,) = memory.phase_memory(own, sizes, cluster, (0,))
     assert moment.parts["reference"] == 100 and moment.parts["host copies"] == 400 and moment.parts["context and communicators"] == GIB
     assert moment.parts["lost between blocks"] == moment.parts["activations"] // 2  # lengths differ from micro-batch to micro-batch
     host = memory.host_memory(own, sizes, cluster)
+    assert memory.EXPORTED_FILE_BYTES == MAX_FILE_BYTES
     assert host["ranks at their fullest"] == 2 * moment.total and "reference" not in host and host["file of the export"] == 100
-    sampling = replace(own, engine=engine(on_gpu=False), work=replace(work, phases=(Phase.train,)))
+    sampling = replace(own, engine=engine(on_gpu=False))
     assert "lost between blocks" not in memory.phase_memory(sampling, sizes, cluster, (0,))[0].parts
 
 
@@ -260,14 +237,14 @@ def test_uneven_stages(layers: int, pp: int, first: int, last: int) -> None:
 
 
 def test_uneven_stages_are_possible() -> None:
-    for layers in range(2, 100):
-        for pp in range(2, layers + 1):
-            if stages := uneven_stages(layers, pp):
+    for count in range(2, 100):
+        for pp in range(2, count + 1):
+            if stages := uneven_stages(count, pp):
                 parallel = ParallelConfig(pp=pp, **stages)
-                check_divisible(replace(LLAMA, num_layers=layers), parallel)
-                assert sum(stage_layers(layers, parallel)) == layers and min(stage_layers(layers, parallel)) > 0
+                check_divisible(replace(LLAMA, num_layers=count), parallel)
+                assert sum(stage_layers(count, parallel)) == count and min(stage_layers(count, parallel)) > 0
             else:
-                assert layers % pp == 0
+                assert count % pp == 0
     with pytest.raises(
         ConfigError, match=r"pp=4: .*; allowed: 1, 2, 5, 10, or parallel.first_stage_layers=2 parallel.last_stage_layers=2$"
     ):
@@ -286,11 +263,11 @@ def test_copies_of_weights_in_8_bits() -> None:
     """Two stages: a rank has 3000 weights of layers, besides its half of the embedding's rows, or of the output layer's."""
     own = component(LLAMA, parallel={"tp": 2, "pp": 2}, model={"fp8": True})
     rows = memory.padded_vocabulary(own) // 2 * 64
-    layers = [layer_tensors.copies_in_8_bits(own, 2 * (rows + 3000), stage) for stage in (0, 1)]
-    assert layers == [2 * 3000, 2 * 3000]  # by rows and by columns, a byte each
+    by_stage = [memory.copies_in_8_bits(own, 2 * (rows + 3000), stage) for stage in (0, 1)]
+    assert by_stage == [2 * 3000, 2 * 3000]  # by rows and by columns, a byte each
     frozen = replace(own, optimizer=None)
-    assert layer_tensors.copies_in_8_bits(frozen, 2 * (rows + 3000), 0) == 3000
-    assert layer_tensors.copies_in_8_bits(replace(own, model=replace(own.model, fp8=False)), 2 * (rows + 3000), 0) == 0
-    nothing, state = BlockBytes(layer=0, ends=0, backward=0, forward=0), StateBytes(weights=2 * (rows + 3000), gradients=0, optimizer=0)
-    sizes = memory.Sizes(stages=(state, state), train=nothing, inference=nothing, engine_weights=0)
+    assert memory.copies_in_8_bits(frozen, 2 * (rows + 3000), 0) == 3000
+    assert memory.copies_in_8_bits(replace(own, model=replace(own.model, fp8=False)), 2 * (rows + 3000), 0) == 0
+    state = StateBytes(weights=2 * (rows + 3000), gradients=0, optimizer=0)
+    sizes = plan_parts.sizes(state, state)
     assert {m.parts["weights in 8 bits"] for m in memory.phase_memory(own, sizes, GPU, (0, 1))} == {6000}

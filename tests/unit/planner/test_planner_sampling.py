@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import plan_parts
 import pytest
+from plan_parts import work
 
 from aligner.commands.plan.command import measured_lengths, with_lengths
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, Dtype, ModelConfig
-from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import PlanConfig
-from aligner.planner.sampling import ReplicaQueue, ResponseLengths, shares, turns_of
-from aligner.planner.workload import Component, Engine, Head, Phase, Work
+from aligner.planner.times import ReplicaQueue, shares, turns_of
+from aligner.planner.workload import Component, Engine, Phase, ResponseLengths
 
 
 def queue(seats: int = 2, capacity: float = 1000, step=lambda active, cached: 1.0, prefill=lambda tokens: 0.0, **settings):
@@ -100,22 +100,12 @@ def test_lengths_have_their_mean_after_the_cut():
 
 
 def component(engine: Engine | None = None) -> Component:
-    return Component(
-        name="actor",
-        head=Head.language,
-        num_ranks=1,
-        architecture=Architecture(vocab_size=100),
-        model=ModelConfig(dtype=Dtype.bfloat16),
-        parallel=ParallelConfig(),
-        optimizer=None,
-        work=Work(phases=(Phase.generate,), rows=8, length=256, response_length=128),
-        engine=engine,
-    )
+    return plan_parts.component(num_ranks=1, optimizer=None, work=work(Phase.generate, rows=8), engine=engine)
 
 
 @pytest.fixture
 def found() -> list[Component]:
-    return [component(Engine(tp=1, max_batch_size=8, bucket_bytes=0, offload=False))]
+    return [component(plan_parts.engine())]
 
 
 def test_lengths_that_no_sequence_has(found):
@@ -160,5 +150,5 @@ def test_lengths_in_a_file(tmp_path: Path, found):
 
 
 def test_work_without_lengths_is_the_longest():
-    work = Work(phases=(Phase.train,), rows=4, length=12, response_length=8)
-    assert work.responses(3) == [8, 8, 8] and work.mean_length() == 12 and work.mean_prompt == 4
+    own = work(Phase.train, rows=4, length=12, response_length=8)
+    assert own.responses(3) == [8, 8, 8] and own.mean_length() == 12 and own.mean_prompt == 4

@@ -5,26 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import plan_parts
 import pytest
+from plan_parts import work
 
-from aligner.models.config import Architecture, Dtype, ModelConfig
-from aligner.models.training.optimizer import OptimizerConfig
-from aligner.parallel.topology import ParallelConfig
-from aligner.planner.buffers import StateBytes
+from aligner.models.config import Architecture
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.dry_run import BlockBytes
-from aligner.planner.memory import Sizes
-from aligner.planner.sampling import ResponseLengths
+from aligner.planner.dry_run import StateBytes
 from aligner.planner.simulation import Habits, Part, simulate
-from aligner.planner.workload import Component, Engine, Head, Phase, Work
+from aligner.planner.workload import Head, Phase, ResponseLengths
 
 NOTHING = StateBytes(weights=0, gradients=0, optimizer=0)
-SIZES = Sizes(
-    stages=(NOTHING,),
-    train=BlockBytes(layer=0, ends=0, backward=0, forward=0),
-    inference=BlockBytes(layer=0, ends=0, backward=0, forward=0),
-    engine_weights=0,
-)
+SIZES = plan_parts.sizes()
 # All that takes time is a decode step, of one second.
 CLUSTER = ClusterConfig(
     device=Device.gpu,
@@ -40,32 +32,24 @@ CLUSTER = ClusterConfig(
     sequence_milliseconds=0,
 )
 HABITS = Habits()
+STREAMED = work(Phase.generate, Phase.train)
 
 
-EIGHT = Engine(tp=1, max_batch_size=8, bucket_bytes=0, offload=False)
+EIGHT = plan_parts.engine()
 
 
 def actor(*, rows: int = 2, response: int = 10, **changes) -> Part:
-    own = Component(
-        **{
-            "name": "actor",
-            "head": Head.language,
-            "num_ranks": 1,
-            "architecture": Architecture(vocab_size=100),
-            "model": ModelConfig(dtype=Dtype.bfloat16),
-            "parallel": ParallelConfig(),
-            "optimizer": OptimizerConfig(),
-            "work": Work(phases=(Phase.generate, Phase.ref_logprobs, Phase.train), rows=rows, length=20, response_length=response),
-            "engine": EIGHT,
-            **changes,
-        }
+    own_work = work(
+        Phase.generate, Phase.ref_logprobs, Phase.train, rows=rows, length=20, response_length=response, update_rows=0, num_updates=0
     )
+    settings = {"num_ranks": 1, "architecture": Architecture(vocab_size=100), "work": own_work, "engine": EIGHT}
+    own = plan_parts.component(**settings | changes)
     return Part(component=own, sizes=SIZES, seconds={Phase.generate: 0.0, Phase.ref_logprobs: 2.0, Phase.train: 5.0})
 
 
 def server(name: str, **seconds: float) -> Part:
-    work = Work(phases=tuple(Phase(phase) for phase in seconds), rows=2, length=20, response_length=10)
-    own = replace(actor().component, name=name, head=Head.scalar, engine=None, work=work)
+    own_work = replace(actor().component.work, phases=tuple(Phase(phase) for phase in seconds))
+    own = replace(actor().component, name=name, head=Head.scalar, engine=None, work=own_work)
     return Part(component=own, sizes=SIZES, seconds={Phase(phase): value for phase, value in seconds.items()})
 
 
@@ -92,9 +76,9 @@ def test_servers_take_what_has_been_sampled():
     shared = phases(actor(), server("critic", values=6.0, train=7.0), server("reward", scores=2.0), turns=True)
     assert shared == {"generate": 10, "waiting for scores": 8, "ref_logprobs": 2, "train": 5, "waiting for the critic's training": 7}
     # Of different lengths the first is scored while the second is still sampled.
-    work = replace(actor().component.work, lengths=ResponseLengths(mean=6, spread=1.0))
-    apart = actor(work=work)
-    longest = max(work.responses(2))
+    uneven = replace(actor().component.work, lengths=ResponseLengths(mean=6, spread=1.0))
+    apart = actor(work=uneven)
+    longest = max(uneven.responses(2))
     assert phases(apart, server("reward", scores=2.0))["generate"] == longest
     assert phases(apart, server("reward", scores=2.0))["waiting for scores"] == 1
     # A reward function of 4 s, one response after the other.
@@ -103,19 +87,19 @@ def test_servers_take_what_has_been_sampled():
 
 def test_turns_and_static_batches():
     assert phases(actor(), assumed=PlanConfig(turns=2, environment_seconds=3))["generate"] == 13
-    work = replace(actor().component.work, rows=3, lengths=ResponseLengths(mean=6, spread=1.0))
+    uneven = replace(actor().component.work, rows=3, lengths=ResponseLengths(mean=6, spread=1.0))
     two = replace(EIGHT, max_batch_size=2)
-    first, second, third = work.responses(3)
-    own = actor(work=work, engine=two)
+    first, second, third = uneven.responses(3)
+    own = actor(work=uneven, engine=two)
     assert phases(own, assumed=PlanConfig(steps=1))["generate"] == max(first, second, min(first, second) + third)
     assert phases(own, assumed=PlanConfig(steps=1, static_batches=True))["generate"] == max(first, second) + third
-    seeds = [work.responses(3, seed) for seed in range(8)]  # each step has the lengths in another order
+    seeds = [uneven.responses(3, seed) for seed in range(8)]  # each step has the lengths in another order
     taken = [max(*two, min(two) + last) for *two, last in seeds]
     assert len(set(taken)) > 1 and phases(own, assumed=PlanConfig(steps=8))["generate"] == sum(taken) / 8
 
 
 def ahead(own_ranks: int = 0, **habits) -> tuple[Part, Habits]:
-    engine = Engine(tp=1, max_batch_size=8, bucket_bytes=0, offload=False, asynchronous=True, own_ranks=own_ranks)
+    engine = plan_parts.engine(asynchronous=True, own_ranks=own_ranks)
     return actor(engine=engine), Habits(max_staleness=1, **habits)
 
 
@@ -141,11 +125,9 @@ def test_rollouts_ahead_on_the_same_gpus():
 def test_streams_have_no_tail():
     """Eight seats, sixteen responses of very different lengths a step: with rounds that follow each other some seats are free at the end of
     each; with the next ones' requests they never are."""
-    work = Work(
-        phases=(Phase.generate, Phase.train), rows=16, length=110, response_length=100, lengths=ResponseLengths(mean=20, spread=1.2)
-    )
-    engine = Engine(tp=1, max_batch_size=8, bucket_bytes=0, offload=False, asynchronous=True, own_ranks=1, kv_cache_tokens=10_000)
-    part = replace(actor(work=work, engine=engine), seconds={Phase.train: 1.0})
+    own_work = replace(STREAMED, rows=16, length=110, response_length=100, lengths=ResponseLengths(mean=20, spread=1.2))
+    engine = plan_parts.engine(asynchronous=True, own_ranks=1, kv_cache_tokens=10_000)
+    part = replace(actor(work=own_work, engine=engine), seconds={Phase.train: 1.0})
     rounds, stream = (
         simulate([part], CLUSTER, PlanConfig(), Habits(max_staleness=3, partial=partial), take_turns=False).step_seconds
         for partial in (False, True)
@@ -187,11 +169,9 @@ def test_spans_are_of_one_step():
 
 def test_ten_thousand_gpus_and_a_hundred_steps():
     """All of it follows some of the replicas, so that its size costs little."""
-    work = Work(
-        phases=(Phase.generate, Phase.train), rows=65_536, length=8192, response_length=7168, lengths=ResponseLengths(mean=2000, spread=1.0)
-    )
-    engine = Engine(tp=8, max_batch_size=64, bucket_bytes=0, offload=False, asynchronous=True, own_ranks=5000, kv_cache_tokens=500_000)
-    part = replace(actor(work=work, engine=engine, num_ranks=5000), seconds={Phase.train: 30.0})
+    own_work = replace(STREAMED, rows=65_536, length=8192, response_length=7168, lengths=ResponseLengths(mean=2000, spread=1.0))
+    engine = plan_parts.engine(tp=8, max_batch_size=64, asynchronous=True, own_ranks=5000, kv_cache_tokens=500_000)
+    part = replace(actor(work=own_work, engine=engine, num_ranks=5000), seconds={Phase.train: 30.0})
     run = simulate([part], CLUSTER, PlanConfig(steps=100), Habits(max_staleness=2), take_turns=False)
     assert run.step_seconds >= 30
 

@@ -8,45 +8,24 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import plan_parts
 import pytest
+from plan_parts import architecture
 
 from aligner.commands.plan.search import Request, _read, _Search
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
+from aligner.models.config import Recompute
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.job_search import step_seconds
-from aligner.planner.role_search import Option
-from aligner.planner.space import Space, uneven
-from aligner.planner.workload import Component, Engine, Head, Phase, Work
+from aligner.planner.job_search import Option, step_seconds
+from aligner.planner.search import Space, uneven
+from aligner.planner.workload import Component, Phase
 
 CLUSTER = ClusterConfig(device=Device.gpu, gpus_per_node=8)
-ARCHITECTURE = Architecture(
-    num_layers=6,
-    hidden_size=64,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    ffn_hidden_size=128,
-    vocab_size=1000,
-    max_position_embeddings=1024,
-)
 
 
 def component(**changes) -> Component:
-    return Component(
-        **{
-            "name": "actor",
-            "head": Head.language,
-            "num_ranks": 8,
-            "architecture": ARCHITECTURE,
-            "model": ModelConfig(dtype=Dtype.bfloat16),
-            "parallel": ParallelConfig(),
-            "optimizer": OptimizerConfig(),
-            "work": Work(phases=(Phase.generate, Phase.train), rows=64, length=256, response_length=128, update_rows=64, num_updates=1),
-            **changes,
-        }
-    )
+    return plan_parts.component(**{"architecture": architecture(num_layers=6, num_key_value_heads=8)} | changes)
 
 
 def space(*typed: str) -> Space:
@@ -76,11 +55,11 @@ def test_layouts_divide_and_have_uneven_stages():
 
 def test_what_was_typed_stays():
     fixed = space("parallel.pp", "model.recompute", "rollout.tp", "num_processes")
-    own = component(parallel=ParallelConfig(pp=2), model=ModelConfig(dtype=Dtype.bfloat16, recompute=Recompute.full))
+    own = component(parallel={"pp": 2}, model={"recompute": Recompute.full})
     assert {one.parallel.pp for one in fixed.layouts(own, 8)} == {2}
     assert {model.recompute for model in fixed.models(own)} == {Recompute.full} and fixed.ranks(own, 64) == [8]
     assert len({model.recompute for model in space().models(own)}) == 3 and space().ranks(own, 8) == [1, 2, 3, 4, 6, 8]
-    engine = Engine(tp=2, max_batch_size=64, bucket_bytes=0, offload=False)
+    engine = plan_parts.engine(tp=2, max_batch_size=64)
     assert {one.tp for one in fixed.engines(own, engine, 8)} == {2} and {one.tp for one in space().engines(own, engine, 8)} == {1, 2, 4, 8}
     chosen = fixed.settings(replace(own, engine=engine))
     assert "parallel.pp" not in chosen and "rollout.tp" not in chosen
@@ -157,7 +136,7 @@ def test_deadlines_that_are_none(request_: Request, message: str):
 
 def test_options_without_a_search():
     Request().check_unused()
-    with pytest.raises(ConfigError, match="^--steps 8: goes with --search"):
+    with pytest.raises(ConfigError, match="^--steps 8: needs --search"):
         Request(steps=8).check_unused()
 
 
