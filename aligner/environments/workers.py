@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import queue
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
+
+from aligner.rewards.load import position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,12 +172,6 @@ async def _await(awaitable: Awaitable[Any]) -> Any:
 
 
 def _position(thread: threading.Thread | None) -> str:
-    """File and line where a running thread is, innermost frame."""
-    frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
-    if frame is None:
-        return "about to return"
-    stack = traceback.extract_stack(frame)
-    if any(each.filename == __file__ and each.name == "settle" for each in stack):
-        return "awaiting what it returned"
-    last = stack[-1]
-    return f"at {last.filename}:{last.lineno} ({last.name})"
+    """What a running thread is doing."""
+    text, stack = position(thread)
+    return "awaiting what it returned" if any(one.filename == __file__ and one.name == "settle" for one in stack) else text

@@ -32,20 +32,20 @@ from enum import Enum
 from pathlib import Path
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.rewards.control_groups import control_group, delegated_place
-from aligner.rewards.jail.calls import allowed_calls
-from aligner.rewards.jail.kernel import NOBODY
+from aligner.rewards.jail import NOBODY, allowed_calls
 from aligner.rewards.surroundings import (
+    JAIL,
     bubblewrap_command,
+    control_group,
+    delegated_place,
     file_with,
     has_nobody,
     outermost,
     own_directory,
-    package_root,
     readable_paths,
 )
 
-START = "import sys; sys.path.insert(0, {package!r}); from aligner.rewards.jail.sandbox_child import main; main()"
+START = "import sys; sys.path.append({folder!r}); from jail import main; main()"  # alone: it needs nothing else of this package
 ENDING_SECONDS = 10.0  # for the processes of a program that was told to end
 START_SECONDS = 30.0  # until the surroundings stand, on a machine under load; the program's own time counts from then on
 READ_BYTES = 65536
@@ -203,7 +203,7 @@ class Sandbox:
         """Start the process that `order` is for, and follow it to its end."""
         status, tell = os.pipe()
         order |= {"status": tell}
-        command = [sys.executable, "-I", "-S", "-c", START.format(package=package_root()), json.dumps(order)]
+        command = [sys.executable, "-I", "-S", "-c", START.format(folder=os.path.dirname(JAIL)), json.dumps(order)]
         passed = [descriptor for name in ("program", "status", "control_group") if isinstance(descriptor := order[name], int)]
         try:
             try:
@@ -224,7 +224,7 @@ class Sandbox:
             os.close(status)
 
     def _order(self, isolation: Isolation, limits: SandboxLimits, directory: str, uid: int | None) -> dict[str, object]:
-        """What aligner.rewards.jail.sandbox_child is told, but for the descriptors."""
+        """What aligner.rewards.jail is told, but for the descriptors."""
         command: list[str] = []
         if isolation is Isolation.bubblewrap:
             command = bubblewrap_command(self._bubblewrap, self._readable_to_start, limits.disk_bytes, then_nobody=uid is not None)

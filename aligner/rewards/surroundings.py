@@ -1,22 +1,25 @@
-"""What a sandboxed program needs around it: its text and input, a directory, the paths that it may read, and bubblewrap's command."""
+"""What a sandboxed program needs around it: its text and input, a directory, readable paths, bubblewrap's command, a control group."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import secrets
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.errors import ConfigError
-from aligner.rewards.jail.kernel import NOBODY
-from aligner.rewards.jail.sandbox_child import DEVICES, WORK
+from aligner.rewards.jail import DEVICES, NOBODY, WORK
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+JAIL = str(Path(__file__).resolve().with_name("jail.py"))
 ANSWER_SECONDS = 30.0  # for an interpreter to say where it lies
 _LINKS = {"tmp": WORK, "dev/shm": WORK, "dev/fd": "/proc/self/fd"}
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -114,11 +117,6 @@ def outermost(paths: list[str]) -> list[str]:
     return [path for path in unique if not any(path.startswith(other.rstrip("/") + "/") for other in unique)]
 
 
-def package_root() -> str:
-    """The directory in which this package lies."""
-    return str(Path(__file__).resolve().parents[2])
-
-
 def has_nobody() -> bool:
     """Whether this root may become NOBODY: in a user namespace (rootless containers) root stands for another user, perhaps the only one."""
     for line in Path("/proc/self/uid_map").read_text().splitlines():
@@ -133,9 +131,8 @@ def bubblewrap_command(bubblewrap: str, readable: list[str], size_bytes: int, *,
 
     `then_nobody`: root gives up its rights only inside, since nobody may not be able to reach the interpreter's files.
     """
-    package = Path(package_root()) / "aligner"
-    own = [str(package / name) for name in ("__init__.py", "rewards/__init__.py", "rewards/jail")]
-    paths = outermost([*readable, *own])
+    own = [JAIL, importlib.util.cache_from_source(JAIL)]  # compiled, it starts faster
+    paths = outermost([*readable, *filter(os.path.exists, own)])
     parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
     # bubblewrap makes them with 0700 otherwise, which shuts out the user that root becomes
     passable = [argument for path in sorted({*parents, "/dev"}) for argument in ("--perms", "0755", "--dir", path)]
@@ -159,3 +156,95 @@ def bubblewrap_command(bubblewrap: str, readable: list[str], size_bytes: int, *,
         *links,
         *("--perms", "0777", "--size", str(size_bytes), "--tmpfs", WORK, "--remount-ro", "/", "--chdir", WORK, "--"),
     ]
+
+
+CONTROLLERS = {"memory", "pids"}
+NAME = "aligner-sandbox-"
+EMPTYING_SECONDS = 5.0  # for processes that were killed
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """One program's: `procs`, a descriptor through which a process joins by writing 0, and where its counts are."""
+
+    path: Path
+    procs: int
+
+    def out_of_memory(self) -> bool:
+        """Whether the kernel ended a process of it for lack of memory."""
+        counts = dict(line.split() for line in (self.path / "memory.events").read_text().splitlines())
+        return counts.get("oom_kill", "0") != "0"
+
+
+def delegated_place(process: Path = Path("/proc/self")) -> Path | None:
+    """Where this process may make groups with limits: below its own group, or beside it if the group above is delegated too. None: nowhere.
+
+    Not farther up: limits that a job or service has for the run hold for its programs too.
+    """
+    own = _own_group(process)
+    if own is None:
+        return None
+    return next((place for place in (own, own.parent) if _may_divide(place, is_own=place == own)), None)
+
+
+def _own_group(process: Path) -> Path | None:
+    path = next((line[3:] for line in (process / "cgroup").read_text().splitlines() if line.startswith("0::")), "")
+    for line in (process / "mountinfo").read_text().splitlines():
+        fields, _, kind = line.partition(" - ")
+        root, mounted = fields.split()[3:5]
+        if kind.startswith("cgroup2 ") and (path + "/").startswith(root.rstrip("/") + "/"):
+            return Path(mounted) / path[len(root) :].lstrip("/")
+    return None
+
+
+def _may_divide(place: Path, *, is_own: bool) -> bool:
+    """Whether this user may make groups with limits there; turns the controllers on for them if need be."""
+    try:
+        if not all(os.access(place / name, os.W_OK) for name in ("", "cgroup.procs", "cgroup.subtree_control")):
+            return False
+        if os.geteuid() == 0 and not is_own and not _is_delegated(place):  # root may write everywhere
+            return False
+        switches = place / "cgroup.subtree_control"
+        if not set(switches.read_text().split()) >= CONTROLLERS:
+            switches.write_text(" ".join(f"+{name}" for name in sorted(CONTROLLERS)))
+        return True
+    except OSError:  # a group that has processes itself, or controllers that are not there
+        return False
+
+
+def _is_delegated(place: Path) -> bool:
+    """As systemd marks what it has given away."""
+    return any(name in ("user.delegate", "trusted.delegate") for name in os.listxattr(place))
+
+
+@contextlib.contextmanager
+def control_group(place: Path, *, memory_bytes: int, processes: int) -> Iterator[ControlGroup]:
+    """A new group at `place` with these limits, no swap; at the end its processes are killed and it is removed. Raises OSError."""
+    path = place / f"{NAME}{os.getpid()}-{secrets.token_hex(4)}"
+    path.mkdir()
+    try:
+        limits = {"memory.max": memory_bytes, "memory.swap.max": 0, "memory.oom.group": 1, "pids.max": processes}
+        for name, value in limits.items():
+            if name != "memory.swap.max" or (path / name).exists():  # a kernel without swap has no limit for it
+                (path / name).write_text(str(value))
+        procs = os.open(path / "cgroup.procs", os.O_WRONLY)
+        try:
+            yield ControlGroup(path, procs)
+        finally:
+            os.close(procs)
+    finally:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    kill = path / "cgroup.kill"  # Linux 5.14; what the program started has been ended before in any case
+    if kill.exists():
+        kill.write_text("1")
+    deadline = time.monotonic() + EMPTYING_SECONDS
+    while True:
+        try:
+            return path.rmdir()
+        except OSError:  # busy until the last process is gone
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
