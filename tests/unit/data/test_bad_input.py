@@ -19,14 +19,11 @@ from aligner.data.config import (
     StepDataConfig,
     UnpairedDataConfig,
 )
-from aligner.data.preferences import load_preferences
+from aligner.data.judged import load_regression, load_steps, load_unpaired
 from aligner.data.prompts import load_prompts
 from aligner.data.proposals import load_proposals
-from aligner.data.regression import load_regression
-from aligner.data.steps import load_steps
-from aligner.data.supervised import load_demonstrations, load_supervised
+from aligner.data.supervised import load_demonstrations, load_preferences, load_supervised
 from aligner.data.tokenizer import load_tokenizer
-from aligner.data.unpaired import load_unpaired
 from aligner.errors import DataError
 
 LOADERS = {
@@ -80,9 +77,9 @@ BAD = [
     ("kto", {"prompt": "a", "response": "\u200b", "preference": True}, "there is only white space"),
     ("spin", {"prompt": "a", "response": "\u2063"}, "there is only white space"),
     ("sft", {"messages": [USER, {"role": "bot", "content": "b"}]}, "role is 'bot', allowed: system, user, assistant, tool"),
-    ("sft", {"messages": [USER, *2 * [{"role": "assistant", "content": "b"}]]}, "role is 'assistant' as that of the one before"),
+    ("sft", {"messages": [USER, *2 * [{"role": "assistant", "content": "b"}]]}, "role is 'assistant', like the message before"),
     ("sft", {"messages": [USER]}, "the last message has role 'user', expected 'assistant'"),
-    ("sft", {"conversations": SPEAKERS}, "mask' is 'User', which is none of the speakers ['Bot', 'Human']"),
+    ("sft", {"conversations": SPEAKERS}, "mask' is 'User', which is not among the speakers ['Bot', 'Human']"),
     ("sft", {"prompt": "a" * 2000, "response": "b"}, TOO_LONG),
     ("pairs", {"prompt": LONG, "chosen": "b", "rejected": "c"}, TOO_LONG),
     ("pairs", {"messages": [USER], "prompt": [BOT], "chosen": "b", "rejected": "c"}, "role is 'bot', allowed: system, user"),
