@@ -130,6 +130,10 @@ def is_sharegpt(record: Record) -> bool:
     return dict.get(first, "from") in _SPEAKERS or dict.get(first, "role") is not None
 
 
+def _is_steerlm(record: Record) -> bool:
+    return not is_sharegpt(record)
+
+
 def sharegpt(record: Record, purpose: Purpose) -> Made:
     """Turns `{from, value}`, also `{role, content}`; `function_call` and `observation` are a tool's, `tools` may be JSON text."""
     system = _peek(record, "system")
@@ -236,6 +240,9 @@ def _peek(record: Record, name: str) -> Any:
     return dict.get(record, name)
 
 
+Recasting = Callable[[Fields, Purpose], Made]
+
+
 class Recast(Fields):
     """A record in fields of ours, made of `origin`, whose fields count as read if these are."""
 
@@ -265,7 +272,7 @@ class Form:
 
     shape: str
     needs: dict[Purpose, tuple[tuple[str, ...], ...]]
-    recast: Callable[[Fields, Purpose], Made] | None = None  # None: its fields are ours
+    recast: Recasting | None = None  # None: its fields are ours
     fits: Callable[[Record], bool] = lambda record: True  # if the fields alone are ambiguous
 
 
@@ -390,9 +397,10 @@ def _apart(record: Record, purpose: Purpose, found: Sequence[RecordForm]) -> lis
     return [next(one for one in mine if one not in others) for mine, others in ((first, second), (second, first))]
 
 
-def _needs(**fields: str) -> dict[Purpose, tuple[tuple[str, ...], ...]]:
-    """Purpose -> the fields of each choice, from `purpose="field field | field"`."""
-    return {Purpose[name]: tuple(tuple(choice.split()) for choice in text.split("|")) for name, text in fields.items()}
+def _form(shape: str, recast: Recasting | None = None, fits: Callable[[Record], bool] | None = None, **needs: str) -> Form:
+    """A form; `needs`: the fields for each purpose, as `purpose="field field | field"`."""
+    choices = {Purpose[name]: tuple(tuple(choice.split()) for choice in text.split("|")) for name, text in needs.items()}
+    return Form(shape=shape, needs=choices, recast=recast, **({"fits": fits} if fits else {}))
 
 
 def _pairs(fields: str) -> dict[str, str]:
@@ -400,77 +408,63 @@ def _pairs(fields: str) -> dict[str, str]:
     return {"preference": fields, "judged": fields}
 
 
+_HELPSTEER = dict.fromkeys(("prompts", "supervised", "regression"), " ".join(("prompt", "response", *HELPSTEER_ATTRIBUTES)))
 _HELPSTEER3 = "context response1 response2 overall_preference"
-_HELPSTEER = " ".join(("prompt", "response", *HELPSTEER_ATTRIBUTES))
 FORMS: dict[RecordForm, Form] = {
-    RecordForm.prompt_response: Form(
-        shape="{prompt, response, label? (or preference)}",
-        needs=_needs(
-            prompts="prompt",
-            supervised="prompt response",
-            judged="response preference | response label",
-            regression="prompt response label",
-        ),
+    RecordForm.prompt_response: _form(
+        "{prompt, response, label? (or preference)}",
+        prompts="prompt",
+        supervised="prompt response",
+        judged="response preference | response label",
+        regression="prompt response label",
     ),
-    RecordForm.prompt_completion: Form(
-        shape="{prompt, completion, label? (or preference)}",
-        needs=_needs(supervised="prompt completion", judged="completion label | completion preference"),
-        recast=completion,
+    RecordForm.prompt_completion: _form(
+        "{prompt, completion, label? (or preference)}",
+        completion,
+        supervised="prompt completion",
+        judged="completion label | completion preference",
     ),
-    RecordForm.messages: Form(
-        shape="{messages, tools?}", needs=_needs(prompts="messages", supervised="messages", regression="messages label")
+    RecordForm.messages: _form("{messages, tools?}", prompts="messages", supervised="messages", regression="messages label"),
+    RecordForm.text: _form("{text}", prompts="text", supervised="text", preference="text", regression="text label"),
+    RecordForm.input_output: _form("{input, output}", supervised="input output", regression="input output label"),
+    RecordForm.alpaca: _form(
+        "{instruction, input?, output, system?, history?}",
+        alpaca,
+        prompts="instruction",
+        supervised="instruction output | instruction input output",
+        preference="instruction chosen rejected",
+        judged="instruction output kto_tag | instruction chosen rejected",
     ),
-    RecordForm.text: Form(shape="{text}", needs=_needs(prompts="text", supervised="text", preference="text", regression="text label")),
-    RecordForm.input_output: Form(shape="{input, output}", needs=_needs(supervised="input output", regression="input output label")),
-    RecordForm.alpaca: Form(
-        shape="{instruction, input?, output, system?, history?}",
-        needs=_needs(
-            prompts="instruction",
-            supervised="instruction output | instruction input output",
-            preference="instruction chosen rejected",
-            judged="instruction output kto_tag | instruction chosen rejected",
-        ),
-        recast=alpaca,
+    RecordForm.sharegpt: _form(
+        "{conversations: [{from: human, value}, ...], system?, tools?}",
+        sharegpt,
+        is_sharegpt,
+        prompts="conversations",
+        supervised="conversations",
+        preference="conversations chosen rejected",
+        judged="conversations kto_tag | conversations chosen rejected",
     ),
-    RecordForm.sharegpt: Form(
-        shape="{conversations: [{from: human, value}, ...], system?, tools?}",
-        needs=_needs(
-            prompts="conversations",
-            supervised="conversations",
-            preference="conversations chosen rejected",
-            judged="conversations kto_tag | conversations chosen rejected",
-        ),
-        recast=sharegpt,
-        fits=is_sharegpt,
+    RecordForm.steerlm: _form(
+        "{conversations: [{from: User, value, label?}, ...], system?, mask?, type?}",
+        None,
+        _is_steerlm,
+        prompts="conversations",
+        supervised="conversations",
+        regression="conversations",
     ),
-    RecordForm.steerlm: Form(
-        shape="{conversations: [{from: User, value, label?}, ...], system?, mask?, type?}",
-        needs=_needs(prompts="conversations", supervised="conversations", regression="conversations"),
-        fits=lambda record: not is_sharegpt(record),
+    RecordForm.pair: _form("{prompt?, chosen, rejected}", pair, **_pairs("chosen rejected")),
+    RecordForm.nemo_pair: _form("{prompt, chosen_response, rejected_response}", **_pairs("chosen_response rejected_response")),
+    RecordForm.ultrafeedback: _form(
+        "{instruction, completions}", ultrafeedback, prompts="instruction completions", **_pairs("instruction completions")
     ),
-    RecordForm.pair: Form(shape="{prompt?, chosen, rejected}", needs=_needs(**_pairs("chosen rejected")), recast=pair),
-    RecordForm.nemo_pair: Form(
-        shape="{prompt, chosen_response, rejected_response}", needs=_needs(**_pairs("chosen_response rejected_response"))
+    RecordForm.helpsteer: _form("{prompt, response, helpfulness, ...}", helpsteer, **_HELPSTEER),
+    RecordForm.helpsteer2_preference: _form(
+        "{prompt, response_1, response_2, preference_strength}",
+        helpsteer2_preference,
+        **_pairs("prompt response_1 response_2 preference_strength"),
     ),
-    RecordForm.ultrafeedback: Form(
-        shape="{instruction, completions}",
-        needs=_needs(prompts="instruction completions", **_pairs("instruction completions")),
-        recast=ultrafeedback,
+    RecordForm.helpsteer3: _form(
+        "{context, response1, response2, overall_preference}", helpsteer3, prompts=_HELPSTEER3, **_pairs(_HELPSTEER3)
     ),
-    RecordForm.helpsteer: Form(
-        shape="{prompt, response, helpfulness, ...}",
-        needs=_needs(prompts=_HELPSTEER, supervised=_HELPSTEER, regression=_HELPSTEER),
-        recast=helpsteer,
-    ),
-    RecordForm.helpsteer2_preference: Form(
-        shape="{prompt, response_1, response_2, preference_strength}",
-        needs=_needs(**_pairs("prompt response_1 response_2 preference_strength")),
-        recast=helpsteer2_preference,
-    ),
-    RecordForm.helpsteer3: Form(
-        shape="{context, response1, response2, overall_preference}",
-        needs=_needs(prompts=_HELPSTEER3, **_pairs(_HELPSTEER3)),
-        recast=helpsteer3,
-    ),
-    RecordForm.steps: Form(shape="{prompt, steps (or completions), labels}", needs=_needs(steps="steps labels | completions labels")),
+    RecordForm.steps: _form("{prompt, steps (or completions), labels}", steps="steps labels | completions labels"),
 }

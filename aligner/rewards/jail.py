@@ -24,13 +24,13 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _LANDLOCK_VERSION = 3  # the first that governs truncation
 _LANDLOCK_RIGHTS = 0x7FFF  # all that this version knows
 _LANDLOCK_READ = 0b1101  # execute, read files and directories
-_LANDLOCK_FILE = 0b111 | 1 << 14  # rights that are of files: execute, write, read, truncate
+_LANDLOCK_FILE = 0b111 | 1 << 14  # the rights of files: execute, write, read, truncate
 _SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SECCOMP, _SET_SECURE_BITS, _SET_SUBREAPER, _SET_NO_NEW_PRIVILEGES = 1, 4, 22, 28, 36, 38
 _FILTER, _NO_ROOT = 2, 3  # the second with its lock
 
 
 def become(uid: int) -> None:
-    """Give up root for this user and group."""
+    """Give up root and become this user and group."""
     os.setgroups([])
     os.setgid(uid)
     os.setuid(uid)
@@ -38,9 +38,9 @@ def become(uid: int) -> None:
 
 
 def enter_user_namespace() -> None:
-    """Enter a user namespace, in which there is this user only and the limit on processes counts from 0.
+    """Enter a user namespace with only this user, in which the limit on processes counts from 0.
 
-    So a program has no capabilities in it: exec drops them for every user but root. Raises OSError.
+    A program has no capabilities in it: exec drops them for every user except root. Raises OSError.
     """
     uid, gid = os.geteuid(), os.getegid()  # before: afterwards this process has no user until it is mapped
     _checked("unshare", _libc().unshare(_NEW_USER))
@@ -50,7 +50,7 @@ def enter_user_namespace() -> None:
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Be sent this signal when the thread that started this process ends."""
+    """Receive this signal when the thread that started this process ends."""
     _control("PR_SET_PDEATHSIG", _SET_DEATH_SIGNAL, signal_number)
 
 
@@ -70,7 +70,7 @@ def make_root_ordinary() -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """Let a classic BPF program judge every system call of this process and its descendants from now on; no new privileges by exec."""
+    """Filter every later system call of this process and its descendants with a classic BPF program; no new privileges by exec."""
 
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
@@ -80,7 +80,7 @@ def filter_calls(program: bytes) -> None:
 
 
 def restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Let this process and its descendants use files below these paths only (Landlock, Linux 6.2; `writable` ones are readable too)."""
+    """Restrict this process and its descendants to files below these paths (Landlock, Linux 6.2; `writable` paths are readable too)."""
 
     class Ruleset(ctypes.Structure):
         _fields_ = [("handled", ctypes.c_uint64)]
@@ -92,7 +92,7 @@ def restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
     version = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if 0 < version < _LANDLOCK_VERSION:
         raise OSError(
-            errno.ENOSYS, f"Landlock here is version {version}, which lets files be cut short; it needs {_LANDLOCK_VERSION} (Linux 6.2)"
+            errno.ENOSYS, f"Landlock here is version {version}, which allows truncating files; required: {_LANDLOCK_VERSION} (Linux 6.2)"
         )
     rules = _libc().syscall(_CREATE_RULESET, ctypes.byref(Ruleset(handled=_LANDLOCK_RIGHTS)), ctypes.c_size_t(8), 0)
     if rules < 0:
@@ -124,7 +124,7 @@ def _checked(what: str, result: int) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-# name, number on x86_64, number on aarch64; -: it has none
+# name, number on x86_64, number on aarch64 (-: missing)
 _ALLOWED = """
 read 0 63  write 1 64  open 2 -  close 3 57  stat 4 -  fstat 5 80  lstat 6 -  newfstatat 262 79  statx 332 291  lseek 8 62  pread64 17 67
 pwrite64 18 68  readv 19 65  writev 20 66  preadv 295 69  pwritev 296 70  preadv2 327 286  pwritev2 328 287  openat 257 56  openat2 437 437
@@ -166,20 +166,20 @@ _OTHER_SIGNALS = """
 rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240  pidfd_send_signal 424 424
 """
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # as seccomp_data names them
-_CLONE3, _NEWER = 435, 451  # the same on both; from _NEWER on, x86_64's x32 calls too, nothing is known here but what is allowed
+_CLONE3, _NEWER = 435, 451  # the same on both; from _NEWER on (x86_64's x32 calls too) only allowed calls are known here
 
 _ANY = 0xFFFFFFFF
 _NEW_NAMESPACES = 0x7E020000
 _FILE_TYPE, _REGULAR, _FIFO = 0xF000, 0x8000, 0x1000
 _STREAM, _UNIX = 1, 1
-_SOCKET_FLAGS = (0, 0o4000, 0o2000000, 0o2004000)  # not blocking, closed by exec
+_SOCKET_FLAGS = (0, 0o4000, 0o2000000, 0o2004000)  # non-blocking, closed by exec
 # Duplicates, flags, locks, a pipe's size, seals; nothing that makes the kernel send signals for the program, or that watches files.
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1034)
 _IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # a terminal's settings and size, FIONREAD, FIONBIO, close on exec
 # Signals by the parent's end, dumpable, names, seccomp and privileges (to ask), capabilities (to ask), huge pages, named memory.
 _PRCTL = (1, 2, 3, 4, 15, 16, 21, 23, 39, 41, 42, 0x53564D41)
 
-# Conditions: argument, mask, values of which it must be one. Ids are 0, this process, so that nobody else's limits are changed.
+# Conditions: argument, mask, allowed values. Ids must be 0, this process, so that no other process's limits are changed.
 _CONDITIONS: dict[str, tuple[tuple[int, int, Sequence[int]], ...]] = {
     "clone": ((0, _NEW_NAMESPACES, (0,)),),
     "mknod": ((1, _FILE_TYPE, (0, _REGULAR, _FIFO)),),
@@ -204,10 +204,10 @@ _REFUSE, _UNKNOWN = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
 
 
 def allowed_calls(machine: str, *, alone: bool) -> dict[str, int]:
-    """Names and numbers of the calls that `call_filter` allows, some of them on conditions.
+    """Names and numbers of the calls that `call_filter` allows, some of them conditionally.
 
-    `alone`: the program has files and processes of its own. Otherwise it is also refused to change attributes of files, wherever they are:
-    Landlock does not govern them.
+    `alone`: the program has files and processes of its own. Otherwise it may not change attributes of any files either, which Landlock
+    does not control.
     """
     if machine not in _MACHINES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}, only for {', '.join(_MACHINES)}")
@@ -220,8 +220,8 @@ def allowed_calls(machine: str, *, alone: bool) -> dict[str, int]:
 def call_filter(machine: str, *, only_signals_to: tuple[int, ...] | None) -> bytes:
     """The filter's code for `machine` (of os.uname).
 
-    `only_signals_to`: the process ids (0: the own group; negative: a group) that may be sent signals; None: all, as of a program that is
-    alone (see `allowed_calls`). Raises OSError if the machine's system calls are not known here.
+    `only_signals_to`: the process ids (0: the own group; negative: a group) that may receive signals; None: all, for a program that is
+    alone (see `allowed_calls`). Raises OSError if the machine's system calls are unknown here.
     """
     allowed = allowed_calls(machine, alone=only_signals_to is None)
     conditions = dict(_CONDITIONS)
@@ -242,22 +242,22 @@ def _one_of(argument: int, mask: int, values: Sequence[int]) -> list[bytes]:
 
 
 def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-    """One instruction: code, how many to skip where a test holds and where not, its constant."""
+    """One instruction: code, instructions to skip if a test holds and if not, constant."""
     return struct.pack("=HBBI", code, yes, no, value)
 
 
 PROGRAM = "program.py"
-WORK = "/sandbox"  # the only place that can be written to under bubblewrap
+WORK = "/sandbox"  # the only writable place under bubblewrap
 DEVICES = ("null", "zero", "full", "random", "urandom")
-PAGE_BYTES = 4096  # at least what a file with anything in it takes
+PAGE_BYTES = 4096  # the minimal size of a non-empty file
 CLEANUP_SECONDS = 5.0
 WATCH_SECONDS = 0.02
 
 
 def main() -> NoReturn:
-    """Run as the JSON object in the first argument says (see `Sandbox` in aligner.rewards.sandbox); a second argument says that bubblewrap
-    has built the surroundings. Writes lines of JSON to the order's status descriptor: started, then the wait status, or the limit that was
-    passed; or an error."""
+    """Carry out the order, a JSON object in the first argument (see `Sandbox` in aligner.rewards.sandbox); with a second argument,
+    bubblewrap has built the surroundings. Writes lines of JSON to the order's status descriptor: started, then the wait status or the
+    exceeded limit; or an error."""
     order = json.loads(sys.argv[1])
     by_bubblewrap = order["isolation"] == "bubblewrap"
     try:
@@ -277,13 +277,16 @@ def main() -> NoReturn:
 
 
 def _prefer_to_end() -> None:
-    """Where the machine runs out of memory, before the run does."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # not everywhere; the limits hold without it
+    """If the machine runs out of memory, end this process before the run."""
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/oom_score_adj", "w") as file,
+    ):  # not available everywhere; the limits hold without it
         file.write("1000")
 
 
 def _prepare(order: dict) -> None:
-    """Give up the rights of root, and see to it that nothing outlives this process."""
+    """Give up root's rights, and ensure that nothing outlives this process."""
     by_bubblewrap, uid = order["isolation"] == "bubblewrap", order["uid"]
     if not by_bubblewrap:
         _prefer_to_end()
@@ -292,8 +295,8 @@ def _prepare(order: dict) -> None:
         if by_bubblewrap:
             enter_user_namespace()
     if by_bubblewrap:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 is sent nothing from inside that it has no handler for
-        die_with_parent(signal.SIGKILL)  # after the change of user, which would undo it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 receives no signal from inside without a handler
+        die_with_parent(signal.SIGKILL)  # after the change of user, which would reset it
     else:
         signal.signal(signal.SIGTERM, _end_all)
         die_with_parent(signal.SIGTERM)
@@ -301,23 +304,23 @@ def _prepare(order: dict) -> None:
 
 
 def _supervise(order: dict, directory: str) -> None:
-    """Start the program; when it has ended or passed a limit, end what it left behind and say so."""
+    """Start the program; when it has ended or exceeded a limit, end its remaining processes and report."""
     alone = order["isolation"] == "bubblewrap"
     with open(order["program"], "rb") as source, open(PROGRAM, "wb") as file:
         file.write(source.read())
-    in_use = 1 if alone else _threads_of_user()  # own user namespaces count from 0
+    in_use = 1 if alone else _threads_of_user()  # a user namespace of its own counts from 0
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _tell(order, started=True)
-    show_process_files(False)  # the program, which has the same user, could say through them how it ended
+    show_process_files(False)  # the program, run by the same user, could fake its report through them
     child = os.fork()
     if child == 0:
         _become(order, directory, in_use)
     events = select.poll()
     events.register(awake, select.POLLIN)
-    events.register(order["status"], 0)  # an error on it: nobody reads it any more
+    events.register(order["status"], 0)  # only errors: nobody reads it any more
     status = None
     while status is None:
         for descriptor, _ in events.poll(WATCH_SECONDS * 1000 if alone else None):
@@ -334,7 +337,7 @@ def _supervise(order: dict, directory: str) -> None:
 
 
 def _reap(child: int) -> int | None:
-    """Reap all that has ended, also what the program's children left; the child's wait status once it is among them."""
+    """Reap all ended processes, including orphans; returns the child's wait status once it is among them."""
     found = None
     while True:
         try:
@@ -348,23 +351,23 @@ def _reap(child: int) -> int | None:
 
 
 def _passed(order: dict) -> str:
-    """The limit that the program, with all its processes, has passed: files, for bubblewrap bounds only their size, or memory."""
+    """The limit that the program's processes together have exceeded: files (bubblewrap only limits their size) or memory."""
     place = os.statvfs(WORK)
-    if place.f_files - place.f_ffree > max(64, order["disk_bytes"] // PAGE_BYTES):  # empty ones take kernel memory too
+    if place.f_files - place.f_ffree > max(64, order["disk_bytes"] // PAGE_BYTES):  # empty files use kernel memory too
         return "disk"
     most, pids = order["memory_bytes"], _others()
-    if sum(map(_resident, pids)) > most and sum(map(_share, pids)) > most:  # the first is quick, but counts shared pages again and again
+    if sum(map(_resident, pids)) > most and sum(map(_share, pids)) > most:  # the first is quick, but counts shared pages repeatedly
         return "memory"
     return ""
 
 
 def _others() -> list[str]:
-    """Processes besides this one."""
+    """The other processes."""
     return [name for name in os.listdir("/proc") if name.isdigit() and name != str(os.getpid())]
 
 
 def _resident(pid: str) -> int:
-    """Bytes of its memory, shared ones too."""
+    """Its resident memory in bytes, including shared pages."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -373,7 +376,7 @@ def _resident(pid: str) -> int:
 
 
 def _share(pid: str) -> int:
-    """Bytes of its memory, of shared ones its part."""
+    """Its memory in bytes, with its part of shared pages."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), 0)
@@ -394,17 +397,17 @@ def _become(order: dict, directory: str, in_use: int) -> NoReturn:
             resource.RLIMIT_FSIZE: order["disk_bytes"],
             resource.RLIMIT_NOFILE: order["open_files"],
             resource.RLIMIT_NPROC: in_use + order["processes"],
-            resource.RLIMIT_CORE: 1,  # not 0, with which a system's crash handler is still started (core(5))
+            resource.RLIMIT_CORE: 1,  # 0 would still start a system's crash handler (core(5))
         }
         for kind, most in limits.items():
             hard = resource.getrlimit(kind)[1]
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(kind, (most, most))
         seconds = order["cpu_seconds"]
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # SIGXCPU first: SIGKILL would not say why
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # SIGXCPU first: SIGKILL would give no reason
         own = None if order["isolation"] == "bubblewrap" else (os.getpid(), 0, -os.getpid())
         environment = {"PATH": "/usr/bin:/bin", "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-        if os.geteuid() == 0:  # of a user namespace without another user, in one of the weaker isolations
+        if os.geteuid() == 0:  # in a user namespace without another user, with a weaker isolation
             make_root_ordinary()
         if order["isolation"] == "landlock":
             devices = [f"/dev/{name}" for name in DEVICES]
@@ -422,7 +425,7 @@ def _tell(order: dict, **what: object) -> None:
 
 
 def _threads_of_user() -> int:
-    """Threads that this user has now: RLIMIT_NPROC counts all of them."""
+    """This user's current threads: RLIMIT_NPROC counts all of them."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -434,13 +437,13 @@ def _threads_of_user() -> int:
 
 
 def _end_all(*_: object) -> NoReturn:
-    """The time is over, or whoever wanted the program is gone."""
+    """The time is over, or the caller is gone."""
     _end_descendants()
     os._exit(1)
 
 
 def _end_descendants() -> None:
-    """Kill and reap all below this process (orphans are its children) until there are none."""
+    """Kill and reap all descendants (orphans become children) until none is left."""
     deadline = time.monotonic() + CLEANUP_SECONDS
     while (pids := _descendants()) and time.monotonic() < deadline:
         for pid in pids:

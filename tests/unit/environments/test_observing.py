@@ -116,7 +116,7 @@ def test_settings_that_cannot_work(chat: Tokenizer, plain: Tokenizer, tmp_path: 
         "cannot be made from {'size': 3}: TypeError": lambda: build_environment(
             EnvironmentConfig(path="aligner.environments.calculator:Calculator", arguments={"size": 3})
         ),
-        "gave a dict without reset": lambda: build_environment(EnvironmentConfig(path="builtins:dict")),
+        "returned a dict without reset": lambda: build_environment(EnvironmentConfig(path="builtins:dict")),
     }
     for message, action in wrong.items():
         with pytest.raises(ConfigError, match=message):

@@ -70,7 +70,7 @@ def test_maths_without_math_verify_and_bad_arguments(monkeypatch):
                 maths(**settings)
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs math-verify, which is not installed: pip install"):
+    with pytest.raises(ConfigError, match="requires math-verify, which is not installed: pip install"):
         maths()
 
 
