@@ -261,7 +261,7 @@ def test_what_a_form_does_not_use_is_listed(jsonl, chars):
 
 BAD = [
     (load_supervised, SFTDataConfig, {"question": "q", "reply": "a"}, "has the fields ['question', 'reply'], expected those of a form: "),
-    (load_supervised, SFTDataConfig, ALPACA | {"conversations": [HUMAN, GPT]}, "has 'instruction' and 'conversations', either of which"),
+    (load_supervised, SFTDataConfig, ALPACA | {"conversations": [HUMAN, GPT]}, "has 'instruction' and 'conversations', which is ambiguous"),
     (
         load_supervised,
         SFTDataConfig,

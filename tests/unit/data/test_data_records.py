@@ -84,7 +84,7 @@ def test_split_dialogue_takes_the_last_common_turn():
         (parse_supervised, {"question": "q", "answer": "a"}, "expected {messages}, {prompt, response} or {input, output}"),
         (parse_preference, {"prompt": "q", "chosen": "a"}, "field 'rejected' is missing"),
         (parse_preference, {"prompt": "q", "chosen": "a", "rejected": "a"}, "both 'a', expected two different"),
-        (parse_preference, {"prompt": "q", "chosen": "a", "rejected": "b", "chosen_reward": 1}, "stands alone"),
+        (parse_preference, {"prompt": "q", "chosen": "a", "rejected": "b", "chosen_reward": 1}, "is alone"),
         (
             parse_preference,
             {"prompt": "q", "chosen": "a", "rejected": "b", "chosen_reward": float("nan"), "rejected_reward": 0},
