@@ -124,7 +124,7 @@ def test_programs_against_tests(capsys):
 def test_reading_tests_and_programs():
     assert parse_tests('{"inputs": ["1"], "outputs": ["2"]}') == [Exchange(given="1", expected="2")]
     assert parse_tests(ASSERTS) == ASSERTS
-    bad = {"assert (": "neither JSON nor Python", "[1]": "no object with inputs", '{"inputs": [], "outputs": []}': "as many inputs"}
+    bad = {"assert (": "neither JSON nor Python", "[1]": "not an object with inputs", '{"inputs": [], "outputs": []}': "as many inputs"}
     for text, why in bad.items():
         with pytest.raises(ValueError, match=why):
             parse_tests(text)
