@@ -80,7 +80,7 @@ REFUSED = [
     (["train_sft-00000-of-00001.jsonl", "test_sft-00000-of-00001.jsonl"], "files of the splits test_sft, train_sft; name"),
     (["train.jsonl", "extra.jsonl"], r"files of the split train, and of no split \(extra.jsonl\)"),
     (["dev.jsonl", "test.jsonl"], "files of the splits dev, test"),
-    (["main/train.jsonl", "main/test.jsonl", "socratic/train.jsonl"], "the split 'train' lies in main, socratic; name one of the directories"),
+    (["main/train.jsonl", "main/test.jsonl", "socratic/train.jsonl"], "the split 'train' lies in main, socratic; name one of"),
 ]
 
 
