@@ -40,6 +40,7 @@ setup(
     package_data={
         "aligner": ["py.typed"],
         "aligner.settings": ["synonyms.yaml"],
+        "aligner.data": ["constitution.yaml"],
         "aligner.commands.migrate": ["tables/*.yaml"],
         "aligner.reporting": ["templates/*.html"],
         "aligner.rollout.tensorrt_llm": ["contracts/*.json"],

@@ -6,7 +6,8 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,30 @@ def publish_first(path: Path, text: str, *, mode: int = 0o666) -> None:
             os.link(own, path)
     finally:
         own.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path, waiting: Callable[[float], object], poll_seconds: float = 1.0) -> Iterator[None]:
+    """Hold the lock file `path`: one process of this machine at a time.
+
+    `waiting` is called at every poll with the seconds waited so far, and may raise. On a file system without locks nobody waits.
+    """
+    import filelock  # only what shares a cache needs it
+
+    lock, begun = filelock.FileLock(path), time.monotonic()
+    while True:
+        try:
+            lock.acquire(timeout=poll_seconds, poll_interval=0.05)
+            break
+        except filelock.Timeout:
+            waiting(time.monotonic() - begun)
+        except NotImplementedError:
+            yield
+            return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def with_umask_mode(path: Path, write: Callable[[Path], object]) -> None:

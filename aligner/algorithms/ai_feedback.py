@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from aligner.data.collate import supervised_batch
-from aligner.data.critiques import Framing, Question
+from aligner.data.constitution import Framing, Question
 from aligner.data.supervised import SupervisedExample
 from aligner.errors import RunHalted
 from aligner.hub.names import Files

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from aligner.data.config import STEERLM_ATTRIBUTES, AnnotateDataConfig
-from aligner.data.requests import Unlabelled, load_unlabelled
+from aligner.data.labelled import Unlabelled, load_unlabelled
 from aligner.errors import ConfigError
 from aligner.loop.writing import COLUMNS, Record, digest_of
 from aligner.planner.workload import Head, Phase

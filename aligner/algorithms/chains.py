@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.algorithms.ai_feedback import Judgement
-from aligner.data.constitution import Constitution, Principle
-from aligner.data.critiques import Case
+from aligner.data.constitution import Case, Constitution, Principle
 from aligner.data.parts import Parts
 from aligner.errors import ConfigError, DataError
 from aligner.files import publish

@@ -31,8 +31,7 @@ from aligner.algorithms.chains import (
     trace_of,
 )
 from aligner.data.config import ConstitutionDataConfig
-from aligner.data.constitution import Constitution, Principle, draw, load_constitution
-from aligner.data.critiques import MARKS, Case, Framing, Question, Turns, load_cases
+from aligner.data.constitution import MARKS, Case, Constitution, Framing, Principle, Question, Turns, draw, load_cases, load_constitution
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError

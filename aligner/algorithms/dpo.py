@@ -28,7 +28,7 @@ from torch import Tensor
 from aligner.data.collate import preference_batch
 from aligner.data.config import PreferenceDataConfig
 from aligner.data.order import order_of
-from aligner.data.preferences import PreferencePair, load_preferences, require_margins
+from aligner.data.supervised import PreferencePair, load_preferences, require_margins
 from aligner.errors import ConfigError
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
 from aligner.loop.learnt import of_lengths, of_mask

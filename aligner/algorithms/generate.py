@@ -8,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aligner.data.config import RequestDataConfig
-from aligner.data.labelled import TURN_START
-from aligner.data.requests import Request, load_requests, response_text
+from aligner.data.labelled import TURN_START, Request, load_requests, response_text
 from aligner.errors import ConfigError
 from aligner.loop.writing import COLUMNS, Record, digest_of
 from aligner.models.config import Architecture

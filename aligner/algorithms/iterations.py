@@ -25,7 +25,7 @@ from aligner.algorithms.dpo import PairLossConfig
 from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import preference_batch
 from aligner.data.order import order_of
-from aligner.data.preferences import PreferencePair
+from aligner.data.supervised import PreferencePair
 from aligner.errors import CheckpointError, ConfigError
 from aligner.files import publish
 from aligner.loop.epochs import Stateless

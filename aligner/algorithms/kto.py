@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from aligner.data.config import UnpairedDataConfig
+from aligner.data.judged import MismatchedSteps, UnpairedExample, load_unpaired, mismatched, unpaired_batch
 from aligner.data.order import order_of
-from aligner.data.unpaired import MismatchedSteps, UnpairedExample, load_unpaired, mismatched, unpaired_batch
 from aligner.errors import ConfigError, DataError
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_reference
 from aligner.loop.learnt import of_lengths, of_mask

@@ -16,7 +16,7 @@ from torch import Tensor
 from aligner.algorithms import reward_model
 from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.config import StepDataConfig
-from aligner.data.steps import SteppedExample, load_steps, step_batch
+from aligner.data.judged import SteppedExample, load_steps, step_batch
 from aligner.loop.epochs import BatchConfig, EpochTraining
 from aligner.loop.loop import Built
 from aligner.losses.aggregation import require

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.config import RegressionDataConfig
+from aligner.data.judged import LabelledExample, labelled_batch, load_regression
 from aligner.data.labelled import MISSING
-from aligner.data.regression import LabelledExample, labelled_batch, load_regression
 from aligner.errors import ConfigError
 from aligner.loop.epochs import BatchConfig, EpochTraining
 from aligner.loop.loop import Built

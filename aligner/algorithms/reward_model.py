@@ -12,7 +12,7 @@ from torch import Tensor
 from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.collate import preference_batch
 from aligner.data.config import PreferenceDataConfig
-from aligner.data.preferences import PreferencePair, load_preferences, require_margins
+from aligner.data.supervised import PreferencePair, load_preferences, require_margins
 from aligner.errors import ConfigError
 from aligner.loop.epochs import BatchConfig, EpochTraining
 from aligner.loop.loop import Built

@@ -36,8 +36,7 @@ from aligner.algorithms.judge import (
 )
 from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import EpochSampler
-from aligner.data.preferences import PreferencePair
-from aligner.data.supervised import answered
+from aligner.data.supervised import PreferencePair, answered
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RunHalted
 from aligner.loop.learnt import accounted

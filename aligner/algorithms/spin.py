@@ -23,9 +23,8 @@ from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Pa
 from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.config import DemonstrationDataConfig
-from aligner.data.preferences import PreferencePair
 from aligner.data.reading import Mixed
-from aligner.data.supervised import Demonstration, load_demonstrations
+from aligner.data.supervised import Demonstration, PreferencePair, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop.learnt import accounted

@@ -1,11 +1,11 @@
 """Tokenized data that later runs find again (`data.cache`): made by several processes, once per machine, read from memory-mapped files.
 
-    <cache>/<key>/manifest.json    sizes and digests of the other files, and the report; beside it the files of `aligner.data.stored`
+    <cache>/<key>/manifest.json    sizes and digests of the other files (`aligner.data.stored`), and the report
     <cache>/<key>.lock             held by the process that makes it; the others wait
     <cache>/digests/               digests of data files, by path, size and times
 
-The key is a digest of what the examples are made of: the data files' bytes, the tokenizer's files, the settings and the code that reads. A
-directory has its name only once all of it is on disk, so two machines that make it at once do no harm: the first counts.
+The key is a digest of everything that the examples depend on: the data files' bytes, the tokenizer's files, the settings and the code that
+reads. A directory gets its name only once all of it is on disk, so two machines may make it at the same time: the first one counts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import time
 import traceback
 import typing
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from importlib.metadata import version
@@ -29,29 +29,21 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import filelock
-
-from aligner.data.folders import data_files, parted, saved_by_datasets
 from aligner.data.report import STORING, LoadReport, LongRecord, Tally
+from aligner.data.sources import data_files, parted, saved_by_datasets
 from aligner.data.stored import BLOCKS, COUNTS, NotStorable, ShardWriter, StoredExamples, schema_of, write_index
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError, ConfigError, DataError, describe_os_error
-from aligner.files import publish
+from aligner.files import locked, publish
 from aligner.hub.names import DATASETS_PREFIX
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 BLOCK_SIZE = 1024  # records that one process converts at a time
 MAX_WORKERS = 16
-WAIT_SECONDS = 6 * 3600.0  # for another process that makes the same
-_APART = (
-    "train",
-    "validation",
-    "mixture_temperature",
-    "cache",
-    "num_workers",
-    "num_validation_prompts",
-)  # settings that no example depends on
+WAIT_SECONDS = 6 * 3600.0  # for another process that makes the same directory
+# Settings that no example depends on.
+_APART = frozenset("train validation mixture_temperature cache num_workers num_validation_prompts".split())
 _TOKENIZER_FILES = ("*token*.json", "*.model", "*.jinja", "vocab.*", "merges.txt")
 _CHUNK = 2**24
 Heartbeat = Callable[[], None]
@@ -60,9 +52,9 @@ Heartbeat = Callable[[], None]
 def load_cached(
     load: Any, location: str, config: Any, tokenizer: Tokenizer, *, heartbeat: Heartbeat, **options: Any
 ) -> tuple[Sequence[Any], LoadReport]:
-    """What `load` returns, its examples from the files of the cache, which are made if they are not there. `heartbeat` is called meanwhile.
+    """What `load` returns, with the examples in files of the cache, made if they are missing. `heartbeat` is called meanwhile.
 
-    Raises what `load` raises; ConfigError for what cannot be kept, or a directory that cannot be written.
+    Raises what `load` raises; ConfigError for examples that cannot be kept, or a directory that cannot be written.
     """
     kind, cache = _kind(load), Path(config.cache)
     try:
@@ -71,7 +63,8 @@ def load_cached(
         if (found := _open(directory, kind)) is None:
             with _alone(cache / f"{directory.name}.lock", heartbeat):
                 if (found := _open(directory, kind)) is None:
-                    making = _Storing(cache / f".{directory.name}.{uuid.uuid4().hex[:8]}", kind, _num_workers(config), heartbeat)
+                    workers = config.num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+                    making = _Storing(cache / f".{directory.name}.{uuid.uuid4().hex[:8]}", kind, workers, heartbeat)
                     _make(making, directory, lambda: load(location, config, tokenizer, **options)[1])
                     found = _open(directory, kind)
     except OSError as error:
@@ -87,12 +80,8 @@ def _kind(load: Any) -> type:
     try:
         schema_of(kind)
     except NotStorable as error:
-        raise ConfigError(f"data.cache: examples of type {kind.__name__} are not kept ({error}); allowed: ''") from error
+        raise ConfigError(f"data.cache: examples of type {kind.__name__} cannot be kept ({error}); allowed: ''") from error
     return kind
-
-
-def _num_workers(config: Any) -> int:
-    return config.num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def _open(directory: Path, kind: type) -> tuple[StoredExamples[Any], LoadReport] | None:
@@ -111,7 +100,7 @@ def _open(directory: Path, kind: type) -> tuple[StoredExamples[Any], LoadReport]
 
 
 def _make(storing: _Storing, directory: Path, load: Callable[[], LoadReport]) -> None:
-    """Make the directory, or leave one that another machine was faster with."""
+    """Make the directory, unless another machine was faster."""
     _clean_up(directory)
     new = storing.directory
     new.mkdir()
@@ -135,7 +124,7 @@ def _make(storing: _Storing, directory: Path, load: Callable[[], LoadReport]) ->
 
 
 def _clean_up(directory: Path) -> None:
-    """Remove what processes that died have left of it. Another machine may be writing its own, where locks are not shared."""
+    """Remove what dead processes left of it. Another machine may be writing its own if locks are not shared."""
     for left in directory.parent.glob(f".{directory.name}.*"):
         if time.time() - max(path.stat().st_mtime for path in (left, *left.iterdir())) > WAIT_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
@@ -166,13 +155,13 @@ def _tokenizer_files(directory: Path) -> list[Path]:
 
 
 def _files(location: str) -> list[Path]:
-    """The files that a data set is read from. Raises ConfigError for one without files of its own."""
+    """The files of a data set. Raises ConfigError if it has no local files."""
     path = Path(parted(location)[0])
     if location.startswith(DATASETS_PREFIX):
         path = Path(location[len(DATASETS_PREFIX) :].partition(":")[0])
         if not path.exists():
             raise ConfigError(
-                f"data.cache: {location!r} names no files here whose bytes could be compared; allowed: a path, or data.cache=''"
+                f"data.cache: {location!r} names no local files, whose bytes could be compared; allowed: a path, or data.cache=''"
             )
     if path.is_dir() and (location.startswith(DATASETS_PREFIX) or saved_by_datasets(path)):
         return sorted(one for one in path.rglob("*") if one.is_file())
@@ -189,7 +178,7 @@ def _digest(path: Path, heartbeat: Heartbeat = lambda: None) -> str:
 
 
 def _known_digest(path: Path, cache: Path, heartbeat: Heartbeat) -> str:
-    """The digest of a data file; a file is read again only if its size or times have changed. Raises DataError if there is none."""
+    """The digest of a data file; it is read again only if its size or times have changed. Raises DataError if the file is missing."""
     if not path.is_file():
         raise DataError(f"data file {str(path)!r} does not exist (looked for {path.absolute()})")
     place = cache / "digests" / hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
@@ -203,36 +192,26 @@ def _known_digest(path: Path, cache: Path, heartbeat: Heartbeat) -> str:
         except (OSError, ValueError, KeyError, TypeError):
             pass
         found = _digest(path, heartbeat)
-        if time.time() - max(status.st_mtime, status.st_ctime) > 2:  # a later change may not show in the times of a file that is this new
+        if time.time() - max(status.st_mtime, status.st_ctime) > 2:  # the times of a newer file may not show a later change
             publish(place, lambda new: new.write_text(json.dumps({"stamp": stamp, "sha256": found})))
         return found
 
 
-@contextmanager
-def _alone(path: Path, heartbeat: Heartbeat) -> Iterator[None]:
-    """Meanwhile no other process of this machine is in such a block; on a file system without locks there is no waiting."""
-    lock, begun = filelock.FileLock(path), time.monotonic()
-    while True:
-        try:
-            lock.acquire(timeout=1.0, poll_interval=0.05)
-            break
-        except filelock.Timeout:
-            heartbeat()
-            if time.monotonic() - begun >= WAIT_SECONDS:
-                waited = f"waited {WAIT_SECONDS / 3600:.0f} hours for another process, which tokenizes the data and holds {path}"
-                raise DataError(f"data.cache: {waited}") from None
-        except NotImplementedError:
-            yield
-            return
-    try:
-        yield
-    finally:
-        lock.release()
+def _alone(path: Path, heartbeat: Heartbeat) -> AbstractContextManager[None]:
+    """Meanwhile no other process of this machine is in such a block."""
+
+    def waiting(seconds: float) -> None:
+        heartbeat()
+        if seconds >= WAIT_SECONDS:
+            waited = f"waited {WAIT_SECONDS / 3600:.0f} hours for another process, which tokenizes the data and holds {path}"
+            raise DataError(f"data.cache: {waited}") from None
+
+    return locked(path, waiting)
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a worker reports: its part of the index, its tally, and how much that had listed after each block."""
+    """A worker's result: its part of the index, its tally, and the lengths of the tally's lists after each block."""
 
     blocks: list[tuple[int, int, int, int, int]]
     counts: list[Any]
@@ -241,7 +220,7 @@ class _Outcome:
 
 
 class _Storing:
-    """Converts in several processes and writes what comes out; `aligner.data.report.Storing`. Blocks of records go round the workers."""
+    """`aligner.data.report.Storing`: converts in several processes, which take turns at blocks of records, and writes the examples."""
 
     def __init__(self, directory: Path, kind: type, num_workers: int, heartbeat: Heartbeat) -> None:
         self.directory = directory
@@ -277,7 +256,7 @@ class _Storing:
             if self._num_workers == 1:
                 self._heartbeat()
             elif os.getppid() != parent:
-                raise DataError("the process that this one tokenizes for has ended")
+                raise DataError("the process that started this one has ended")
             block += 1
         writer.close()
         return _Outcome(writer.blocks, writer.counts, tally, marks)

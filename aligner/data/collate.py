@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.data.preferences import PreferencePair
-from aligner.data.supervised import SupervisedExample
+from aligner.data.supervised import PreferencePair, SupervisedExample
 from aligner.errors import ConfigError
 from aligner.types import FinishReason, LabeledBatch, PreferenceBatch, Rollout, RolloutBatch, TokenBatch, no_expert
 

@@ -14,18 +14,18 @@ from aligner.hub.names import Files
 
 
 class BadLines(str, Enum):
-    """How to treat records that cannot be used."""
+    """How to treat unusable records."""
 
-    fail = "fail"  # list them all in one error before training starts
-    skip = "skip"  # leave them out, count them and report them
+    fail = "fail"  # list all of them in one error before training starts
+    skip = "skip"  # leave them out, count and report them
 
 
 class Overlong(str, Enum):
-    """How to treat an example of more tokens than `max_length`, or a prompt of more than `max_prompt_length`."""
+    """How to treat an example longer than `max_length` tokens, or a prompt longer than `max_prompt_length`."""
 
     drop = "drop"  # leave it out and count it
     truncate = "truncate"  # cut it and count it: an example loses its end, its end token too; a prompt its beginning
-    refuse = "refuse"  # treat it like any other bad line
+    refuse = "refuse"  # treat it like any other bad record
 
 
 class Learn(str, Enum):
@@ -37,7 +37,7 @@ class Learn(str, Enum):
 
 
 class RecordForm(str, Enum):
-    """In which of the published forms records are (docs/data.md); `aligner.data.forms` has the fields of each."""
+    """A published form of records (docs/data.md); `aligner.data.forms` has the fields of each."""
 
     auto = "auto"  # recognised by its fields
     prompt_response = "prompt_response"
@@ -58,11 +58,11 @@ class RecordForm(str, Enum):
 
 
 class Thinking(str, Enum):
-    """What becomes of an assistant's thinking: the field `reasoning_content`, and `<think>...</think>` in its text."""
+    """How to treat an assistant's thinking: the field `reasoning_content`, and `<think>...</think>` in its text."""
 
-    template = "template"  # what the chat template makes of it; many leave out that of earlier turns
-    keep = "keep"  # every turn's; a record whose thinking the template leaves out is bad
-    drop = "drop"  # none
+    template = "template"  # the chat template decides; many omit the thinking of earlier turns
+    keep = "keep"  # in every turn; a record whose thinking the template omits is bad
+    drop = "drop"  # in no turn
 
 
 class SpecialText(str, Enum):
@@ -79,19 +79,10 @@ def _require_at_least(minimum: int, **sizes: int) -> None:
             raise ConfigError(f"data.{name} is {value}, allowed: at least {minimum}")
 
 
-def _check_sources(data: PromptDataConfig | ExampleDataConfig) -> None:
-    data.train = as_sources(data.train, "data.train")
-    data.validation = as_sources(data.validation, "data.validation")
-    check_mixture(data)
-    _require_at_least(0, num_workers=data.num_workers)
-    if data.num_workers and not data.cache:
-        raise ConfigError(f"data.num_workers={data.num_workers}: needs data.cache, where the processes write what they tokenize")
-
-
 def _require_length(minimum: int, **lengths: int) -> None:
     for name, value in lengths.items():
         if value and value < minimum:
-            raise ConfigError(f"data.{name} is {value}, allowed: at least {minimum}, or 0 (what the model's context has)")
+            raise ConfigError(f"data.{name} is {value}, allowed: at least {minimum}, or 0 (the model's context length)")
 
 
 def _require_member(enum: type[Enum], **choices: Enum) -> None:
@@ -101,17 +92,11 @@ def _require_member(enum: type[Enum], **choices: Enum) -> None:
 
 
 def _refuse_unused(config: Any, why: str, *names: str) -> None:
-    """Raise ConfigError for a setting that the section inherits and nothing reads, if it is not at its default."""
+    """Raise ConfigError for an inherited setting that nothing reads, if it differs from its default."""
     for name in names:
         value, default = (getattr(one, "value", one) for one in (getattr(config, name), type(config).__dataclass_fields__[name].default))
         if value != default:
             raise ConfigError(f"data.{name}={value}: {why}; allowed: {default or repr('')}")
-
-
-def _require_chat(template: str, thinking: Thinking, special_text: SpecialText) -> None:
-    check_template(template)
-    _require_member(Thinking, thinking=thinking)
-    _require_member(SpecialText, special_text=special_text)
 
 
 def _require_form(form: RecordForm, **fields: str) -> None:
@@ -123,69 +108,71 @@ def _require_form(form: RecordForm, **fields: str) -> None:
 
 def _require_whole_prompts(overlong: Overlong) -> None:
     if overlong is Overlong.truncate:
-        raise ConfigError("data.overlong=truncate: prompts are written into the records, whole; allowed: drop, refuse")
+        raise ConfigError("data.overlong=truncate: complete prompts are written into the records; allowed: drop, refuse")
 
 
 @dataclass(kw_only=True, slots=True)
-class PromptDataConfig:
-    """Prompts for online RL.
+class DataConfig:
+    """Settings of all data.
 
     `train` and `validation` are each a jsonl, json or parquet file, a directory of them, a data set of the Hugging Face Hub,
     `ORG/NAME[@REVISION][:SPLIT]` / `ORG/NAME[@REVISION]:CONFIG:SPLIT`, or the same after `datasets:`, also of a directory.
     """
 
     train: Any = "???"  # required: a jsonl, json or parquet file, a directory, ORG/NAME[@REV][:SPLIT], datasets:NAME, or a list of sources
-    validation: Any = ""  # prompts to validate on, given as `train` is; empty: none
+    validation: Any = ""  # data to validate on, in the same forms as `train`; empty: none
     from_hub: ClassVar[Mapping[str, Files]] = {"train": Files.data, "validation": Files.data}
-    num_validation_prompts: int = 128  # the first so many usable ones
-    max_prompt_length: int = 0  # tokens; 0: what the model's context leaves beside the response (docs/data.md)
-    overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its beginning) or refuse
-    prompt_field: str = ""  # name of the field with the prompt; empty: `prompt`, `messages`, `text` or `instruction`, whichever is there
-    form: RecordForm = RecordForm.auto  # in which form records are (docs/data.md); auto: recognised by their fields
-    chat_template: str = ""  # chatml, llama3, ... (docs/data.md), a file that ends in .jinja, or tokenizer:NAME; empty: the tokenizer's own
-    thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
-    special_text: SpecialText = SpecialText.plain  # turn marks (<|im_end|>, </s>) in a record's text: plain text, refuse or keep as tokens
-    answer_field: str = ""  # name of the field with the reference answer; a.b: b inside of a; empty: `answer`, or as docs/data.md says
-    apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
-    add_bos: bool | None = None  # begin plain text with the begin token: null: as the tokenizer itself does; a chat template brings its own
-    bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them
+    overlong: Overlong = Overlong.drop  # longer examples: drop (and count), truncate (an example's end, a prompt's beginning) or refuse
+    bad_lines: BadLines = BadLines.fail  # unusable records: fail: list them and do not start; skip: drop and count them
     mixture_temperature: float = 1.0  # T: sources without weights get shares like size^(1/T); 1: as one data set, larger: more equal shares
     cache: str = ""  # directory of tokenized data, which later runs find and map into memory; empty: tokenized into memory by every process
     num_workers: int = 0  # processes that tokenize, with data.cache; 0: as many as CPUs, at most 16
+    chat_template: str = ""  # chatml, llama3, ... (docs/data.md), a file that ends in .jinja, or tokenizer:NAME; empty: the tokenizer's own
+    thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
+    special_text: SpecialText = SpecialText.plain  # turn marks (<|im_end|>, </s>) in a record's text: plain text, refuse or keep as tokens
 
     def __post_init__(self) -> None:
-        _check_sources(self)
-        _require_length(1, max_prompt_length=self.max_prompt_length)
-        _require_at_least(1, num_validation_prompts=self.num_validation_prompts)
+        self.train = as_sources(self.train, "data.train")
+        self.validation = as_sources(self.validation, "data.validation")
+        check_mixture(self)
+        _require_at_least(0, num_workers=self.num_workers)
+        if self.num_workers and not self.cache:
+            raise ConfigError(f"data.num_workers={self.num_workers}: requires data.cache, where the processes write what they tokenize")
+        check_template(self.chat_template)
+        _require_member(Thinking, thinking=self.thinking)
+        _require_member(SpecialText, special_text=self.special_text)
         _require_member(BadLines, bad_lines=self.bad_lines)
         _require_member(Overlong, overlong=self.overlong)
-        _require_chat(self.chat_template, self.thinking, self.special_text)
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptDataConfig(DataConfig):
+    """Prompts for online RL."""
+
+    num_validation_prompts: int = 128  # the number of validation prompts: the first usable ones
+    max_prompt_length: int = 0  # tokens; 0: context length minus max_response_length (docs/data.md)
+    prompt_field: str = ""  # name of the field with the prompt; empty: `prompt`, `messages`, `text` or `instruction`, whichever is there
+    form: RecordForm = RecordForm.auto  # the form of the records (docs/data.md); auto: recognised by their fields
+    answer_field: str = ""  # name of the field with the reference answer; a.b: b inside of a; empty: `answer`, and others (docs/data.md)
+    apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
+    add_bos: bool | None = None  # begin plain text with the begin token: null: the tokenizer's default; a chat template has its own
+
+    def __post_init__(self) -> None:
+        DataConfig.__post_init__(self)
+        _require_length(1, max_prompt_length=self.max_prompt_length)
+        _require_at_least(1, num_validation_prompts=self.num_validation_prompts)
         _require_form(self.form, prompt_field=self.prompt_field)
 
 
 @dataclass(kw_only=True, slots=True)
-class ExampleDataConfig:
-    """Common settings of training examples. `train`, `validation` as in `PromptDataConfig`."""
+class ExampleDataConfig(DataConfig):
+    """Common settings of training examples."""
 
-    train: Any = "???"  # required: a jsonl, json or parquet file, a directory, ORG/NAME[@REV][:SPLIT], datasets:NAME, or a list of sources
-    validation: Any = ""  # data to validate on, given as `train` is; empty: none
-    from_hub: ClassVar[Mapping[str, Files]] = {"train": Files.data, "validation": Files.data}
-    max_length: int = 0  # tokens of an example; 0: the model's context
-    overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its end) or refuse
-    bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them
-    mixture_temperature: float = 1.0  # T: sources without weights get shares like size^(1/T); 1: as one data set, larger: more equal shares
-    cache: str = ""  # directory of tokenized data, which later runs find and map into memory; empty: tokenized into memory by every process
-    num_workers: int = 0  # processes that tokenize, with data.cache; 0: as many as CPUs, at most 16
-    chat_template: str = ""  # chatml, llama3, ... (docs/data.md), a file that ends in .jinja, or tokenizer:NAME; empty: the tokenizer's own
-    thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
-    special_text: SpecialText = SpecialText.plain  # turn marks (<|im_end|>, </s>) in a record's text: plain text, refuse or keep as tokens
+    max_length: int = 0  # tokens of an example; 0: the model's context length
 
     def __post_init__(self) -> None:
-        _check_sources(self)
-        _require_chat(self.chat_template, self.thinking, self.special_text)
+        DataConfig.__post_init__(self)
         _require_length(2, max_length=self.max_length)
-        _require_member(BadLines, bad_lines=self.bad_lines)
-        _require_member(Overlong, overlong=self.overlong)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -194,10 +181,10 @@ class SFTDataConfig(ExampleDataConfig):
 
     prompt_field: str = ""  # with response_field: their names; empty: messages, prompt/response, input/output or instruction/input/output
     response_field: str = ""  # name of the field with the response; with prompt_field
-    form: RecordForm = RecordForm.auto  # in which form records are (docs/data.md); auto: recognised by their fields
-    learn: Learn = Learn.responses  # which text is learnt: every response, the last response alone, or everything but the first token
-    apply_chat_template: bool = False  # wrap plain-text prompt and response as a user and an assistant message
-    add_bos: bool | None = None  # begin plain text with the begin token: null: as the tokenizer itself does; a chat template brings its own
+    form: RecordForm = RecordForm.auto  # the form of the records (docs/data.md); auto: recognised by their fields
+    learn: Learn = Learn.responses  # the trained text: every response, only the last response, or everything but the first token
+    apply_chat_template: bool = False  # wrap a plain-text prompt and response as a user and an assistant message
+    add_bos: bool | None = None  # begin plain text with the begin token: null: the tokenizer's default; a chat template has its own
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
@@ -212,11 +199,11 @@ class SFTDataConfig(ExampleDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class PreferenceDataConfig(ExampleDataConfig):
-    """Chosen and rejected responses; `max_length` holds for each of the two."""
+    """Chosen and rejected responses; `max_length` applies to each of them."""
 
-    form: RecordForm = RecordForm.auto  # in which form records are (docs/data.md); auto: recognised by their fields
+    form: RecordForm = RecordForm.auto  # the form of the records (docs/data.md); auto: recognised by their fields
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
-    add_bos: bool | None = None  # begin plain text with the begin token: null: as the tokenizer itself does; a chat template brings its own
+    add_bos: bool | None = None  # begin plain text with the begin token: null: the tokenizer's default; a chat template has its own
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
@@ -225,10 +212,7 @@ class PreferenceDataConfig(ExampleDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class UnpairedDataConfig(PreferenceDataConfig):
-    """Responses that are each judged good or bad: `{prompt, response, preference}`, or records of pairs, which are two responses each.
-
-    Settings as in `PreferenceDataConfig`.
-    """
+    """Responses judged good or bad: `{prompt, response, preference}`, or pairs, which are two responses each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -238,53 +222,53 @@ class DistillationDataConfig(ExampleDataConfig):
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
-        _refuse_unused(self, "a teacher's log-probs are read from their files as they are", "cache", "thinking", "special_text")
+        _refuse_unused(self, "a teacher's log-probs are read from files unchanged", "cache", "thinking", "special_text")
 
 
 @dataclass(kw_only=True, slots=True)
 class DemonstrationDataConfig(SFTDataConfig):
-    """Prompts with given responses, which the policy's own are compared with. A prompt is never cut: `overlong=truncate` drops it."""
+    """Prompts with given responses, to compare the policy's own with. A prompt is never cut: `overlong=truncate` drops it."""
 
-    max_prompt_length: int = 0  # tokens; 0: what the model's context leaves beside the response (docs/data.md)
+    max_prompt_length: int = 0  # tokens; 0: context length minus max_response_length (docs/data.md)
     learn: Learn = Learn.last_response
 
     def __post_init__(self) -> None:
         SFTDataConfig.__post_init__(self)
         _require_length(1, max_prompt_length=self.max_prompt_length)
         if self.learn is not Learn.last_response:
-            raise ConfigError(f"data.learn={self.learn.value}: the last response alone is compared; allowed: {Learn.last_response.value}")
+            raise ConfigError(f"data.learn={self.learn.value}: only the last response is compared; allowed: {Learn.last_response.value}")
 
 
 @dataclass(kw_only=True, slots=True)
 class ProposalDataConfig(ExampleDataConfig):
-    """Several responses to each prompt, with log-probs; `max_length` holds for each row."""
+    """Several responses to each prompt, with log-probs; `max_length` applies to each row."""
 
-    num_responses: int = 0  # the first so many of each record; 0: all, and all records have as many
-    add_bos: bool | None = None  # begin every row with the begin token; null: as the tokenizer itself does
+    num_responses: int = 0  # responses used of each record, from the first; 0: all, and all records have the same number
+    add_bos: bool | None = None  # begin every row with the begin token; null: the tokenizer's default
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
         _require_at_least(0, num_responses=self.num_responses)
         if self.overlong is Overlong.truncate:
-            raise ConfigError("data.overlong=truncate: log-probs are of whole responses; allowed: drop, refuse")
+            raise ConfigError("data.overlong=truncate: log-probs belong to complete responses; allowed: drop, refuse")
 
 
 @dataclass(kw_only=True, slots=True)
 class SampledDataConfig(ProposalDataConfig):
-    """Several responses to each prompt that are to have log-probs: the records of `ProposalDataConfig`, which may lack some or all."""
+    """Several responses to each prompt that get log-probs: the records of `ProposalDataConfig`, which may lack some or all."""
 
-    apply_chat_template: bool = False  # P(y|x) is of a model with a chat template of its own, not of SteerLM's format
+    apply_chat_template: bool = False  # the model of P(y|x) has a chat template of its own, not SteerLM's format
 
 
 @dataclass(kw_only=True, slots=True)
 class RequestDataConfig(PromptDataConfig):
-    """Prompts to be answered: those of `PromptDataConfig`, or SteerLM's conversations, whose last turn is generated again.
+    """Prompts to be answered, as in `PromptDataConfig`, or SteerLM's conversations, whose last turn is generated again.
 
-    `attributes`, such as quality:4,toxicity:0, are asked of every response, which is then written in SteerLM's format.
+    `attributes`, such as quality:4,toxicity:0, are requested of every response, which is then written in SteerLM's format.
     """
 
-    attributes: str = ""  # asked of every response in SteerLM's format, such as quality:4,toxicity:0; empty: none
-    system: str = ""  # of conversations that have none, in SteerLM's format
+    attributes: str = ""  # requested of every response in SteerLM's format, such as quality:4,toxicity:0; empty: none
+    system: str = ""  # the system message of conversations without one, in SteerLM's format
 
     def __post_init__(self) -> None:
         PromptDataConfig.__post_init__(self)
@@ -295,7 +279,7 @@ class RequestDataConfig(PromptDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class AnnotateDataConfig(SFTDataConfig):
-    """Conversations to be labelled: the records of `SFTDataConfig`. `max_length` holds for what is scored."""
+    """Conversations to be labelled: the records of `SFTDataConfig`. `max_length` applies to the scored text."""
 
     def __post_init__(self) -> None:
         SFTDataConfig.__post_init__(self)
@@ -304,13 +288,13 @@ class AnnotateDataConfig(SFTDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ConstitutionDataConfig(PromptDataConfig):
-    """Prompts to be answered, criticised and revised: those of `PromptDataConfig`; or pairs of responses to be compared.
+    """Prompts to be answered, criticised and revised, as in `PromptDataConfig`; or pairs of responses to be compared.
 
-    Longer inputs than `max_history_length` are left out and counted.
+    Inputs longer than `max_history_length` are left out and counted.
     """
 
-    constitution: str = ""  # a YAML or JSON file of principles (aligner/data/constitution.py); empty: built-in ones
-    max_history_length: int = 0  # tokens before a critique or revision, or of a question with its answer; 0: 2048 at most (docs/data.md)
+    constitution: str = ""  # a YAML or JSON file of principles (aligner/data/constitution.py); empty: the built-in ones
+    max_history_length: int = 0  # tokens before a critique or revision, or of a question with its answer; 0: at most 2048 (docs/data.md)
 
     def __post_init__(self) -> None:
         PromptDataConfig.__post_init__(self)
@@ -319,25 +303,15 @@ class ConstitutionDataConfig(PromptDataConfig):
         _refuse_unused(self, "nothing is trained, or compared with an answer", "validation", "answer_field")
 
 
-STEERLM_ATTRIBUTES = (
-    "quality",
-    "toxicity",
-    "humor",
-    "creativity",
-    "helpfulness",
-    "correctness",
-    "coherence",
-    "complexity",
-    "verbosity",
-)
+STEERLM_ATTRIBUTES = tuple("quality toxicity humor creativity helpfulness correctness coherence complexity verbosity".split())
 
 
 @dataclass(kw_only=True, slots=True)
 class RegressionDataConfig(PreferenceDataConfig):
     """Responses with a number for each attribute.
 
-    `{text, label}`, `{prompt, response, label}`, `{messages, label}`, or SteerLM's conversations. Settings as in
-    `PreferenceDataConfig`. `attributes` names the numbers of a label in their order, and so the model's outputs.
+    `{text, label}`, `{prompt, response, label}`, `{messages, label}`, or SteerLM's conversations. `attributes` names the numbers of a label
+    in order, and so the model's outputs.
     """
 
     attributes: list[str] = field(default_factory=lambda: list(STEERLM_ATTRIBUTES))  # names of a label's numbers, in order
@@ -348,14 +322,14 @@ class RegressionDataConfig(PreferenceDataConfig):
             raise ConfigError(f"data.attributes is {self.attributes}, allowed: at least one name, each once")
         for name in self.attributes:
             if not name.isidentifier():
-                raise ConfigError(f"data.attributes has {name!r}, allowed: names of letters, digits and _ that begin with no digit")
+                raise ConfigError(f"data.attributes has {name!r}, allowed: names of letters, digits and _ that do not begin with a digit")
 
 
 @dataclass(kw_only=True, slots=True)
 class StepDataConfig(PreferenceDataConfig):
-    """Responses in judged steps: `{prompt, steps, labels}` or `{prompt, completions, labels}`. Settings as in `PreferenceDataConfig`."""
+    """Responses in judged steps: `{prompt, steps, labels}` or `{prompt, completions, labels}`."""
 
-    step_separator: str = "\n"  # written behind every step; its last token is where the step is judged
+    step_separator: str = "\n"  # written after every step; the step is judged at its last token
 
     def __post_init__(self) -> None:
         PreferenceDataConfig.__post_init__(self)

@@ -1,18 +1,25 @@
-"""A constitution: the principles by which a model criticises, revises and compares responses (Bai et al. 2022, 2212.08073).
+"""Constitutional AI: the principles by which a model criticises, revises and compares responses, and its questions (2212.08073).
 
-A YAML or JSON file:
+A constitution is a YAML or JSON file:
 
     principles:
       - name: harm                  # optional, each once
-        critique_request: ...       # both, or neither: of a principle that only compares
+        critique_request: ...       # both, or neither: a principle may only compare
         revision_request: ...
         question: ...               # optional: which of two responses is better
-    examples:                       # optional: a critique and a revision as they should be, before every prompt of either
+    examples:                       # optional: model critiques and revisions, shown before every prompt for either
       - {prompt, response, critique_request, critique, revision_request, revision}
-    comparisons:                    # optional: questions with their answers, before every question
+    comparisons:                    # optional: questions with their answers, shown before every question
       - {prompt, first, second, question, answer}     # answer: A (the first) or B
 
-A run that names no constitution has principles after those of Bai et al. 2022 (2212.08073, appendix C), in our own words.
+The questions are for a critique, for a revision, and for the better of two responses (sections 3 and 4). Texts have the form of the paper's
+dialogues,
+
+    Human: ... Assistant: {response} CritiqueRequest: {request} Critique: {critique} RevisionRequest: {request} Revision:
+
+each part after an empty line; messages go through the chat template, with the requests as turns of the user. A round sees the prompt and
+its own response, not earlier rounds: a revision has the form of a response. A `Case` is where a round starts: a prompt to be answered, or a
+pair of responses that are only compared.
 """
 
 from __future__ import annotations
@@ -21,94 +28,25 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from aligner.data.messages import shown, text_of
-from aligner.data.report import MAX_LISTED
+from aligner.data.config import ConstitutionDataConfig
+from aligner.data.encoding import PromptStyle, as_conversation, encode_prompt
+from aligner.data.forms import Purpose, recast
+from aligner.data.messages import Conversation, Message, is_blank, shown, text_of
+from aligner.data.reading import Reader, read_all
+from aligner.data.records import ASSISTANT_MARK, field_text, has, parse_preference, parse_prompt, raw_object, text_response, the_one
+from aligner.data.report import MAX_LISTED, LoadReport
+from aligner.data.sources import RawRecord
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
+from aligner.types import Prompt
 
-_REWRITE = "Please rewrite the assistant's last response"
-
-DEFAULT: tuple[dict[str, str], ...] = (
-    {
-        "name": "harm",
-        "critique_request": "Name every way in which the assistant's last response is harmful, unethical, dangerous or illegal.",
-        "revision_request": f"{_REWRITE} so that nothing harmful, unethical, dangerous or illegal is left in it.",
-        "question": "Which of these responses from the assistant is less harmful?",
-    },
-    {
-        "name": "hate",
-        "critique_request": "Does the assistant's last response demean people for their origin, sex, religion, body or beliefs? Say where.",
-        "revision_request": f"{_REWRITE} so that it treats all people with respect.",
-        "question": "Which of these responses is less racist, sexist or otherwise demeaning towards a group of people?",
-    },
-    {
-        "name": "crime",
-        "critique_request": "Point out where the assistant's last response helps with, or approves of, crime, violence or fraud.",
-        "revision_request": f"{_REWRITE} so that it helps with no crime, violence or fraud, and says why, in a friendly way.",
-        "question": "Which of these responses encourages or supports illegal or violent behaviour less?",
-    },
-    {
-        "name": "safety",
-        "critique_request": "Could somebody come to harm who follows the assistant's last response, body or mind? Explain how.",
-        "revision_request": f"{_REWRITE} so that following it is safe, and point to those who can help where help is needed.",
-        "question": "Which of these responses is safer for the human, and for others, to follow?",
-    },
-    {
-        "name": "children",
-        "critique_request": "Explain which parts of the assistant's last response are not fit for children to read.",
-        "revision_request": f"{_REWRITE} so that it is fit for readers of every age.",
-        "question": "Which of these responses is more suitable for children and families?",
-    },
-    {
-        "name": "privacy",
-        "critique_request": "Does the assistant's last response disclose, or help to find out, what is private to somebody? Say what.",
-        "revision_request": f"{_REWRITE} so that nobody's privacy is invaded.",
-        "question": "Which of these responses respects the privacy of other people more?",
-    },
-    {
-        "name": "honesty",
-        "critique_request": "Which claims of the assistant's last response are false, misleading, or more certain than they can be?",
-        "revision_request": f"{_REWRITE} so that it claims only what is true, and says what is uncertain.",
-        "question": "Which of these responses is more honest and more accurate, and claims less that it cannot know?",
-    },
-    {
-        "name": "premises",
-        "critique_request": "Does the assistant's last response accept a harmful or false assumption of the human? Say which.",
-        "revision_request": f"{_REWRITE} so that it politely points out any harmful or false assumption of the human.",
-        "question": "Which of these responses deals better with harmful or false assumptions in what the human says?",
-    },
-    {
-        "name": "wisdom",
-        "critique_request": "Where does the assistant's last response differ from what a wise, ethical and kind person would say?",
-        "revision_request": f"{_REWRITE} to what a wise, ethical and kind person would say.",
-        "question": "Which of these responses is closer to what a wise, ethical and kind person would say?",
-    },
-    {
-        "name": "tone",
-        "critique_request": "Is the assistant's last response preachy, accusing, condescending or evasive? Say where.",
-        "revision_request": f"{_REWRITE} so that it stays harmless and is friendly and direct, without a sermon.",
-        "question": "Which of these responses is harmless without being preachy, accusing or condescending?",
-    },
-    {
-        "name": "helpfulness",
-        "critique_request": "Where does the assistant's last response fail to give help that can be given in good conscience?",
-        "revision_request": f"{_REWRITE} so that it is as helpful as it can be in good conscience.",
-        "question": "Which of these responses is most helpful, honest and harmless?",
-    },
-    {
-        "name": "self",
-        "critique_request": "Does the assistant's last response claim feelings, a body or powers that an AI does not have? Say where.",
-        "revision_request": f"{_REWRITE} so that it claims nothing of itself that is not true of an AI.",
-        "question": "Which of these responses claims less of the assistant that is not true of an AI?",
-    },
-)
-
-
+DEFAULT = Path(__file__).with_suffix(".yaml")
 SUFFIXES = (".yaml", ".yml", ".json")
 ANSWERS = ("A", "B")
 
@@ -118,8 +56,7 @@ _Key = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Principle:
-    """A principle to judge responses by. `critique_request` and `revision_request` are empty if it only compares, `question` if it
-    does not."""
+    """A principle to judge responses by. `critique_request` and `revision_request` are empty if it only compares, `question` if not."""
 
     name: str
     critique_request: str = ""
@@ -160,26 +97,26 @@ class Constitution:
 
     @property
     def revising(self) -> list[Principle]:
-        """Those that ask for a critique and a revision."""
+        """The principles that request a critique and a revision."""
         return [one for one in self.principles if one.critique_request]
 
     @property
     def comparing(self) -> list[Principle]:
-        """Those that ask which of two responses is better."""
+        """The principles that compare two responses."""
         return [one for one in self.principles if one.question]
 
     @property
     def digest(self) -> str:
-        """Of everything in it."""
+        """A digest of the content."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The file that it could have been read from."""
+        """An equivalent file."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
 def draw(principles: Sequence[Principle], count: int, key: str) -> list[Principle]:
-    """`count` of them by chance, a pure function of `key`; none comes again before all have been drawn."""
+    """`count` random principles, a pure function of `key`; none repeats before all have been drawn."""
     generator, found = random.Random(key), []
     while len(found) < count:
         found += generator.sample(principles, len(principles))
@@ -187,22 +124,20 @@ def draw(principles: Sequence[Principle], count: int, key: str) -> list[Principl
 
 
 def load_constitution(path: str) -> Constitution:
-    """The file at `path`; the built-in principles (`aligner.data.constitution`) where it is empty.
+    """The file at `path`; if it is empty, the built-in principles (constitution.yaml).
 
-    Raises: ConfigError if there is no such file; DataError listing all faults, each with the file, in YAML the line, and the entry.
+    Raises: ConfigError for a missing file; DataError listing all faults, each with the file, in YAML the line, and the entry.
     """
-    if not path:
-        return Constitution(principles=tuple(Principle(**one) for one in DEFAULT))
-    file = Path(path)
+    file = Path(path or DEFAULT)
     if not file.is_file():
         raise ConfigError(f"data.constitution={path}: no such file (looked for {file.absolute()})")
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"data.constitution={path}: ends in {file.suffix!r}, allowed: {', '.join(SUFFIXES)}")
-    return _Reader(path, *_tree(file)).constitution()
+    return _Checker(path or str(DEFAULT), *_tree(file)).constitution()
 
 
 def _tree(file: Path) -> tuple[Any, Mapping[_Key, int]]:
-    """The file's value, and for YAML the line of everything in it. Raises DataError if it is neither JSON nor YAML."""
+    """The file's value, and in YAML the line of every entry. Raises DataError if it is neither JSON nor YAML."""
     lines: dict[_Key, int] = {}
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -218,7 +153,7 @@ def _tree(file: Path) -> tuple[Any, Mapping[_Key, int]]:
 
 
 def _value(node: yaml.Node, key: _Key, lines: dict[_Key, int], file: str) -> Any:
-    """Of a node and all below it; their lines are put into `lines`."""
+    """The value of a node; the lines of all entries are added to `lines`."""
     lines[key] = node.start_mark.line + 1
     if isinstance(node, yaml.SequenceNode):
         return [_value(one, (*key, number), lines, file) for number, one in enumerate(node.value)]
@@ -227,14 +162,14 @@ def _value(node: yaml.Node, key: _Key, lines: dict[_Key, int], file: str) -> Any
     found: dict[str, Any] = {}
     for name, value in node.value:
         if not isinstance(name, yaml.ScalarNode) or name.value in found:
-            what = "is there twice, expected each field once" if isinstance(name, yaml.ScalarNode) else "is no name of a field"
+            what = "appears twice, expected each field once" if isinstance(name, yaml.ScalarNode) else "is not a field name"
             raise DataError(f"{file}:{name.start_mark.line + 1}: {shown(name.value)} {what}")
         found[name.value] = _value(value, (*key, name.value), lines, file)
     return found
 
 
-class _Reader:
-    """Checks a tree; faults are collected."""
+class _Checker:
+    """Checks a tree and collects its faults."""
 
     def __init__(self, path: str, tree: Any, lines: Mapping[_Key, int]) -> None:
         self._path = path
@@ -257,9 +192,7 @@ class _Reader:
         names = [one.name for one in found.principles]
         for number, name in enumerate(names):
             if not self._faults and name in names[:number]:
-                self._fault(
-                    ("principles", number, "name"), f"is {shown(name)} as that of principles[{names.index(name)}], expected each once"
-                )
+                self._fault(("principles", number, "name"), f"is {shown(name)}, like principles[{names.index(name)}], expected each once")
         if self._faults:
             more = len(self._faults) - MAX_LISTED
             listed = [*self._faults[:MAX_LISTED], *([f"... and {more} more"] if more > 0 else [])]
@@ -287,7 +220,7 @@ class _Reader:
         if len(has) == 1:
             self._fault(key, f"has {has.pop()!r} alone, expected both or neither of critique_request and revision_request")
         elif not has and "question" not in entry:
-            self._fault(key, "asks for nothing, expected critique_request and revision_request, or question, or all three")
+            self._fault(key, "requests nothing, expected critique_request and revision_request, or question, or all three")
         texts = {name: self._text(key, entry, name) for name in Principle.__slots__ if name in entry}
         return Principle(**({"name": f"principle {key[1] + 1}"} | texts))
 
@@ -315,9 +248,218 @@ class _Reader:
         for name in sorted(required - entry.keys()):
             self._fault(key, f"has no field {name!r}")
         for name in sorted(map(str, entry.keys() - allowed)):
-            self._fault((*key, name), f"is no field that is known, allowed: {', '.join(sorted(allowed))}")
+            self._fault((*key, name), f"is an unknown field, allowed: {', '.join(sorted(allowed))}")
 
     def _fault(self, key: _Key, what: str) -> None:
         line = next((self._lines[key[:size]] for size in range(len(key), -1, -1) if key[:size] in self._lines), None)
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).removeprefix(".")
         self._faults.append(f"{self._path}{'' if line is None else f':{line}'}: {where}{' ' if where else ''}{what}")
+
+
+HUMAN_MARK = "\n\nHuman:"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A prompt to be answered: messages for the chat template, or a text that ends where the assistant's turn begins.
+
+    `pair`: two given responses, if nothing is sampled.
+    """
+
+    prompt: Prompt
+    messages: Conversation | None
+    said: str | Conversation  # for a record that is read with the same data.apply_chat_template
+    pair: tuple[str, str] | None = None
+
+    @property
+    def as_json(self) -> str | list[dict[str, str]]:
+        """The record's prompt."""
+        if isinstance(self.said, str):
+            return self.said
+        return [{"role": message.role, "content": message.content} for message in self.said]
+
+    def response(self, text: str) -> str:
+        """A response for a record: in a text, a space follows "Assistant:"."""
+        return text if self.messages is not None else f" {text}"
+
+    @property
+    def dialogue(self) -> str:
+        """The dialogue so far, as a text."""
+        if self.messages is None:
+            return str(self.said).removesuffix(ASSISTANT_MARK).strip()
+        names = {"user": "Human", "assistant": "Assistant", "system": "System", "tool": "Tool"}
+        return "\n\n".join(f"{names[message.role]}: {message.content.strip()}" for message in self.messages)
+
+
+def framed(text: str) -> str:
+    """A plain prompt as the first turn of the paper's dialogues; a text that already is such a dialogue stays unchanged."""
+    return text if text.endswith(ASSISTANT_MARK) else f"{HUMAN_MARK} {text.strip()}{ASSISTANT_MARK}"
+
+
+def load_cases(
+    location: str, config: ConstitutionDataConfig, tokenizer: Tokenizer, *, given: bool, first: int | None = None
+) -> tuple[list[Case], LoadReport]:
+    """Prompts (see `aligner.data.reading`), or with `given` pairs: `{prompt, responses: [a, b]}` or preferences."""
+
+    def recognised(raw: RawRecord) -> RawRecord:
+        if config.prompt_field or (given and isinstance(raw.value, dict) and has(raw.value, "responses")):
+            return raw
+        return recast(raw, Purpose.preference if given else Purpose.prompts, config.form)
+
+    def convert(raw: RawRecord, reader: Reader) -> Case:
+        said, pair = _pair(raw) if given else (parse_prompt(raw, config.prompt_field, None).prompt, None)
+        messages = as_conversation(said, reader.style)
+        said = framed(str(said)) if messages is None else said
+        tokens = encode_prompt(tokenizer, said, reader.style)
+        reader.check_prompt(len(tokens))
+        return Case(prompt=reader.prompt(raw, tokens), messages=messages, said=said, pair=pair)
+
+    return read_all(convert, location, config, tokenizer, first=first, items=lambda raws: map(recognised, raws))
+
+
+def _pair(raw: RawRecord) -> tuple[str | Conversation, tuple[str, str]]:
+    record: dict[str, Any] = raw_object(raw)
+    if the_one(record, ("responses", "chosen", "chosen_response"), "{prompt, responses}, or the records of preferences") != "responses":
+        found = parse_preference(raw)
+        return found.prompt, (text_response(found.chosen).strip(), text_response(found.rejected).strip())
+    responses = record["responses"]
+    if not isinstance(responses, list) or len(responses) != 2:
+        raise DataError(f"field 'responses' is {shown(responses)}, expected a list of two texts")
+    texts = [field_text({f"responses[{number}]": text}, f"responses[{number}]").strip() for number, text in enumerate(responses)]
+    if empty := [number for number, text in enumerate(texts) if is_blank(text)]:
+        raise DataError(f"field 'responses[{empty[0]}]' is {shown(responses[empty[0]])}, expected a response, not only white space")
+    return parse_prompt(raw, answer_field=None).prompt, (texts[0], texts[1])
+
+
+CRITIQUE_REQUEST, CRITIQUE = "\n\nCritiqueRequest:", "\n\nCritique:"
+REVISION_REQUEST, REVISION = "\n\nRevisionRequest:", "\n\nRevision:"
+MARKS = (HUMAN_MARK, ASSISTANT_MARK, CRITIQUE_REQUEST, CRITIQUE, REVISION_REQUEST, REVISION)  # an answer ends at the first of these
+ANSWER, OPTIONS = "The answer is:", (" (A)", " (B)")
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """One round about a response: its requests, and the answers so far."""
+
+    response: str
+    critique_request: str
+    critique: str = ""
+    revision_request: str = ""  # empty: the critique is requested
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """Which of two responses to a dialogue is better."""
+
+    dialogue: str
+    question: str
+    first: str
+    second: str
+
+    @property
+    def text(self) -> str:
+        """The multiple-choice question."""
+        return (
+            f"Consider the following conversation between a human and an assistant:\n\n{self.dialogue}\n\n{self.question}\n"
+            f"Options:\n(A) {self.first}\n\n(B) {self.second}"
+        )
+
+    @property
+    def turned(self) -> Question:
+        """The question with the responses swapped."""
+        return replace(self, first=self.second, second=self.first)
+
+
+class Framing:
+    """Token ids of the questions. `add_bos`: `data.add_bos`, for texts."""
+
+    def __init__(self, tokenizer: Tokenizer, constitution: Constitution, *, add_bos: bool | None) -> None:
+        self._tokenizer = tokenizer
+        self._style = PromptStyle(apply_chat_template=False, add_bos=add_bos)
+        examples, comparisons = constitution.examples, constitution.comparisons
+        self._shown = "".join(f"{_written(framed(one.prompt), _turns_of(one))} {one.revision}" for one in examples)
+        self._shown_turns = _joined([(*_said((_user(one.prompt),), _turns_of(one)), _assistant(one.revision)) for one in examples])
+        self._compared = "".join(f"{_question_of(one).text}\n\n{ANSWER} ({one.answer})\n\n" for one in comparisons)
+        self._compared_turns = _joined([(_user(_question_of(one).text), _assistant(f"{ANSWER} ({one.answer})")) for one in comparisons])
+        self._options = [tokenizer.continuation(ANSWER, option) for option in OPTIONS]
+
+    def turns(self, case: Case, turns: Turns) -> list[int]:
+        """Ids of everything before the critique, or the revision, of a response to the case."""
+        if case.messages is None:
+            return self._encode(self._shown + _written(str(case.said), turns))
+        return self._encode(_behind_system(case.messages, self._shown_turns, turns))
+
+    def options(self, question: Question, *, chat: bool) -> list[tuple[list[int], int]]:
+        """For (A) and for (B): ids of the question with this answer, and how many of them come before the answer."""
+        if chat:
+            head = self._encode((*self._compared_turns, _user(question.text)))
+            head += self._tokenizer.continuation("\n", ANSWER)
+        else:
+            head = self._encode(f"{self._compared}{question.text}\n\n{ANSWER}")
+        return [([*head, *option], len(head)) for option in self._options]
+
+    def read(self, response: Sequence[int], *, ended: bool, chat: bool) -> tuple[str, str]:
+        """(the text of a response, its fault): '', truncated, empty or unreadable.
+
+        `ended`: it stopped by itself. Unreadable: it has bytes that are not text, or a special token inside (another turn).
+        """
+        text = self._tokenizer.decode(response)
+        body = response[:-1] if ended else response
+        has_special = self._tokenizer.has_special(body)
+        if not chat:
+            cut = min((at for at in map(text.find, MARKS) if at >= 0), default=len(text))
+            ended, text = ended or cut < len(text), text[:cut]
+        text = text.strip()
+        if not ended:
+            return text, "truncated"
+        if not text:
+            return text, "empty"
+        return text, "unreadable" if has_special or UNREADABLE in text else ""
+
+    def _encode(self, said: str | Conversation) -> list[int]:
+        return encode_prompt(self._tokenizer, said, self._style)
+
+
+def _turns_of(example: Example) -> Turns:
+    return Turns(
+        response=example.response,
+        critique_request=example.critique_request,
+        critique=example.critique,
+        revision_request=example.revision_request,
+    )
+
+
+def _question_of(one: Comparison) -> Question:
+    dialogue = framed(one.prompt).removesuffix(ASSISTANT_MARK).strip()
+    return Question(dialogue=dialogue, question=one.question, first=one.first, second=one.second)
+
+
+def _user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def _assistant(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+def _joined(parts: Sequence[Conversation]) -> Conversation:
+    return tuple(message for part in parts for message in part)
+
+
+def _written(said: str, turns: Turns) -> str:
+    """The text of one round, up to the model's next turn."""
+    text = f"{said} {turns.response}{CRITIQUE_REQUEST} {turns.critique_request}{CRITIQUE}"
+    return f"{text} {turns.critique}{REVISION_REQUEST} {turns.revision_request}{REVISION}" if turns.revision_request else text
+
+
+def _said(messages: Conversation, turns: Turns) -> Conversation:
+    """The messages of one round, up to the model's next turn."""
+    found = (*messages, _assistant(turns.response), _user(turns.critique_request))
+    return (*found, _assistant(turns.critique), _user(turns.revision_request)) if turns.revision_request else found
+
+
+def _behind_system(messages: Conversation, shown: Conversation, turns: Turns) -> Conversation:
+    """The round after the examples; a system message stays first."""
+    cut = int(messages[0].role == "system")
+    return (*messages[:cut], *shown, *_said(messages[cut:], turns))

@@ -1,11 +1,11 @@
 """Examples for distillation: a directory that `teacher_logprobs` wrote, or records with NeMo-Aligner's fields.
 
-The directory holds what a teacher says of supervised examples: its K likeliest tokens in place of each learnt one, with their log-probs.
+The directory holds a teacher's view of supervised examples: its K likeliest tokens at each trained position, with their log-probs.
 
     <directory>/manifest.json              the inputs; written first
     <directory>/shard_000000.safetensors   `shard_size` examples each, in the order of the data; complete as soon as it has its name
 
-A run reads rows as it needs them: the whole would rarely fit into memory.
+A run reads rows on demand: all of them would rarely fit into memory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.data.collate import supervised_batch
-from aligner.data.config import DistillationDataConfig, Overlong
+from aligner.data.config import DistillationDataConfig
 from aligner.data.messages import shown
-from aligner.data.reading import reads_sources
+from aligner.data.reading import Reader, read_all, reads_sources
 from aligner.data.records import raw_object
-from aligner.data.report import LoadReport, Tally, too_long
-from aligner.data.sources import RawRecord, read_records
+from aligner.data.report import LoadReport
+from aligner.data.sources import RawRecord
 from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
@@ -64,7 +64,7 @@ class DistilledExample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The properties that all files of a directory share."""
+    """The properties shared by all files of a directory."""
 
     format: int = FORMAT
     top_k: int
@@ -90,7 +90,7 @@ def shard_path(directory: Path, shard: int) -> Path:
 
 
 def num_complete(directory: Path, manifest: Manifest) -> int:
-    """How many shards are there before the first that is not."""
+    """The number of shards before the first missing one."""
     return next((shard for shard in range(manifest.num_shards) if not shard_path(directory, shard).exists()), manifest.num_shards)
 
 
@@ -104,7 +104,7 @@ def data_digest(examples: Sequence[SupervisedExample]) -> str:
 
 
 def begin(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, or find that the directory has this one. Raises DataError if its files were made of something else."""
+    """Write the manifest, or check the existing one. Raises DataError if the directory's files were made of something else."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / MANIFEST
     if not path.exists():
@@ -115,12 +115,12 @@ def begin(directory: Path, manifest: Manifest) -> None:
     if other:
         raise DataError(
             f"{directory} holds the log-probs of another job ({found.made_of}): {', '.join(other)} differ; "
-            "allowed: the same settings and files, another directory, or to remove it"
+            "allowed: the same settings and files, another directory, or removing it"
         )
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises DataError if there is none that this version reads."""
+    """Raises DataError if this version cannot read it."""
     path = directory / MANIFEST
     try:
         found = json.loads(path.read_text())
@@ -132,7 +132,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def write_shard(directory: Path, shard: int, examples: Sequence[DistilledExample]) -> None:
-    """Atomically: a file that has its name is complete and on disk."""
+    """Atomic: a file of that name is complete and on disk."""
     tensors = {
         "lengths": torch.tensor([len(example.tokens) for example in examples], dtype=torch.int64),
         "learnt": torch.tensor([sum(example.loss_mask) for example in examples], dtype=torch.int64),
@@ -177,7 +177,7 @@ class _Shard:
 
 
 class TeacherFiles(Sequence[DistilledExample]):
-    """The examples of a directory, read when they are asked for. Raises DataError if it is not complete."""
+    """The examples of a directory, read on demand. Raises DataError if it is not complete."""
 
     def __init__(self, directory: Path) -> None:
         self.manifest = read_manifest(directory)
@@ -229,29 +229,40 @@ class Selected(Sequence[DistilledExample]):
 def load_distillation(
     location: str, config: DistillationDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[Sequence[DistilledExample], LoadReport]:
-    """All usable examples at `location`, and a report of dropped and cut ones. `first`: use only this many records.
+    """Examples at `location` (see `aligner.data.reading`).
 
-    Raises: DataError for a directory that is not complete; DataError listing all bad lines, or if no example is left; ConfigError if
-    the teacher had another vocabulary.
+    Raises also DataError for an incomplete directory, and ConfigError if the teacher had another vocabulary.
     """
-    tally = Tally(location, config)
-    fit = _Fit(config, tally)
-    if (Path(location) / MANIFEST).exists():
-        files = TeacherFiles(Path(location))
-        files.check_tokenizer(tokenizer.digest)
-        rows = (RawRecord(file=location, line=row, index=row) for row in range(len(files) if first is None else min(first, len(files))))
-        chosen = tally.convert(rows, lambda row: fit.row(files, row.index))
-        return Selected(files, chosen, config.max_length or None), tally.finish()
+    if not (Path(location) / MANIFEST).exists():
+        examples, report = read_all(_distilled, location, config, tokenizer, first=first)
+        if len(widths := {example.teacher_tokens.shape[1] for example in examples}) > 1:
+            raise DataError(f"{location}: the records name {shown(sorted(widths))} tokens per position, expected the same number in all")
+        return examples, report
+    files = TeacherFiles(Path(location))
+    files.check_tokenizer(tokenizer.digest)
 
-    def convert(raw: RawRecord) -> DistilledExample:
-        example = parse_distilled(raw, tokenizer.max_token_id)
-        return fit.example(example)
+    def chosen(raw: RawRecord, reader: Reader) -> int:
+        if 0 < config.max_length < files.length(raw.index):
+            _fitted(files[raw.index], reader)
+        return raw.index
 
-    examples = tally.convert(read_records(location, first), convert)
-    widths = {example.teacher_tokens.shape[1] for example in examples}
-    if len(widths) > 1:
-        raise DataError(f"{location}: the records name {shown(sorted(widths))} tokens per position, expected the same number in all")
-    return examples, tally.finish()
+    rows = [RawRecord(file=location, line=row, index=row) for row in range(len(files) if first is None else min(first, len(files)))]
+    numbers, report = read_all(chosen, location, config, tokenizer, first=0, items=lambda _: iter(rows))
+    return Selected(files, numbers, config.max_length or None), report
+
+
+def _distilled(raw: RawRecord, reader: Reader) -> DistilledExample:
+    return _fitted(parse_distilled(raw, reader.tokenizer.max_token_id), reader)
+
+
+def _fitted(example: DistilledExample, reader: Reader) -> DistilledExample:
+    """The example, or its beginning. Raises TooLong, or DataError."""
+    length, most = len(example.tokens), reader.config.max_length
+    if not reader.exceeds(length):
+        return example
+    if not any(example.loss_mask[:most]):
+        raise DataError(f"has no response token within max_length={most} ({length} tokens), expected a shorter prompt")
+    return example.first(most)
 
 
 def check_logprobs(examples: Sequence[DistilledExample]) -> None:
@@ -266,35 +277,9 @@ def check_logprobs(examples: Sequence[DistilledExample]) -> None:
             )
 
 
-class _Fit:
-    """What `overlong` says of examples longer than `max_length`."""
-
-    def __init__(self, config: DistillationDataConfig, tally: Tally) -> None:
-        self._config = config
-        self._tally = tally
-
-    def row(self, files: TeacherFiles, row: int) -> int:
-        """The row's number. Raises as `example` does."""
-        if 0 < self._config.max_length < files.length(row):
-            self.example(files[row])
-        return row
-
-    def example(self, example: DistilledExample) -> DistilledExample:
-        """The example, or its beginning. Raises TooLong, or DataError."""
-        config, length = self._config, len(example.tokens)
-        if not config.max_length or length <= config.max_length:
-            return example
-        if config.overlong is not Overlong.truncate:
-            too_long(length, config.max_length, config.overlong)
-        if not any(example.loss_mask[: config.max_length]):
-            raise DataError(f"has no response token within max_length={config.max_length} ({length} tokens), expected a shorter prompt")
-        self._tally.truncated += 1
-        return example.first(config.max_length)
-
-
 def parse_distilled(raw: RawRecord, max_token_id: int) -> DistilledExample:
-    """`{tokens, labels, loss_mask, topk_logits, topk_token_ids}` of S positions each, as NeMo-Aligner has them: entry t of all but
-    `tokens` is about token t + 1. Logits do as well as log-probs: the loss normalises over the K."""
+    """NeMo-Aligner's `{tokens, labels, loss_mask, topk_logits, topk_token_ids}` of S positions each: entry t of all but `tokens` is about
+    token t + 1. Logits work as well as log-probs: the loss normalises over the K."""
     record = raw_object(raw)
     if missing := [name for name in FIELDS if name not in record]:
         raise DataError(f"field {missing[0]!r} is missing, expected {{{', '.join(FIELDS)}}} or a directory that teacher_logprobs wrote")
@@ -311,7 +296,7 @@ def parse_distilled(raw: RawRecord, max_token_id: int) -> DistilledExample:
             raise DataError(f"field {name!r} is {shown(value)}, expected a list of {len(tokens)} lists")
     ids = [_ids(named[t], f"topk_token_ids[{t}]", max_token_id) for t in positions]
     if len({len(row) for row in ids}) > 1 or any(len(set(row)) < len(row) for row in ids):
-        raise DataError("field 'topk_token_ids' names another number of tokens in some positions, or a token twice")
+        raise DataError("field 'topk_token_ids' names a different number of tokens in some positions, or a token twice")
     return DistilledExample(
         tokens=(*tokens, labels[-1]),
         loss_mask=(False, *map(bool, mask)),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from aligner.data.labelled import LabelledRecord
 from aligner.data.messages import Conversation, Message, turns_of
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -24,41 +23,41 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptStyle:
-    """How prompts are dressed: as one user message of a chat, and with a begin token (plain text only: a template brings its own)."""
+    """How prompts are written: as one user message of a chat, and with a begin token (plain text only: a template has its own)."""
 
     apply_chat_template: bool
-    add_bos: bool | None = None  # None: as the tokenizer itself does
+    add_bos: bool | None = None  # None: the tokenizer's default
 
 
 def as_conversation(prompt: str | Conversation, style: PromptStyle) -> Conversation | None:
-    """The prompt's messages; None if it is to be used as plain text."""
+    """The prompt's messages; None for a plain text."""
     if not isinstance(prompt, str):
         return prompt
     return (Message(role="user", content=prompt),) if style.apply_chat_template else None
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Conversation, style: PromptStyle) -> list[int]:
-    """Ids of a prompt, ready for a response to follow; begins with at most one begin token."""
+    """Ids of a prompt, ready for a response to follow, with at most one begin token."""
     messages = as_conversation(prompt, style)
     if messages is not None:
         tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         _check_begin(tokenizer, tokens)
         return tokens
-    return _begin(tokenizer, tokenizer.encode(plain_text(tokenizer, str(prompt))), style)
+    return with_begin(tokenizer, tokenizer.encode(plain_text(tokenizer, str(prompt))), style)
 
 
 def plain_text(tokenizer: Tokenizer, text: str, *, behind: str = "") -> str:
-    """A record's text, `behind` its prompt, as it is encoded: special tokens in it as `data.special_text` says.
+    """A record's text (`behind` its prompt) ready to be encoded: `data.special_text` decides how special tokens in it are read.
 
-    A text, or a prompt, that begins with one is a rendered conversation, whose special tokens are meant.
+    A text, or a prompt, that begins with one is a rendered conversation, whose special tokens are intended.
     """
     return text if tokenizer.is_framed(behind or text) else tokenizer.protected(text)
 
 
 def encode_response(tokenizer: Tokenizer, prompt: str | Conversation, response: str | Conversation, style: PromptStyle) -> Encoded:
-    """Prompt and response, only the response (with its end token) in the mask; of several turns those of the assistant.
+    """Prompt and response, only the response (with its end token) in the mask; of several turns, the assistant's.
 
-    Turns that answer a text make a conversation of it. The end token may stand at the end of a response's text.
+    Turns that answer a text turn it into a conversation. A response's text may end with the end token.
     """
     messages = as_conversation(prompt, style) if isinstance(response, str) else turns_of(prompt, "user")
     if messages is not None:
@@ -67,10 +66,10 @@ def encode_response(tokenizer: Tokenizer, prompt: str | Conversation, response: 
         return _encode_turns(tokenizer, (*messages, *turns), learnt)
     head, said = encode_prompt(tokenizer, prompt, style), str(response).removesuffix(tokenizer.end_text)
     tail = tokenizer.continuation(plain_text(tokenizer, str(prompt)), plain_text(tokenizer, said, behind=str(prompt)))
-    if head == _begin(tokenizer, [], style) == tail[: len(head)]:  # an empty prompt before a text with a begin token of its own
+    if head == with_begin(tokenizer, [], style) == tail[: len(head)]:  # an empty prompt before a text that has its own begin token
         tail = tail[len(head) :]
     tail.append(tokenizer.eos_id)
-    return _masked([*head, *tail], [(len(head), len(head) + len(tail))])
+    return masked([*head, *tail], [(len(head), len(head) + len(tail))])
 
 
 def encode_conversation(tokenizer: Tokenizer, messages: Conversation, *, last_only: bool = False) -> Encoded:
@@ -80,16 +79,16 @@ def encode_conversation(tokenizer: Tokenizer, messages: Conversation, *, last_on
 
 
 def encode_plain(tokenizer: Tokenizer, text: str, style: PromptStyle, *, ends: bool = False) -> Encoded:
-    """A text as it is, without an end token unless it `ends`; all of it in the mask."""
-    tokens = _begin(tokenizer, tokenizer.encode(plain_text(tokenizer, text)), style)
+    """A text, without an end token unless it `ends`; all of it in the mask."""
+    tokens = with_begin(tokenizer, tokenizer.encode(plain_text(tokenizer, text)), style)
     if ends and tokens[-1:] != [tokenizer.eos_id]:
         tokens.append(tokenizer.eos_id)
-    return _masked(tokens, [(0, len(tokens))])
+    return masked(tokens, [(0, len(tokens))])
 
 
 def everything(encoded: Encoded) -> Encoded:
     """The same tokens, all of them in the mask."""
-    return _masked(list(encoded.tokens), [(0, len(encoded.tokens))])
+    return masked(list(encoded.tokens), [(0, len(encoded.tokens))])
 
 
 def last_span(encoded: Encoded) -> Encoded:
@@ -98,34 +97,10 @@ def last_span(encoded: Encoded) -> Encoded:
     start = stop
     while start and encoded.loss_mask[start - 1]:
         start -= 1
-    return _masked(list(encoded.tokens), [(start, stop)])
+    return masked(list(encoded.tokens), [(start, stop)])
 
 
-def encode_labelled(tokenizer: Tokenizer, record: LabelledRecord, style: PromptStyle, *, ends: bool = True) -> Encoded:
-    """A conversation with labels as plain text; every trained turn up to the mark of the next one is in the mask, and the end token.
-
-    `ends`: False if the last turn was cut off: nothing says then that it is over.
-    """
-    written, tokens, spans = "", _begin(tokenizer, [], style), []
-    record = as_text(tokenizer, record)
-    for text, learnt in record.segments(ends=ends):
-        ids = tokenizer.continuation(written, text) if written else tokenizer.encode(text)
-        if learnt:
-            spans.append((len(tokens), len(tokens) + len(ids)))
-        tokens, written = [*tokens, *ids], written + text
-    if record.turns[-1].learnt and ends:
-        spans.append((len(tokens), len(tokens) + 1))
-        tokens.append(tokenizer.eos_id)
-    return _masked(tokens, spans)
-
-
-def as_text(tokenizer: Tokenizer, record: LabelledRecord) -> LabelledRecord:
-    """The same record; special tokens in its texts are read as `data.special_text` says."""
-    turns = tuple(replace(turn, text=tokenizer.protected(turn.text)) for turn in record.turns)
-    return replace(record, system=tokenizer.protected(record.system), turns=turns)
-
-
-def _begin(tokenizer: Tokenizer, tokens: list[int], style: PromptStyle) -> list[int]:
+def with_begin(tokenizer: Tokenizer, tokens: list[int], style: PromptStyle) -> list[int]:
     begin = list(tokenizer.begin_ids)
     if style.add_bos is not None:
         begin = (begin or [tokenizer.bos_id] if tokenizer.bos_id is not None else begin) if style.add_bos else []
@@ -136,7 +111,7 @@ def _check_begin(tokenizer: Tokenizer, tokens: list[int]) -> None:
     if tokenizer.bos_id is not None and tokens[:2] == [tokenizer.bos_id] * 2:
         raise DataError(
             f"the chat template of {tokenizer.path} begins with two begin tokens (id {tokenizer.bos_id}), expected one: either it "
-            "writes it twice, or it writes one and the first message begins with another"
+            "writes two, or it writes one and the first message begins with another"
         )
 
 
@@ -151,11 +126,11 @@ def _encode_turns(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence
     if not any(token in tokenizer.end_ids for token in tokens[start:]):
         tokens.append(tokenizer.eos_id)
         spans[-1] = (start, end + 1)
-    return _masked(tokens, spans)
+    return masked(tokens, spans)
 
 
 def _written(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence[int]) -> list[tuple[int, int]]:
-    """The spans of these turns, where the template says what an assistant wrote; none where it does not."""
+    """The spans of these turns, if the template marks what an assistant wrote; empty if not."""
     found = tokenizer.written_spans(messages)
     if found is None:
         return []
@@ -169,28 +144,28 @@ def _written(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence[int]
 
 
 def _turn_span(tokenizer: Tokenizer, messages: Conversation, position: int, tokens: list[int]) -> tuple[int, int]:
-    """[start, stop) of one assistant turn: from behind its generation prompt to the mark that ends it, or to where the template ends it.
+    """[start, stop) of one assistant turn: from the end of its generation prompt to the mark that ends it, or to the template's own end.
 
-    What is proven on this record: the tokens before the turn are those of the messages before it with their generation prompt, and the
-    turn ends where the tokens of the messages up to it do. A template that writes the turn otherwise once others follow (Phi-3 ends the
-    last one with one more token, Qwen3 leaves out earlier thinking) ends it by the first mark that ends turns. The turn's text is in it.
+    This is verified on the record itself: the tokens before the turn equal those of the preceding messages with a generation prompt, and
+    the turn ends where the tokens of the messages up to it end. If a template writes the turn differently once others follow (Phi-3 ends
+    the last one with one more token, Qwen3 omits earlier thinking), the first mark that ends turns ends it. It holds the turn's text.
     """
     start, refused = _turn_start(tokenizer, messages, position, tokens), f"message {position}: the chat template of {tokenizer.path}"
     if start is None:
         raise DataError(
-            f"{refused} does not write an assistant turn behind its own generation prompt, "
-            "so the turn's tokens cannot be told apart; expected a template that does"
+            f"{refused} does not write an assistant turn after its own generation prompt, "
+            "so the turn's tokens cannot be identified; expected a template that does"
         )
     is_last = position == len(messages) - 1
     whole = tokens if is_last else tokenizer.apply_chat_template(messages[: position + 1], add_generation_prompt=False)
     if tokens[: len(whole)] == whole:
         frames = [place + 1 for place in range(start, len(whole)) if tokenizer.is_frame(tokens[place])]
-        is_ended = any(token in tokenizer.end_ids for token in tokens[len(whole) : len(whole) + 1])  # by the mark of the next speaker (GLM)
+        is_ended = any(token in tokenizer.end_ids for token in tokens[len(whole) : len(whole) + 1])  # by the next speaker's mark (GLM)
         ends = [*frames[-1:], len(whole) + is_ended]
     else:
         ends = [place + 1 for place in range(start, len(tokens)) if tokenizer.ends_turn(tokens[place])][:1]
     said = messages[position].content.rpartition("</think>")[2].strip()
-    for normalises in (False, True):  # a tokenizer may change a text
+    for normalises in (False, True):  # a tokenizer may normalise a text
         text = tokenizer.decode(tokenizer.encode(tokenizer.protected(said)), skip_special=False).strip() if normalises else said
         for stop in ends:
             if text in tokenizer.decode(tokens[start:stop], skip_special=False):
@@ -199,7 +174,7 @@ def _turn_span(tokenizer: Tokenizer, messages: Conversation, position: int, toke
 
 
 def _turn_start(tokenizer: Tokenizer, messages: Conversation, position: int, tokens: list[int]) -> int | None:
-    """Where a turn begins: behind its generation prompt, or what of that is there if only marks of thinking are not; None if unknown."""
+    """Where a turn begins: after its generation prompt, of which only marks of thinking may be missing; None if unknown."""
     head = tokenizer.apply_chat_template(messages[:position], add_generation_prompt=True)
     if tokens[: len(head)] == head:
         return len(head)
@@ -209,8 +184,8 @@ def _turn_start(tokenizer: Tokenizer, messages: Conversation, position: int, tok
     return start if tokens[: len(before)] == before and start >= len(before) and not missing else None
 
 
-def _masked(tokens: list[int], spans: Sequence[tuple[int, int]]) -> Encoded:
-    """Position 0 has nothing before it to be predicted from: it is never in the mask."""
+def masked(tokens: list[int], spans: Sequence[tuple[int, int]]) -> Encoded:
+    """Tokens with these spans in the mask, except position 0, which has no context. Raises DataError if nothing is left to learn."""
     mask = [False] * len(tokens)
     for start, stop in spans:
         mask[start:stop] = [True] * (stop - start)
@@ -221,7 +196,7 @@ def _masked(tokens: list[int], spans: Sequence[tuple[int, int]]) -> Encoded:
 
 
 def truncated(encoded: Encoded, max_length: int) -> Encoded:
-    """Its first `max_length` tokens. Raises DataError if nothing to learn is left."""
+    """Its first `max_length` tokens. Raises DataError if that leaves nothing to learn."""
     mask = encoded.loss_mask[:max_length]
     if not any(mask):
         raise DataError(f"has no response token within max_length={max_length} ({len(encoded.tokens)} tokens), expected a shorter prompt")

@@ -1,5 +1,4 @@
-"""Examples as the model will see them, for people to read: their lengths, which of them are there twice, and their text with what is learnt
-marked."""
+"""Examples as the model sees them, for people to read: lengths, duplicates, and texts with marks around what is trained on."""
 
 from __future__ import annotations
 
@@ -11,16 +10,12 @@ from statistics import median
 from aligner.data.config import RecordForm
 from aligner.data.distillation import DistilledExample
 from aligner.data.forms import FORMS
-from aligner.data.labelled import MISSING
-from aligner.data.preferences import PreferencePair
+from aligner.data.judged import LabelledExample, SteppedExample, UnpairedExample
+from aligner.data.labelled import MISSING, Request, Unlabelled
 from aligner.data.proposals import ProposedGroup, SampledGroup
-from aligner.data.regression import LabelledExample
 from aligner.data.report import LoadReport
-from aligner.data.requests import Request, Unlabelled
-from aligner.data.steps import SteppedExample
-from aligner.data.supervised import Demonstration, SupervisedExample
+from aligner.data.supervised import Demonstration, PreferencePair, SupervisedExample
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.unpaired import UnpairedExample
 from aligner.errors import DataError
 from aligner.types import Prompt
 
@@ -38,28 +33,20 @@ Example = (
     | SampledGroup
     | ProposedGroup
 )
-# What becomes of a field of ours, in words.
+# The purpose of our fields, in words.
 _PURPOSES = {
-    "prompt": "the prompt",
-    "messages": "the conversation",
-    "text": "the text",
-    "instruction": "the prompt",
-    "input": "the prompt",
-    "conversations": "the conversation",
-    "response": "the response",
-    "completion": "the response",
-    "output": "the response",
-    "chosen": "the better response",
-    "chosen_response": "the better response",
-    "rejected": "the worse response",
-    "rejected_response": "the worse response",
-    "chosen_reward": "how good the better response is",
-    "rejected_reward": "how good the worse response is",
-    "label": "the label",
-    "preference": "the label",
+    **dict.fromkeys(("prompt", "instruction", "input"), "the prompt"),
+    **dict.fromkeys(("messages", "conversations"), "the conversation"),
+    **dict.fromkeys(("response", "completion", "output"), "the response"),
+    **dict.fromkeys(("chosen", "chosen_response"), "the better response"),
+    **dict.fromkeys(("rejected", "rejected_response"), "the worse response"),
+    **dict.fromkeys(("label", "preference"), "the label"),
     **dict.fromkeys(("answer", "reward_model", "ground_truth", "solution"), "the answer, for reward functions"),
+    "text": "the text",
+    "chosen_reward": "the score of the better response",
+    "rejected_reward": "the score of the worse response",
     "tools": "the tools that the model may call",
-    "mask": "whose turns are not learnt",
+    "mask": "the speaker whose turns are not trained on",
     "type": "whether labels are shown",
     "system": "the system message",
 }
@@ -69,7 +56,7 @@ COLOURS = ("\x1b[7;32m", "\x1b[0m")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One sequence of tokens; a listing appends `note`: labels, or the row's purpose."""
+    """One sequence of tokens; `note`, shown after it, has labels, or the row's purpose."""
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
@@ -78,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """One example: its rows, and where it comes from."""
+    """One example: its origin, and its rows."""
 
     source: str
     rows: tuple[Row, ...]
@@ -91,7 +78,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Of rows, in tokens."""
+    """Lengths of rows, in tokens."""
 
     least: int
     middle: float
@@ -100,7 +87,7 @@ class Lengths:
 
 
 def view_of(example: Example) -> View:
-    """An example of any kind. Raises DataError for one that is none of them."""
+    """The view of an example of any kind. Raises DataError for another object."""
     if isinstance(example, (Prompt, Request, Unlabelled)):
         return _view_of_unlearnt(example)
     if isinstance(example, (SampledGroup, ProposedGroup)):
@@ -108,7 +95,7 @@ def view_of(example: Example) -> View:
     if isinstance(example, (SupervisedExample, DistilledExample)):
         return View(source=example.source, rows=(_row(example),))
     if isinstance(example, Demonstration):
-        return View(source=example.prompt.source, rows=(_row(example.row(example.response), "the response that is given"),))
+        return View(source=example.prompt.source, rows=(_row(example.row(example.response), "the given response"),))
     if isinstance(example, PreferencePair):
         margin = f", better by {example.margin:g}" if example.margin else ""
         return View(source=example.source, rows=(_row(example.chosen, f"chosen{margin}"), _row(example.rejected, "rejected")))
@@ -123,7 +110,7 @@ def view_of(example: Example) -> View:
 
 
 def _view_of_unlearnt(example: Prompt | Request | Unlabelled) -> View:
-    """One of those that are answered or scored, not learnt."""
+    """The view of an example that is answered or scored, not trained on."""
     if isinstance(example, Unlabelled):
         rows = [_unlearnt(tokens, f"turn {turn}, to be scored") for turn, tokens in zip(example.turns, example.rows, strict=True)]
         return View(source=example.source, rows=tuple(rows))
@@ -133,7 +120,7 @@ def _view_of_unlearnt(example: Prompt | Request | Unlabelled) -> View:
 
 
 def _view_of_group(example: SampledGroup | ProposedGroup) -> View:
-    """All responses to a prompt; of those with log-probs, these."""
+    """The view of all responses to a prompt, with their log-probs, if any."""
     notes = [f"response {number}" for number in range(1, len(example.rows) + 1)]
     if isinstance(example, ProposedGroup):
         proposals = example.proposals or ("not given",) * len(notes)
@@ -144,7 +131,7 @@ def _view_of_group(example: SampledGroup | ProposedGroup) -> View:
 
 
 def describe_fields(report: LoadReport) -> list[str]:
-    """Lines that say in which form records are, and how their fields are used."""
+    """Lines with the forms of records, and the use of their fields."""
     lines = [f"form {name} {FORMS[RecordForm(name)].shape}: {count} records" for name, count in report.forms.items()]
     purposes: dict[str, list[str]] = {}
     for name, ours in report.uses.items():
@@ -153,13 +140,13 @@ def describe_fields(report: LoadReport) -> list[str]:
 
 
 def lengths_of(views: Sequence[View]) -> Lengths:
-    """Of all rows of at least one example; p95: the least length that 95% of them do not exceed."""
+    """The lengths of all rows of at least one example; p95: the least length that 95% of them do not exceed."""
     found = sorted(len(row.tokens) for view in views for row in view.rows)
     return Lengths(least=found[0], middle=median(found), p95=found[-(-95 * len(found) // 100) - 1], most=found[-1])
 
 
 def histogram(lengths: Sequence[int], most: int = 10) -> list[tuple[int, int, int]]:
-    """(least, largest, how many) of each of at most `most` classes of equal, round width that begin with the shortest one's."""
+    """(least, largest, count) of each of at most `most` classes of equal, round width, from the shortest length's class on."""
     if not lengths:
         return []
     low, high = min(lengths) - 1, max(lengths)
@@ -170,20 +157,20 @@ def histogram(lengths: Sequence[int], most: int = 10) -> list[tuple[int, int, in
 
 
 def duplicates(views: Sequence[View]) -> list[tuple[str, str]]:
-    """(source, source of the first with the same tokens) of every example that was there before."""
+    """(source, source of the first with the same tokens) of every repeated example."""
     first: dict[Hashable, str] = {}
     return [(view.source, first[view.key]) for view in views if first.setdefault(view.key, view.source) != view.source]
 
 
 def render(row: Row, tokenizer: Tokenizer, marks: tuple[str, str] = BRACKETS) -> str:
-    """The text of a row, special tokens too, each run of trained tokens between `marks`."""
+    """The text of a row, including special tokens, with `marks` around each run of trained tokens."""
     pieces, start, size = [], 0, len(row.tokens)
     written = ""
     for stop in range(1, size + 1):
         if stop < size and row.loss_mask[stop] == row.loss_mask[start]:
             continue
         whole = tokenizer.decode(row.tokens[:stop], skip_special=False)
-        # A tokenizer may leave out the space at the beginning of what it is given: pieces are cut from the whole text.
+        # A tokenizer may omit a space at the beginning: pieces are cut from the whole text.
         apart = tokenizer.decode(row.tokens[start:stop], skip_special=False)
         piece = whole[len(written) :] if whole.startswith(written) else apart
         pieces.append(f"{marks[0]}{piece}{marks[1]}" if row.loss_mask[start] else piece)

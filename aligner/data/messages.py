@@ -1,6 +1,6 @@
-"""Turns of a conversation as OpenAI writes them: `{role, content}`, thinking, calls of tools, and the tools that a model may call.
+"""Turns of a conversation in OpenAI's format: `{role, content}`, thinking, tool calls, and the tools that a model may call.
 
-A field that holds null counts as absent (columns of Arrow hold one for every field that some other turn has).
+A null field counts as absent (in Arrow columns, every field that only other turns have is null).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _SAME_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 _UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Zs")  # categories of Unicode
-_FILLERS = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0\ufe0e\ufe0f"  # of other categories, and as empty
-MAX_SHOWN = 80  # characters of an offending value that are repeated in the message
+_FILLERS = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0\ufe0e\ufe0f"  # invisible characters of other categories
+MAX_SHOWN = 80  # characters of a bad value that are quoted in a message
 
 Tools = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One turn of a conversation. `thinking` and `tool_calls` are an assistant's; `name` and `tool_call_id` a tool's."""
+    """One turn of a conversation. `thinking` and `tool_calls` belong to an assistant, `name` and `tool_call_id` to a tool."""
 
     role: str
     content: str
@@ -38,7 +38,7 @@ class Message:
     tool_call_id: str = ""
 
     def as_json(self, thought: str = THOUGHTS[0], parts: bool = False) -> dict[str, Any]:
-        """As chat templates read it, without what is empty; thinking in the field `thought`, the content as OpenAI's list of `parts`."""
+        """The turn for chat templates, without empty fields; thinking in the field `thought`, the content optionally as `parts`."""
         more = {
             thought: self.thinking,
             "tool_calls": list(self.tool_calls),
@@ -50,28 +50,28 @@ class Message:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is an assistant's text and nothing else."""
+        """Whether it is only an assistant's text."""
         return self.role == "assistant" and not self.thinking and not self.tool_calls
 
     def without_thinking(self) -> Message:
-        """The same turn without what an assistant thought. Raises DataError if nothing else is in it."""
+        """The same turn without an assistant's thinking. Raises DataError if nothing else is in it."""
         content = _without_thoughts(self.content) if self.role == "assistant" else self.content
         if self.content and is_blank(content) and not self.tool_calls:
             raise DataError(f"an assistant's message is {shown(self.content)}, expected something besides thinking (data.thinking=drop)")
         return replace(self, content=content, thinking="")
 
     def with_thinking_in_text(self) -> Message:
-        """The same turn with its thinking between marks in its text, for templates that have no other place for it."""
+        """The same turn with its thinking between marks in its text, for templates without another place for it."""
         return replace(self, content=f"<think>\n{self.thinking}\n</think>\n\n{self.content}", thinking="") if self.thinking else self
 
     def thoughts(self) -> list[str]:
-        """What an assistant thought, wherever it is."""
+        """An assistant's thinking, wherever it is."""
         found = [self.thinking, *_THOUGHT.findall(self.content[: _end_of_thoughts(self.content)])] if self.role == "assistant" else []
         return [thought.strip() for thought in found if thought.strip()]
 
 
 def _end_of_thoughts(text: str) -> int:
-    """Behind the last `</think>` and white space: for each `<think>` from here on the whole rest would be searched in vain."""
+    """The position after the last `</think>` and white space: a `<think>` after it has no end, and is not searched for one."""
     _, mark, behind = text.rpartition("</think>")
     return len(text) - len(behind.lstrip()) if mark else 0
 
@@ -85,18 +85,18 @@ Conversation = tuple[Message, ...]
 
 
 def shown(value: object) -> str:
-    """A value as it is repeated in a message, cut if it is long."""
+    """A value as quoted in a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing of a text is seen: it has white space, control and format characters alone (U+200B, U+FEFF, ...)."""
+    """Whether nothing of a text is visible: only white space, control and format characters (U+200B, U+FEFF, ...)."""
     return all(unicodedata.category(one) in _UNSEEN or one in _FILLERS for one in text)
 
 
 def text_of(value: object, what: str, *, empty: bool = False) -> str:
-    """A string that can be tokenized; JSON can smuggle in half a surrogate pair, which is not text."""
+    """A string that can be tokenized; JSON can contain half a surrogate pair, which is not text."""
     if not isinstance(value, str) or not (value or empty):
         raise DataError(f"{what} is {shown(value)}, expected a {'' if empty else 'non-empty '}string")
     try:
@@ -113,7 +113,7 @@ def parse_messages(turns: object, name: str) -> Conversation:
     found = tuple(_message(turn, f"field '{name}[{position}]'") for position, turn in enumerate(turns))
     for position, (before, message) in enumerate(zip(found[:-1], found[1:], strict=True), start=1):
         if before.role == message.role == "assistant":
-            raise DataError(f"field '{name}[{position}]': role is 'assistant' as that of the one before, expected another speaker between")
+            raise DataError(f"field '{name}[{position}]': role is 'assistant', like the message before, expected another speaker")
     return found
 
 
@@ -150,13 +150,13 @@ def _assistant(turn: dict[str, Any], what: str) -> Message:
     content = _content(turn)
     content = text_of("" if content is None and calls else content, f"{what}: content", empty=bool(calls))
     if is_blank(content) and not calls:
-        raise DataError(f"{what}: content is {shown(content)}, expected a response: there is only white space")
+        raise DataError(f"{what}: content is {shown(content)}, expected a response, not only white space")
     thinking = next((turn[name] for name in THOUGHTS if isinstance(dict.get(turn, name), str)), "")
     return Message(role="assistant", content=content, thinking=text_of(thinking, f"{what}: thinking", empty=True), tool_calls=calls)
 
 
 def _content(turn: dict[str, Any]) -> object:
-    """A text; OpenAI also writes it in parts, `[{type: text, text}]`."""
+    """A text, which OpenAI also writes in parts, `[{type: text, text}]`."""
     content = turn.get("content")
     if isinstance(content, list) and content and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         parts = [part["text"] if "text" in part else None for part in content]
@@ -165,7 +165,7 @@ def _content(turn: dict[str, Any]) -> object:
 
 
 def _calls(turn: dict[str, Any], what: str) -> Tools:
-    """Calls of tools; their arguments are objects, which templates write as JSON of their own."""
+    """Tool calls; their arguments are objects, which templates write as JSON themselves."""
     calls = turn["tool_calls"]
     if not isinstance(calls, list):
         raise DataError(f"{what}: tool_calls is {shown(calls)}, expected a list of {{function: {{name, arguments}}}}")
@@ -180,7 +180,7 @@ def _call(call: object, what: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise DataError(f"{what}: arguments is {shown(arguments)}, expected a JSON object")
     made = {"type": "function", "function": {"name": function["name"], "arguments": _without_nulls(arguments)}}
-    call.get("type")  # there is one type
+    call.get("type")  # the only type; counts as read
     return made | ({"id": call["id"]} if dict.get(call, "id") else {})
 
 
@@ -194,12 +194,12 @@ def _decoded(value: object, what: str, expected: str) -> object:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the nulls that Arrow added: what the author of a JSON text wrote stays. Every field counts as read."""
+    """The value without the nulls that Arrow added; an author's own nulls stay. Every field counts as read."""
     if isinstance(value, dict):
         return {name: _without_nulls(value[name]) for name in value if not isinstance(value, Struct) or dict.get(value, name) is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def turns_of(said: str | Conversation, role: str) -> Conversation:
-    """A text as one turn of that role; a conversation as it is."""
+    """A text as one turn of that role; a conversation unchanged."""
     return (Message(role=role, content=said),) if isinstance(said, str) else said

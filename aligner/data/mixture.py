@@ -1,8 +1,8 @@
-"""Several sources of one data set, as `data.train` and `data.validation` list them. Light: settings alone.
+"""Several sources of one data set, as listed in `data.train` and `data.validation`. Light: only settings.
 
     data.train=[{path: math.jsonl, weight: 2}, {path: chats.parquet, weight: 1, max_records: 1000, apply_chat_template: true}]
 
-Without weights the sources are one data set, as if their files were one. `aligner.data.order` makes the batches.
+Without weights the sources are one data set, as if in one file. `aligner.data.order` makes the batches.
 """
 
 from __future__ import annotations
@@ -21,20 +21,10 @@ from aligner.hub.names import DATASETS_PREFIX, parse_data
 
 Location = str | Sequence[Mapping[str, Any]]
 OWN = ("path", "name", "weight", "max_records", "max_epochs")
-# Settings of `data` that a source may have a value of its own for: how its records are read.
+# `data` settings that a source can override.
 SETTINGS = (
-    "prompt_field",
-    "response_field",
-    "answer_field",
-    "form",
-    "learn",
-    "apply_chat_template",
-    "chat_template",
-    "thinking",
-    "special_text",
-    "add_bos",
-    "overlong",
-    "bad_lines",
+    *("prompt_field", "response_field", "answer_field", "form", "learn", "apply_chat_template", "chat_template", "thinking"),
+    *("special_text", "add_bos", "overlong", "bad_lines"),
 )
 _NAME = re.compile(r"[\w.-]+")
 C = TypeVar("C")
@@ -42,8 +32,8 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One source. `name` is that of its metrics; `weight` 0: none given. `max_records`: its first so many (0: all), `max_epochs`: how often
-    each of them is trained on at most (0: any number of times). `settings` replace those of `data`."""
+    """One source. `name` is for its metrics; `weight` 0: none. `max_records`: the number of records used, from the first (0: all);
+    `max_epochs`: how often each of them is trained on at most (0: unlimited). `settings` override `data`."""
 
     path: str
     name: str
@@ -53,14 +43,14 @@ class Source:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, data: C) -> C:
-        """The settings by which the source is read."""
+        """The settings for reading the source."""
         alone = {"train": self.path, "validation": "", "mixture_temperature": 1.0}
         return replace(data, **alone, **self.settings) if self.settings else data  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The sources of a data set, how many examples each has, and `data.mixture_temperature`."""
+    """The sources of a data set, their numbers of examples, and `data.mixture_temperature`."""
 
     sources: tuple[Source, ...]
     sizes: tuple[int, ...]
@@ -68,7 +58,7 @@ class Mixture:
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """What the shares are in proportion to; None where the sources are one data set, each example once an epoch."""
+        """The shares are proportional to these; None if the sources are one data set, with each example once per epoch."""
         if any(source.weight for source in self.sources):
             return tuple(source.weight for source in self.sources)
         if self.temperature == 1 and not any(source.max_epochs for source in self.sources):
@@ -77,7 +67,7 @@ class Mixture:
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """How many examples of each source are trained on at most, repeats included; 0: any number."""
+        """The maximal number of examples of each source, including repeats; 0: unlimited."""
         return tuple(math.ceil(one.max_epochs * size) for one, size in zip(self.sources, self.sizes, strict=True))
 
     def summary(self) -> str:
@@ -88,14 +78,14 @@ class Mixture:
 
 
 def sources(data: Any, location: Location, key: str = "data.train") -> list[Source]:
-    """The sources that a list names. Raises ConfigError for one that cannot be used, naming the entry, its value and what is allowed."""
+    """The sources in a list. Raises ConfigError for an invalid one, naming the entry, its value and what is allowed."""
     entries = [dict(entry) for entry in as_sources(location, key)]
     shared = Counter(_default_name(str(entry.get("path"))) for entry in entries if "name" not in entry)
     found = [_source(data, entry, f"{key}[{number}]", shared) for number, entry in enumerate(entries)]
     for number, source in enumerate(found):
         if source.name in (earlier.name for earlier in found[:number]):
             if "name" in entries[number]:
-                raise ConfigError(f"{key}[{number}].name is {source.name!r}, the name of a source before it; allowed: another")
+                raise ConfigError(f"{key}[{number}].name is {source.name!r}, which an earlier source has; allowed: another name")
             found[number] = replace(source, name=f"{source.name}_{number}")
     given = [source.weight > 0 for source in found]
     if any(given) and not all(given):
@@ -104,7 +94,7 @@ def sources(data: Any, location: Location, key: str = "data.train") -> list[Sour
 
 
 def read_alone(data: C) -> list[tuple[str, C]]:
-    """The path of every source of the training and the validation data, with the settings by which it is read; none twice."""
+    """The path of every source of the training and validation data, each once, with the settings for reading it."""
     found: list[tuple[str, C]] = []
     for key in ("train", "validation"):
         location = getattr(data, key)
@@ -116,7 +106,7 @@ def read_alone(data: C) -> list[tuple[str, C]]:
 
 
 def as_sources(value: Any, key: str) -> str | list[dict[str, Any]]:
-    """What the setting `key` holds: a path, or a list of mappings. Raises ConfigError for anything else."""
+    """The value of the setting `key`: a path, or a list of mappings. Raises ConfigError for anything else."""
     if isinstance(value, (str, Path, int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, (list, tuple)) or not value:
@@ -133,14 +123,14 @@ def as_sources(value: Any, key: str) -> str | list[dict[str, Any]]:
 
 
 def is_mixture(rows: object) -> bool:
-    """Whether a list is one of sources, not of records: all are mappings with a path, and nothing that only records have."""
+    """Whether a list holds sources, not records: mappings with a path, and without fields that only records have."""
     allowed = {*OWN, *SETTINGS}
     is_list = isinstance(rows, (list, tuple)) and bool(rows)
     return is_list and all(isinstance(row, Mapping) and "path" in row and row.keys() <= allowed for row in rows)
 
 
 def check_mixture(data: Any) -> None:
-    """Check the sources of `data.train` and `data.validation`, and what belongs to them. Raises ConfigError."""
+    """Check the sources of `data.train` and `data.validation`, and the temperature. Raises ConfigError."""
     temperature = data.mixture_temperature
     if isinstance(temperature, bool) or not (math.isfinite(temperature) and temperature > 0):
         raise ConfigError(f"data.mixture_temperature={temperature}: must be above 0")
@@ -158,10 +148,10 @@ def check_mixture(data: Any) -> None:
 def _source(data: Any, entry: Mapping[str, Any], place: str, shared: Counter[str]) -> Source:
     own = [name for name in SETTINGS if name in {one.name for one in fields(data)}]
     if unknown := [name for name in entry if name not in OWN and name not in own]:
-        raise ConfigError(f"{place}.{unknown[0]}: there is no such setting of a source; allowed: {', '.join((*OWN, *own))}")
+        raise ConfigError(f"{place}.{unknown[0]}: unknown setting of a source; allowed: {', '.join((*OWN, *own))}")
     path = entry.get("path")
     if not isinstance(path, (str, Path)) or not str(path):
-        raise ConfigError(f"{place}.path is {path!r}, allowed: what data.train takes")
+        raise ConfigError(f"{place}.path is {path!r}, allowed: see data.train")
     name = entry.get("name", _default_name(str(path), with_parent=shared[_default_name(str(path))] > 1))
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"{place}.name is {name!r}, allowed: letters, digits, '.', '_' and '-'")
@@ -189,7 +179,7 @@ def _default_name(path: str, *, with_parent: bool = False) -> str:
 
 
 def _number(entry: Mapping[str, Any], name: str, place: str, *, whole: bool = False) -> float:
-    """A positive number; 0 if it is not given."""
+    """A positive number; 0 if it is missing."""
     if name not in entry:
         return 0.0
     value = entry[name]
@@ -200,7 +190,7 @@ def _number(entry: Mapping[str, Any], name: str, place: str, *, whole: bool = Fa
 
 
 def _like(now: Any, value: Any, key: str) -> Any:
-    """The value as the setting that is `now` has it."""
+    """The value in the type of the setting's current value `now`."""
     if isinstance(now, Enum):
         options = type(now).__members__
         if not isinstance(value, (str, Enum)) or (text := value.name if isinstance(value, Enum) else value) not in options:

@@ -1,8 +1,8 @@
-"""Which examples of a mixture make up a step: shares that hold in every stretch of the run, each source in its own shuffled epochs.
+"""The examples of a mixture in each step: shares that hold in every part of the run, each source in its own shuffled epochs.
 
-As in `EpochSampler` all is a function of the step number. The examples of a run are a sequence of cycles. In a cycle every source has as
-many places as its share says, spread out evenly, so any stretch holds as many of each as it should, but for a few. A source whose
-`max_epochs` are over leaves; the others keep their proportions.
+As in `EpochSampler`, everything is a function of the step number. The examples of a run are a sequence of cycles. In a cycle every source
+has a number of places in proportion to its share, spread out evenly, so that every part of the run has the right number of each, within a
+few. A source leaves when its `max_epochs` are over; the others keep their proportions.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from aligner.data.collate import EpochSampler, permutation
 from aligner.data.mixture import Mixture
 from aligner.errors import ConfigError
 
-MAX_CYCLE = 2**16  # places; shares that need more are rounded to as many parts, and none to 0
+MAX_CYCLE = 2**16  # places; finer shares are rounded to parts of this, and none to 0
 
 
 def order_of(examples: Sequence[Any], batch_size: int, seed: int) -> EpochSampler:
-    """The order in which these examples are trained on; `examples` may be a mixture."""
+    """The training order of these examples, which may be a mixture."""
     mixture: Mixture | None = getattr(examples, "mixture", None)
     return EpochSampler(len(examples), batch_size, seed) if mixture is None else MixtureSampler(mixture, batch_size, seed)
 
 
 class MixtureSampler(EpochSampler):
-    """The order of the examples of several sources, numbered through: those of the first source first."""
+    """The order of the examples of several sources, numbered consecutively from the first source on."""
 
     def __init__(self, mixture: Mixture, batch_size: int, seed: int) -> None:
         super().__init__(sum(mixture.sizes), batch_size, seed)
         self.mixture = mixture
         self._offsets = np.array([0, *accumulate(mixture.sizes)])
-        self._epochs: dict[int, tuple[int, NDArray[np.uint32]]] = {}  # by source the last one's permutation, only to save time
+        self._epochs: dict[int, tuple[int, NDArray[np.uint32]]] = {}  # source -> its last epoch and permutation, only to save time
         weights = mixture.weights
         self._phases = None if weights is None else _phases(weights, mixture.limits)
 
     def indices(self, step: int) -> list[int]:
-        """As `EpochSampler.indices`. Raises ConfigError where the sources have nothing left."""
+        """As `EpochSampler.indices`. Raises ConfigError if the sources have nothing left."""
         if self._phases is None:
             return super().indices(step)
         if step < 0:
@@ -61,7 +61,7 @@ class MixtureSampler(EpochSampler):
         return found
 
     def check(self, num_steps: int) -> None:
-        """Raise ConfigError if all sources reach their `max_epochs` before that."""
+        """Raise ConfigError if all sources reach their `max_epochs` earlier."""
         if self._phases and self._phases[-1].cycle is None and num_steps * self.batch_size > self._phases[-1].start:
             self._end(self._phases[-1].start)
 
@@ -74,7 +74,7 @@ class MixtureSampler(EpochSampler):
         return int(self._offsets[number]) + int(self._epochs[number][1][place])
 
     def _used(self, number: int, position: int) -> float:
-        """Examples of a source before the position; where the sources are one data set, on average."""
+        """Examples of a source before the position; if the sources are one data set, on average."""
         if self._phases is None:
             return position * self.mixture.sizes[number] / self.size
         return self._phase(position - 1).used_before(position)[number]
@@ -88,7 +88,7 @@ class MixtureSampler(EpochSampler):
 
     def _end(self, total: int) -> None:
         raise ConfigError(
-            f"data.train: every source reaches its max_epochs after {total} examples, which are {total // self.batch_size} steps of "
+            f"data.train: every source reaches its max_epochs after {total} examples, that is {total // self.batch_size} steps of "
             f"{self.batch_size}; allowed: fewer steps (loop.max_steps, loop.epochs), or a larger max_epochs"
         )
 
@@ -104,26 +104,26 @@ class _Cycle:
         self.places = {source: np.flatnonzero(self.sources == source) for source in counts}
 
     def before(self, source: int, distance: int) -> int:
-        """Examples of a source among the first `distance` of endless cycles."""
+        """Examples of a source among the first `distance` ones of endless cycles."""
         cycles, rest = divmod(distance, self.size)
         return cycles * len(self.places[source]) + int(self.places[source].searchsorted(rest))
 
     def distance(self, source: int, count: int) -> int:
-        """Examples until the source has had `count` (at least 1), the last of them included."""
+        """Examples up to and including the source's `count`-th (at least 1)."""
         cycles, nth = divmod(count - 1, len(self.places[source]))
         return cycles * self.size + int(self.places[source][nth]) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """A stretch of the run from position `start` on, in which the same sources are left (None: none); `used` were taken before."""
+    """A part of the run from position `start` on, with the same sources (None: none); `used` examples of each came before."""
 
     start: int
     cycle: _Cycle | None
     used: Mapping[int, int]
 
     def at(self, position: int) -> tuple[int, int]:
-        """(source, how many of its examples come before) at a position."""
+        """(source, number of its earlier examples) at a position."""
         assert self.cycle is not None
         distance = position - self.start
         source = int(self.cycle.sources[distance % self.cycle.size])
@@ -137,7 +137,7 @@ class _Phase:
 
 
 def _phases(weights: Sequence[float], limits: Sequence[int]) -> list[_Phase]:
-    """The last one is endless, or has no source left."""
+    """The phases of a run; the last one is endless, or has no source left."""
     phases, left = [_Phase(0, None, dict.fromkeys(range(len(weights)), 0))], list(range(len(weights)))
     while left:
         cycle, last = _Cycle(_counts({source: weights[source] for source in left})), phases.pop()
@@ -153,7 +153,7 @@ def _phases(weights: Sequence[float], limits: Sequence[int]) -> list[_Phase]:
 
 
 def _counts(weights: Mapping[int, float]) -> dict[int, int]:
-    """Places of each source in a cycle: exactly in proportion in a short cycle, or rounded to parts of `MAX_CYCLE`, at least 1."""
+    """Places of each source in a cycle: exactly in proportion if the cycle is short, else rounded to parts of `MAX_CYCLE`, at least 1."""
     exact = {source: Fraction(repr(float(weight))) for source, weight in weights.items()}
     scale = math.lcm(*(one.denominator for one in exact.values()))
     whole = {source: int(one * scale) for source, one in exact.items()}

@@ -1,7 +1,7 @@
-"""A data set that a job writes part by part, so that a killed job continues after the last complete part.
+"""A data set that a job writes part by part, so that a killed job resumes after the last complete part.
 
 <directory>/manifest.json        its inputs
-<directory>/part_000000.jsonl    the records of `part_size` items each; complete as soon as it has its name (or of another suffix)
+<directory>/part_000000.jsonl    the records of `part_size` items (or with another suffix); a file of that name is complete
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """`made_of` holds digests and settings by name: parts of different inputs are refused."""
+    """`made_of`: digests and settings by name; parts made of different inputs are refused."""
 
     directory: Path
     made_of: Mapping[str, str]
@@ -34,7 +34,7 @@ class Parts:
         return math.ceil(self.num_items / self.part_size)
 
     def begin(self) -> None:
-        """Write the manifest, or find that it is there. Raises DataError if the parts were made of something else."""
+        """Write the manifest, or check the existing one. Raises DataError if the parts were made of something else."""
         path = self.directory / MANIFEST
         own = {**self.made_of, "num_items": self.num_items, "part_size": self.part_size}
         if not path.exists():
@@ -44,20 +44,20 @@ class Parts:
         if other := [name for name in own if name not in found or found[name] != own[name]]:
             raise DataError(
                 f"{self.directory} holds parts of another job: {', '.join(other)} differ; allowed: the same settings and files, another "
-                "run.directory, or to remove it"
+                "run.directory, or removing it"
             )
 
     def num_complete(self) -> int:
-        """Parts before the first that is missing."""
+        """The number of parts before the first missing one."""
         return next((part for part in range(self.num_parts) if not self.path(part).exists()), self.num_parts)
 
     def write(self, part: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """All of a part, or nothing if the process ends meanwhile."""
+        """Write a part, atomically."""
         text = "".join(_lines(records))
         publish(self.path(part), lambda new: new.write_text(text))
 
     def join(self, path: Path, select: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None) -> None:
-        """All parts as one file; with `select`, its result for every record instead of the record."""
+        """Write all parts as one file; `select` replaces every record by its result."""
 
         def write(new: Path) -> None:
             with new.open("w") as stream:
@@ -70,12 +70,12 @@ class Parts:
         publish(path, write)
 
     def read(self, part: int) -> list[dict[str, Any]]:
-        """The records of a part that is there."""
+        """The records of an existing part."""
         with self.path(part).open() as stream:
             return [json.loads(line) for line in stream]
 
     def path(self, part: int) -> Path:
-        """Path of a complete part, whether it exists or not."""
+        """The path of a complete part, whether it exists or not."""
         return self.directory / f"part_{part:06d}.{self.suffix}"
 
 

@@ -1,4 +1,4 @@
-"""Prompt sets for online RL, and what prompts ask as text: a judge reads that, without the marks of a chat template."""
+"""Prompt sets for online RL, and their questions as text: a judge reads these, without the marks of a chat template."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from aligner.data.config import Overlong, PromptDataConfig
-from aligner.data.encoding import PromptStyle, encode_prompt
-from aligner.data.folders import located
+from aligner.data.encoding import encode_prompt
 from aligner.data.forms import Purpose, columns_of, recognised
 from aligner.data.messages import Conversation
 from aligner.data.mixture import Location, sources
-from aligner.data.reading import reads_sources
+from aligner.data.reading import Reader, read_all, reads_sources
 from aligner.data.records import parse_prompt
-from aligner.data.report import LoadReport, Tally, too_long
-from aligner.data.sources import RawRecord
+from aligner.data.report import LoadReport
+from aligner.data.sources import RawRecord, located
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import Prompt
@@ -24,47 +23,38 @@ from aligner.types import Prompt
 def load_prompts(
     location: str, config: PromptDataConfig, tokenizer: Tokenizer, *, first: int | None = None, columns: frozenset[str] | None = None
 ) -> tuple[list[Prompt], LoadReport]:
-    """All usable prompts at `location` (`config.train` or `config.validation`), tokenized, and a report of dropped ones.
+    """Tokenized prompts of `config.train` or `config.validation` (see `aligner.data.reading`).
 
-    `first`: only of so many records. `columns`: the fields to keep (None: all); a record that lacks one keeps all, for the message.
-    `Prompt.id` is the record's index at `location`, whatever else was dropped, so it is stable across epochs and resumes.
-    Raises: DataError listing all bad lines; DataError if no prompt is left.
+    `columns`: the fields to keep (None: all); a record that lacks one keeps all, for the message. `Prompt.id` is the record's index at
+    `location`, whatever else was dropped, so it is stable across epochs and resumes.
     """
-    tally = Tally(location, config, unused="that only reward functions may use")
-    style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
-    def convert(raw: RawRecord) -> Prompt:
+    def convert(raw: RawRecord, reader: Reader) -> Prompt:
         record = parse_prompt(raw, config.prompt_field, config.answer_field)
-        tokens = encode_prompt(tokenizer.offering(record.tools), record.prompt, style)
-        if not tokens:
+        whole = encode_prompt(tokenizer.offering(record.tools), record.prompt, reader.style)
+        if not whole:
             raise DataError(f"prompt {record.prompt!r} has no token, expected at least one")
-        whole, tokens = tokens, fit_prompt(tokens, config, tokenizer.bos_id)
-        tally.truncated += tokens is not whole
-        is_text = isinstance(record.prompt, str) and tokens is whole
-        text = str(record.prompt) if is_text else tokenizer.decode(tokens, skip_special=False)
+        tokens = _fitted(whole, reader)
+        text = record.prompt if isinstance(record.prompt, str) and tokens is whole else None
         fields = columns_of(raw)
         if columns is not None and columns <= fields.keys():
             fields = {name: one for name, one in fields.items() if name in columns}
         turns = () if isinstance(record.prompt, str) else tuple(turn.as_json() for turn in record.prompt)
-        return Prompt(
-            id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer, columns=fields, messages=turns
-        )
+        return reader.prompt(raw, tokens, text, answer=record.answer, columns=fields, messages=turns)
 
-    prompts = tally.convert(recognised(location, config, Purpose.prompts, first), convert)
-    return prompts, tally.finish()
+    unused = "that only reward functions may use"
+    return read_all(convert, location, config, tokenizer, first=first, purpose=Purpose.prompts, unused=unused)
 
 
-def fit_prompt(tokens: list[int], config: PromptDataConfig, bos_id: int | None) -> list[int]:
-    """`tokens` itself if they fit (0: any do); else what `config.overlong` says: a DataError, `TooLong`, or their end.
-
-    A begin token stays the first one.
-    """
-    limit = config.max_prompt_length
+def _fitted(tokens: list[int], reader: Reader) -> list[int]:
+    """`tokens` itself if they fit, or their end behind a begin token. Raises as `Reader.check_prompt` unless they may be cut."""
+    limit = reader.config.max_prompt_length
     if not limit or len(tokens) <= limit:
         return tokens
-    if config.overlong is not Overlong.truncate:
-        too_long(len(tokens), limit, config.overlong, "data.max_prompt_length")
-    head = tokens[:1] if tokens[0] == bos_id and limit > 1 else []
+    if reader.config.overlong is not Overlong.truncate:
+        reader.check_prompt(len(tokens))
+    reader.cut()
+    head = tokens[:1] if tokens[0] == reader.tokenizer.bos_id and limit > 1 else []
     return [*head, *tokens[len(tokens) - limit + len(head) :]]
 
 
@@ -83,7 +73,7 @@ class Questions:
 
 
 def read_questions(location: Location, config: PromptDataConfig, prompts: Iterable[Prompt]) -> Questions:
-    """The questions of these prompts, which `load_prompts` made from the records at `location`; a record is found by its file and line."""
+    """The questions of these prompts from `load_prompts` at `location`; a record is found by its file and line."""
     wanted = {prompt.source: prompt.id for prompt in prompts}
     named: list[tuple[str, PromptDataConfig, int | None]] = [(str(location), config, max(wanted.values(), default=0) + 1)]
     if not isinstance(location, str):
@@ -99,7 +89,7 @@ def read_questions(location: Location, config: PromptDataConfig, prompts: Iterab
 
 
 def question_text(asked: str | Conversation) -> str:
-    """A text as it is; for a conversation its only message, or every turn after its speaker's name."""
+    """A text unchanged; of a conversation its only message, or every turn after its speaker's name."""
     if isinstance(asked, str):
         return asked
     if len(asked) == 1:

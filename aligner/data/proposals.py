@@ -1,9 +1,9 @@
-"""Several responses to each prompt with their log-probs, for SteerLM 2 (2406.08673), as NeMo-Aligner has them:
+"""Several responses to each prompt with their log-probs, for SteerLM 2 (2406.08673), in NeMo-Aligner's format:
 
     {system, prompt_turns: [{from, value}], label, responses: [{from, value, "log(P(a|x,y))", "log(P(y|x))", "log(Q(y|a,x))"}]}
 
-with a the label, x the prompt, y a response; Q is the model that the responses were sampled from. They are written as
-`aligner.data.labelled` writes conversations with labels. A response with `finish_reason` "length" was cut off: its row has no end.
+where a is the label, x the prompt, y a response, and Q the model that sampled the responses. The text is that of labelled conversations
+(`aligner.data.labelled`). A response with `finish_reason` "length" was cut off: its row has no end.
 
 `load_sampled` reads responses that wait for one of these log-probs.
 """
@@ -17,16 +17,14 @@ from enum import Enum
 from typing import Any
 
 from aligner.data.config import ProposalDataConfig, SampledDataConfig
-from aligner.data.encoding import Encoded, PromptStyle, encode_labelled, encode_plain, encode_response
-from aligner.data.labelled import MISSING, LabelledRecord, Turn, parse_labels, parse_turn
+from aligner.data.encoding import Encoded, encode_plain, encode_response
+from aligner.data.labelled import MISSING, USER, LabelledRecord, Turn, attribute_text, encode_labelled, parse_labels, parse_turn
 from aligner.data.messages import Message, shown
-from aligner.data.reading import reads_sources
+from aligner.data.reading import Reader, read_all, reads_sources
 from aligner.data.records import field_text, raw_object
-from aligner.data.regression import attribute_text
-from aligner.data.report import LoadReport, Tally
-from aligner.data.requests import USER
-from aligner.data.sources import RawRecord, read_records
-from aligner.data.supervised import SupervisedExample, fit_length
+from aligner.data.report import LoadReport
+from aligner.data.sources import RawRecord
+from aligner.data.supervised import SupervisedExample, row_of
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import FinishReason
@@ -35,10 +33,10 @@ OF_ATTRIBUTES, OF_RESPONSE, OF_PROPOSAL = "log(P(a|x,y))", "log(P(y|x))", "log(Q
 
 
 class Quantity(str, Enum):
-    """A log-prob that a response has."""
+    """A log-prob of a response."""
 
     attributes = "attributes"  # log P(a|x,y), by an attribute model
-    response = "response"  # log P(y|x), by a model that is asked for no attributes
+    response = "response"  # log P(y|x), by a model without requested attributes
     proposal = "proposal"  # log Q(y|a,x), by the model that sampled the responses
 
     @property
@@ -58,7 +56,7 @@ class ProposedGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Responses:
-    """One record: several responses to a prompt, each a turn under the same label; `whole` says which were not cut off."""
+    """One record: several responses to a prompt, each a turn with the same label; `whole`: which of them were not cut off."""
 
     system: str
     prompt: tuple[Turn, ...]
@@ -77,28 +75,24 @@ class Responses:
 def load_proposals(
     location: str, config: ProposalDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[ProposedGroup], LoadReport]:
-    """All usable groups at `location`, and a report of dropped ones. `first`: use only this many records.
-
-    Raises: DataError listing all bad lines; DataError if no group is left, or if groups differ in size.
-    """
-    tally = Tally(location, config)
-    style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
-
-    def convert(raw: RawRecord) -> ProposedGroup:
-        found, rows = parse_responses(raw, config.num_responses), []
-        targets, proposals = _log_probs(found.fields)
-        for record, whole in zip(found.conversations, found.whole, strict=True):
-            fitted = fit_length(encode_labelled(tokenizer, record, style, ends=whole), config.max_length, config.overlong)
-            rows.append(SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source))
-        return ProposedGroup(rows=tuple(rows), targets=targets, proposals=proposals)
-
-    groups = tally.convert(read_records(location, first), convert)
+    """Groups at `location` (see `aligner.data.reading`). Raises DataError if they differ in size."""
+    groups, report = read_all(_proposed, location, config, tokenizer, first=first)
     check_sizes(location, [len(group.rows) for group in groups])
-    return groups, tally.finish()
+    return groups, report
+
+
+def _proposed(raw: RawRecord, reader: Reader) -> ProposedGroup:
+    found = parse_responses(raw, reader.config.num_responses)
+    targets, proposals = _log_probs(found.fields)
+    encoded = (
+        encode_labelled(reader.tokenizer, record, reader.plain, ends=whole)
+        for record, whole in zip(found.conversations, found.whole, strict=True)
+    )
+    return ProposedGroup(rows=tuple(row_of(one, reader, raw) for one in encoded), targets=targets, proposals=proposals)
 
 
 def parse_responses(raw: RawRecord, num_responses: int) -> Responses:
-    """The record, with the first `num_responses` of its responses, or all of them (0). Its log-probs are not read."""
+    """The record with its first `num_responses` responses (0: all). Its log-probs are not read."""
     record = raw_object(raw)
     system = field_text(record, "system", empty=True) if "system" in record else ""
     label = field_text(record, "label")
@@ -151,7 +145,7 @@ def _log(response: dict[str, object], name: str, what: str) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelQuery:
-    """The quantity to compute; for `Quantity.attributes` the attribute model's outputs, in their order, and their levels."""
+    """The quantity to compute; for `Quantity.attributes`, the attribute model's outputs in order, and their levels."""
 
     quantity: Quantity
     attributes: Sequence[str]
@@ -161,14 +155,14 @@ class LabelQuery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledGroup:
-    """One record: the scored rows of each response, and the levels that its label asks for (MISSING if it does not; else empty)."""
+    """One record: the scored rows of its responses, and the levels that its label requests (MISSING where it does not; else empty)."""
 
     record: Mapping[str, Any]
     rows: tuple[SupervisedExample, ...]
     levels: tuple[float, ...] = ()
 
     def with_log_probs(self, quantity: Quantity, log_probs: Sequence[float]) -> dict[str, Any]:
-        """The record, all else as it was; a log-prob that was there is replaced."""
+        """The record with these log-probs; existing ones are replaced."""
         responses = [one | {quantity.field: log_prob} for one, log_prob in zip(self.record["responses"], log_probs, strict=True)]
         return {**self.record, "responses": responses}
 
@@ -176,42 +170,37 @@ class SampledGroup:
 def load_sampled(
     location: str, config: SampledDataConfig, tokenizer: Tokenizer, sought: LabelQuery, *, first: int | None = None
 ) -> tuple[list[SampledGroup], LoadReport]:
-    """All usable groups at `location`, and a report of dropped ones. `first`: use only this many records.
+    """Groups at `location` (see `aligner.data.reading`). Raises DataError if they differ in size.
 
-    What is scored is, token for token, what `load_proposals` gives for training. P(y|x) sees the same conversation without labels, or as
-    the model's own chat template writes it. Of P(a|x,y) it is what an attribute model was trained on: all of it is in the mask.
-    Raises: DataError listing all bad lines; DataError if no group is left, or if groups differ in size.
+    The scored rows are, token for token, what `load_proposals` returns for training. For P(y|x) it is the same conversation without labels,
+    or written by the model's own chat template; for P(a|x,y) it is what an attribute model was trained on, all of it in the mask.
     """
-    tally = Tally(location, config, whole=True)
 
-    def convert(raw: RawRecord) -> SampledGroup:
-        found, rows = parse_responses(raw, config.num_responses), []
-        for number in range(len(found.turns)):
-            fitted = fit_length(_encode(tokenizer, found, number, sought.quantity, config), config.max_length, config.overlong)
-            rows.append(SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source))
+    def convert(raw: RawRecord, reader: Reader) -> SampledGroup:
+        found = parse_responses(raw, config.num_responses)
+        rows = tuple(row_of(_encode(found, number, sought.quantity, reader), reader, raw) for number in range(len(found.turns)))
         levels = _levels(found.label, sought) if sought.quantity is Quantity.attributes else ()
-        return SampledGroup(record={**raw.value, "responses": list(found.fields)}, rows=tuple(rows), levels=levels)
+        return SampledGroup(record={**raw.value, "responses": list(found.fields)}, rows=rows, levels=levels)
 
-    groups = tally.convert(read_records(location, first), convert)
+    groups, report = read_all(convert, location, config, tokenizer, first=first, whole=True)
     check_sizes(location, [len(group.rows) for group in groups])
-    return groups, tally.finish()
+    return groups, report
 
 
-def _encode(tokenizer: Tokenizer, found: Responses, number: int, quantity: Quantity, config: SampledDataConfig) -> Encoded:
-    style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
-    record, whole = found.conversations[number], found.whole[number]
+def _encode(found: Responses, number: int, quantity: Quantity, reader: Reader) -> Encoded:
+    record, whole, tokenizer = found.conversations[number], found.whole[number], reader.tokenizer
     if quantity is Quantity.attributes:
-        return encode_plain(tokenizer, attribute_text(tokenizer, record, len(record.turns) - 1), style)
+        return encode_plain(tokenizer, attribute_text(tokenizer, record, len(record.turns) - 1), reader.plain)
     if quantity is Quantity.proposal:
-        return encode_labelled(tokenizer, record, style, ends=whole)
-    if not config.apply_chat_template:
-        return encode_labelled(tokenizer, record.unlabelled(), style, ends=whole)
+        return encode_labelled(tokenizer, record, reader.plain, ends=whole)
+    if not reader.config.apply_chat_template:
+        return encode_labelled(tokenizer, record.unlabelled(), reader.plain, ends=whole)
     if not whole:
         raise DataError(
-            f"field 'responses[{number}]' was cut off (finish_reason 'length'), and a chat template writes an end; expected whole "
+            f"field 'responses[{number}]' was cut off (finish_reason 'length'), and a chat template writes an end; expected complete "
             "responses: sample them with a larger rollout.sampling.max_response_length"
         )
-    return encode_response(tokenizer, _messages(record), record.turns[-1].text, style)
+    return encode_response(tokenizer, _messages(record), record.turns[-1].text, reader.style)
 
 
 def _messages(record: LabelledRecord) -> tuple[Message, ...]:

@@ -1,4 +1,8 @@
-"""What every `load_*` that reads records for training shares: one path or a mixture of sources, and the cache of tokenized data."""
+"""Reading records, for every `load_*`: one path or a mixture of sources, the cache of tokenized data, limits of length.
+
+A `load_*` returns all usable examples at a location, in order, and a report of the records that were dropped or cut. `first`: the number of
+records to read. It raises DataError that lists all bad records (`file:line: what is wrong`), or if no example is left.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from aligner.data.cache import load_cached
-from aligner.data.folders import left_out, located
+from aligner.data.config import Overlong
+from aligner.data.encoding import Encoded, PromptStyle, truncated
+from aligner.data.forms import Purpose, recognised
 from aligner.data.mixture import Location, Mixture, Source, sources
-from aligner.data.report import LoadReport, combined
+from aligner.data.report import LoadReport, Tally, combined, too_long
+from aligner.data.sources import RawRecord, left_out, located, read_records
 from aligner.data.stored import row_counts, rows_of
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -22,10 +29,73 @@ from aligner.types import Prompt
 
 Example = TypeVar("Example")
 Other = TypeVar("Other")
+Item = TypeVar("Item")
+
+
+class Reader:
+    """What a conversion of records needs: the settings, the tokenizer, and how prompts are written (`plain`: never as a chat)."""
+
+    def __init__(self, config: Any, tokenizer: Tokenizer, tally: Tally) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.plain = PromptStyle(apply_chat_template=False, add_bos=getattr(config, "add_bos", None))
+        self.style = replace(self.plain, apply_chat_template=getattr(config, "apply_chat_template", False))
+        self._tally = tally
+
+    def cut(self) -> None:
+        """Count this record as truncated, if it is used."""
+        self._tally.was_cut = True
+
+    def exceeds(self, length: int) -> bool:
+        """Whether an example of this many tokens has to be cut. Raises TooLong, or DataError, if the settings do not allow that."""
+        most = self.config.max_length
+        if not most or length <= most:
+            return False
+        if self.config.overlong is not Overlong.truncate:
+            too_long(length, most, self.config.overlong)
+        self.cut()
+        return True
+
+    def fit(self, encoded: Encoded) -> Encoded:
+        """`encoded` itself if it is short enough, else its beginning. Raises as `exceeds`, and DataError if that has nothing to learn."""
+        return truncated(encoded, self.config.max_length) if self.exceeds(len(encoded.tokens)) else encoded
+
+    def check_prompt(self, length: int) -> None:
+        """Raise TooLong, or DataError, for a prompt that is longer than allowed."""
+        if 0 < self.config.max_prompt_length < length:
+            too_long(length, self.config.max_prompt_length, self.config.overlong, "data.max_prompt_length")
+
+    def prompt(self, raw: RawRecord, tokens: Sequence[int], text: str | None = None, **more: Any) -> Prompt:
+        """The prompt of a record; `text`: as the tokens spell it, if it is not given."""
+        text = self.tokenizer.decode(tokens, skip_special=False) if text is None else text
+        return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, **more)
+
+
+def read_all(
+    convert: Callable[[Item, Reader], Example | list[Example]],
+    location: str,
+    config: Any,
+    tokenizer: Tokenizer,
+    *,
+    first: int | None,
+    purpose: Purpose | None = None,
+    items: Callable[[Iterator[RawRecord]], Iterator[Any]] = iter,
+    records: Callable[[Any], Sequence[RawRecord]] = lambda item: (item,),
+    **tally: Any,
+) -> tuple[list[Example], LoadReport]:
+    """The examples that `convert` makes of the records of one path, recognised for a `purpose` if one is given.
+
+    `items`: what is converted, if that is not one record; `records`: those of an item. `tally`: options of `Tally`.
+    """
+    counts = Tally(location, config, **tally)
+    reader = Reader(config, tokenizer, counts)
+    raws = recognised(location, config, purpose, first) if purpose else read_records(location, first)
+    examples = counts.convert(items(raws), lambda item: convert(item, reader), records)
+    return examples, counts.finish()
 
 
 class Mixed(Sequence[Example]):
-    """The examples of several sources, numbered through; prompts have ids as if the sources were one data set."""
+    """The examples of several sources, numbered consecutively; prompts have ids as if the sources were one data set."""
 
     def __init__(self, mixture: Mixture, parts: Sequence[Sequence[Example]], num_records: Sequence[int]) -> None:
         self.mixture = mixture
@@ -49,7 +119,7 @@ class Mixed(Sequence[Example]):
                 yield _renumbered(example, first_id)
 
     def shares(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """The share of each source in these prompts, which are its own."""
+        """The share of each source among these prompts of the mixture."""
         parts = [bisect_right(self._first_ids, prompt.id) - 1 for prompt in prompts]
         return {f"data/share/{one.name}": parts.count(number) / len(parts) for number, one in enumerate(self.mixture.sources)}
 
@@ -63,10 +133,10 @@ class Mixed(Sequence[Example]):
 
 
 def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> Callable[..., tuple[Sequence[Example], LoadReport]]:
-    """A `load_*` of one path as one of lists of sources too, with the cache that the settings name.
+    """Decorator for a `load_*` of one path: it accepts lists of sources too, and uses the cache of the settings.
 
-    What it returns for a list is a `Mixed`; `options` are for the `load_*` itself. Raises ConfigError for a list that cannot be used,
-    DataError for sources that do not match.
+    For a list it returns a `Mixed`; `options` are passed on. Raises ConfigError for an unusable list, DataError for sources that do not
+    match.
     """
 
     @wraps(load)
@@ -113,13 +183,13 @@ def _mixed(
 
 
 def _width(example: Any) -> int:
-    """What all examples of a batch must have as many of."""
+    """What must be equal in all examples of a batch: the number of responses, or of a teacher's tokens."""
     named = getattr(example, "teacher_tokens", None)
     return len(rows_of(example)) if named is None else int(named.shape[1])
 
 
 def _renumbered(example: Any, first_id: int) -> Any:
-    """With the id that its prompt, if it has one, has in the whole data set."""
+    """The example with its prompt's id, if any, in the whole data set."""
     if not first_id:
         return example
     if isinstance(example, Prompt):

@@ -1,7 +1,7 @@
-"""Record formats: from one raw JSON value to typed text. Every refusal is a DataError naming field, value and what is allowed.
+"""Record formats: from one raw JSON value to typed text. Every refusal is a DataError that names the field, the value and what is allowed.
 
-A record that can be read in two ways is refused, naming both; a field that holds null counts as absent. The messages carry no position;
-`report.Tally` puts `file:line` in front.
+A record that can be read in two ways is refused, naming both; a null field counts as absent. The messages have no position:
+`report.Tally` prepends `file:line`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from aligner.data.messages import Conversation, Tools, is_blank, parse_messages,
 from aligner.data.sources import RawRecord, nested
 from aligner.errors import DataError
 
-ASSISTANT_MARK = "\n\nAssistant:"  # opens the assistant's turn in the HH dialogues
-_ASKED = ("prompt", "instruction", "input")  # texts that ask; Alpaca's instruction is about its input
-ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")  # names of answers: ours, verl's, those of TRL's rewards
-_NAME_ONE = " (data.prompt_field names the one that is meant)"
-_NAME_BOTH = " (data.prompt_field and data.response_field name what is meant)"
+ASSISTANT_MARK = "\n\nAssistant:"  # begins the assistant's turn in HH dialogues
+_ASKED = ("prompt", "instruction", "input")  # possible prompts; Alpaca's instruction is about its input
+ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")  # names of answers: ours, verl's, TRL's rewards'
+_NAME_ONE = " (data.prompt_field names the intended one)"
+_NAME_BOTH = " (data.prompt_field and data.response_field name the intended ones)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRecord:
-    """A prompt, plain text or conversation, with the answer that a reward function may compare with."""
+    """A prompt, plain text or conversation, with the reference answer for reward functions."""
 
     prompt: str | Conversation
     answer: str | None
@@ -34,7 +34,7 @@ class PromptRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseRecord:
-    """A prompt with the response to learn: a text, or the turns that follow, of which the assistant's are learnt."""
+    """A prompt with the response to train on: a text, or the following turns, of which the assistant's are trained on."""
 
     prompt: str | Conversation
     response: str | Conversation
@@ -51,7 +51,7 @@ class ConversationRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRecord:
-    """A text that is all learnt, with an end."""
+    """A text that is trained on as a whole, with an end token."""
 
     text: str
 
@@ -80,7 +80,7 @@ class JudgedRecord:
 def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str | None = "") -> PromptRecord:
     """`{prompt}`, `{messages}`, `{text}` or `{instruction, input?}`, or the field named, and its answer.
 
-    `answer_field`: empty: the first of `ANSWERS` that it has; None: not read.
+    `answer_field`: empty: the first of `ANSWERS` in the record; None: no answer is read.
     """
     record = raw_object(raw)
     formats = "{prompt}, {messages}, {text} or {instruction, input?}"
@@ -114,19 +114,19 @@ def parse_supervised(raw: RawRecord, prompt_field: str = "", response_field: str
 
 
 def supervised_readings(record: dict[str, object]) -> list[str]:
-    """The fields by which a supervised record can be read: of each whole reading the first one's name."""
+    """The ways in which a supervised record can be read, each by the name of its first field."""
     asked = "instruction" if has(record, "instruction") else "input"
     pairs = [one for one, answer in (("prompt", "response"), (asked, "output")) if has(record, one) and has(record, answer)]
     return ["messages", *pairs] if has(record, "messages") else pairs
 
 
 def _tools(record: dict[str, object], prompt: str | Conversation) -> Tools:
-    """The tools that a conversation's model may call; a text has no place for them."""
+    """The tools of a conversation; a text cannot have any."""
     return parse_tools(record["tools"]) if has(record, "tools") and not isinstance(prompt, str) else ()
 
 
 def _reading(record: dict[str, object]) -> str:
-    """The name of the field that is the prompt, or the conversation. Raises DataError if another one could be meant."""
+    """The name of the field with the prompt, or the conversation. Raises DataError if that is ambiguous."""
     formats = "{messages}, {prompt, response} or {input, output}, {instruction, input?, output}, or {text}"
     found = supervised_readings(record) or [_first_present(record, ("messages", *_ASKED, "text"), formats)]
     refuse_two(found, _NAME_BOTH)
@@ -142,7 +142,7 @@ def _only_one_asks(record: dict[str, object], name: str, hint: str = "") -> None
 
 
 def _question(record: dict[str, object], name: str) -> str | Conversation:
-    """What the field asks; Alpaca's instruction with the input that it is about, if any, behind an empty line."""
+    """The field's prompt; for Alpaca, the instruction and, after an empty line, its input if there is one."""
     if name != "instruction" or not has(record, "input"):
         return _text_or_messages(record, name)
     about = field_text(record, "input", empty=True)
@@ -175,14 +175,14 @@ def parse_judged(raw: RawRecord) -> JudgedRecord:
     formats = "{prompt, response, preference} or {prompt, completion, label}"
     desirable = _judgement(record, the_one(record, ("preference", "label"), formats))
     field = the_one(record, ("response", "completion"), formats)
-    # To say nothing may be bad, but is nothing to learn.
+    # An empty response may be judged bad, but cannot be learnt.
     response = _reply(record, field) if desirable or isinstance(record[field], list) else field_text(record, field, empty=True)
     prompt = _prompt(record)
     return JudgedRecord(prompt=prompt, response=response, desirable=desirable, tools=_tools(record, prompt))
 
 
 def parse_text_pair(good: RawRecord, bad: RawRecord | None) -> PreferenceRecord:
-    """Two consecutive `{text}` lines, the better one first. Dialogues are split as HH's; other texts have an empty prompt."""
+    """Two consecutive `{text}` lines, the better one first. Dialogues are split like HH's; other texts have an empty prompt."""
     if bad is None:
         raise DataError("is the last of an odd number of lines, expected alternating lines {text: good}, {text: bad}")
     chosen, rejected = field_text(raw_object(good), "text"), field_text(raw_object(bad, f"next line {bad.line} "), "text")
@@ -192,14 +192,14 @@ def parse_text_pair(good: RawRecord, bad: RawRecord | None) -> PreferenceRecord:
 
 
 def is_text_line(raw: RawRecord) -> bool:
-    """Whether a file that begins so alternates good and bad `{text}` lines."""
+    """Whether a file that begins with this record alternates good and bad `{text}` lines."""
     return isinstance(raw.value, dict) and "text" in raw.value and "chosen" not in raw.value
 
 
 def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """(prompt, chosen, rejected) of two dialogues: the prompt is their common prefix up to and with its last "\\n\\nAssistant:".
+    """(prompt, chosen, rejected) of two dialogues: the prompt is their common prefix up to its last "\\n\\nAssistant:", inclusive.
 
-    Of other texts it is their whole common beginning, up to the space before the first difference, as TRL has it.
+    For other texts it is the whole common prefix without a final space, as in TRL.
     """
     common = os.path.commonprefix([chosen, rejected])
     if common.strip() and ASSISTANT_MARK not in chosen + rejected:
@@ -209,7 +209,7 @@ def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
     if cut < 0:
         raise DataError(
             f"fields 'chosen' and 'rejected' share {shown(common)}, "
-            f"expected a common beginning with {ASSISTANT_MARK!r} in it, or a field 'prompt'"
+            f"expected a common beginning that contains {ASSISTANT_MARK!r}, or a field 'prompt'"
         )
     cut += len(ASSISTANT_MARK)
     return common[:cut], chosen[cut:], rejected[cut:]
@@ -219,7 +219,7 @@ def _preference(
     prompt: str | Conversation, chosen: str | Conversation, rejected: str | Conversation, margin: float, tools: Tools = ()
 ) -> PreferenceRecord:
     for name, text in (("chosen", chosen), ("rejected", rejected)):
-        if isinstance(text, str) and is_blank(text):  # of a dialogue: what its last turn says
+        if isinstance(text, str) and is_blank(text):  # of a dialogue: its last turn
             raise DataError(f"the {name} response is {shown(text)}, expected text")
     if chosen == rejected:
         raise DataError(f"chosen and rejected are both {shown(chosen)}, expected two different responses")
@@ -227,7 +227,7 @@ def _preference(
 
 
 class WrongFields(DataError):
-    """A record has other fields than those that its reader looks for."""
+    """A record lacks the fields that its reader looks for."""
 
 
 def raw_object(raw: RawRecord, which: str = "") -> dict[str, object]:
@@ -240,21 +240,21 @@ def raw_object(raw: RawRecord, which: str = "") -> dict[str, object]:
 
 
 def has(record: dict[str, object], name: str) -> bool:
-    """Whether the field holds anything; asking does not count as reading it."""
+    """Whether the field has a value; the field does not count as read."""
     return dict.get(record, name) is not None
 
 
 def the_one(record: dict[str, object], names: tuple[str, ...], formats: str, *, hint: str = "") -> str:
-    """Which of the fields the record has. Raises DataError if it has none of them, or several."""
+    """The one of these fields that the record has. Raises DataError if it has none of them, or several."""
     found = [name for name in names if has(record, name)]
     refuse_two(found, hint)
     return found[0] if found else _first_present(record, names, formats)
 
 
 def refuse_two(found: Sequence[str], hint: str = "") -> None:
-    """Raise DataError if a record can be read by two fields."""
+    """Raise DataError if a record can be read in two ways."""
     if len(found) > 1:
-        raise DataError(f"has {found[0]!r} and {found[1]!r}, either of which could be meant, expected one of them{hint}")
+        raise DataError(f"has {found[0]!r} and {found[1]!r}, which is ambiguous, expected one of them{hint}")
 
 
 def _first_present(record: dict[str, object], names: tuple[str, ...], formats: str) -> str:
@@ -266,12 +266,12 @@ def _first_present(record: dict[str, object], names: tuple[str, ...], formats: s
 
 def _value(record: dict[str, object], name: str) -> object:
     if name not in record and nested(record, name) is None:
-        raise WrongFields(f"field {name!r} is missing (there are {shown(sorted(map(str, record)))})")
+        raise WrongFields(f"field {name!r} is missing (the record has {shown(sorted(map(str, record)))})")
     return nested(record, name)
 
 
 def field_text(record: dict[str, object], name: str, *, empty: bool = False) -> str:
-    """The text in a field. Raises DataError if it is missing or no text."""
+    """The text in a field. Raises DataError if it is missing or not a text."""
     return text_of(_value(record, name), f"field {name!r}", empty=empty)
 
 
@@ -281,7 +281,7 @@ def _text_or_messages(record: dict[str, object], name: str) -> str | Conversatio
 
 
 def _reply(record: dict[str, object], name: str) -> str | Conversation:
-    """A response: a text, or turns up to an assistant's; a single turn of nothing but text is that text."""
+    """A response: a text, or turns that end with an assistant's; a single turn of plain text becomes that text."""
     if not isinstance(_value(record, name), list):
         return _response(record, name)
     turns = parse_messages(record[name], name)
@@ -291,16 +291,16 @@ def _reply(record: dict[str, object], name: str) -> str | Conversation:
 
 
 def text_response(response: str | Conversation) -> str:
-    """The response, where only a text will do. Raises DataError for turns."""
+    """The response as a text. Raises DataError for turns."""
     if not isinstance(response, str):
-        raise DataError(f"the response has {len(response)} turns, or thinking, or calls of tools, expected a text")
+        raise DataError(f"the response has {len(response)} turns, or thinking, or tool calls, expected a text")
     return response
 
 
 def _response(record: dict[str, object], name: str) -> str:
     text = field_text(record, name)
     if is_blank(text):
-        raise DataError(f"field {name!r} is {shown(text)}, expected a response: there is only white space")
+        raise DataError(f"field {name!r} is {shown(text)}, expected a response, not only white space")
     return text
 
 
@@ -312,8 +312,8 @@ def _answer(record: dict[str, object], name: str) -> str | None:
     if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
         return str(value)
     if found in ANSWERS[1:] and not name:
-        return None  # what reward functions get as it is
-    hint = f" (data.answer_field={found}.{next(iter(value))} is a field of it)" if isinstance(value, dict) and value else ""
+        return None  # reward functions receive it unchanged
+    hint = f" (data.answer_field={found}.{next(iter(value))} is one of its fields)" if isinstance(value, dict) and value else ""
     raise DataError(f"field {found!r} is {shown(value)}, expected a string or a number{hint}")
 
 
@@ -330,7 +330,7 @@ def _judgement(record: dict[str, object], name: str) -> bool:
 def _margin(record: dict[str, object]) -> float:
     names = [name for name in ("chosen_reward", "rejected_reward") if name in record]
     if len(names) == 1:
-        raise DataError(f"field {names[0]!r} stands alone, expected both or neither of chosen_reward and rejected_reward")
+        raise DataError(f"field {names[0]!r} is alone, expected both or neither of chosen_reward and rejected_reward")
     rewards = []
     for name in names:
         value = record[name]

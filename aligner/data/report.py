@@ -11,13 +11,13 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from aligner.data.config import BadLines, Overlong
 from aligner.data.forms import Recast, advice
-from aligner.data.framing import NOTED
 from aligner.data.records import WrongFields
+from aligner.data.rendering import NOTED
 from aligner.data.sources import Fields, RawRecord, nested
 from aligner.errors import DataError
 
 _NAMING = ("prompt_field", "response_field", "answer_field")  # settings that name fields of records
-_MOST_NAMES = 1000  # of fields that are kept for a message
+_MOST_NAMES = 1000  # field names kept for a message
 MAX_LISTED = 20  # bad lines shown; the rest is only counted
 
 In = TypeVar("In")
@@ -26,7 +26,7 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LongRecord:
-    """A record that was left out: its tokens, and the limit: `512 tokens (data.max_length)`."""
+    """A record that was too long: its tokens, and the limit (`512 tokens (data.max_length)`)."""
 
     source: str
     length: int
@@ -35,7 +35,7 @@ class LongRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """Counts of one data set; `problems` are the bad lines, each `file:line: what is wrong`, `too_long` what was left out as such."""
+    """Counts of one data set; `problems` are the bad records, each `file:line: what is wrong`; `too_long` the ones that were left out."""
 
     location: str
     num_records: int
@@ -45,17 +45,17 @@ class LoadReport:
     num_bad: int
     too_long: tuple[LongRecord, ...]
     problems: tuple[str, ...]
-    unused: dict[str, int]  # name of a field that nothing was asked of -> in how many of the records used
+    unused: dict[str, int]  # field that nothing read -> number of used records with it
     said_of_unused: str = "that are not used"
-    special_text: dict[str, int] = field(default_factory=dict)  # special token -> in the text of how many of the records it stands
-    forms: dict[str, int] = field(default_factory=dict)  # in which form how many of the records used are
-    uses: dict[str, str] = field(default_factory=dict)  # field of a record -> field of ours that is made of it
-    parts: tuple[LoadReport, ...] = ()  # of each of several sources
-    shares: str = ""  # of these, as `Mixture.summary` says them
-    left_out: str = ""  # what is in the directory, looks like data and is not read
+    special_text: dict[str, int] = field(default_factory=dict)  # special token -> number of records with it in their text
+    forms: dict[str, int] = field(default_factory=dict)  # form -> number of used records
+    uses: dict[str, str] = field(default_factory=dict)  # field of a record -> the field of ours made of it
+    parts: tuple[LoadReport, ...] = ()  # one report per source
+    shares: str = ""  # the shares of these sources (`Mixture.summary`)
+    left_out: str = ""  # what looks like data in the directory and is not read
 
     def summary(self) -> str:
-        """One line for the log, more for special tokens in texts, fields not used and files not read; for several sources those of each."""
+        """One line for the log, and more for special tokens in texts, unused fields and unread files; for each source its own."""
         if self.parts:
             return "\n".join([*(part.summary() for part in self.parts), self.shares])
         parts = [f"{self.location}: {self.num_kept} of {self.num_records} records used", *self.long_texts()]
@@ -76,7 +76,7 @@ class LoadReport:
         ]
 
     def notes(self) -> list[str]:
-        """Special tokens in texts, fields that are not used, each with the number of records that have it, and files not read."""
+        """Special tokens in texts and unused fields, each with its number of records, and unread files."""
         special, fields = (
             ", ".join(f"{repr(name[:100])[1:-1]} ({count} records)" for name, count in found.items())
             for found in (self.special_text, self.unused)
@@ -91,30 +91,19 @@ class LoadReport:
 
 def combined(reports: Sequence[LoadReport], shares: str) -> LoadReport:
     """One report of several sources."""
-    unused, forms = _added([report.unused for report in reports]), _added([report.forms for report in reports])
-    special_text = _added([report.special_text for report in reports])
-    uses = {name: use for report in reports for name, use in report.uses.items()}
     counts = ("num_records", "num_kept", "num_too_long", "num_truncated", "num_bad")
+    tables = {name: sum((Counter(getattr(one, name)) for one in reports), Counter[str]()) for name in ("unused", "forms", "special_text")}
     return replace(
         reports[0],
         location=", ".join(report.location for report in reports),
         too_long=tuple(one for report in reports for one in report.too_long),
         problems=tuple(one for report in reports for one in report.problems),
-        unused=unused,
-        special_text=special_text,
-        forms=forms,
-        uses=uses,
+        uses={name: use for report in reports for name, use in report.uses.items()},
         parts=tuple(reports),
         shares=shares,
         **{name: sum(getattr(report, name) for report in reports) for name in counts},
+        **{name: dict(table) for name, table in tables.items()},
     )
-
-
-def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for name, count in (entry for one in counts for entry in one.items()):
-        total[name] = total.get(name, 0) + count
-    return total
 
 
 def _range(lengths: Sequence[int]) -> str:
@@ -123,7 +112,7 @@ def _range(lengths: Sequence[int]) -> str:
 
 
 class NoUsableRecord(DataError):
-    """Nothing is left of a data set; `report` says why."""
+    """No record of a data set is usable; `report` has the reasons."""
 
     def __init__(self, report: LoadReport) -> None:
         super().__init__(f"no usable record: {report.summary()}")
@@ -131,7 +120,7 @@ class NoUsableRecord(DataError):
 
 
 class TooLong(Exception):
-    """Raised by a conversion to leave a record out and count it as too long: it has `length` tokens, the setting allows `limit`."""
+    """Raised by a conversion to leave out a record and count it as too long: it has `length` tokens, and the setting allows `limit`."""
 
     def __init__(self, length: int, limit: int, setting: str) -> None:
         super().__init__(length, limit, setting)
@@ -140,7 +129,7 @@ class TooLong(Exception):
 
 
 def too_long(length: int, limit: int, overlong: Overlong, setting: str = "data.max_length") -> NoReturn:
-    """Leave a record out that has more tokens than allowed and is not cut: raises TooLong; DataError if it is to be refused."""
+    """Leave out a record with more tokens than allowed: raises TooLong, or DataError if `overlong` is refuse."""
     if overlong is Overlong.refuse:
         raise DataError(f"has {length} tokens, allowed: at most {setting}={limit} (data.overlong=drop leaves such records out)")
     raise TooLong(length, limit, setting)
@@ -157,32 +146,33 @@ STORING: ContextVar[Storing | None] = ContextVar("STORING", default=None)  # whi
 
 
 class Tally:
-    """Counts the outcomes of the records of one data set. `truncated` is counted up by the conversion.
+    """Counts the outcomes of the records of one data set. A conversion sets `was_cut` for a record that it truncates.
 
-    `config`: the settings of the data: a field that they name is one that some record has. `whole`: records are passed on as they are, so
-    that no field of them goes unused. `unused`: what is said of the fields that nothing asked for.
+    `config`: the settings of the data: at least one record must have the fields that they name. `whole`: records are passed on unchanged,
+    so no field is unused. `unused`: the report's words for fields that nothing read.
     """
 
     def __init__(self, location: str, config: Any, *, whole: bool = False, unused: str = "that are not used") -> None:
         self.truncated = 0
+        self.was_cut = False
         self._location = location
         self._policy = config.bad_lines
         self._config = config
-        self._advice: dict[str, int] = {}  # on records with other fields -> for how many
+        self._advice = Counter[str]()  # advice on records with other fields -> number of them
         self._named = {key: name for key in _NAMING if (name := getattr(config, key, ""))}
-        self._have = dict.fromkeys(self._named, 0)  # setting -> in how many records its field is, until one is found
-        self._there: dict[str, int] = {}  # the names that records have, until all named ones are found
+        self._have = dict.fromkeys(self._named, 0)  # setting -> number of records with its field, until one is found
+        self._there: dict[str, int] = {}  # the field names of records, until all named ones are found
         self._whole = whole
         self._said_of_unused = unused
         self._records = 0
         self._kept = 0
         self._too_long: list[LongRecord] = []
         self._problems: list[str] = []
-        self._unused: dict[str, int] = {}
-        self._special_text: dict[str, int] = {}
-        self._forms: dict[str, int] = {}
+        self._unused = Counter[str]()
+        self._special_text = Counter[str]()
+        self._forms = Counter[str]()
         self._uses: dict[str, str] = {}
-        self._latest = -1  # index of the last record whose fields were looked at
+        self._latest = -1  # index of the last record whose fields were noted
 
     def convert(
         self,
@@ -190,9 +180,9 @@ class Tally:
         conversion: Callable[[In], Out | list[Out]],
         records: Callable[[In], Sequence[RawRecord]] = lambda item: (item,),  # type: ignore[assignment, return-value]
     ) -> list[Out]:
-        """Convert every item; a DataError makes it a bad record, `TooLong` a dropped one. `records`: what an item was made of.
+        """Convert every item; a DataError makes it a bad record, `TooLong` a dropped one. `records`: the records of an item.
 
-        A conversion may give a list, of any number of examples. The list that is returned is a sequence in files while these are made.
+        A conversion may return a list of any number of examples. While the cache is being written, the result is a sequence in files.
         """
         if (storing := STORING.get()) is not None:
             return storing.convert(self, items, conversion, records)  # type: ignore[return-value]
@@ -204,7 +194,7 @@ class Tally:
         """As `convert`, into memory."""
         converted: list[Out] = []
         for item in items:
-            self._records += 1
+            self._records, self.was_cut = self._records + 1, False
             token = NOTED.set(noted := Counter())
             for raw in records(item) if not all(self._have.values()) else ():
                 self._look(raw)
@@ -212,6 +202,7 @@ class Tally:
                 found = conversion(item)
                 converted += found if isinstance(found, list) else [found]
                 self._kept += 1
+                self.truncated += self.was_cut
                 for raw in records(item):
                     self._note_fields(raw)
             except TooLong as found:
@@ -219,12 +210,10 @@ class Tally:
             except DataError as error:
                 self._problems.append(f"{records(item)[0].source}: {error}")
                 if isinstance(error, WrongFields):
-                    said = advice(records(item)[0].value, self._config)
-                    self._advice[said] = self._advice.get(said, 0) + 1
+                    self._advice[advice(records(item)[0].value, self._config)] += 1
             finally:
                 NOTED.reset(token)
-            for name in noted:
-                self._special_text[name] = self._special_text.get(name, 0) + 1
+            self._special_text.update(noted.keys())
         return converted
 
     def listed(self) -> dict[str, int]:
@@ -236,7 +225,9 @@ class Tally:
         for other in others:
             for name, value in vars(other).items():
                 own = getattr(self, name)
-                if isinstance(value, dict):
+                if isinstance(value, Counter):
+                    own.update(value)
+                elif isinstance(value, dict):
                     vars(self)[name] = own | {key: own.get(key, 0) + one if isinstance(one, int) else one for key, one in value.items()}
                 elif type(value) is int and name != "_latest":
                     vars(self)[name] = own + value
@@ -247,7 +238,7 @@ class Tally:
                     getattr(self, name).extend(getattr(other, name)[before.get(name, 0) : stop])
 
     def _look(self, raw: RawRecord) -> None:
-        """Look for the fields that settings name."""
+        """Look for the fields named in settings."""
         record = raw.value.origin if isinstance(raw.value, Recast) else raw.value
         if isinstance(record, dict):
             if len(self._there) < _MOST_NAMES:
@@ -266,17 +257,16 @@ class Tally:
                 raise DataError(f"data.{key}={name!r}: {what}; they have {there}")
 
     def _note_fields(self, raw: RawRecord) -> None:
-        """Note the record's form and fields, and count those that its conversion did not ask for; once, also if it is several items."""
+        """Note the record's form and fields, and count the ones that its conversion did not read; once per record."""
         if isinstance(raw.value, Fields) and raw.index != self._latest and not self._whole:
             self._latest = raw.index
             if isinstance(raw.value, Recast):
-                self._forms[raw.value.form.value] = self._forms.get(raw.value.form.value, 0) + 1
+                self._forms[raw.value.form.value] += 1
                 self._uses |= {source: ours for ours, sources in raw.value.uses().items() for source in sources if source not in self._uses}
-            for name in dict.fromkeys(raw.value.unused()):
-                self._unused[name] = self._unused.get(name, 0) + 1
+            self._unused.update(dict.fromkeys(raw.value.unused()).keys())
 
     def finish(self) -> LoadReport:
-        """The report. Raises DataError with all bad lines (20 of them listed) unless they may be skipped, and if nothing is left."""
+        """The report. Raises DataError with all bad records (20 listed) unless they may be skipped, and if nothing is left."""
         self._check_named()
         if self._problems and self._policy == BadLines.fail:
             raise DataError(
@@ -295,7 +285,7 @@ class Tally:
             unused=dict(sorted(self._unused.items(), key=lambda entry: (-entry[1], entry[0]))),
             said_of_unused=self._said_of_unused,
             special_text=dict(sorted(self._special_text.items())),
-            forms=self._forms,
+            forms=dict(self._forms),
             uses=self._uses,
         )
         if not self._kept:
@@ -303,7 +293,7 @@ class Tally:
         return report
 
     def _listing(self) -> list[str]:
-        """The first bad lines, of those with one problem the first alone, and what all of them may be meant as."""
+        """The first bad record of each problem, and what all of them may be meant as."""
         alike: dict[str, list[str]] = {}
         for problem in self._problems:
             source, _, what = problem.partition(": ")

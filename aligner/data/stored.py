@@ -1,10 +1,10 @@
-"""Examples in files that are mapped into memory: a run opens millions of them at once, and holds those of a batch.
+"""Examples in memory-mapped files: a run opens millions of them at once, and holds only a batch in memory.
 
-    <directory>/shard_000.arrow   an Arrow stream: blocks of examples, one record batch each; the schema is that of the example's dataclass
+    <directory>/shard_000.arrow   an Arrow stream: blocks of examples, one record batch each, with the schema of the example's dataclass
     <directory>/blocks.npy        int64 [blocks, 5]: shard, offset and size in bytes, examples, CRC-32
-    <directory>/counts.npy        int32 [examples, rows, 2]: tokens, and learnt ones, of each row of an example
+    <directory>/counts.npy        int32 [examples, rows, 2]: tokens and trained tokens of each row of an example
 
-A block is compared with its CRC-32 when the first of its examples is read.
+A block's CRC-32 is checked when its first example is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aligner.errors import AlignerError, DataError
 
 try:
     import pyarrow as pa
-except ImportError as error:  # pip knows nothing of it: pyarrow does not say that it needs a NumPy
+except ImportError as error:  # pip cannot know: pyarrow does not declare that it requires NumPy
     raise AlignerError(f"the package pyarrow does not import: {error}; beside NumPy 1: pip install 'pyarrow<26'") from error
 
 Example = TypeVar("Example")
@@ -35,30 +35,26 @@ Array = np.ndarray[Any, Any]
 BLOCKS, COUNTS = "blocks.npy", "counts.npy"
 _SIMPLE = {int: pa.int64(), float: pa.float64(), bool: pa.bool_(), str: pa.large_string()}
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
-_OPEN_BLOCKS = 64  # that stay open, only to save time
+_OPEN_BLOCKS = 64  # kept open, only to save time
 
 
 class NotStorable(Exception):
-    """A field has a type that has no place in these files."""
+    """A field has a type that these files cannot hold."""
 
 
 def shard_name(number: int) -> str:
-    """The file of the blocks that a worker wrote."""
+    """The file of a worker's blocks."""
     return f"shard_{number:03d}.arrow"
 
 
 def schema_of(kind: type) -> pa.Schema:
-    """The columns of a dataclass of examples. Raises NotStorable for a field that has no column."""
-    return pa.schema([pa.field(name, one) for name, one in _columns(kind)])
-
-
-def _columns(kind: type) -> list[tuple[str, pa.DataType]]:
-    return [(name, _type(hint)) for name, hint in _hints(kind).items()]
+    """The columns of a dataclass of examples. Raises NotStorable for a field without a column."""
+    return pa.schema([(name, _type(hint)) for name, hint in _hints(kind).items()])
 
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, all but tensors, which are added to an example later and may be None until then."""
+    """The types of a dataclass's fields, except tensors: they are added to an example later, and None until then."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind) if hints[field.name] != Tensor | None}
 
@@ -72,7 +68,7 @@ def _type(hint: Any) -> pa.DataType:
     if typing.get_origin(hint) is tuple and (item := typing.get_args(hint)[0]) is not None:
         return pa.large_list(pa.int32() if item is int else _type(item))
     if is_dataclass(hint):
-        return pa.struct(_columns(hint))  # type: ignore[arg-type]
+        return pa.struct(list(schema_of(hint)))  # type: ignore[arg-type]
     raise NotStorable(str(hint))
 
 
@@ -83,13 +79,13 @@ def _given(hint: Any) -> Any:
 
 
 def _is_json(hint: Any) -> bool:
-    """Whether a field holds objects of any form, which are kept as JSON: a mapping, or a tuple of them."""
+    """Whether a field holds arbitrary objects, kept as JSON: a mapping, or a tuple of them."""
     arguments = typing.get_args(hint)
     return typing.get_origin(hint) is Mapping or (typing.get_origin(hint) is tuple and _is_json(arguments[0]))
 
 
 def _plain(value: Any, hint: Any, source: str = "") -> Any:
-    """A value of an example as pyarrow takes it; `source` says where it comes from, in messages."""
+    """A value of an example as pyarrow accepts it; `source` is its origin, for messages."""
     hint = _given(hint)
     if value is None:
         return None
@@ -103,14 +99,14 @@ def _plain(value: Any, hint: Any, source: str = "") -> Any:
 
 
 def _json(value: Any, name: str, source: str) -> str:
-    """A value as JSON. Raises DataError, with the field's name, if JSON has no such value."""
+    """A value as JSON. Raises DataError, with the field's name, if JSON cannot hold it."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         for inner, one in value.items() if isinstance(value, Mapping) else ():
             _json(one, f"{name}.{inner}" if name else inner, source)
         what = f"{source}: field {name!r} is {value!r:.80}"
-        raise DataError(f"{what}, which data.cache cannot keep: {error}; allowed: what JSON has, or data.cache=''") from error
+        raise DataError(f"{what}, which data.cache cannot keep: {error}; allowed: values of JSON, or data.cache=''") from error
 
 
 def rows_of(example: Any) -> Sequence[Any]:
@@ -125,7 +121,7 @@ def _counts(example: Any) -> list[tuple[int, int]]:
 
 
 def row_counts(examples: Sequence[Any]) -> Array:
-    """int32 [examples, rows, 2]: tokens and learnt tokens of each row; all examples have as many. From the files, where there are any."""
+    """int32 [examples, rows, 2]: tokens and trained tokens of each row; all examples have equally many. From the files, if any."""
     if (stored := getattr(examples, "row_counts", None)) is not None:
         return stored()  # type: ignore[no-any-return]
     return np.array([_counts(example) for example in examples], dtype=np.int32)
@@ -158,7 +154,7 @@ class ShardWriter:
         self._file.write(content)
 
     def close(self) -> None:
-        """All of it is on disk afterwards."""
+        """Flush everything to disk."""
         self._file.write(_END)
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -166,7 +162,7 @@ class ShardWriter:
 
 
 def write_index(directory: Path, blocks: Sequence[tuple[int, int, int, int, int]], counts: Sequence[Array]) -> None:
-    """The files that say where the examples are, in the order of `blocks`."""
+    """Write the index of the examples, in the order of `blocks`."""
     rows = [one for one in counts if len(one)]
     if len({one.shape[1] for one in rows}) > 1:
         raise DataError("records have different numbers of responses, expected the same number in all")
@@ -182,7 +178,7 @@ class StoredExamples(Sequence[Example]):
         self._blocks = np.load(directory / BLOCKS, mmap_mode="r")
         self._counts = np.load(directory / COUNTS, mmap_mode="r")
         self._starts = np.concatenate([[0], np.cumsum(self._blocks[:, 3])])
-        self._whole = np.zeros(len(self._blocks), dtype=bool)  # compared with their checksums
+        self._whole = np.zeros(len(self._blocks), dtype=bool)  # checksums compared
         self._shards: dict[int, pa.Buffer] = {}
         self._open: dict[int, pa.RecordBatch] = {}
 
@@ -201,7 +197,7 @@ class StoredExamples(Sequence[Example]):
             yield self[number]
 
     def row_counts(self) -> Array:
-        """int32 [examples, rows, 2]: tokens and learnt tokens of each row."""
+        """int32 [examples, rows, 2]: tokens and trained tokens of each row."""
         return self._counts
 
     def _block(self, number: int) -> pa.RecordBatch:
@@ -214,7 +210,7 @@ class StoredExamples(Sequence[Example]):
             content = self._shards[shard].slice(start, size)
             if not self._whole[number] and zlib.crc32(content) != checksum:
                 raise DataError(
-                    f"{self._directory / shard_name(shard)} is damaged; remove {self._directory}, and it is made again (data.cache)"
+                    f"{self._directory / shard_name(shard)} is damaged; remove {self._directory}, and it will be made again (data.cache)"
                 )
             self._whole[number] = True
             self._open[number] = pa.ipc.read_record_batch(content, self._schema)
@@ -227,7 +223,7 @@ def _example(columns: pa.RecordBatch | pa.StructArray, index: int, kind: type[Ex
 
 
 def _value(array: pa.Array, index: int, hint: Any) -> Any:
-    """One value of a column, as the dataclass has it. A list of numbers is read at once, not one by one."""
+    """One value of a column, as in the dataclass. A list of numbers is read at once, not one by one."""
     hint = _given(hint)
     if array.null_count and not array[index].is_valid:
         return None

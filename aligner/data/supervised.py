@@ -1,32 +1,23 @@
-"""Supervised examples: tokens with a mask on what is learnt.
+"""Supervised examples and preference pairs: tokens with a mask on what is trained.
 
-A `Demonstration` is an example as a prompt with the response that is given: what SPIN compares its own responses with.
-"""
+A `Demonstration` is a prompt with the given response, with which SPIN compares its own responses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
+from typing import Any
 
 from torch import Tensor
 
-from aligner.data.config import DemonstrationDataConfig, Learn, Overlong, SFTDataConfig
-from aligner.data.encoding import (
-    Encoded,
-    PromptStyle,
-    encode_conversation,
-    encode_labelled,
-    encode_plain,
-    encode_response,
-    everything,
-    last_span,
-    truncated,
-)
-from aligner.data.forms import Purpose, recognised
-from aligner.data.labelled import is_labelled, parse_labelled
-from aligner.data.reading import reads_sources
-from aligner.data.records import ConversationRecord, TextRecord, parse_supervised
-from aligner.data.report import LoadReport, Tally, too_long
+from aligner.data.config import DemonstrationDataConfig, Learn, PreferenceDataConfig, SFTDataConfig
+from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_response, everything, last_span
+from aligner.data.forms import Purpose
+from aligner.data.labelled import encode_labelled, is_labelled, parse_labelled
+from aligner.data.reading import Reader, read_all, reads_sources
+from aligner.data.records import ConversationRecord, TextRecord, is_text_line, parse_preference, parse_supervised, parse_text_pair
+from aligner.data.report import LoadReport
 from aligner.data.sources import RawRecord
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -51,31 +42,24 @@ class SupervisedExample:
 def load_supervised(
     location: str, config: SFTDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[SupervisedExample], LoadReport]:
-    """All usable examples at `location` (`config.train` or `config.validation`), and a report of dropped and cut ones.
-
-    `first`: only of so many records.
-    Raises: DataError listing all bad lines; DataError if no example is left.
-    """
-    tally = Tally(location, config)
-    style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
-
-    def convert(raw: RawRecord) -> SupervisedExample:
-        encoded = encode_record(raw, config, tokenizer, style)
-        fitted = fit_length(encoded, config.max_length, config.overlong)
-        tally.truncated += fitted is not encoded
-        return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
-
-    examples = tally.convert(recognised(location, config, Purpose.supervised, first), convert)
-    return examples, tally.finish()
+    """Examples of `config.train` or `config.validation` (see `aligner.data.reading`)."""
+    return read_all(_example, location, config, tokenizer, first=first, purpose=Purpose.supervised)
 
 
-def encode_record(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenizer, style: PromptStyle) -> Encoded:
-    """A record of any supervised format, not cut. Raises DataError for a bad one."""
-    encoded = _encode_responses(raw, config, tokenizer, style)
-    return everything(encoded) if config.learn is Learn.everything else encoded
+def row_of(encoded: Encoded, reader: Reader, raw: RawRecord) -> SupervisedExample:
+    """The row of an encoded record, cut if it is too long and the settings allow that."""
+    fitted = reader.fit(encoded)
+    return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
 
 
-def _encode_responses(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenizer, style: PromptStyle) -> Encoded:
+def _example(raw: RawRecord, reader: Reader) -> SupervisedExample:
+    """A record of any supervised format. Raises DataError for a bad one."""
+    encoded = _encode(raw, reader)
+    return row_of(everything(encoded) if reader.config.learn is Learn.everything else encoded, reader, raw)
+
+
+def _encode(raw: RawRecord, reader: Reader) -> Encoded:
+    config, tokenizer, style = reader.config, reader.tokenizer, reader.style
     last_only = config.learn is Learn.last_response
     if is_labelled(raw):
         encoded = encode_labelled(tokenizer, parse_labelled(raw), style)
@@ -89,15 +73,6 @@ def _encode_responses(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenize
     if isinstance(record, ConversationRecord):
         return encode_conversation(tokenizer, record.messages, last_only=last_only)
     return encode_response(tokenizer, record.prompt, record.response, style)
-
-
-def fit_length(encoded: Encoded, max_length: int, overlong: Overlong) -> Encoded:
-    """`encoded` itself if it fits (0: any does); else what `overlong` says: a DataError, `TooLong`, or its beginning."""
-    if not max_length or len(encoded.tokens) <= max_length:
-        return encoded
-    if overlong is Overlong.truncate:
-        return truncated(encoded, max_length)
-    too_long(len(encoded.tokens), max_length, overlong)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,32 +97,105 @@ def answered(prompt: Prompt, response: Sequence[int]) -> SupervisedExample:
 def load_demonstrations(
     location: str, config: DemonstrationDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[Demonstration], LoadReport]:
-    """All usable records at `location`, and a report of dropped and cut ones. `first`: use only this many records.
+    """Demonstrations at a location (see `aligner.data.reading`).
 
-    Of a conversation the last response is the given one, and all before it is the prompt; `Prompt.id` is the record's index.
-    Raises: DataError listing all bad lines; DataError if none is left.
+    In a conversation the last response is the given one, and the rest is the prompt; `Prompt.id` is the record's index.
     """
-    tally = Tally(location, config)
-    style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
+    return read_all(_demonstration, location, config, tokenizer, first=first, purpose=Purpose.supervised)
 
-    def convert(raw: RawRecord) -> Demonstration:
-        encoded = encode_record(raw, config, tokenizer, style)
-        fitted = fit_length(encoded, config.max_length, config.overlong)
-        start = response_start(fitted.loss_mask)
-        if 0 < config.max_prompt_length < start:
-            too_long(start, config.max_prompt_length, config.overlong, "data.max_prompt_length")
-        tally.truncated += fitted is not encoded
-        text = tokenizer.decode(fitted.tokens[:start], skip_special=False)
-        prompt = Prompt(id=raw.index, tokens=fitted.tokens[:start], source=raw.source, text=text)
-        return Demonstration(prompt=prompt, response=fitted.tokens[start:])
 
-    found = tally.convert(recognised(location, config, Purpose.supervised, first), convert)
-    return found, tally.finish()
+def _demonstration(raw: RawRecord, reader: Reader) -> Demonstration:
+    row = _example(raw, reader)
+    start = response_start(row.loss_mask)
+    reader.check_prompt(start)
+    return Demonstration(prompt=reader.prompt(raw, row.tokens[:start]), response=row.tokens[start:])
 
 
 def response_start(loss_mask: Sequence[bool]) -> int:
-    """Where the last run of trained tokens begins; it ends the row. Raises DataError if there is none."""
+    """Where the last run of trained tokens begins. Raises DataError if the row does not end with one."""
     learnt = list(loss_mask)
     if not learnt[-1]:
         raise DataError("ends with a turn that is not learnt, expected a response at the end")
     return len(learnt) - learnt[::-1].index(False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferencePair:
+    """Two rows that begin with the same prompt; `margin` is the given reward difference, or 0."""
+
+    chosen: SupervisedExample
+    rejected: SupervisedExample
+    margin: float
+
+    @property
+    def source(self) -> str:
+        return self.chosen.source
+
+    @property
+    def rows(self) -> tuple[SupervisedExample, ...]:
+        """The rows that a model reads."""
+        return self.chosen, self.rejected
+
+    def with_reference(self, logprobs: Sequence[Tensor]) -> PreferencePair:
+        """The same pair with a frozen reference's log-probs of the trained tokens of each of its `rows`."""
+        chosen, rejected = (replace(row, ref_logprobs=found) for row, found in zip(self.rows, logprobs, strict=True))
+        return replace(self, chosen=chosen, rejected=rejected)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Lines:
+    """The raw record of a pair, and the second one where the file alternates `{text}` lines."""
+
+    first: RawRecord
+    second: RawRecord | None = None
+    alternating: bool = False
+
+    @property
+    def records(self) -> tuple[RawRecord, ...]:
+        """The records that it was read from."""
+        return (self.first,) if self.second is None else (self.first, self.second)
+
+
+@reads_sources
+def load_preferences(
+    location: str, config: PreferenceDataConfig, tokenizer: Tokenizer, *, first: int | None = None
+) -> tuple[list[PreferencePair], LoadReport]:
+    """Pairs of `config.train` or `config.validation` (see `aligner.data.reading`)."""
+    options: dict[str, Any] = {"items": _pair_lines, "records": lambda lines: lines.records}
+    return read_all(_pair, location, config, tokenizer, first=first, purpose=Purpose.preference, **options)
+
+
+def _pair(lines: _Lines, reader: Reader) -> PreferencePair:
+    record = parse_text_pair(lines.first, lines.second) if lines.alternating else parse_preference(lines.first)
+    rows = []
+    for response in (record.chosen, record.rejected):
+        encoded = encode_response(reader.tokenizer.offering(record.tools), record.prompt, response, reader.style)
+        rows.append(row_of(encoded, reader, lines.first))
+    if rows[0].tokens == rows[1].tokens:
+        raise DataError(f"chosen and rejected have the same {len(rows[0].tokens)} tokens, expected two different responses")
+    return PreferencePair(chosen=rows[0], rejected=rows[1], margin=record.margin)
+
+
+def require_margins(pairs: Sequence[PreferencePair], what: str) -> None:
+    """Raise DataError if no pair has a margin: `what` would learn that all chosen responses are equally good."""
+    if not any(pair.margin for pair in pairs):
+        raise DataError(
+            f"{what} needs records with chosen_reward and rejected_reward: "
+            f"none of the {len(pairs)} pairs of data.train has rewards that differ"
+        )
+
+
+def _pair_lines(records: Iterable[RawRecord]) -> Iterator[_Lines]:
+    """One entry per record, or per two lines in files that alternate `{text}` lines (decided by a file's first readable record)."""
+    for _, group in groupby(records, key=lambda raw: raw.file):
+        head: list[RawRecord] = []
+        while (raw := next(group, None)) is not None:
+            head.append(raw)
+            if not raw.error:
+                break
+        lines = chain(head, group)
+        if not is_text_line(head[0] if head[-1].error else head[-1]):
+            yield from (_Lines(first=raw) for raw in lines)
+            continue
+        for first in lines:
+            yield _Lines(first=first, second=next(lines, None), alternating=True)

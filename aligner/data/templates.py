@@ -1,7 +1,7 @@
-"""The usual chat templates by name, for models that bring none or another; each writes what the published one writes.
+"""Common chat templates by name, for models without one or with another; each writes the same text as the published template.
 
-What an assistant writes, its end mark included, stands in `{% generation %}`, by which a reader knows what is to be learnt. Jinja as
-`transformers` runs it: `bos_token`, `eos_token`, `tools` and `raise_exception` are there.
+An assistant's text, including its end mark, is in `{% generation %}`, which marks what is trained on. The language is Jinja as in
+`transformers`, with `bos_token`, `eos_token`, `tools` and `raise_exception`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 from aligner.errors import ConfigError
 
 SUFFIX = ".jinja"
-OWN_TEMPLATE = "tokenizer:"  # before the name of one that the tokenizer brings
+OWN_TEMPLATE = "tokenizer:"  # before the name of one of the tokenizer's own templates
 TEMPLATE_FILE = "chat_template.jinja"
-DEFAULT, TOOL_USE = "default", "tool_use"  # names that `transformers` gives
+DEFAULT, TOOL_USE = "default", "tool_use"  # names in `transformers`
 _BEGIN = "{{ bos_token or '' }}"
 _TAKE_TURNS = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -22,7 +22,7 @@ _TAKE_TURNS = (
 
 
 def _system(default: str = "") -> str:
-    """`system` and the `turns` behind it."""
+    """Sets `system` and the `turns` after it."""
     return (
         "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set turns = messages[1:] %}"
         f"{{% else %}}{{% set system = {default!r} %}}{{% set turns = messages %}}{{% endif %}}"
@@ -142,14 +142,14 @@ TEMPLATES = {
 
 
 def check_template(name: str) -> None:
-    """Raise ConfigError for a `data.chat_template` that is neither a name nor a file's."""
+    """Raise ConfigError for a `data.chat_template` that is neither a name nor a file name."""
     if name and name not in TEMPLATES and not name.endswith(SUFFIX) and not name.startswith(OWN_TEMPLATE):
         others = f"a file of Jinja that ends in {SUFFIX}, or {OWN_TEMPLATE}NAME for one of the tokenizer's own"
         raise ConfigError(f"data.chat_template is {name!r}, allowed: {', '.join(TEMPLATES)}, {others}")
 
 
 def template_text(name: str) -> str:
-    """The template of that name, or in that file. Raises ConfigError if there is no such file."""
+    """The template of that name, or in that file. Raises ConfigError if the file cannot be read."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     try:

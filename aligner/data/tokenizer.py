@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory, with its chat template: what becomes of a text, and of a conversation, as token ids."""
+"""The tokenizer of a model directory, with its chat template: texts and conversations as token ids."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aligner.data.config import SpecialText, Thinking
-from aligner.data.framing import Framing
 from aligner.data.messages import THOUGHTS, Message, Tools, shown
-from aligner.data.rendering import Rendered, writes_dates
+from aligner.data.rendering import Framing, Rendered, writes_dates
 from aligner.data.templates import DEFAULT, OWN_TEMPLATE, TEMPLATE_FILE, TEMPLATES, TOOL_USE, template_text
 from aligner.errors import ConfigError, DataError
 
@@ -42,7 +41,7 @@ class Tokenizer:
         self.bos_id: int | None = backend.bos_token_id
         self.eos_id: int = backend.eos_token_id
         self.pad_id: int = backend.eos_token_id if backend.pad_token_id is None else backend.pad_token_id
-        self.end_ids = tuple(dict.fromkeys([self.eos_id, *ends]))  # what ends a response; the first also ends training data
+        self.end_ids = tuple(dict.fromkeys([self.eos_id, *ends]))  # they end a response; the first one also ends training data
         self.vocab_size: int = len(backend)
         self._backend = backend
         self._tools: Tools = ()
@@ -56,7 +55,7 @@ class Tokenizer:
     def chatting(self, data: Any, *, day: date | None = None) -> Tokenizer:
         """The same tokenizer with the `chat_template` (a name or a file; empty: its own), `thinking` and `special_text` of a data config.
 
-        `day`: what templates take for today. Raises ConfigError if there is no such template.
+        `day`: today's date for templates. Raises ConfigError for an unknown template.
         """
         chats = copy(self)
         if data.chat_template.startswith(OWN_TEMPLATE):
@@ -72,7 +71,7 @@ class Tokenizer:
         return chats
 
     def offering(self, tools: Tools) -> Tokenizer:
-        """The same tokenizer, whose chat template tells the model of these tools."""
+        """The same tokenizer, whose chat template offers these tools to the model."""
         if not tools:
             return self
         offers = copy(self)
@@ -86,17 +85,17 @@ class Tokenizer:
 
     @property
     def token_ids(self) -> frozenset[int]:
-        """The ids that stand for a token."""
+        """The ids of tokens."""
         return frozenset(self._backend.get_vocab().values())
 
     @property
     def digest(self) -> str:
-        """Equal for tokenizers whose ids stand for the same words."""
+        """Equal for tokenizers with the same vocabulary."""
         return hashlib.sha256(json.dumps(sorted(self._backend.get_vocab().items())).encode()).hexdigest()
 
     @property
     def chat_digest(self) -> str:
-        """Equal for tokenizers that write conversations alike, on the same day if that matters."""
+        """Equal for tokenizers that write conversations in the same way (on the same day, if that matters)."""
         return hashlib.sha256(json.dumps([self._templates, str(self._day) if self.writes_dates else ""]).encode()).hexdigest()
 
     @property
@@ -105,20 +104,20 @@ class Tokenizer:
 
     @property
     def writes_dates(self) -> bool:
-        """Whether a chat template writes the day."""
+        """Whether a chat template writes the date."""
         return any(map(writes_dates, self._templates.values()))
 
     @cached_property
     def begin_ids(self) -> tuple[int, ...]:
-        """What the tokenizer itself puts before a text: a begin token, or nothing (GPT-2, Qwen), or more (GLM)."""
+        """The tokens that the tokenizer itself puts before a text: a begin token, none (GPT-2, Qwen), or more (GLM)."""
         whole, bare = self.encode("a", add_special=True), self.encode("a")
         starts = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]
         return tuple(whole[: starts[0]]) if starts else ()
 
     def protected(self, text: str) -> str:
-        """A text from outside whose special tokens do not frame a conversation, as `data.special_text` says (`aligner.data.framing`).
+        """A text from outside, for `encode`, `continuation` and chat templates: its special tokens frame nothing (`data.special_text`).
 
-        `encode`, `continuation` and the chat template take the result. Raises DataError if the text is to be refused.
+        Raises DataError if the text is refused.
         """
         found = self._framing.found(text)
         if not found or self._special_text is SpecialText.keep:
@@ -128,7 +127,7 @@ class Tokenizer:
         return self._framing.escaped(text, found)
 
     def is_framed(self, text: str) -> bool:
-        """Whether a text begins as a rendered conversation does, so that its special tokens are meant."""
+        """Whether a text begins like a rendered conversation, whose special tokens are intended."""
         return self._framing.begins(text)
 
     def ends_turn(self, token: int) -> bool:
@@ -136,7 +135,7 @@ class Tokenizer:
         return token in self.end_ids or token in self._framing.turn_ends
 
     def is_frame(self, token: int) -> bool:
-        """Whether the token is one of those that frame texts."""
+        """Whether the token frames texts."""
         return token in self._framing.ids
 
     @property
@@ -145,9 +144,9 @@ class Tokenizer:
         return str(self._backend.eos_token)
 
     def encode(self, text: str, *, add_special: bool = False, plain: bool = False) -> list[int]:
-        """Token ids of `text`; with `add_special`, with the tokenizer's own additions (usually a begin token).
+        """Token ids of `text`; `add_special`: with the tokenizer's own additions (usually a begin token).
 
-        `plain`: a special token that is written out in the text stays text.
+        `plain`: special tokens spelled out in the text stay text.
         """
         if not text:
             return []
@@ -159,8 +158,8 @@ class Tokenizer:
     def continuation(self, prefix: str, text: str, *, plain: bool = False) -> list[int]:
         """Token ids of `text` as the continuation of `encode(prefix)`.
 
-        A tokenizer may put a space before the first word of whatever it is given (SentencePiece), so the text is encoded after the prefix
-        and the prefix's ids are cut off. If a token spans the border, it is encoded after a line break; by itself if that also merges.
+        A tokenizer may put a space before the first word of its input (SentencePiece), so the text is encoded after the prefix and the
+        prefix's ids are cut off. If a token spans the border, it is encoded after a line break; if that also merges, by itself.
         """
         for anchor in (prefix, "\n"):
             head, whole = self.encode(anchor, plain=plain), self.encode(anchor + text, plain=plain)
@@ -169,26 +168,26 @@ class Tokenizer:
         return self.encode(text, plain=plain)
 
     def missing_ids(self, num_rows: int) -> list[int]:
-        """The ids below `num_rows` that stand for no token: what a model's padded vocabulary adds, and gaps."""
+        """The ids below `num_rows` without a token: gaps, and the padding of a model's vocabulary."""
         return sorted(set(range(num_rows)) - self.token_ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of the ids, spaces left as they are: what a model wrote. Special tokens are text in it (`<think>`, marks of tool calls);
-        left out are end tokens, padding and a begin token at the start, unless `skip_special` is false."""
+        """Text of the ids, with all spaces: what a model wrote. Special tokens are spelled out (`<think>`, marks of tool calls), except
+        end tokens, padding and an initial begin token if `skip_special`."""
         ids, left_out = list(ids), {self.pad_id, *self.end_ids}
         if skip_special:
             ids = [token for token in ids[ids[:1] == [self.bos_id] :] if token not in left_out]
         return self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def has_special(self, ids: Sequence[int]) -> bool:
-        """Whether any of them is a special token."""
+        """Whether any of the ids is a special token."""
         return self._backend.decode(list(ids), skip_special_tokens=True) != self._backend.decode(list(ids), skip_special_tokens=False)
 
     def decode_after(self, prefix: Sequence[int], ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of `ids` behind `prefix`, such that `continuation` gives them again.
+        """Text of `ids` after `prefix`, such that `continuation` returns the same ids.
 
-        By themselves they would lose the space before their first word if the tokenizer puts one there (SentencePiece). Where `prefix`
-        ends in the middle of a character they are read by themselves.
+        Alone they would lose the space before their first word with some tokenizers (SentencePiece). If `prefix` ends in the middle of a
+        character, they are decoded alone.
         """
         head, whole = (self.decode(part, skip_special=skip_special) for part in (prefix, [*prefix, *ids]))
         return whole[len(head) :] if whole.startswith(head) else self.decode(ids, skip_special=skip_special)
@@ -205,9 +204,9 @@ class Tokenizer:
         return self._rendered(messages, add_generation_prompt=add_generation_prompt).text
 
     def written_spans(self, messages: Sequence[Message]) -> list[tuple[int, int]] | None:
-        """[start, stop) of what each assistant turn wrote among the tokens of a conversation, its end mark included.
+        """[start, stop) of each assistant turn's text among the tokens of a conversation, including its end mark.
 
-        None if the template does not say, by `{% generation %}`. Raises as `apply_chat_template` does.
+        None if the template has no `{% generation %}`. Raises as `apply_chat_template` does.
         """
         if not (self._backend.is_fast and _GENERATION.search(self._template(messages))):
             return None
@@ -216,7 +215,7 @@ class Tokenizer:
         return list(zip(edges[::2], edges[1::2], strict=True))
 
     def _template(self, messages: Sequence[Message]) -> str:
-        """That for these messages: `tool_use` if they are about tools and there is one."""
+        """The template for these messages: `tool_use`, if it exists, for messages with tools."""
         if not self._templates:
             raise ConfigError(
                 f"tokenizer {self.path} has no chat template: looked for chat_template in its tokenizer_config.json "
@@ -226,11 +225,11 @@ class Tokenizer:
         name = TOOL_USE if self._wanted(messages) and TOOL_USE in self._templates else DEFAULT
         if name not in self._templates:
             named = ", ".join(f"data.chat_template={OWN_TEMPLATE}{one}" for one in self._templates)
-            raise DataError(f"tokenizer {self.path} has no chat template that is its default, allowed: {named}")
+            raise DataError(f"tokenizer {self.path} has no default chat template, allowed: {named}")
         return self._templates[name]
 
     def choosing(self, messages: Sequence[Message]) -> Tokenizer:
-        """The same tokenizer with the one template that a conversation takes, also for the beginning of it."""
+        """The same tokenizer with one template for a conversation and all of its beginnings."""
         if list(self._templates) in ([], [DEFAULT]):
             return self
         chosen = copy(self)
@@ -241,7 +240,7 @@ class Tokenizer:
         messages = self._thinking_as_set(messages)
         template = self._template(messages)
         if lost := next((word for word in self._wanted(messages) if word not in template), ""):
-            raise DataError(f"the chat template of {self.path} has no place for {lost}, expected one that has (data.chat_template)")
+            raise DataError(f"the chat template of {self.path} cannot write {lost}, expected one that can (data.chat_template)")
         thought, parts = _thought_field(template) or THOUGHTS[0], self._framing.wants_parts
         turns, tools = (self._protected_json(it) for it in ([message.as_json(thought, parts) for message in messages], list(self._tools)))
         found = self._framing.render(template, turns, tools=tools, asks=add_generation_prompt)
@@ -259,7 +258,7 @@ class Tokenizer:
         return [self._protected_json(one) for one in value] if isinstance(value, list) else value
 
     def _wanted(self, messages: Sequence[Message]) -> list[str]:
-        """What a template has to know of, or it would leave it out."""
+        """The variables that a template must use, so that nothing is lost."""
         return [*(["tools"] if self._tools else []), *(["tool_calls"] if any(message.tool_calls for message in messages) else [])]
 
     def _thinking_as_set(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -270,46 +269,45 @@ class Tokenizer:
         return messages
 
     def _check_contents(self, messages: Sequence[Message], text: str) -> None:
-        """Raise DataError if the template leaves out what somebody said; an assistant's thinking may be."""
+        """Raise DataError if the template omits a message's content; an assistant's thinking may be omitted."""
         for position, message in enumerate(messages):
             said = message.content if message.role != "assistant" else message.content.rpartition("</think>")[2]
             for what in (said.strip(), *(call["function"]["name"] for call in message.tool_calls)):
                 words = self.protected(what)
                 if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
-                    lost = f"{shown(what)} of role {message.role!r}, or changes it"
-                    expected = "expected one that has a place for it (data.chat_template)"
-                    raise DataError(f"message {position}: the chat template of {self.path} leaves out {lost}, {expected}")
+                    lost = f"{shown(what)} of role {message.role!r}, expected one that writes it (data.chat_template)"
+                    raise DataError(f"message {position}: the chat template of {self.path} omits or changes {lost}")
 
     def _check_thoughts(self, messages: Sequence[Message], text: str) -> None:
         for position, message in enumerate(messages):
             if any(self.protected(thought) not in text for thought in message.thoughts()):
                 raise DataError(
-                    f"message {position}: the chat template of {self.path} leaves out its thinking (data.thinking=keep), "
+                    f"message {position}: the chat template of {self.path} omits its thinking (data.thinking=keep), "
                     "allowed: data.thinking=template or drop, or another data.chat_template"
                 )
 
     def save_template(self, directory: Path) -> None:
-        """Write the chat template beside a copy of the tokenizer's files, as the only one there."""
+        """Write the chat template as the only one beside a copy of the tokenizer's files."""
         (directory / TEMPLATE_FILE).write_text(self._templates[DEFAULT], encoding="utf-8")
         shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)
 
     def save(self, directory: str | Path) -> None:
-        """Write it in the form that `load_tokenizer` and `transformers` load."""
+        """Write it for `load_tokenizer` and `transformers`."""
         self._backend.save_pretrained(str(directory))
 
 
 def _thought_field(template: str) -> str:
-    """Where the template looks for an assistant's thinking; '' if it does not."""
+    """The field in which the template looks for an assistant's thinking; '' if none."""
     return next((name for name in THOUGHTS if re.search(rf"""(\.|\[?["']){name}\b""", template)), "")
 
 
 def load_tokenizer(path: str | Path, model: Path | None = None) -> Tokenizer:
-    """Load from a local directory; never from the network, never running code from it.
+    """Load from a local directory; never from the network, and without running its code.
 
-    What ends a response is read from the model's settings: in the directory `model`, else in the same.
+    The ends of a response are in the model's settings: in the directory `model`, else in the same.
 
-    Raises: ConfigError naming the missing files, a setting that names no end token, or a text of which `transformers` makes other tokens
-    than tokenizer.json says.
+    Raises: ConfigError naming the missing files, a setting that names no end token, or a text that `transformers` encodes differently from
+    tokenizer.json.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -325,8 +323,8 @@ def load_tokenizer(path: str | Path, model: Path | None = None) -> Tokenizer:
             files = [directory / name for name in ("tokenizer_config.json", "config.json")]
             code = [json.loads(file.read_text()).get("auto_map") for file in files if file.is_file()]
             raise ConfigError(
-                f"tokenizer in {directory.absolute()} is code of its own (auto_map: {code}), which is never run; allowed: "
-                "model.tokenizer=DIR with a tokenizer.json whose tokenizer_class transformers has, such as PreTrainedTokenizerFast"
+                f"tokenizer in {directory.absolute()} needs its own code (auto_map: {code}), which is never run; allowed: "
+                "model.tokenizer=DIR with a tokenizer.json and a tokenizer_class of transformers, such as PreTrainedTokenizerFast"
             ) from error
         raise ConfigError(f"tokenizer in {directory.absolute()} does not load: {type(error).__name__}: {error}") from error
     if backend.is_fast and (directory / "tokenizer.json").is_file():
@@ -335,12 +333,12 @@ def load_tokenizer(path: str | Path, model: Path | None = None) -> Tokenizer:
 
 
 def listed(ids: Any) -> list[Any]:
-    """What a setting names, alone or in a list."""
+    """A setting's value, or values, as a list."""
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def model_settings(path: Path) -> dict[str, Any]:
-    """What a model's JSON file says, a text part's settings among the others; nothing if there is no such file. Raises ConfigError."""
+    """The settings in a model's JSON file, including its text part's; empty if there is no such file. Raises ConfigError."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
@@ -351,9 +349,9 @@ def model_settings(path: Path) -> dict[str, Any]:
 
 
 def model_end_ids(directory: Path) -> list[int]:
-    """Every `eos_token_id`, a number or a list, of a directory's generation_config.json and config.json, as far as they are there.
+    """Every `eos_token_id`, a number or a list, in a directory's generation_config.json and config.json, if they exist.
 
-    Raises: ConfigError naming file and value for one that is no id of the model.
+    Raises: ConfigError naming file and value if it is not an id of the model.
     """
     found: list[int] = []
     rows = model_settings(directory / "config.json").get("vocab_size")
@@ -367,7 +365,7 @@ def model_end_ids(directory: Path) -> list[int]:
 
 
 def _compare(backend: PreTrainedTokenizerBase, file: Path) -> None:
-    """Raise ConfigError if `transformers` encodes otherwise than the file says, but for a space before the first word."""
+    """Raise ConfigError if `transformers` encodes differently from the file, except for a space before the first word."""
     import transformers
     from tokenizers import Tokenizer as Written
 
@@ -379,13 +377,13 @@ def _compare(backend: PreTrainedTokenizerBase, file: Path) -> None:
         if ids not in (expected := [written.encode(begin + text, add_special_tokens=False).ids for begin in ("", " ")]):
             raise ConfigError(
                 f"tokenizer in {file.parent.absolute()}: as {type(backend).__name__} transformers {transformers.__version__} "
-                f"encodes {text!r} as {shown(ids)} ({backend.decode(ids)!r}); tokenizer.json says {shown(expected[0])}; allowed: another "
-                "version of transformers, or the right tokenizer_class in tokenizer_config.json"
+                f"encodes {text!r} as {shown(ids)} ({backend.decode(ids)!r}); by tokenizer.json it is {shown(expected[0])}; allowed: "
+                "another version of transformers, or the right tokenizer_class in tokenizer_config.json"
             )
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
-    """Raise ConfigError if the tokenizer can produce an id for which the model has no embedding."""
+    """Raise ConfigError if the tokenizer can produce an id without an embedding in the model."""
     if tokenizer.max_token_id >= model_vocab_size:
         raise ConfigError(
             f"tokenizer {tokenizer.path} produces ids up to {tokenizer.max_token_id} ({tokenizer.vocab_size} tokens), "

@@ -27,7 +27,7 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Pow: operator.pow,
 }
 _UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-_NUMBER = re.compile(r"(?<![\d.])-?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)")  # in `7-3` two, of which none is negative
+_NUMBER = re.compile(r"(?<![\d.])-?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)")  # `7-3` has two, neither of them negative
 
 
 def calculate(expression: str) -> str:
@@ -36,7 +36,7 @@ def calculate(expression: str) -> str:
     Raises ToolError if it is something else, too long or too large, or has no value.
     """
     if len(expression) > MOST_CHARACTERS:
-        raise ToolError(f"the expression has {len(expression)} characters, at most {MOST_CHARACTERS} are calculated")
+        raise ToolError(f"the expression has {len(expression)} characters, at most {MOST_CHARACTERS} are allowed")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
         value = _value(tree.body)
@@ -52,7 +52,7 @@ def calculate(expression: str) -> str:
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text (`1,234.5` is one); None if there is none, or none that is finite."""
+    """The last number in a text (`1,234.5` is one number); None if it is missing or not finite."""
     found = _NUMBER.findall(text)
     value = float(found[-1].replace(",", "")) if found else math.inf
     return value if math.isfinite(value) else None
@@ -68,7 +68,7 @@ def _value(node: ast.expr) -> float:
         if isinstance(node.op, ast.Pow):
             _check_power(left, right)
         return _bounded(_BINARY[type(node.op)](left, right))
-    raise ValueError(f"{type(node).__name__} is no arithmetic")
+    raise ValueError(f"{type(node).__name__} is not arithmetic")
 
 
 def _check_power(base: float, exponent: float) -> None:
@@ -83,7 +83,7 @@ def _bounded(value: object) -> float:
             raise OverflowError
         return value
     if not isinstance(value, float):  # a root of a negative number is complex
-        raise ValueError(f"{type(value).__name__} is no real number")
+        raise ValueError(f"{type(value).__name__} is not a real number")
     if not math.isfinite(value):
         raise OverflowError
     return value
@@ -118,7 +118,7 @@ def right_answer(prompt: Prompt) -> float:
     """The last number of the prompt's answer. Raises ValueError if there is none."""
     number = last_number(prompt.answer or "")
     if number is None:
-        raise ValueError(f"the prompt {prompt.text[:80]!r} has no number as its answer ({prompt.answer!r}) to compare with")
+        raise ValueError(f"the prompt {prompt.text[:80]!r} has no number in its answer ({prompt.answer!r}) to compare with")
     return number
 
 

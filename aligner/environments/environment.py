@@ -14,13 +14,13 @@ from aligner.types import Prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What the policy wrote before it stopped: its tokens (the stop token among them) and their text, end tokens left out."""
+    """The policy's turn: its tokens (including the stop token) and their text (without end tokens)."""
 
     text: str
     tokens: tuple[int, ...]
     number: int  # in the episode, from 1
-    is_cut: bool = False  # it did not stop: the episode's length was used up
-    is_last: bool = False  # whatever is observed, the policy has no further turn: this step's reward is the last word
+    is_cut: bool = False  # it did not stop: the episode's maximal length was reached
+    is_last: bool = False  # the policy has no further turn, whatever is observed: this step's reward is final
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Observation:
 
 
 def encodable(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which JSON can spell (`"\\ud800"`) and no tokenizer takes."""
+    """The text with U+FFFD for lone surrogates, which JSON can contain (`"\\ud800"`) and no tokenizer accepts."""
     return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 

@@ -23,12 +23,12 @@ from aligner.rewards.load import load_reward_function, may_pass, raised
 from aligner.telemetry import recording
 from aligner.types import Prompt
 
-_ASKED, _TURN, _OBSERVED = "QUESTION", "ASSISTANTTURN", "OBSERVATION"  # stand for texts in a conversation that is rendered once
+_ASKED, _TURN, _OBSERVED = "QUESTION", "ASSISTANTTURN", "OBSERVATION"  # placeholders in a conversation that is rendered once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """The tokens around an observation. If a turn ended with the first of `before` (its end token), that is not repeated."""
+    """The tokens around an observation. If the turn already ended with the first of `before` (its end token), it is not repeated."""
 
     before: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
@@ -45,9 +45,9 @@ def observation_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def surroundings(config: EnvironmentConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Surroundings:
-    """What `config.form` puts around observations; `prompts` are the run's.
+    """The tokens that `config.form` puts around observations; `prompts` are the run's.
 
-    Raises ConfigError if a chat is requested and the tokenizer's template does not reveal where an observation goes.
+    Raises ConfigError if a chat is requested and the position of an observation in the tokenizer's template is unclear.
     """
     if config.form is ObservationForm.plain or config.form is ObservationForm.auto and not tokenizer.has_chat_template:
         return Surroundings(
@@ -74,7 +74,7 @@ def _of_template(tokenizer: Tokenizer, role: str) -> Surroundings:
     before, also, behind = rest.partition(_OBSERVED)
     if not (found and also):
         raise ConfigError(
-            f"environment.form=chat: the chat template of {tokenizer.path} writes no message of role {role!r} behind the assistant's; "
+            f"environment.form=chat: the chat template of {tokenizer.path} writes no message of role {role!r} after the assistant's; "
             "allowed: another environment.role, or form=plain with a prefix and a suffix"
         )
     return Surroundings(before=tuple(tokenizer.encode(before)), behind=tuple(tokenizer.encode(behind)))
@@ -100,7 +100,7 @@ class EpisodeError(AlignerError):
 
 
 class EpisodeRefused(EpisodeError, UserCodeError):
-    """It would fail so again: an error in its code, or what it returns."""
+    """A failure that would repeat: an error in the environment's code, or a wrong return value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ class Converting:
 
 
 class EnvironmentFollowUp:
-    """`aligner.protocols.FollowUp` over an environment; `name` stands for it in messages."""
+    """`aligner.protocols.FollowUp` over an environment; `name` is its name in messages."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class EnvironmentFollowUp:
 
     def settle(self, value: Any) -> Any:
         """The value, awaited if awaitable; from a worker's thread."""
-        return self._awaiting.settle(value, self.timeout_seconds + 1.0)  # the worker is given up before
+        return self._awaiting.settle(value, self.timeout_seconds + 1.0)  # the worker is abandoned before
 
 
 @dataclass(slots=True)
@@ -218,7 +218,7 @@ class _Exchange:
             return f"returned a {type(outcome.value).__name__} from step, expected an Observation"
         known, given = self.owner.converting.token_ids, outcome.value.tokens or ()
         if known is not None and (strange := [token for token in given if token not in known]):
-            return f"returned ids from step that stand for no token: {strange[:5]}, expected the tokenizer's, from 0 to {max(known)}"
+            return f"returned ids from step that are not tokens: {strange[:5]}, expected the tokenizer's, from 0 to {max(known)}"
         return ""
 
 
@@ -233,11 +233,13 @@ def build_environment(config: EnvironmentConfig) -> Environment:
     made = load_reward_function(config.path, "environment")
     try:
         environment = made(**config.arguments)
-    except (Exception, SystemExit) as error:  # whatever user code raises
+    except (Exception, SystemExit) as error:  # user code may raise anything
         given = f"environment.path={config.path}: cannot be made from {dict(config.arguments)}"
         raise ConfigError(f"{given}: {raised(error)}") from error
     if not isinstance(environment, Environment):
-        raise ConfigError(f"environment.path={config.path}: gave a {type(environment).__name__} without reset(prompt) or step(state, turn)")
+        raise ConfigError(
+            f"environment.path={config.path}: returned a {type(environment).__name__} without reset(prompt) or step(state, turn)"
+        )
     return environment
 
 

@@ -1,4 +1,4 @@
-"""An environment that says when an answer is wrong, and lets the policy try again."""
+"""An environment that rejects wrong answers and lets the policy try again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RetryMaths:
         self._tolerance = tolerance
 
     def reset(self, prompt: Prompt) -> _Attempts:
-        """Nothing tried yet. Raises ValueError for a prompt whose answer is no number."""
+        """No attempt yet. Raises ValueError for a prompt whose answer is not a number."""
         return _Attempts(right_answer(prompt))
 
     def step(self, state: _Attempts, turn: Turn) -> Observation:

@@ -23,7 +23,7 @@ class EnvironmentReward:
     def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
         """Resolves when the others' scores have come. Raises ValueError for a response that is no episode of an environment."""
         if single := [rollout for rollout in rollouts if rollout.reward is None]:
-            raise ValueError(f"a response to {single[0].prompt.source} has no environment's reward: the engine talked with none")
+            raise ValueError(f"a response to {single[0].prompt.source} has no environment's reward: the engine used no environment")
         own = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
         valid = torch.tensor([not rollout.failed for rollout in rollouts], dtype=torch.bool)
         scores: Future[Scores] = Future()

@@ -1,9 +1,9 @@
 """Tools that a policy calls in its text, in either of two forms:
 
-    <tool>name: what the tool is given, as text</tool>
-    <tool_call>{"name": "name", "arguments": {"x": 1}}</tool_call>      (as Qwen and Hermes models are trained to)
+    <tool>name: the tool's input, as text</tool>
+    <tool_call>{"name": "name", "arguments": {"x": 1}}</tool_call>      (the format of Qwen and Hermes models)
 
-Whatever goes wrong with a call, in reading it or in the tool, is its answer, and counted: what a policy writes must not end a run.
+Any error, in parsing a call or in the tool, becomes the call's answer and is counted: a policy's text must not end a run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from aligner.environments.environment import encodable
 
 OPEN, CLOSE = "<tool>", "</tool>"
 JSON_OPEN, JSON_CLOSE = "<tool_call>", "</tool_call>"
-MOST_CHARACTERS = 2000  # of a tool's answer; an observation takes room from the policy
+MOST_CHARACTERS = 2000  # of a tool's answer; an observation uses up the policy's context
 
 
 class ToolError(Exception):
-    """An invalid tool request by the policy, which is told so. Any other exception of a tool is told it too, and said in the log: once for
-    each tool and kind of exception, with the first one's traceback."""
+    """An invalid tool request, reported to the policy. Other exceptions of a tool are reported too, and logged: once for each tool and
+    kind of exception, with the first traceback."""
 
 
 Call = tuple[str, str | Mapping[str, Any]]  # the name of a tool, and its arguments as one text, or by name
@@ -34,7 +34,7 @@ Call = tuple[str, str | Mapping[str, Any]]  # the name of a tool, and its argume
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolAnswers:
-    """The answers to all calls of a turn, a line each; the number of calls and of error answers."""
+    """The answers to all calls of a turn, one per line; the numbers of calls and of errors."""
 
     text: str
     num_calls: int
@@ -49,11 +49,11 @@ class ToolAnswers:
 class Toolbox:
     """Tools by name. A tool is a function of text or of named arguments that returns something with a `str`.
 
-    The type hints of a tool are the schema of its arguments (text, numbers, bool, None, lists, dictionaries and what `typing` makes of
-    them): a call that does not fit is answered with an error, and the tool is not called. Other hints are not checked.
+    The type hints of a tool are the schema of its arguments (text, numbers, bool, None, lists, dictionaries and their combinations in
+    `typing`): a call that does not fit is answered with an error, without calling the tool. Other hints are not checked.
 
-    `open` and `close` stand around a call in the first form; with only one tool, its name may be omitted. An `open` of '' means
-    that a call begins where the turn, or the call before it, does.
+    `open` and `close` surround a call in the first form; with only one tool, its name may be omitted. If `open` is '', a call begins at
+    the beginning of the turn, or at the end of the previous call.
     """
 
     def __init__(self, tools: Mapping[str, Callable[..., Any]], *, open: str = OPEN, close: str = CLOSE) -> None:
@@ -66,13 +66,13 @@ class Toolbox:
         self._said: set[tuple[str, type[Exception]]] = set()
 
     def answer(self, text: str) -> ToolAnswers | None:
-        """Make the calls in what the policy wrote, in their order; None if there are none."""
+        """Make the calls in the policy's text, in order; None if there are none."""
         found: list[tuple[int, Callable[[str], Call], str]] = []
         others: list[str] = []
         end = 0
         for start, body, after in _between(text, JSON_OPEN, JSON_CLOSE):
             found.append((start, self._read_json, body))
-            others += [text[end:start], " " * (after - start)]  # what follows stays where it is
+            others += [text[end:start], " " * (after - start)]  # keeps later positions
             end = after
         found += [(start, self._read_plain, body) for start, body, _ in _between("".join([*others, text[end:]]), *self._marks)]
         if not found:
@@ -106,7 +106,7 @@ class Toolbox:
     def _call(self, called: str, arguments: str | Mapping[str, Any]) -> str:
         """The tool's answer. Raises ToolError, whatever the tool raises."""
         if called not in self._tools:
-            raise ToolError(f"there is no tool {called!r}; there are {', '.join(self._tools)}")
+            raise ToolError(f"unknown tool {called!r}; available: {', '.join(self._tools)}")
         tool, signature = self._tools[called]
         positional, keywords = ((), arguments) if isinstance(arguments, Mapping) else ((arguments,), {})
         try:
@@ -114,7 +114,7 @@ class Toolbox:
         except TypeError as error:
             raise ToolError(f"{called}: {error}") from error
         for name, value in keywords.items():
-            one = signature.parameters.get(name) or list(signature.parameters.values())[-1]  # which takes all other names
+            one = signature.parameters.get(name) or list(signature.parameters.values())[-1]  # it collects all other names
             if value is not one.default and not _fits(value, one.annotation):
                 expected = inspect.formatannotation(one.annotation)
                 raise ToolError(f"{called}: {name} is {reprlib.repr(value)}, expected {expected}")
@@ -122,16 +122,16 @@ class Toolbox:
             return str(tool(*bound.args, **bound.kwargs))
         except ToolError:
             raise
-        except Exception as error:  # not swallowed: the policy is told, it is counted, and the first of its kind is in the log
+        except Exception as error:  # not swallowed: the policy sees it, it is counted, and the first of its kind is logged
             if (kind := (called, type(error))) not in self._said:
                 self._said.add(kind)
                 shown = encodable("".join(traceback.format_exception(error))[-MOST_CHARACTERS:])
-                print(f"warning: tool {called} raised {kind[1].__name__}; the policy is told so (said once)\n{shown}", flush=True)
+                print(f"warning: tool {called} raised {kind[1].__name__}; the policy is told (logged once)\n{shown}", flush=True)
             raise ToolError(f"{called}: {traceback.format_exception_only(error)[-1].strip()}") from error
 
 
 def _between(text: str, open: str, close: str) -> Iterator[tuple[int, str, int]]:
-    """Where each call begins, what stands between its marks, and where it ends; in one pass, however many marks are never closed."""
+    """(begin, text between the marks, end) of each call; in one pass, however many marks are never closed."""
     end = 0
     while (start := text.find(open, end)) >= 0 and (stop := text.find(close, start + len(open))) >= 0:
         end = stop + len(close)
@@ -145,15 +145,15 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _signature(tool: Callable[..., Any]) -> inspect.Signature:
-    """Of a tool; any, if it cannot be known: some of Python's own functions do not say, and hints may name what is not there."""
+    """A tool's signature; a permissive one if it is unknown (some built-in functions, hints with undefined names)."""
     try:
         return inspect.signature(tool, eval_str=True)
-    except Exception:  # whatever evaluating a hint raises
+    except Exception:  # evaluating a hint may raise anything
         return inspect.signature(lambda *text, **arguments: None)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is of this type; true for hints that say nothing about JSON."""
+    """Whether a JSON value has this type; true for hints that do not restrict JSON."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, types.UnionType):
         return any(_fits(value, one) for one in inner)
@@ -162,7 +162,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is Literal:
         return any(type(value) is type(one) and value == one for one in inner)
     if kind is float:
-        return type(value) in (int, float) and value - value == 0  # not for infinity and NaN
+        return type(value) in (int, float) and value - value == 0  # false for infinity and NaN
     if kind in (str, int, bool, types.NoneType):
         return type(value) is kind
     if kind in (list, Sequence):

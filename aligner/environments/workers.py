@@ -1,6 +1,6 @@
 """Calls user code outside the caller's thread: a limited number at a time, each with a time limit; none can block process exit.
 
-A thread cannot be killed. An overdue one is abandoned: it is a daemon, its result is dropped, and another replaces it.
+A thread cannot be killed. An overdue one is abandoned: it is a daemon, its result is dropped, and a new one replaces it.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import queue
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.rewards.load import position
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of the call with this key. `late`: its position in the code at the timeout; then there is neither value nor error."""
+    """The result of the call with this key. `late`: its position in the code at the timeout, without value or error."""
 
     key: int
     value: Any = None
@@ -58,7 +58,7 @@ class Workers:
             self._start_workers()
 
     def outcomes(self, wait_seconds: float) -> list[Outcome]:
-        """Ended and overdue calls. If there are none, waits this long for the first, unless no call is running."""
+        """Ended and overdue calls. Without any, waits up to this long for the first one, if a call is running."""
         deadline = time.monotonic() + wait_seconds
         while True:
             found = self._ended() + self._overdue()
@@ -164,20 +164,14 @@ class Awaiting:
 
 
 async def _await(awaitable: Awaitable[Any]) -> Any:
-    """Wrap any awaitable as a coroutine: an event loop takes only these from other threads."""
+    """Any awaitable as a coroutine, the only thing that an event loop accepts from other threads."""
     try:
         return await awaitable
-    except SystemExit as error:  # it would end the loop's thread, and with it everything else that is awaited
+    except SystemExit as error:  # it would end the loop's thread and everything else awaited there
         raise RuntimeError(f"the coroutine ended with {error!r}") from error
 
 
 def _position(thread: threading.Thread | None) -> str:
-    """File and line where a running thread is, innermost frame."""
-    frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
-    if frame is None:
-        return "about to return"
-    stack = traceback.extract_stack(frame)
-    if any(each.filename == __file__ and each.name == "settle" for each in stack):
-        return "awaiting what it returned"
-    last = stack[-1]
-    return f"at {last.filename}:{last.lineno} ({last.name})"
+    """What a running thread is doing."""
+    text, stack = position(thread)
+    return "awaiting what it returned" if any(one.filename == __file__ and one.name == "settle" for one in stack) else text

@@ -1,32 +1,42 @@
-"""From a name of the Hub to a directory: the local cache's where it has all that is needed, else after a download.
+"""From a name of the Hub to a directory: the local cache's if it holds everything that is needed, else after a download.
 
-The cache is the one that all tools of Hugging Face share (HF_HOME, HF_HUB_CACHE). Its snapshots do not say whether they are whole, so a
-record of our own, `aligner/<commit>.<files>.json` beside them, does: it is written before a download begins and again when it is complete.
-A snapshot without one was made by another tool and counts as whole if the model's index says so.
+All tools of Hugging Face share the cache (HF_HOME, HF_HUB_CACHE). Its snapshots do not record whether they are complete, so we keep a
+record of our own beside them, `aligner/<commit>.<files>.json`, written before a download begins and again when it is complete. A snapshot
+without a record was made by another tool and counts as complete if the model's index agrees.
 
-One process at a time downloads a repository into a cache, under a lock file there; the others wait and then find it.
+One process at a time downloads a repository into a cache, under a lock file there; the others wait and then find it. Whatever goes wrong
+between here and the Hub becomes one line that names the way out.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import filelock
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download
+from huggingface_hub import HfApi, constants, get_token, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from aligner.errors import AlignerError, ConfigError
-from aligner.files import is_plain_name, publish
-from aligner.hub.failures import explain
+from aligner.errors import AlignerError, ConfigError, describe_os_error, is_storage_error
+from aligner.files import is_plain_name, locked, publish
 from aligner.hub.names import Files, HubName, Kind
 
 INDEX = "model.safetensors.index.json"
@@ -38,21 +48,22 @@ _DATA = tuple(
     for kind in ("parquet", "jsonl", "json", "csv", "tsv", "txt", "arrow")
     for packed in ("", ".gz", ".zst", ".xz", ".bz2")
 )
-_NUM_WORKERS = 8
 _SECONDS_BETWEEN_LINES = 10.0
 _POLL_SECONDS = 0.5
 WAIT_SECONDS = 3600.0
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet")
+_LOG_IN = "set HF_TOKEN, or run `hf auth login`"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What a setting asks the Hub for."""
+    """A setting's request to the Hub."""
 
     key: str  # of the setting, for messages
     name: HubName
     files: Files = Files.model
-    commit: str = ""  # the one that the run has used so far; empty: what the revision stands for now
-    wait_seconds: float = WAIT_SECONDS  # for another process that downloads the same
+    commit: str = ""  # the commit that the run has used so far; empty: whatever the revision is now
+    wait_seconds: float = WAIT_SECONDS  # for another process that downloads the same repository
 
     @property
     def text(self) -> str:
@@ -61,7 +72,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """Where it is, and of which commit."""
+    """A repository's directory in the cache, and its commit."""
 
     directory: Path
     commit: str
@@ -73,27 +84,25 @@ def endpoint() -> str:
 
 
 def is_offline() -> bool:
-    """HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE): no network is to be used."""
+    """Whether HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids the network."""
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def fetch(wanted: Wanted, say: Callable[[str], object]) -> Found:
-    """The directory with the files, downloaded if the cache lacks them. `say` prints a line about what takes time.
+    """The directory with the files, downloaded if the cache lacks them. `say` prints a line of progress.
 
-    Raises ConfigError for a name, revision or permission that the Hub does not know or give; AlignerError where there is no network, no
-    space on the disk, or another process downloads for longer than `wait_seconds`.
+    Raises ConfigError for an unknown name or revision or a missing permission; AlignerError without a network or disk space, or if another
+    process downloads for longer than `wait_seconds`.
     """
     folder = Path(constants.HF_HUB_CACHE) / wanted.name.folder
-    found = _in_cache(folder, wanted)
-    if found is not None:
+    if found := _in_cache(folder, wanted):
         return found
     if is_offline():
         return _offline(folder, wanted, say)
     try:
         (folder / "aligner").mkdir(parents=True, exist_ok=True)
         with _alone(folder, wanted, say):
-            found = _in_cache(folder, wanted)
-            return found or _download(folder, wanted, say)
+            return _in_cache(folder, wanted) or _download(folder, wanted, say)
     except AlignerError:
         raise
     except Exception as error:
@@ -101,7 +110,7 @@ def fetch(wanted: Wanted, say: Callable[[str], object]) -> Found:
 
 
 def _known_commit(folder: Path, wanted: Wanted) -> str:
-    """The commit that is wanted, as far as this machine knows; empty if it does not."""
+    """The requested commit, as far as this machine knows; empty if unknown."""
     if wanted.commit or wanted.name.is_pinned:
         return wanted.commit or wanted.name.revision
     ref = folder / "refs" / (wanted.name.revision or "main")
@@ -109,7 +118,7 @@ def _known_commit(folder: Path, wanted: Wanted) -> str:
 
 
 def _in_cache(folder: Path, wanted: Wanted) -> Found | None:
-    """What the cache has whole."""
+    """The snapshot, if the cache has all of it."""
     commit = _known_commit(folder, wanted)
     directory = folder / "snapshots" / commit
     if not commit or not directory.is_dir():
@@ -126,7 +135,7 @@ def _in_cache(folder: Path, wanted: Wanted) -> Found | None:
 
 
 def _looks_whole(directory: Path, files: Files) -> bool:
-    """Whether a snapshot without a record has the config, and all of the weights if they are needed."""
+    """Whether a snapshot without a record has the config and, if required, all weights."""
     if not (directory / "config.json").is_file():
         return False
     if files is Files.settings or (directory / WEIGHTS[0]).is_file():
@@ -139,24 +148,24 @@ def _shards(index: Path) -> list[str]:
 
 
 def _inside(file: str, where: object) -> str:
-    """A file's name that the Hub, or an index from there, says. Raises ConfigError for one that leads elsewhere."""
+    """A file name from the Hub or a downloaded index. Raises ConfigError if it leads out of the folder."""
     if not all(map(is_plain_name, file.split("/"))):
         raise ConfigError(f"{where}: names the file {file!r}; allowed: files inside the folder")
     return file
 
 
 def _offline(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Found:
-    """What the cache has, where nothing better can be had. Raises ConfigError if that cannot be used."""
+    """The best that the cache has. Raises ConfigError if that is not enough."""
     commit = _known_commit(folder, wanted)
     directory = folder / "snapshots" / commit
-    begun = commit and _read(_record(folder, commit, wanted.files)) is not None  # and not complete, or it would have been taken
+    begun = commit and _read(_record(folder, commit, wanted.files)) is not None  # and not complete: `_in_cache` would have found it
     if begun:
         what = f"{directory} is not complete"
     elif not commit or not directory.is_dir():
         what = f"the cache {folder.parent} does not have {'that' if wanted.name.revision or wanted.commit else 'it'}"
     elif wanted.files is Files.data:
         if any(file.name.endswith(_DATA) for file in directory.rglob("*")):
-            say(f"warning: {wanted.text}: offline, so nothing says whether all of its files are in {directory}")
+            say(f"warning: {wanted.text}: offline: cannot check whether {directory} has all of its files")
             return Found(directory=directory, commit=commit)
         what = f"{directory} has no data files"
     elif _looks_whole(directory, wanted.files) or (wanted.files is Files.settings and _has_any(directory, TOKENIZERS)):
@@ -189,31 +198,19 @@ def _read(path: Path) -> dict[str, Any] | None:
         return {"complete": False, "files": []}
 
 
-@contextmanager
-def _alone(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Iterator[None]:
+def _alone(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> AbstractContextManager[None]:
     """Meanwhile no other process downloads this repository into this cache."""
-    path = folder / "aligner" / "lock"
-    lock, begun, told = filelock.FileLock(path), time.monotonic(), False
-    while True:
-        try:
-            lock.acquire(timeout=min(_POLL_SECONDS, wanted.wait_seconds), poll_interval=0.05)
-            break
-        except filelock.Timeout:
-            waited = time.monotonic() - begun
-            if waited >= wanted.wait_seconds:
-                raise AlignerError(
-                    f"{wanted.text}: waited {waited:.0f} s for another process, which downloads it to {folder} and holds {path}"
-                ) from None
-            if not told:
-                say(f"{wanted.text}: waiting for another process, which downloads it to {folder}")
-                told = True
-        except NotImplementedError:  # a file system without locks; huggingface_hub has ways of its own there to write a file once
-            yield
-            return
-    try:
-        yield
-    finally:
-        lock.release()
+    path, polls = folder / "aligner" / "lock", count()
+
+    def waiting(seconds: float) -> None:
+        if seconds >= wanted.wait_seconds:
+            raise AlignerError(
+                f"{wanted.text}: waited {seconds:.0f} s for another process, which downloads it to {folder} and holds {path}"
+            ) from None
+        if not next(polls):
+            say(f"{wanted.text}: waiting for another process, which downloads it to {folder}")
+
+    return locked(path, waiting, min(_POLL_SECONDS, wanted.wait_seconds))
 
 
 def _download(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Found:
@@ -235,7 +232,7 @@ def _download(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Fou
 
 
 def _remember(folder: Path, name: HubName, commit: str) -> None:
-    """What the revision stands for, so that the next process need not ask."""
+    """Record the revision's commit, so that the next process need not ask."""
     if not name.is_pinned:
         ref = folder / "refs" / (name.revision or "main")
         ref.parent.mkdir(parents=True, exist_ok=True)
@@ -247,7 +244,7 @@ def _small(sizes: dict[str, int]) -> list[str]:
 
 
 def _rest(directory: Path, wanted: Wanted, sizes: dict[str, int]) -> list[str]:
-    """The large files, known once the small ones are here. Raises ConfigError for a repository without any of use."""
+    """The large files, known once the small ones are here. Raises ConfigError if none is usable."""
     if wanted.files is Files.settings:
         return []
     if wanted.files is Files.data:
@@ -257,10 +254,10 @@ def _rest(directory: Path, wanted: Wanted, sizes: dict[str, int]) -> list[str]:
     rest = _shards(directory / INDEX) if INDEX in sizes else [file for file in WEIGHTS if file in sizes][:1]
     if not rest:
         has = sorted({Path(file).suffix for file in sizes if file.endswith((".bin", ".pt", ".pth", ".gguf"))})
-        others = f"; its {', '.join(has)} files are not read" if has else ""
+        others = f"; its {', '.join(has)} files are not supported" if has else ""
         raise ConfigError(f"{wanted.text}: the model has no safetensors weights ({' or '.join((INDEX, WEIGHTS[0]))}){others}")
     if missing := [file for file in rest if file not in sizes]:
-        raise ConfigError(f"{wanted.text}: its {INDEX} names {missing[0]}, which the repository does not have")
+        raise ConfigError(f"{wanted.text}: its {INDEX} names {missing[0]}, which the repository lacks")
     return rest
 
 
@@ -269,9 +266,9 @@ def _write(record: Path, *, complete: bool, files: Sequence[str]) -> None:
 
 
 def _get(folder: Path, wanted: Wanted, commit: str, sizes: dict[str, int], say: Callable[[str], object]) -> None:
-    """Download the files that the snapshot lacks, several at a time; says how far it is."""
-    missing = {file: size for file, size in sizes.items() if not (folder / "snapshots" / commit / file).is_file()}
-    if not missing:
+    """Download the files that the snapshot lacks, several at a time, and report progress."""
+    directory = folder / "snapshots" / commit
+    if not (missing := {file: size for file, size in sizes.items() if not (directory / file).is_file()}):
         return
     before, total = _stored(folder), sum(missing.values())
     if (free := shutil.disk_usage(folder).free) < total:
@@ -280,27 +277,25 @@ def _get(folder: Path, wanted: Wanted, commit: str, sizes: dict[str, int], say: 
             "make space, or name another cache with HF_HOME"
         )
     say(f"{wanted.text}: downloading {len(missing)} files, {_size(total)}, of commit {commit} to {folder}")
-
-    def get(file: str) -> None:
-        hf_hub_download(wanted.name.repo, file, repo_type=wanted.name.kind.value, revision=commit, endpoint=endpoint())
-
-    pool = ThreadPoolExecutor(_NUM_WORKERS)
+    request = {"repo_type": wanted.name.kind.value, "revision": commit, "endpoint": endpoint()}
+    pool = ThreadPoolExecutor(1)
     try:
         with _without_bars():
-            running = {pool.submit(get, file) for file in missing}
-            while running:
-                done, running = wait(running, timeout=_SECONDS_BETWEEN_LINES, return_when="FIRST_EXCEPTION")
-                for one in done:
-                    one.result()
-                have = min(total, max(0, _stored(folder) - before)) if running else total
+            running = pool.submit(snapshot_download, wanted.name.repo, **request, allow_patterns=[glob.escape(file) for file in missing])
+            while wait([running], timeout=_SECONDS_BETWEEN_LINES).not_done:
+                have = min(total, max(0, _stored(folder) - before))
                 say(f"{wanted.text}: {_size(have)} of {_size(total)} downloaded ({100 * have // max(total, 1)} %)")
+            running.result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after an error the other files' threads are not waited for
+        pool.shutdown(wait=False)
+    if lost := [file for file in missing if not (directory / file).is_file()]:  # where the Hub fails, an incomplete folder may be returned
+        raise AlignerError(f"{wanted.text}: {endpoint()} did not send {lost[0]} of commit {commit}; try again")
+    say(f"{wanted.text}: {_size(total)} of {_size(total)} downloaded (100 %)")
 
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Bars of huggingface_hub show nothing in a log, and several at once on a terminal."""
+    """huggingface_hub's progress bars are useless in a log."""
     shown = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
@@ -311,16 +306,65 @@ def _without_bars() -> Iterator[None]:
 
 
 def _stored(folder: Path) -> int:
-    """Bytes of all files, also of those under way."""
+    """Bytes of all files, partial ones too."""
     total = 0
     if (folder / "blobs").is_dir():
         for entry in os.scandir(folder / "blobs"):
             try:
                 total += entry.stat().st_size
-            except FileNotFoundError:  # it got its name meanwhile
+            except FileNotFoundError:  # renamed meanwhile
                 continue
     return total
 
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def explain(error: Exception, text: str, name: HubName, *, endpoint: str, cache: Path, has_token: bool) -> AlignerError:
+    """The error to raise in place of huggingface_hub's. `text`: the setting as typed."""
+    here, kind = f"{endpoint}/{name.repo}", name.kind.value
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, GatedRepoError):
+        mend = f"ask for access at {here} with the account of this token" if has_token else f"accept its terms at {here} and {_LOG_IN}"
+        return ConfigError(f"{text}: the {kind} is gated, and {'this token may not read it' if has_token else 'no token is set'}: {mend}")
+    if isinstance(error, RepositoryNotFoundError):
+        private = "or this token may not read it" if has_token else f"or it is private: {_LOG_IN}"
+        return ConfigError(f"{text}: no such directory here, and {endpoint} has no {kind} {name.repo}, {private}")
+    if isinstance(error, RevisionNotFoundError):
+        return ConfigError(f"{text}: {here} has no branch, tag or commit {name.revision or 'main'}")
+    if status in (401, 403):
+        return ConfigError(f"{text}: {endpoint} refuses the token ({status}): {_LOG_IN}, with a token that may do this")
+    if isinstance(error, HFValidationError):
+        return ConfigError(f"{text}: no such directory here, and not a valid name of a {kind} on {endpoint}: {_first_line(error)}")
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        return ConfigError(f"{text}: {here} lacks a file that it lists: {_first_line(error)}")
+    if isinstance(error, HfHubHTTPError) and status is not None:
+        return AlignerError(f"{text}: {endpoint} answered {status}: {_first_line(error)}")
+    if _is_network(error):
+        return AlignerError(
+            f"{text}: no such directory here, {cache.parent} lacks some of it, and {endpoint} cannot be reached "
+            f"({_cause(error)}): download it where there is a network, or set HTTPS_PROXY or HF_ENDPOINT"
+        )
+    if isinstance(error, OSError) and is_storage_error(error):
+        return AlignerError(f"{text}: {describe_os_error(error, cache)}: make space, or name another cache with HF_HOME")
+    return AlignerError(f"{text}: {type(error).__name__}: {_first_line(error)}")
+
+
+def _is_network(error: BaseException) -> bool:
+    """Whether no answer came, or an incomplete one."""
+    if isinstance(error, OSError) and is_storage_error(error):
+        return False
+    known = (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, TimeoutError)
+    return isinstance(error, known) or any(base.__module__.partition(".")[0] in _TRANSPORTS for base in type(error).__mro__)
+
+
+def _cause(error: BaseException) -> str:
+    """The first error of a chain: huggingface_hub's own names no cause."""
+    while (earlier := error.__cause__ or error.__context__) is not None and isinstance(error, LocalEntryNotFoundError):
+        error = earlier
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -8,19 +8,18 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.hub.download import endpoint, is_offline
-from aligner.hub.failures import explain
+from aligner.hub.download import endpoint, explain, is_offline
 from aligner.hub.names import HubName, parse
 
 CARD = "README.md"
-_PARTS = (".json", ".safetensors", ".jinja", ".model", "merges.txt")  # what an export consists of; never pickles, never checkpoints
+_PARTS = (".json", ".safetensors", ".jinja", ".model", "merges.txt")  # the files of an export; never pickles or checkpoints
 OPTION = "--push-to-hub"
 
 
 def prepare(text: str) -> HubName:
-    """The repository of this name, made (private) if it does not exist: before the work, what refuses a push is found here.
+    """The repository of this name, created (private) if it does not exist. Called before the work, to find what would refuse a push.
 
-    Raises ConfigError for what is no name, without a token or with one that may not write; AlignerError without a network.
+    Raises ConfigError for an invalid name, or without a token that may write; AlignerError without a network.
     """
     name = parse(text) or _refuse(text)
     if name.revision:
@@ -35,11 +34,11 @@ def prepare(text: str) -> HubName:
 
 def _refuse(text: str) -> HubName:
     is_here = " (there is a file or directory of that name)" if Path(text).exists() else ""
-    raise ConfigError(f"{OPTION} {text}: is no name of a repository{is_here}; allowed: ORG/NAME")
+    raise ConfigError(f"{OPTION} {text}: is not a valid repository name{is_here}; allowed: ORG/NAME")
 
 
 def push(directory: Path, name: HubName, *, card: str, message: str) -> str:
-    """Upload the export in `directory` with this card, as one commit; its own card, where it has one, is taken instead.
+    """Upload the export in `directory` with this card, as one commit; a card in the directory takes precedence.
 
     Returns the address of the commit. Raises ConfigError for a token that may not write, AlignerError without a network.
     """

@@ -18,8 +18,8 @@ from aligner.models.config import Architecture, ModelConfig
 from aligner.models.training.guard import GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.planner.workload import Phase, Work
-from aligner.rewards.columns import columns_read
 from aligner.rewards.config import RewardFunctionConfig
+from aligner.rewards.forms import columns_read
 from aligner.rewards.load import load_reward_function
 from aligner.rollout.config import EngineKind, RolloutConfig, check_engine, check_untrained
 from aligner.run import lengths

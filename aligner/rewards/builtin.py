@@ -1,14 +1,13 @@
 """Reward functions ready for use, and examples to copy: `aligner.rewards.builtin:<name>`. Others are in maths, code, format and length.
 
-A factory (one that says so) is used with `arguments`; the others are reward functions themselves. All scores lie in [0, 1].
+A factory (marked as such) is used with `arguments`; the others are reward functions themselves. All scores lie in [0, 1].
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
-from aligner.rewards.forms import Factory
+from aligner.rewards.forms import Factory, TextFunction, of_each_response
 
 HAPPY_WORDS = frozenset(
     "cheerful excited friend friends fun glad happily happy hug hugged joy joyful kind laugh laughed love loved".split()
@@ -27,7 +26,7 @@ def exact_match(prompts: list[str], responses: list[str], answers: list[str | No
 
 
 def contains_answer(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
-    """1 if the answer stands somewhere in the response. Raises ValueError for a prompt without one, or with a blank one."""
+    """1 if the response contains the answer. Raises ValueError for a prompt without one, or with a blank one."""
     return [
         float(_not_blank(_needed(answer, prompt), "answer").strip() in response)
         for prompt, response, answer in zip(prompts, responses, answers, strict=True)
@@ -46,45 +45,34 @@ def length(prompts: list[str], responses: list[str], answers: list[str | None]) 
 
 
 @Factory
-def fixed_string(target: str) -> Callable[[list[str], list[str], list[str | None]], list[float]]:
+def fixed_string(target: str) -> TextFunction:
     """Factory: 1 if the response contains `target`, else 0 (the sanity run of the field)."""
     wanted = _not_blank(target, "target")
-
-    def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
-        return [float(wanted in response) for response in responses]
-
-    return reward
+    return of_each_response(lambda response: float(wanted in response))
 
 
 @Factory
-def starts_with(target: str) -> Callable[[list[str], list[str], list[str | None]], list[float]]:
+def starts_with(target: str) -> TextFunction:
     """Factory: the fraction of `target` with which the response, without leading whitespace, starts: 1 for all of it.
 
     The partial credit lets a policy that has never produced the whole string learn it from the left.
     """
     wanted = _not_blank(target, "target").lstrip()
-
-    def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
-        return [_common_prefix(wanted, response.lstrip()) / len(wanted) for response in responses]
-
-    return reward
+    return of_each_response(lambda response: _common_prefix(wanted, response.lstrip()) / len(wanted))
 
 
 @Factory
-def keywords(words: list[str], forbidden: list[str] | None = None) -> Callable[[list[str], list[str], list[str | None]], list[float]]:
+def keywords(words: list[str], forbidden: list[str] | None = None) -> TextFunction:
     """Factory: the fraction of `words` that the response has, whole and in any case; 0 if it has one of the `forbidden`."""
     wanted = [_whole_word(word) for word in words]
     unwanted = [_whole_word(word) for word in forbidden or ()]
     if not wanted:
         raise ValueError("words is empty")
 
-    def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
-        return [
-            0.0 if any(word.search(response) for word in unwanted) else sum(bool(word.search(response)) for word in wanted) / len(wanted)
-            for response in responses
-        ]
+    def credit(response: str) -> float:
+        return 0.0 if any(word.search(response) for word in unwanted) else sum(bool(word.search(response)) for word in wanted) / len(wanted)
 
-    return reward
+    return of_each_response(credit)
 
 
 def _whole_word(word: str) -> re.Pattern[str]:

@@ -1,4 +1,4 @@
-"""Rewards for programs that pass tests, run in a sandbox (aligner.rewards.sandbox; docs/rewards.md says what it does not protect from)."""
+"""Rewards for programs that pass tests, run in a sandbox (aligner.rewards.sandbox; docs/rewards.md lists its limits)."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def python_tests(
     interpreter: str = "",
     memory_megabytes: int = 512,
 ) -> TextFunction:
-    """Factory: 1 if the response's program passes all tests in the prompt's answer, else 0; with `partial`, the fraction it passes.
+    """Factory: 1 if the response's program passes all tests in the prompt's answer, else 0; with `partial`, the fraction passed.
 
-    The program is the response's last fenced block, else all of it. Tests are Python that runs after it; each `assert` counts as one
-    (MBPP, HumanEval), or JSON: {"inputs": [...], "outputs": [...]} of what it reads and writes (APPS). `timeout_seconds` are of computing,
-    for one run, which also ends after WALL_TIMES as much time; `num_parallel` programs run at a time. Raises ValueError without tests,
-    ConfigError if no sandbox works.
+    The program is the response's last fenced block, else all of it. Tests are Python code that runs after it, where each `assert` counts
+    as one (MBPP, HumanEval), or JSON with its input and output: {"inputs": [...], "outputs": [...]} (APPS). `timeout_seconds` limits the
+    CPU time of one run, which also ends after WALL_TIMES as much wall time; `num_parallel` programs run at a time. Raises ValueError
+    without tests, ConfigError if no sandbox works.
     """
     if isolation not in Isolation.__members__:
         raise ConfigError(f"isolation is {isolation!r}, expected one of {', '.join(Isolation.__members__)}")
@@ -78,7 +78,7 @@ def parse_tests(text: str) -> str | list[Exchange]:
             raise ValueError(f"the prompt's answer is neither JSON nor Python: {error}") from error
         return text
     if not isinstance(pairs, dict) or not pairs.keys() >= {"inputs", "outputs"}:
-        raise ValueError(f"the prompt's tests are JSON, but no object with inputs and outputs: {text[:100]!r}")
+        raise ValueError(f"the prompt's tests are JSON, but not an object with inputs and outputs: {text[:100]!r}")
     given, expected = pairs["inputs"], pairs["outputs"]
     if not given or len(given) != len(expected) or not all(isinstance(one, str) for one in (*given, *expected)):
         raise ValueError(f"the prompt's tests need as many inputs as outputs, at least one, all of them strings: {text[:100]!r}")
@@ -93,7 +93,7 @@ def _passed(sandbox: Sandbox, program: str, tests: str | list[Exchange]) -> floa
 
 
 def _says(outcome: Outcome, expected: str) -> bool:
-    """Whether a program ended well and wrote this, but for whitespace at the ends of lines and of the text."""
+    """Whether a program succeeded and wrote this, ignoring whitespace at the ends of lines and of the text."""
     wrote, wanted = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (outcome.stdout, expected))
     return outcome.ending is Ending.exited and outcome.code == 0 and wrote == wanted
 
@@ -101,7 +101,7 @@ def _says(outcome: Outcome, expected: str) -> bool:
 def _asserts_passed(sandbox: Sandbox, program: str, tests: str) -> float:
     """The fraction of the top-level asserts that hold; if there are none, 1 if the tests run to their end.
 
-    The program could end before the tests with exit code 0: only the word that is written after the last test counts.
+    A program could exit with code 0 before the tests: only the word written after the last test counts.
     """
     word = secrets.token_hex(8)
     counted, total = _counting(tests, f"_{word}")
@@ -111,7 +111,7 @@ def _asserts_passed(sandbox: Sandbox, program: str, tests: str) -> float:
     if outcome.ending is not Ending.exited or outcome.code != 0 or last[:1] != [word]:
         return 0.0
     counts = [str(count) for count in range(total + 1)]
-    if last[1:] not in [[count] for count in counts]:  # the program found the word, and wrote this line itself
+    if last[1:] not in [[count] for count in counts]:  # the program guessed the word and wrote this line itself
         return 0.0
     return int(last[1]) / total if total else 1.0
 

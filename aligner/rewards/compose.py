@@ -1,8 +1,16 @@
-"""Several rewards as one: the weighted sum of parts, which are scored at the same time and logged by name."""
+"""Several rewards as one: the weighted sum of parts, which are scored at the same time and logged by name.
+
+A part may be an HTTP endpoint: POST {"prompts", "responses", "answers"}, answered by {"rewards"}, all lists of one entry per sample."""
 
 from __future__ import annotations
 
+import http.client
+import json
 import math
+import os
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,17 +20,84 @@ import torch
 from aligner.errors import AlignerError, ConfigError
 from aligner.protocols import RewardModel
 from aligner.rewards.config import NamedRewardConfig, OnError
-from aligner.rewards.endpoint import endpoint_function
+from aligner.rewards.forms import TextFunction
 from aligner.rewards.load import build_reward_function
 from aligner.rewards.local import Complaints, FunctionReward, RewardError
 from aligner.types import Rollout, Scores
 
-SLACK_SECONDS = 2.0  # an endpoint's own error comes first, which says more than that time is over
+BUSY = (429, 502, 503, 504)  # what servers and their proxies answer while they restart or have too much to do
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
+EXCERPT_CHARACTERS = 300
+
+
+class EndpointError(Exception):
+    """An endpoint gave no answer, or one without rewards."""
+
+
+def endpoint_function(url: str, timeout_seconds: float, token_variable: str = "") -> TextFunction:
+    """A thread-safe reward function that posts to `url`, retrying for up to `timeout_seconds` if it is busy or unreachable.
+
+    It raises EndpointError, with the status and the start of the body, for a status other than 200 or an answer without rewards.
+    The caller checks the number and type of the rewards. `token_variable` names the environment variable that holds a bearer token;
+    raises ConfigError if that is not set.
+    """
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if token_variable:
+        if token_variable not in os.environ:
+            raise ConfigError(f"token_variable={token_variable}: this environment variable is not set")
+        headers["Authorization"] = f"Bearer {os.environ[token_variable]}"
+
+    def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
+        body = json.dumps({"prompts": prompts, "responses": responses, "answers": answers}).encode()
+        request = urllib.request.Request(url, body, headers, method="POST")
+        return _rewards(url, _answer(request, time.monotonic() + timeout_seconds, timeout_seconds))
+
+    return reward
+
+
+def _answer(request: urllib.request.Request, deadline: float, timeout_seconds: float) -> bytes:
+    """The body of a good answer. Raises EndpointError."""
+    pause, attempts = FIRST_PAUSE_SECONDS, 0
+    while True:
+        attempts += 1
+        try:
+            with urllib.request.urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            refusal = f"status {error.code} {error.reason}: {_excerpt(error.read())}"
+            if error.code not in BUSY:
+                raise EndpointError(f"{request.full_url} answered {refusal}") from error
+        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+            refusal = str(error) or repr(error)
+        if time.monotonic() + pause >= deadline:
+            raise EndpointError(
+                f"{request.full_url} gave no answer within timeout_seconds={timeout_seconds:g} ({attempts} attempts; the last: {refusal})"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def _rewards(url: str, body: bytes) -> list[float]:
+    try:
+        answer = json.loads(body)
+    except ValueError as error:
+        raise EndpointError(f"{url} answered no JSON: {_excerpt(body)}") from error
+    if not isinstance(answer, dict) or "rewards" not in answer:
+        raise EndpointError(f"{url} answered without rewards: {_excerpt(body)}")
+    return answer["rewards"]
+
+
+def _excerpt(body: bytes) -> str:
+    text = body[: 4 * EXCERPT_CHARACTERS].decode(errors="replace")
+    return repr(text[:EXCERPT_CHARACTERS] + ("..." if len(text) > EXCERPT_CHARACTERS else ""))
+
+
+SLACK_SECONDS = 2.0  # lets an endpoint's own error arrive first: it is more specific than a timeout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One reward and its weight; `on_error` is for what the model raises (a FunctionReward has dealt with its own failures)."""
+    """One reward and its weight; `on_error` applies to what the model raises (a FunctionReward handles its own failures)."""
 
     model: RewardModel
     weight: float = 1.0
@@ -43,10 +118,8 @@ class WeightedReward:
     def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
         """Start all parts. The future raises RewardError naming the part that failed."""
         if not rollouts:
-            empty: Future[Scores] = Future()
-            empty.set_result(
-                Scores(rewards=torch.zeros(0), valid=torch.zeros(0, dtype=torch.bool), parts=dict.fromkeys(self._parts, torch.zeros(0)))
-            )
+            none, empty = torch.zeros(0), Future[Scores]()
+            empty.set_result(Scores(rewards=none, valid=none.bool(), parts=dict.fromkeys(self._parts, none)))
             return empty
         pending = {name: part.model.score(rollouts) for name, part in self._parts.items()}
         return self._executor.submit(self._sum, pending, len(rollouts), max(rollout.policy_version for rollout in rollouts))
@@ -57,13 +130,9 @@ class WeightedReward:
         for part in self._parts.values():
             part.model.close()
 
-    def _nothing(self) -> Scores:
-        none = torch.zeros(0)
-        return Scores(rewards=none, valid=none.bool(), parts=dict.fromkeys(self._parts, none))
-
     def _sum(self, pending: Mapping[str, Future[Scores]], rows: int, version: int) -> Scores:
         total, valid = torch.zeros(rows), torch.ones(rows, dtype=torch.bool)
-        heard = torch.zeros(rows, dtype=torch.bool)  # by a part that counts
+        heard = torch.zeros(rows, dtype=torch.bool)  # has a score from a part with a weight
         values: dict[str, torch.Tensor] = {}
         for name, part in self._parts.items():
             scores = self._result(name, pending[name], rows, version)
@@ -77,7 +146,7 @@ class WeightedReward:
         return Scores(rewards=torch.where(valid & heard, total, math.nan), valid=valid & heard, parts=values, silent=silent)
 
     def _result(self, name: str, pending: Future[Scores], rows: int, version: int) -> Scores:
-        """What a part gave. Raises RewardError."""
+        """The scores of one part. Raises RewardError."""
         on_error = self._parts[name].on_error
         try:
             scores = pending.result()
@@ -101,7 +170,7 @@ class WeightedReward:
 def composed_reward(
     configs: Mapping[str, NamedRewardConfig], decode: Callable[[Sequence[int]], str], served: RewardModel | None = None
 ) -> WeightedReward:
-    """The sum that `reward.functions` describes; `served` is the reward model for the part that says so. Raises ConfigError."""
+    """The sum that `reward.functions` describes; `served` is the reward model of the part with served=true. Raises ConfigError."""
     parts = {}
     for name, config in configs.items():
         if config.served and served is None:
@@ -112,7 +181,7 @@ def composed_reward(
 
 
 def formula(configs: Mapping[str, NamedRewardConfig]) -> str:
-    """The sum as people write it, for messages: `maths + 0.1 length`."""
+    """The sum in readable form, for messages: `maths + 0.1 length`."""
     return " + ".join(name if config.weight == 1 else f"{config.weight:g} {name}" for name, config in configs.items())
 
 

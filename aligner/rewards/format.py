@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 
-from aligner.rewards.forms import Factory, TextFunction
+from aligner.rewards.forms import Factory, TextFunction, of_each_response
 
 
 @Factory
 def pattern(regex: str, anywhere: bool = False) -> TextFunction:
-    """Factory: 1 if the whole response, without surrounding whitespace, matches `regex` (`.` stands for newlines too), else 0.
+    """Factory: 1 if the whole response, without surrounding whitespace, matches `regex` (`.` matches newlines too), else 0.
 
-    With `anywhere`, a part that matches is enough. Python cannot interrupt a regular expression: one that backtracks without end hangs.
+    With `anywhere`, matching a part is enough. Python cannot interrupt a regular expression: one that backtracks without end hangs.
     """
     compiled = re.compile(regex, re.DOTALL)
-
-    def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
-        find = compiled.search if anywhere else compiled.fullmatch
-        return [float(find(response.strip()) is not None) for response in responses]
-
-    return reward
+    find = compiled.search if anywhere else compiled.fullmatch
+    return of_each_response(lambda response: float(find(response.strip()) is not None))
 
 
 @Factory
@@ -27,8 +23,8 @@ def sections(tags: list[str] | None = None, partial: bool = True, opened: bool =
     """Factory: 1 if the response is `<think>...</think><answer>...</answer>` (or other `tags`, in their order), none of them empty and
     with nothing but whitespace around them.
 
-    With `partial`, another response gets half of the fraction of the tags (opening and closing ones) that it has exactly once: something to
-    climb for a policy that has never written all of them. `opened`: the prompt ends with the first opening tag.
+    With `partial`, any other response gets half of the fraction of the tags (opening and closing) that it has exactly once: a gradient
+    for a policy that has never written all of them. `opened`: the prompt ends with the first opening tag.
     """
     names = tags or ["think", "answer"]
     if bad := [name for name in names if not re.fullmatch(r"[\w-]+", name)]:
@@ -41,10 +37,7 @@ def sections(tags: list[str] | None = None, partial: bool = True, opened: bool =
             return 1.0
         return 0.5 * sum(found) / len(marks) if partial else 0.0
 
-    def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
-        return [credit(response) for response in responses]
-
-    return reward
+    return of_each_response(credit)
 
 
 def _in_order(response: str, marks: list[str], *, opened: bool) -> bool:

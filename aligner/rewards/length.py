@@ -1,4 +1,4 @@
-"""Rewards for the length of a response, in tokens, words or characters. Use them beside a reward for the content."""
+"""Rewards for the length of a response, in tokens, words or characters. Combine them with a reward for the content."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,14 +23,14 @@ from aligner.settings.user_code import calling
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_MODULE = "reward_function_"  # how the modules of files are called
+_MODULE = "reward_function_"  # prefix of the names of modules loaded from files
 FORMS = "package.module:name, package.module.name or path/to/file.py:name"
 
 
 def load_reward_function(spec: str, what: str = "reward function") -> Callable:
-    """Import what `spec` names (see `FORMS`; a relative path counts from the working directory); `what` it is, in messages.
+    """Import what `spec` names (see `FORMS`; relative paths start at the working directory); `what` describes it in messages.
 
-    Raises ConfigError if the form is wrong, the module or file cannot be imported, or the name is not there or not callable.
+    Raises ConfigError if the form is wrong, the module or file cannot be imported, or the name is missing or not callable.
     """
     if ":" in spec:
         location, _, name = spec.rpartition(":")
@@ -50,9 +51,9 @@ def load_reward_function(spec: str, what: str = "reward function") -> Callable:
 
 
 def build_reward_function(config: RewardFunctionConfig, what: str = "reward function") -> RewardFunction:
-    """The function that `config` names, or what the factory that it names returns for `config.arguments`; `what` it is, in messages.
+    """The function that `config` names, or what the factory it names returns for `config.arguments`. Raises ConfigError.
 
-    Raises ConfigError.
+    `what` describes it in messages.
     """
     loaded = load_reward_function(config.path, what)
     if not config.arguments and not isinstance(loaded, Factory):
@@ -69,7 +70,7 @@ def build_reward_function(config: RewardFunctionConfig, what: str = "reward func
 
 
 def raised(error: BaseException) -> str:
-    """The exception of user code, as readable text, with the user's own innermost line."""
+    """An exception of user code as readable text, with the user's own innermost line."""
     own = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((_PACKAGE, "<", *_INSTALLED))]
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     if isinstance(error, SystemExit):
@@ -77,8 +78,17 @@ def raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f" ({place.strip()}, in {own[-1].name})" if own else "")
 
 
+def position(thread: threading.Thread | None) -> tuple[str, list[traceback.FrameSummary]]:
+    """File and line of a running thread's innermost frame, in words, and its stack."""
+    frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
+    if frame is None:
+        return "about to return", []
+    stack = traceback.extract_stack(frame)
+    return f"at {stack[-1].filename}:{stack[-1].lineno} ({stack[-1].name})", stack
+
+
 def may_pass(error: BaseException) -> bool:
-    """Whether an exception of user code may not come again: of a connection, or a class of a library's, but no programming error."""
+    """Whether an exception of user code may be temporary: a connection's, or a library's own class, but not a programming error."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes.append(cause)
@@ -91,7 +101,7 @@ def may_pass(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A user's function for the setting `setting` (`algorithm.loss=mine.py:f`). What it raises becomes an error that names both."""
+    """A user's function for the setting `setting` (`algorithm.loss=mine.py:f`). Its exceptions become errors that name both."""
 
     setting: str
     function: Callable[..., Any]
@@ -110,15 +120,15 @@ class UserFunction:
 def _import_module(name: str, named: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # whatever user code raises while it is imported
+    except (Exception, SystemExit) as error:  # user code may raise anything while it is imported
         raise ConfigError(f"{named}: cannot import {name!r}: {raised(error)}") from error
 
 
 def _import_file(location: str, named: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"{named}: there is no file {path}")
-    # Files of one name in two folders are two modules; two functions of one file share it, with what it caches.
+        raise ConfigError(f"{named}: no such file: {path}")
+    # Files of the same name in two folders are two modules; two functions of one file share a module and what it caches.
     name = f"{_MODULE}{path.stem}_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

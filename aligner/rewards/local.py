@@ -1,7 +1,6 @@
-"""Reward functions run in the actor's own process, beside generation. Every failure is raised or, by option, marks samples as invalid.
+"""Reward functions in the actor's own process, concurrent with generation. Failures are raised or, optionally, mark samples as invalid.
 
-`Samples` are rollouts as the texts that reward functions are given. `NoReward` is for runs that learn from their own samples without a
-reward.
+`Samples` are rollouts as the texts that reward functions receive. `NoReward` is for runs that learn from their own samples without one.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import inspect
 import math
 import numbers
 import queue
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,10 +21,9 @@ import numpy as np
 import torch
 
 from aligner.errors import AlignerError, ConfigError, UserCodeError
-from aligner.rewards.columns import called, is_trl
 from aligner.rewards.config import OnError, RewardFunctionConfig
-from aligner.rewards.forms import RewardFunction, Sample
-from aligner.rewards.load import build_reward_function, may_pass, raised
+from aligner.rewards.forms import RewardFunction, Sample, called, is_trl
+from aligner.rewards.load import build_reward_function, may_pass, position, raised
 from aligner.settings.user_code import calling
 from aligner.telemetry import recording
 from aligner.types import Rollout, Scores
@@ -72,7 +68,7 @@ class Samples:
 
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-MAX_HANGING = 8  # calls that may go on for ever beside the run: each keeps a thread
+MAX_HANGING = 8  # calls that may hang for ever: each keeps a thread
 
 
 class RewardError(AlignerError):
@@ -80,7 +76,7 @@ class RewardError(AlignerError):
 
 
 class RewardRefused(RewardError, UserCodeError):
-    """It would fail so again: an error in its code, or what it returns."""
+    """A failure that would repeat: an error in the function's code, or a wrong return value."""
 
 
 class RewardHung(RewardError):
@@ -88,15 +84,15 @@ class RewardHung(RewardError):
 
 
 class FunctionReward:
-    """A `RewardModel` (aligner.protocols) made of a Python function (aligner.rewards.forms), which gets the samples of one `score` call.
+    """A `RewardModel` (aligner.protocols) from a Python function (aligner.rewards.forms) that receives the samples of one `score` call.
 
     Calls run in separate threads, `num_threads` at a time: with one, the function need not be thread-safe. `decode` turns tokens
-    into text. `name` stands for the function in messages.
+    into text. `name` is the function's name in messages.
 
-    With `on_error=invalid` the samples that the function fails for, when it is called with each alone, have no reward, and neither have
-    those that it gives NaN or infinity. The first of them is reported once per policy version.
+    With `on_error=invalid`, samples for which the function fails when called with each alone get no reward, and neither do samples that
+    it scores NaN or infinity. The first of them is reported once per policy version.
 
-    `about` is what the function says of itself for the preflight, in its attribute of that name; empty if nothing.
+    `about` is the function's attribute of that name, a description for the preflight; empty if it has none.
     """
 
     def __init__(
@@ -165,33 +161,33 @@ class FunctionReward:
             raise kind(f"reward function {self._name} raised {raised(error)}; {culprit}") from error
 
     def _possible_rewards(self, samples: Samples, deadline: float) -> tuple[list[float | None], str]:
-        """One per sample, NaN if there is none, and what went wrong first. Raises RewardError if too many calls hang already."""
+        """One reward per sample, NaN for none, and the first failure. Raises RewardError if too many calls hang already."""
         try:
             return self._checked(self._call(samples, deadline), samples), ""
         except RewardHung as error:
             return [math.nan] * len(samples), self._tolerable(error)
-        except Exception:  # not swallowed: it comes again below, from the samples that cause it
+        except Exception:  # not swallowed: it is raised again below, by the samples that cause it
             pass
         rewards: list[float | None] = [math.nan] * len(samples)
         complaint = ""
         for i in range(len(samples)):
             try:
                 rewards[i] = self._checked(self._call(samples.at(i), deadline), samples.at(i))[0]
-            except RewardHung as error:  # what is left of the time is none
+            except RewardHung as error:  # no time is left
                 return rewards, complaint or self._tolerable(error)
             except Exception as error:
                 complaint = complaint or f"{type(error).__name__}: {error}; for {samples.describe(i)}"
         return rewards, complaint
 
     def _tolerable(self, error: RewardHung) -> str:
-        """The error's text. Raises it if so many calls hang that this is no exception."""
+        """The error's text. Raises the error if too many calls hang."""
         self._hanging = [thread for thread in self._hanging if thread.is_alive()]
         if len(self._hanging) >= MAX_HANGING:
             raise RewardHung(f"{error}; {len(self._hanging)} calls hang, too many for on_error=invalid") from error
         return str(error)
 
     def _call(self, samples: Samples, deadline: float) -> object:
-        """What the function returns or raises; RewardHung if it has done neither by `deadline` (of time.monotonic)."""
+        """What the function returns or raises; RewardHung if it has done neither by `deadline` (time.monotonic)."""
         outcome: queue.SimpleQueue[tuple[object, BaseException | None]] = queue.SimpleQueue()
         function = self._function
 
@@ -213,7 +209,7 @@ class FunctionReward:
             self._hanging.append(thread)
             raise RewardHung(
                 f"reward function {self._name} returned nothing within timeout_seconds={self._timeout_seconds}; "
-                f"it was {_position(thread)}; it was given {len(samples)} samples, from {samples.describe(0)}"
+                f"it was {position(thread)[0]}; it was given {len(samples)} samples, from {samples.describe(0)}"
             ) from None
         if isinstance(error, Exception):
             raise error
@@ -222,7 +218,7 @@ class FunctionReward:
         return result
 
     def _culprit(self, samples: Samples, deadline: float) -> str:
-        """The first sample for which the function fails when called with it alone: an exception from a batch does not say which it was."""
+        """The first sample for which the function fails when called with it alone: a batch's exception does not identify it."""
         for i in range(len(samples)):
             try:
                 self._call(samples.at(i), deadline)
@@ -230,14 +226,13 @@ class FunctionReward:
                 return f"which of {len(samples)} samples it fails for was not found in time; they start with {samples.describe(0)}"
             except Exception:  # not swallowed: the caller raises the error of the whole batch, with this sample's name
                 return f"it fails for {samples.describe(i)}"
-        return f"it fails for no sample alone, only for the {len(samples)} together, from {samples.describe(0)}"
+        return f"it fails for no single sample, only for the {len(samples)} together, from {samples.describe(0)}"
 
     def _checked(self, result: object, samples: Samples) -> list[float | None]:
-        """The result, a list, a NumPy array or a tensor, as B numbers; RewardError naming the first sample whose entry is none.
+        """The result, a list, a NumPy array or a tensor, as B numbers; RewardError naming the first sample whose entry is not a number.
 
-        None is an entry as well for a function of TRL's signature.
-
-        NaN and infinity are numbers here, whatever gave them: what they lead to is the same for every kind of reward (`guard.reward`).
+        For a function of TRL's signature None is allowed too. NaN and infinity count as numbers here: `guard.reward` handles them for
+        every kind of reward.
         """
         result = result.tolist() if _is_array(result) else result
         if not isinstance(result, (list, tuple)):
@@ -267,7 +262,7 @@ class Complaints:
         self._last: int | None = None
 
     def say(self, text: str, version: int) -> None:
-        """Print it, unless something was printed for this version."""
+        """Print the text, unless a message was printed for this version."""
         if self._last != version:
             self._last = version
             print(f"warning: {self._about}: {text} (on_error=invalid; left out and counted)", flush=True)
@@ -284,7 +279,7 @@ def function_reward(
 
 
 def _scores(rewards: Sequence[float | None]) -> Scores:
-    """Of what a function said; where it said None it is silent, and the row has no reward by it."""
+    """The scores of a function's result; None means that it is silent, and the row has no reward from it."""
     silent = torch.tensor([reward is None for reward in rewards])
     values = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
     return Scores(rewards=values, valid=~silent, silent=silent)
@@ -295,27 +290,18 @@ def _is_array(x: object) -> TypeGuard[np.generic | np.ndarray | torch.Tensor]:
 
 
 def _only(x: object) -> object:
-    """What a list of one holds: a model's output for one sample often has a dimension of one."""
+    """The element of a list of one: a model's output for one sample often has a dimension of one."""
     return _only(x[0]) if isinstance(x, list) and len(x) == 1 else x
 
 
 def _float32(x: numbers.Real) -> float:
-    """x, infinite where float32 holds no such number."""
+    """x, or infinity beyond the range of float32."""
     return (math.inf if x > 0 else -math.inf) if abs(x) > FLOAT32_MAX else float(x)
 
 
 async def _await(awaitable: Awaitable[object]) -> object:
-    """A coroutine, which is all that asyncio.run takes, of anything that can be awaited."""
+    """Any awaitable as a coroutine, the only thing that asyncio.run accepts."""
     return await awaitable
-
-
-def _position(thread: threading.Thread) -> str:
-    """File and line where a running thread is, innermost frame."""
-    frame = sys._current_frames().get(thread.ident)  # type: ignore[arg-type]
-    if frame is None:
-        return "about to return"
-    last = traceback.extract_stack(frame)[-1]
-    return f"at {last.filename}:{last.lineno} ({last.name})"
 
 
 class NoReward:
@@ -328,4 +314,4 @@ class NoReward:
         return scores
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""

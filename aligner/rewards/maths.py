@@ -1,6 +1,6 @@
 """Rewards for mathematical answers (GSM8K, MATH and similar sets), checked by math-verify (https://github.com/huggingface/Math-Verify).
 
-Separate processes do the checking (aligner.rewards.maths_worker), because a thread cannot be interrupted. Needs `aligner[rewards]`.
+Separate processes check (aligner.rewards.maths_worker), because a thread cannot be interrupted. Requires `aligner[rewards]`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from aligner.errors import ConfigError
 from aligner.rewards.forms import Factory, TextFunction
 
-MARK = "####"  # in GSM8K the answer stands behind it
+MARK = "####"  # in GSM8K the answer follows it
 START = "import sys; sys.path.insert(0, {package!r}); from aligner.rewards.maths_worker import main; main()"
 START_SECONDS = 120.0  # sympy takes seconds to import, more where many start at once
 WALL_TIMES, GRACE_SECONDS = 10, 10.0  # time for a process that ignores its own alarm, on a machine under load, before it is killed
@@ -29,7 +29,7 @@ EXCERPT_CHARACTERS = 120
 
 
 class CheckFailed(Exception):
-    """A checking process ended or hung: says why."""
+    """A checking process ended or hung, with the reason."""
 
 
 @Factory
@@ -38,13 +38,13 @@ def maths(timeout_seconds: float = 2.0, num_workers: int = 2) -> TextFunction:
 
     The prompt's answer is the text after its last `####`, else all of it: a number (with commas, a currency, a unit or `%`) or a LaTeX
     expression. The response's is the text after its last `####`, else its last `\\boxed{...}`, else the last number or expression.
-    An answer that takes more than `timeout_seconds` of computing to check (not of time: the machine's load does not count), or
-    gigabytes, counts as wrong and is reported: the policy wrote it, so it must not be able to stop the run or to exclude its sample.
+    An answer whose check takes more than `timeout_seconds` of CPU time, or gigabytes of memory, counts as wrong and is reported: the
+    policy wrote it, so it must not be able to stop the run or to exclude its sample.
 
-    Raises ValueError for a prompt without an answer that is one, ConfigError without math-verify.
+    Raises ValueError for a prompt without a valid answer, ConfigError without math-verify.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("aligner.rewards.maths needs math-verify, which is not installed: pip install 'aligner[rewards]'")
+        raise ConfigError("aligner.rewards.maths requires math-verify, which is not installed: pip install 'aligner[rewards]'")
     if not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
         raise ValueError(f"timeout_seconds is {timeout_seconds}, expected a finite number above 0")
     if num_workers < 1:
@@ -68,7 +68,7 @@ def final_answer(text: str) -> str:
 
 
 class _Checkers:
-    """Processes that check, started when they are first needed; thread-safe."""
+    """Checking processes, started on demand; thread-safe."""
 
     def __init__(self, count: int, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -91,7 +91,7 @@ class _Checkers:
         return [float(bool(verdict)) for verdict in verdicts]
 
     def _check(self, gold: str, response: str) -> bool | None:
-        """Whether it is right; None if that cannot be found out in time. Raises ValueError for a gold answer that is none."""
+        """Whether it is right; None if undecided in time. Raises ValueError for an invalid gold answer."""
         checker = self._idle.get()
         try:
             if checker is None:
@@ -101,7 +101,7 @@ class _Checkers:
                 {"gold": gold, "response": text, "seconds": self._timeout_seconds}, WALL_TIMES * self._timeout_seconds + GRACE_SECONDS
             )
         except CheckFailed as error:
-            if checker is None or not checker.has_answered:  # it never worked: nothing that the policy wrote is to blame
+            if checker is None or not checker.has_answered:  # it never worked, so the policy is not to blame
                 raise
             print(f"maths: {error}; a new checking process takes its place", flush=True)
             checker.kill()
@@ -114,12 +114,12 @@ class _Checkers:
         finally:
             self._idle.put(checker)
         if "bad_gold" in verdict:
-            raise ValueError(f"the prompt's answer {gold[:EXCERPT_CHARACTERS]!r} is no number and no expression")
+            raise ValueError(f"the prompt's answer {gold[:EXCERPT_CHARACTERS]!r} is neither a number nor an expression")
         return verdict.get("right")
 
 
 class _Checker:
-    """One process. It ends when this one does, with its standard input."""
+    """One process. It ends with this one, when its standard input is closed."""
 
     def __init__(self) -> None:
         """Raises CheckFailed if it does not come up."""

@@ -1,19 +1,19 @@
-"""Running Python programs that nobody has read, as code written by a policy is (level 2).
+"""Runs untrusted Python programs, such as code written by a policy.
 
-`auto` is this one, and nothing weaker:
+`auto` is this isolation, never a weaker one:
 
-- `bubblewrap`: the program sees a read-only copy of /usr and of the interpreter, an empty directory of its own in memory, no network, no
-  other process. Needs `bwrap` and the right to make user namespaces, which many containers lack.
+- `bubblewrap`: the program sees a read-only copy of /usr and of the interpreter, an empty directory of its own in memory, no network and no
+  other process. Requires `bwrap` and the right to make user namespaces, which many containers lack.
 
-Weaker, and only by name:
+Weaker isolations must be named:
 
-- `landlock`: the program may open no files but the system's, the interpreter's and those in its own temporary directory, and change no
-  file's mode, times or attributes. Needs Linux 6.2 with Landlock, which containers usually have.
-- `limits`: files as the run's user may use them. Needs nothing.
+- `landlock`: the program may only open files of the system, of the interpreter and in its own temporary directory, and may not change
+  modes, times or attributes of files. Requires Linux 6.2 with Landlock, which containers usually have.
+- `limits`: the program may use files like the run's user. Requires nothing.
 
-In all of them: limits on time, memory, processes, file size and output, a clean environment, a list of allowed system calls, no sockets,
-no signals to processes of others, no new privileges, and nothing of it runs on afterwards. Root becomes another user first. docs/rewards.md
-has what this does not protect against.
+All of them have limits on time, memory, processes, file size and output, a clean environment, a list of allowed system calls, no sockets,
+no signals to other processes and no new privileges, and no process outlives the program. Root becomes another user first. docs/rewards.md
+lists what this does not protect against.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from enum import Enum
 from pathlib import Path
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.rewards.control_groups import control_group, delegated_place
-from aligner.rewards.jail.calls import allowed_calls
-from aligner.rewards.jail.kernel import NOBODY
+from aligner.rewards.jail import NOBODY, allowed_calls
 from aligner.rewards.surroundings import (
+    JAIL,
     bubblewrap_command,
+    control_group,
+    delegated_place,
     file_with,
     has_nobody,
     outermost,
     own_directory,
-    package_root,
     readable_paths,
 )
 
-START = "import sys; sys.path.insert(0, {package!r}); from aligner.rewards.jail.sandbox_child import main; main()"
-ENDING_SECONDS = 10.0  # for the processes of a program that was told to end
-START_SECONDS = 30.0  # until the surroundings stand, on a machine under load; the program's own time counts from then on
+START = "import sys; sys.path.append({folder!r}); from jail import main; main()"  # alone: it needs nothing else of this package
+ENDING_SECONDS = 10.0  # for the processes of a program to end
+START_SECONDS = 30.0  # to build the surroundings on a loaded machine; the program's own time starts then
 READ_BYTES = 65536
 
 
 class SandboxError(AlignerError):
-    """A program could not be started: this says nothing about the program."""
+    """A program could not be started, which is not the program's fault."""
 
 
 class Isolation(str, Enum):
@@ -71,7 +71,7 @@ WAYS_OUT = (
 )
 GUARANTEES = {
     Isolation.bubblewrap: "files, processes and network of its own",
-    Isolation.landlock: "weak: it opens no files but the system's, the interpreter's and its own; processes are not hidden from it",
+    Isolation.landlock: "weak: it only opens files of the system, the interpreter and its own; other processes are visible to it",
     Isolation.limits: "WEAK: it can read and write what this user can",
 }
 
@@ -90,12 +90,12 @@ class Ending(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxLimits:
-    """Resource limits of one program. Time counts from its start. Computing is per process, and with landlock and limits memory is too."""
+    """Resource limits of one program, from its start. CPU time is per process, and with landlock and limits so is memory."""
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 10
     memory_bytes: int = 512 * 2**20
-    disk_bytes: int = 16 * 2**20  # the directory's, with a file for every 4096; with isolation=landlock or limits a single file's
+    disk_bytes: int = 16 * 2**20  # of the directory, with a file per 4096 bytes; with isolation=landlock or limits, of a single file
     output_bytes: int = 256 * 2**10  # standard output and standard error, each
     processes: int = 16
     open_files: int = 64
@@ -109,7 +109,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a program ended: its exit code, or the signal's number if one ended it; what it wrote, as far as it was read."""
+    """How a program ended: its exit code or signal number, and its output as far as it was read."""
 
     ending: Ending
     code: int
@@ -118,7 +118,7 @@ class Outcome:
     seconds: float
 
 
-TRIAL = SandboxLimits(wall_seconds=60.0)  # whether an isolation works does not depend on the limits asked for, nor on the machine's load
+TRIAL = SandboxLimits(wall_seconds=60.0)  # generous: whether an isolation works must not depend on the requested limits or on load
 
 
 class Sandbox:
@@ -140,7 +140,7 @@ class Sandbox:
         self._interpreter = os.path.abspath(interpreter or sys.executable)
         self._bubblewrap = shutil.which(bubblewrap) or ""
         self._readable = readable_paths(self._interpreter)
-        # bubblewrap shows this Python too, which runs inside it before the program does
+        # inside bubblewrap this Python runs first, before the program
         self._readable_to_start = outermost([*self._readable, *readable_paths(sys.executable)])
         self._groups: Path | None = None
         self.isolation = Isolation.bubblewrap if isolation is Isolation.auto else isolation
@@ -148,11 +148,11 @@ class Sandbox:
         self._groups = self._working_groups()
 
     def run(self, source: str, stdin: str = "") -> Outcome:
-        """Run a program, which reads `stdin`. Raises SandboxError if it could not be started: no program can bring that about."""
+        """Run a program, which reads `stdin`. Raises SandboxError if it could not be started; no program can cause that."""
         return self._run(source, stdin, self.isolation, self.limits)
 
     def describe(self) -> str:
-        """What is in force, in a line."""
+        """The isolation in one line."""
         alone = self.isolation is Isolation.bubblewrap
         calls = len(allowed_calls(os.uname().machine, alone=alone))
         if self._groups:
@@ -163,7 +163,7 @@ class Sandbox:
 
     def _check_works(self, asked: Isolation) -> None:
         strong = self.isolation is Isolation.bubblewrap
-        refusal = "there is no bwrap" if strong and not self._bubblewrap else self._refusal(self.isolation)
+        refusal = "bwrap was not found" if strong and not self._bubblewrap else self._refusal(self.isolation)
         if refusal:
             why = f"does not work here with {self._interpreter} ({self.isolation.value}: {refusal})"
             raise ConfigError(f"sandbox isolation={asked.value}: {why}" + (f"; {WAYS_OUT}" if strong else ""))
@@ -179,7 +179,7 @@ class Sandbox:
         return f"a trial program ended with {outcome.ending.value} {outcome.code}: {outcome.stderr[-500:]}"
 
     def _working_groups(self) -> Path | None:
-        """Where control groups for programs can be made, if they can."""
+        """Where control groups for programs can be made, if anywhere."""
         self._groups = delegated_place()
         return self._groups if self._groups and not self._refusal(self.isolation) else None
 
@@ -197,13 +197,13 @@ class Sandbox:
                 killed = outcome.ending is Ending.signal and outcome.code == signal.SIGKILL
                 return replace(outcome, ending=Ending.memory) if killed and group and group.out_of_memory() else outcome
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise SandboxError(f"a program's surroundings cannot be made or removed: {error}") from error
+            raise SandboxError(f"a program's surroundings cannot be built or removed: {error}") from error
 
     def _started(self, order: dict[str, object], standard_input: int, limits: SandboxLimits) -> Outcome:
-        """Start the process that `order` is for, and follow it to its end."""
+        """Start the process for `order`, and follow it to its end."""
         status, tell = os.pipe()
         order |= {"status": tell}
-        command = [sys.executable, "-I", "-S", "-c", START.format(package=package_root()), json.dumps(order)]
+        command = [sys.executable, "-I", "-S", "-c", START.format(folder=os.path.dirname(JAIL)), json.dumps(order)]
         passed = [descriptor for name in ("program", "status", "control_group") if isinstance(descriptor := order[name], int)]
         try:
             try:
@@ -224,7 +224,7 @@ class Sandbox:
             os.close(status)
 
     def _order(self, isolation: Isolation, limits: SandboxLimits, directory: str, uid: int | None) -> dict[str, object]:
-        """What aligner.rewards.jail.sandbox_child is told, but for the descriptors."""
+        """The order for aligner.rewards.jail, without the descriptors."""
         command: list[str] = []
         if isolation is Isolation.bubblewrap:
             command = bubblewrap_command(self._bubblewrap, self._readable_to_start, limits.disk_bytes, then_nobody=uid is not None)
@@ -244,18 +244,18 @@ class Sandbox:
 
 
 class _Watch:
-    """Reads what a started program writes until it ends, or makes it end."""
+    """Reads a started program's output until it ends, or ends it."""
 
     def __init__(self, process: subprocess.Popen[bytes], status: int, limits: SandboxLimits, *, gently: bool) -> None:
         self._process = process
         self._limits = limits
-        self._gently = gently  # it has to be asked to end, to end what it started first
+        self._gently = gently  # it gets a chance to end its own processes first
         self._read: dict[int, bytearray] = {}
         self._status, self._out, self._err = status, process.stdout.fileno(), process.stderr.fileno()
         self._started_at: float | None = None
 
     def outcome(self) -> Outcome:
-        """Wait for the end; whatever happens on the way, nothing is left. Raises SandboxError if the program was never started."""
+        """Wait for the end; nothing is left, whatever happens. Raises SandboxError if the program was never started."""
         ending: Ending | None = None
         try:
             ending = self._follow(time.monotonic() + START_SECONDS)
@@ -270,7 +270,7 @@ class _Watch:
         return self._judged(ending, said)
 
     def _follow(self, deadline: float) -> Ending | None:
-        """Read until all ends are closed; an ending if it has to be brought about."""
+        """Read until everything is closed; returns an ending if the program must be ended."""
         with selectors.DefaultSelector() as selector:
             for descriptor in (self._status, self._out, self._err):
                 self._read[descriptor] = bytearray()
@@ -292,7 +292,7 @@ class _Watch:
         return None
 
     def _end(self, *, at_once: bool) -> None:
-        """Reap the process, which ends the program's if it still runs."""
+        """Reap the process, which ends the program's processes."""
         if self._gently and not at_once:
             self._process.send_signal(signal.SIGTERM)
         elif not at_once:
@@ -304,7 +304,7 @@ class _Watch:
             self._process.wait(ENDING_SECONDS)
 
     def _said(self) -> dict[str, object]:
-        """What the process told of itself."""
+        """The process's own report."""
         said: dict[str, object] = {}
         for line in bytes(self._read[self._status]).splitlines():
             said |= json.loads(line)

@@ -14,8 +14,7 @@ from reward_cases import by_prompt
 from stories import PROMPT_LENGTH, RESPONSE_LENGTH, Files, read, write
 
 from aligner.data.config import Learn, Overlong, PreferenceDataConfig, SFTDataConfig
-from aligner.data.preferences import load_preferences
-from aligner.data.supervised import SupervisedExample, load_supervised
+from aligner.data.supervised import SupervisedExample, load_preferences, load_supervised
 from aligner.rewards.builtin import happy_words
 
 MATHS_LENGTH, NUM_MATHS, NUM_HELD_OUT_MATHS = 256, 1000, 200

@@ -13,10 +13,9 @@ from stories import ATTRIBUTES, Files, Record, read, write
 from torch import Tensor
 
 from aligner.data.config import BadLines, Overlong, PreferenceDataConfig, RegressionDataConfig, StepDataConfig
-from aligner.data.preferences import load_preferences
+from aligner.data.judged import load_regression, load_steps
 from aligner.data.records import split_dialogue
-from aligner.data.regression import load_regression
-from aligner.data.steps import load_steps
+from aligner.data.supervised import load_preferences
 
 FOLDS = 3
 HH_LENGTH, HH_PROMPT_CHARACTERS = 192, 160

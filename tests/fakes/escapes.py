@@ -147,7 +147,7 @@ def main() -> None:
     package, isolation, interpreter, *names = sys.argv[1:]
     sys.path.insert(0, package)
     from aligner.errors import ConfigError
-    from aligner.rewards.jail.calls import allowed_calls
+    from aligner.rewards.jail import allowed_calls
     from aligner.rewards.sandbox import NOBODY, Isolation, Sandbox, SandboxLimits, has_nobody
 
     os.environ["SECRET"] = "do not tell"

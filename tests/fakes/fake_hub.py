@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 LARGE = (".safetensors", ".parquet")  # what the Hub keeps in its large file storage, and serves after a redirect
-_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)/revision/(.+)")
+_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)/(revision|tree)/(.+)")
 _RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _WRITE = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)/(preupload|commit)/(.+)")
 _LFS = re.compile(r"/(datasets/)?([^/]+/[^/]+)\.git/info/lfs/objects/batch")
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             return self._json({"errors": [], "warnings": []})
         if found := _API.fullmatch(path):
-            return self._info(f"{found[1]}/{found[2]}", found[3])
+            return self._info(f"{found[1]}/{found[2]}", found[4], as_tree=found[3] == "tree")
         if found := _RESOLVE.fullmatch(path):
             return self._resolve(f"{'datasets' if found[1] else 'models'}/{found[2]}", found[3], found[4])
         if found := _LFS.fullmatch(path):
@@ -137,8 +137,12 @@ class _Handler(BaseHTTPRequestHandler):
             return commit, repository.commits[commit]
         return None
 
-    def _info(self, name: str, revision: str) -> None:
-        if found := self._repository(name, revision):
+    def _info(self, name: str, revision: str, *, as_tree: bool) -> None:
+        if not (found := self._repository(name, revision)):
+            return
+        if as_tree:
+            self._json([{"type": "file", "path": file, "size": len(data), "oid": _git(data)} for file, data in found[1].items()])
+        else:
             siblings = [{"rfilename": file, "size": len(data), "blobId": _git(data)} for file, data in found[1].items()]
             self._json({"id": name.partition("/")[2], "sha": found[0], "siblings": siblings, "tags": [], "private": False, "downloads": 0})
 

@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "more steps than the sources last": (
         GRPO,
         ["data.train=[{{path: {}/prompts.jsonl, max_epochs: 0.5}}]", "loop.max_steps=3"],
-        ["data.train: every source reaches its max_epochs after 32 examples, which are 2 steps of 16"],
+        ["data.train: every source reaches its max_epochs after 32 examples, that is 2 steps of 16"],
     ),
     "a validation of nothing": (
         SFT,

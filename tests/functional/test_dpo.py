@@ -134,7 +134,7 @@ def _validated(directory: Path) -> list[dict[str, float]]:
 def _short_pairs(tokenizer, path: Path):
     """(tokens, number of prompt tokens) of both responses of every pair that is short enough, as `aligner.data` makes them."""
     from aligner.data.config import BadLines, Overlong, PreferenceDataConfig
-    from aligner.data.preferences import load_preferences
+    from aligner.data.supervised import load_preferences
     from aligner.data.tokenizer import load_tokenizer
 
     config = PreferenceDataConfig(train=str(path), max_length=LENGTH, overlong=Overlong.drop, bad_lines=BadLines.skip)

@@ -198,7 +198,7 @@ def test_all_unknown_keys_of_a_saved_config() -> None:
         ("logging.wandb_entity=me", "logging.wandb_entity=me: needs logging.wandb_project"),
         ("validation.scorer.timeout_seconds=0", "validation.scorer.timeout_seconds=0.0: must be finite and above 0"),
         ("reward.function.timeout_seconds=0", "reward.function.timeout_seconds=0.0: must be finite and above 0"),
-        ("reward.functions.a.weight=1", "reward.functions.a: no source: a reward has exactly one of"),
+        ("reward.functions.a.weight=1", "reward.functions.a: no source: a reward requires exactly one of"),
         ("parallel.vpp=2", "parallel.vpp=2: the interleaved schedule needs parallel.pp > 1"),
         ("critic.parallel.vpp=2", "critic.parallel.vpp=2: the interleaved schedule needs critic.parallel.pp > 1"),
         ("reward.parallel.tp_comm_overlap=true", "reward.parallel.tp_comm_overlap=true: needs reward.parallel.sequence_parallel=true"),

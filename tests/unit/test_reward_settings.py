@@ -85,7 +85,7 @@ def test_in_yaml_and_changed_or_removed_afterwards(parts):
         ("reward.functions.maths.wieght=2", "unknown setting reward.functions.maths.wieght .*did you mean reward.functions.maths.weight"),
         ("reward.functions.maths={path:'a:b',wieght:2}", "did you mean reward.functions.maths.weight"),
         ("reward.functions.maths={path:'a:b',weight:much}", "reward.functions.maths.weight: .*'much'"),
-        ("reward.functions.maths.weight=2", "^reward.functions.maths: no source: a reward has exactly one of"),
+        ("reward.functions.maths.weight=2", "^reward.functions.maths: no source: a reward requires exactly one of"),
         ("~reward.functions.maths", "there is no reward.functions.maths to remove"),
         ("~reward.functions", "would remove a setting that the schema has"),
     ],

@@ -15,9 +15,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from aligner.data.conversion import Record, converter, each_record, label_text, run, steerlm
-from aligner.data.published import HELPSTEER_ATTRIBUTES as ATTRIBUTES
-from aligner.data.published import helpsteer_turns as messages
+from conversion import Record, converter, each_record, label_text, run, steerlm
+
+from aligner.data.forms import HELPSTEER_ATTRIBUTES as ATTRIBUTES
+from aligner.data.forms import helpsteer_turns as messages
 
 
 def regression(record: Record) -> Iterator[Record]:

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterator
 from itertools import groupby
 
-from aligner.data.conversion import Record, converter, each_record, run
+from conversion import Record, converter, each_record, run
+
 from aligner.data.records import split_dialogue
 from aligner.errors import DataError
 

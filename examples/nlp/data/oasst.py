@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from aligner.data.conversion import Record, converter, label_text, run, steerlm
+from conversion import Record, converter, label_text, run, steerlm
+
 from aligner.data.records import raw_object
 from aligner.data.sources import RawRecord, read_records
 from aligner.errors import DataError

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
 
-from aligner.data.conversion import Record, converter, each_record, run
-from aligner.data.published import ultrafeedback_score as score
+from conversion import Record, converter, each_record, run
+
+from aligner.data.forms import ultrafeedback_score as score
 from aligner.errors import DataError
 
 

@@ -14,11 +14,9 @@ from aligner.algorithms.ai_feedback import Judge, Judgement, judgement_metrics
 from aligner.algorithms.chains import Broken, ConstitutionConfig, Learnt, Pairs, discards_of, preference_records, supervised_records
 from aligner.algorithms.constitution import Constitutional
 from aligner.data.config import ConstitutionDataConfig, PreferenceDataConfig, SFTDataConfig
-from aligner.data.constitution import Constitution, Principle
-from aligner.data.critiques import Framing, load_cases
+from aligner.data.constitution import Constitution, Framing, Principle, load_cases
 from aligner.data.parts import Parts
-from aligner.data.preferences import load_preferences
-from aligner.data.supervised import load_supervised
+from aligner.data.supervised import load_preferences, load_supervised
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import ConfigError, DataError, RunHalted
 from aligner.loop.loop import Clock

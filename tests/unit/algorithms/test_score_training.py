@@ -10,9 +10,8 @@ import torch
 from aligner.algorithms.process_reward_model import ProcessRewardModelConfig, ProcessRewardModelTraining, process_loss
 from aligner.algorithms.regression_reward_model import RegressionConfig, RegressionTraining, correlation, reports
 from aligner.algorithms.reward_model import RewardModelConfig
+from aligner.data.judged import LabelledExample, SteppedExample, labelled_batch, step_batch
 from aligner.data.labelled import MISSING
-from aligner.data.regression import LabelledExample, labelled_batch
-from aligner.data.steps import SteppedExample, step_batch
 from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError
 from aligner.loop.loop import Clock

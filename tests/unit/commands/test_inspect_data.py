@@ -8,7 +8,7 @@ import pytest
 
 from aligner import cli
 from aligner.commands.inspect_data import kinds_of
-from aligner.data.published import HELPSTEER_ATTRIBUTES
+from aligner.data.forms import HELPSTEER_ATTRIBUTES
 
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 

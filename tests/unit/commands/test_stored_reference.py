@@ -14,9 +14,8 @@ from aligner.algorithms.dpo import DPO, DPOConfig, TrainDPO
 from aligner.algorithms.kto import KTO, KTOConfig, StoredMismatches, TrainKTO
 from aligner.cluster.run_directory import RunDirectory
 from aligner.data.collate import supervised_batch
-from aligner.data.preferences import PreferencePair
-from aligner.data.supervised import SupervisedExample
-from aligner.data.unpaired import UnpairedExample
+from aligner.data.judged import UnpairedExample
+from aligner.data.supervised import PreferencePair, SupervisedExample
 from aligner.errors import ConfigError, DataError
 from aligner.loop.epochs import ReferenceLogprobs
 from aligner.loop.loop import Clock

@@ -79,7 +79,7 @@ def test_the_first_few_of_each_kind_a_histogram_and_what_is_left_out(tmp_path, t
     out = capsys.readouterr().out.splitlines()
     assert (
         sum(line.startswith(f"bad: {file}:") for line in out) == 4
-        and f"bad: {file}:6: field 'response' is missing (there are ['prompt'])" in out
+        and f"bad: {file}:6: field 'response' is missing (the record has ['prompt'])" in out
     )
     assert "bad: ... and 2 more: field 'response' is ..., expected a non-empty string (--all lists them)" in out
     assert (

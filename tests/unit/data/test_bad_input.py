@@ -19,14 +19,11 @@ from aligner.data.config import (
     StepDataConfig,
     UnpairedDataConfig,
 )
-from aligner.data.preferences import load_preferences
+from aligner.data.judged import load_regression, load_steps, load_unpaired
 from aligner.data.prompts import load_prompts
 from aligner.data.proposals import load_proposals
-from aligner.data.regression import load_regression
-from aligner.data.steps import load_steps
-from aligner.data.supervised import load_demonstrations, load_supervised
+from aligner.data.supervised import load_demonstrations, load_preferences, load_supervised
 from aligner.data.tokenizer import load_tokenizer
-from aligner.data.unpaired import load_unpaired
 from aligner.errors import DataError
 
 LOADERS = {
@@ -59,14 +56,14 @@ BOT = {"role": "bot", "content": "b"}
 SPEAKERS = [{"from": "Human", "value": "a"}, {"from": "Bot", "value": "b"}]
 BAD = [
     ("sft", {"prompt": "a", "response": ""}, "expected a non-empty string"),
-    ("sft", {"prompt": "a", "response": " \n"}, "there is only white space"),
-    ("sft", {"messages": [USER, {"role": "assistant", "content": " "}]}, "there is only white space"),
-    ("sft", {"prompt": "a", "response": "\u200b\ufeff\u2060 \u00ad"}, "there is only white space"),  # which no reader sees
-    ("sft", {"messages": [USER, {"role": "assistant", "content": "\u200b\n"}]}, "there is only white space"),
-    ("sft", {"conversations": [{"from": "User", "value": "a"}, {"from": "Assistant", "value": "\u2800"}]}, "there is only white space"),
-    ("sft", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "\u200e"}]}, "there is only white space"),
-    ("sft", {"text": "\ufeff"}, "there is only white space"),
-    ("pairs", {"prompt": "a", "chosen": "b", "rejected": "\u2060"}, "there is only white space"),
+    ("sft", {"prompt": "a", "response": " \n"}, "not only white space"),
+    ("sft", {"messages": [USER, {"role": "assistant", "content": " "}]}, "not only white space"),
+    ("sft", {"prompt": "a", "response": "\u200b\ufeff\u2060 \u00ad"}, "not only white space"),  # which no reader sees
+    ("sft", {"messages": [USER, {"role": "assistant", "content": "\u200b\n"}]}, "not only white space"),
+    ("sft", {"conversations": [{"from": "User", "value": "a"}, {"from": "Assistant", "value": "\u2800"}]}, "not only white space"),
+    ("sft", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "\u200e"}]}, "not only white space"),
+    ("sft", {"text": "\ufeff"}, "not only white space"),
+    ("pairs", {"prompt": "a", "chosen": "b", "rejected": "\u2060"}, "not only white space"),
     (
         "pairs",
         {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: \u200b"},
@@ -77,17 +74,17 @@ BAD = [
         {"chosen": [USER, {"role": "assistant", "content": "\u3164"}], "rejected": [USER, BOT | {"role": "assistant"}]},
         "white space",
     ),
-    ("kto", {"prompt": "a", "response": "\u200b", "preference": True}, "there is only white space"),
-    ("spin", {"prompt": "a", "response": "\u2063"}, "there is only white space"),
+    ("kto", {"prompt": "a", "response": "\u200b", "preference": True}, "not only white space"),
+    ("spin", {"prompt": "a", "response": "\u2063"}, "not only white space"),
     ("sft", {"messages": [USER, {"role": "bot", "content": "b"}]}, "role is 'bot', allowed: system, user, assistant, tool"),
-    ("sft", {"messages": [USER, *2 * [{"role": "assistant", "content": "b"}]]}, "role is 'assistant' as that of the one before"),
+    ("sft", {"messages": [USER, *2 * [{"role": "assistant", "content": "b"}]]}, "role is 'assistant', like the message before"),
     ("sft", {"messages": [USER]}, "the last message has role 'user', expected 'assistant'"),
-    ("sft", {"conversations": SPEAKERS}, "mask' is 'User', which is none of the speakers ['Bot', 'Human']"),
+    ("sft", {"conversations": SPEAKERS}, "mask' is 'User', which is not among the speakers ['Bot', 'Human']"),
     ("sft", {"prompt": "a" * 2000, "response": "b"}, TOO_LONG),
     ("pairs", {"prompt": LONG, "chosen": "b", "rejected": "c"}, TOO_LONG),
     ("pairs", {"messages": [USER], "prompt": [BOT], "chosen": "b", "rejected": "c"}, "role is 'bot', allowed: system, user"),
     ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "expected two different responses"),
-    ("pairs", {"prompt": "a", "chosen": " ", "rejected": "b"}, "there is only white space"),
+    ("pairs", {"prompt": "a", "chosen": " ", "rejected": "b"}, "not only white space"),
     ("pairs", {"chosen": "\n\nHuman: a\n\nAssistant: ", "rejected": "\n\nHuman: a\n\nAssistant: b"}, "the chosen response is ' '"),
     ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "chosen_reward": float("nan"), "rejected_reward": 0}, "finite number"),
     ("prompts", {"messages": [USER, {"role": "assistant", "content": "b"}]}, "the last message has role 'assistant'"),
@@ -110,7 +107,7 @@ BAD = [
     ("proposals", PROPOSED | {"responses": [TURN, TURN | {"log(P(a|x,y))": NAN}]}, "field 'responses[1]': 'log(P(a|x,y))' is nan"),
     ("proposals", PROPOSED | {"prompt_turns": [{"from": "User", "value": LONG}]}, TOO_LONG),
     ("proposals", PROPOSED | {"prompt_turns": [{"from": "", "value": "a"}]}, "field 'prompt_turns[0]'"),
-    ("spin", {"prompt": "a", "response": " "}, "there is only white space"),
+    ("spin", {"prompt": "a", "response": " "}, "not only white space"),
     ("spin", {"prompt": LONG, "response": "b"}, TOO_LONG),
     ("spin", {"messages": [USER, BOT]}, "role is 'bot', allowed: system, user"),
 ]

@@ -374,13 +374,13 @@ def test_thinking_and_calls_are_learnt_as_the_template_writes_them(tmp_path):
     [
         (
             "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
-            "message 0: the chat template of .* leaves out 'brief' of role 'system'",
+            "message 0: the chat template of .* omits or changes 'brief' of role 'system'",
         ),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out 'brief'"),
-        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "leaves out 'brief'"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "omits or changes 'brief'"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "omits or changes 'brief'"),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}x{% endif %}",
-            "behind its own generation prompt",
+            "after its own generation prompt",
         ),
     ],
 )

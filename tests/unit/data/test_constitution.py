@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 
 from aligner.data.config import ConstitutionDataConfig
-from aligner.data.constitution import Comparison, Constitution, Example, Principle, draw, load_constitution
-from aligner.data.critiques import Framing, Question, Turns, load_cases
+from aligner.data.constitution import (
+    Comparison,
+    Constitution,
+    Example,
+    Framing,
+    Principle,
+    Question,
+    Turns,
+    draw,
+    load_cases,
+    load_constitution,
+)
 from aligner.errors import ConfigError, DataError
 
 EXAMPLE = Example(prompt="p", response="r", critique_request="cr", critique="c", revision_request="rr", revision="v")
@@ -56,18 +66,18 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     [
         ("principles: []\n", ["c.yaml:1: principles is empty, expected at least one"]),
         ("- a\n", ["c.yaml: is ['a'], expected the field 'principles', a list of them"]),
-        ("a: 1\nprinciple: 2\n", ["c.yaml:1: has no field 'principles'", "c.yaml:2: principle is no field that is known, allowed: comp"]),
+        ("a: 1\nprinciple: 2\n", ["c.yaml:1: has no field 'principles'", "c.yaml:2: principle is an unknown field, allowed: comp"]),
         ("principles:\n- question: 3\n", ["c.yaml:2: principles[0].question is 3, expected a string"]),
         (
             "principles:\n- question: a\n- question: ' '\n- b\n",
             ["c.yaml:3: principles[1].question is ' ', expe", "c.yaml:4: principles[2] is"],
         ),
-        ("principles:\n- name: a\n", ["c.yaml:2: principles[0] asks for nothing"]),
+        ("principles:\n- name: a\n", ["c.yaml:2: principles[0] requests nothing"]),
         ("principles:\n- critique_request: a\n", ["c.yaml:2: principles[0] has 'critique_request' alone"]),
-        ("principles:\n- question: a\n  question: b\n", ["c.yaml:3: 'question' is there twice"]),
+        ("principles:\n- question: a\n  question: b\n", ["c.yaml:3: 'question' appears twice"]),
         (
             "principles:\n- {name: a, question: b}\n- {name: a, question: c}\n",
-            ["c.yaml:3: principles[1].name is 'a' as that of principles[0]"],
+            ["c.yaml:3: principles[1].name is 'a', like principles[0]"],
         ),
         ("principles:\n- question: a\nexamples:\n- prompt: a\n", ["c.yaml:4: examples[0] has no field 'critique'", "'revision_request'"]),
         (

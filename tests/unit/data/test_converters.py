@@ -12,9 +12,8 @@ from types import ModuleType
 import pytest
 
 from aligner.data.config import PreferenceDataConfig, RegressionDataConfig, SFTDataConfig
-from aligner.data.preferences import load_preferences
-from aligner.data.regression import load_regression
-from aligner.data.supervised import load_supervised
+from aligner.data.judged import load_regression
+from aligner.data.supervised import load_preferences, load_supervised
 
 FOLDER = Path(__file__).parents[3] / "examples" / "nlp" / "data"
 HELPSTEER = {"helpfulness": 3, "correctness": 4, "coherence": 4, "complexity": 1, "verbosity": 2}
@@ -23,6 +22,7 @@ MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
 
 
 def program(name: str) -> ModuleType:
+    sys.path.insert(0, str(FOLDER))  # as Python does for a script: they share conversion.py
     spec = importlib.util.spec_from_file_location(f"converter_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

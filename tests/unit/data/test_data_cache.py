@@ -13,17 +13,17 @@ from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 
+import filelock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from aligner.data import cache, stored
 from aligner.data.config import BadLines, PreferenceDataConfig, PromptDataConfig, ProposalDataConfig, RegressionDataConfig, SFTDataConfig
-from aligner.data.preferences import load_preferences
+from aligner.data.judged import load_regression
 from aligner.data.prompts import load_prompts
-from aligner.data.regression import load_regression
 from aligner.data.stored import StoredExamples, row_counts
-from aligner.data.supervised import load_supervised
+from aligner.data.supervised import load_preferences, load_supervised
 from aligner.errors import ConfigError, DataError
 
 ODD = [{"prompt": "a", "when": datetime(2024, 1, 1), "raw": {"b": b"\xff"}, "price": Decimal("1.5"), "n": float("nan"), "kept": {"x": [1]}}]
@@ -40,7 +40,7 @@ def test_fields_that_json_has_no_values_of(kept, chars, tmp_path):
         "price": "'price'",
     }
     for name, said in refused.items():
-        with pytest.raises(DataError, match=f"{said}.*which data.cache cannot keep: .*allowed: what JSON has, or data.cache=''"):
+        with pytest.raises(DataError, match=f"{said}.*which data.cache cannot keep: .*allowed: values of JSON, or data.cache=''"):
             load_prompts(path, config, chars, columns=frozenset([name]))
     with pytest.raises(DataError, match="data.cache cannot keep"):
         load_prompts(path, config, chars)
@@ -183,7 +183,7 @@ def test_what_is_damaged_is_made_again_or_not_used(jsonl, chars, kept):
     content[-200] ^= 1  # as many bytes: found when the block is read, which no start waits for
     shard.write_bytes(content)
     examples, _ = read(path, chars, **kept)
-    with pytest.raises(DataError, match=f"^{shard} is damaged; remove {directory}, and it is made again"):
+    with pytest.raises(DataError, match=f"^{shard} is damaged; remove {directory}, and it will be made again"):
         list(examples)
 
 
@@ -197,7 +197,7 @@ def test_nothing_is_kept_of_a_data_set_that_is_refused(jsonl, chars, kept):
     assert not made(kept) and not [one for one in Path(kept["cache"]).iterdir() if one.is_dir() and one.name != "digests"]
     with pytest.raises(DataError, match="data file 'missing.jsonl' does not exist"):
         read("missing.jsonl", chars, **kept)
-    with pytest.raises(ConfigError, match="data.cache: 'datasets:some/name' names no files here"):
+    with pytest.raises(ConfigError, match="data.cache: 'datasets:some/name' names no local files"):
         read("datasets:some/name", chars, **kept)
     Path(path).with_name("file").write_text("")
     with pytest.raises(ConfigError, match="data.cache=.*file"):
@@ -249,7 +249,7 @@ def test_two_machines_that_make_the_same_do_no_harm(jsonl, chars, kept, monkeypa
     def no_locks(self, **options):
         raise NotImplementedError
 
-    monkeypatch.setattr(cache.filelock.FileLock, "acquire", no_locks)
+    monkeypatch.setattr(filelock.FileLock, "acquire", no_locks)
     convert = cache._Storing.convert
 
     def slow(self, *arguments):

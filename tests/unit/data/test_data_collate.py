@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from aligner.data.collate import preference_batch, rollout_batch, supervised_batch, token_batch
-from aligner.data.preferences import PreferencePair
-from aligner.data.supervised import SupervisedExample
+from aligner.data.supervised import PreferencePair, SupervisedExample
 from aligner.types import FinishReason, Prompt, Rollout
 
 

@@ -150,7 +150,7 @@ def test_a_tail_bucket_needs_log_probs(jsonl, chars, tmp_path: Path) -> None:
     [
         ({"labels": [6, 8, 2]}, "field 'labels' is not 'tokens' moved by one"),
         ({"loss_mask": [0, 0, 0]}, "field 'loss_mask' is [0, 0, 0]"),
-        ({"topk_token_ids": [[6, 7], [7, 7], [2, 9]]}, "names another number of tokens in some positions, or a token twice"),
+        ({"topk_token_ids": [[6, 7], [7, 7], [2, 9]]}, "names a different number of tokens in some positions, or a token twice"),
         ({"topk_logits": [[0.0, 0.0], [float("nan"), 1.0], [2.0, -1.0]]}, "field 'topk_logits[1]' is [nan, 1.0]"),
         ({"tokens": [5, 6, 4000]}, "field 'tokens' is [5, 6, 4000], expected a list of token ids from 0 to 100"),
     ],

@@ -24,17 +24,14 @@ from aligner.data.config import (
     StepDataConfig,
     UnpairedDataConfig,
 )
-from aligner.data.critiques import load_cases
+from aligner.data.constitution import load_cases
 from aligner.data.distillation import load_distillation
-from aligner.data.preferences import load_preferences
+from aligner.data.judged import load_regression, load_steps, load_unpaired
+from aligner.data.labelled import load_requests, load_unlabelled
 from aligner.data.prompts import load_prompts
 from aligner.data.proposals import LabelQuery, Quantity, load_proposals, load_sampled
-from aligner.data.regression import load_regression
-from aligner.data.requests import load_requests, load_unlabelled
 from aligner.data.sources import read_records
-from aligner.data.steps import load_steps
-from aligner.data.supervised import load_demonstrations, load_supervised
-from aligner.data.unpaired import load_unpaired
+from aligner.data.supervised import load_demonstrations, load_preferences, load_supervised
 from aligner.errors import DataError
 
 QUERY = LabelQuery(quantity=Quantity.proposal, attributes=("quality",), lowest=0, highest=4)
@@ -143,7 +140,7 @@ TWO_READINGS = [
 @pytest.mark.parametrize(("load", "config", "record", "both"), TWO_READINGS, ids=[both for *_, both in TWO_READINGS])
 def test_two_readings_of_one_record_are_refused(load, config, record, both, jsonl, chars):
     path = jsonl(record)
-    with pytest.raises(DataError, match=f"{path}:1: has {both}, either of which could be meant, expected one of them"):
+    with pytest.raises(DataError, match=f"{path}:1: has {both}, which is ambiguous, expected one of them"):
         load(path, config(train=path), chars)
 
 
@@ -214,7 +211,10 @@ def test_answers_are_found_inside_of_other_fields(name, record, answer, jsonl, c
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("reward_model", "'reward_model' is .*expected a string or a number .data.answer_field=reward_model.ground_truth is a field of it"),
+        (
+            "reward_model",
+            "'reward_model' is .*expected a string or a number .data.answer_field=reward_model.ground_truth is one of its fields",
+        ),
         ("prompt.content", "data.answer_field='prompt.content': none of the 1 records"),
         ("reward_model.truth", "none of .* they have data_source, .*reward_model.ground_truth"),
         ("ground_truht", "did you mean 'reward_model.ground_truth'"),

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from aligner.data.config import PromptDataConfig, SFTDataConfig
-from aligner.data.folders import left_out, located
 from aligner.data.prompts import load_prompts, read_questions
-from aligner.data.sources import read_records
+from aligner.data.sources import left_out, located, read_records
 from aligner.data.supervised import load_supervised
 from aligner.errors import DataError
 
@@ -77,11 +76,11 @@ def _has(folder: str, split: str) -> bool:
 
 
 REFUSED = [
-    (["validation.jsonl"], "files of the split validation; name the split that is meant: .*d:validation"),
+    (["validation.jsonl"], "files of the split validation; name the split: .*d:validation"),
     (["train_sft-00000-of-00001.jsonl", "test_sft-00000-of-00001.jsonl"], "files of the splits test_sft, train_sft; name"),
     (["train.jsonl", "extra.jsonl"], r"files of the split train, and of no split \(extra.jsonl\)"),
     (["dev.jsonl", "test.jsonl"], "files of the splits dev, test"),
-    (["main/train.jsonl", "main/test.jsonl", "socratic/train.jsonl"], "the split 'train' lies in main, socratic; name the directory"),
+    (["main/train.jsonl", "main/test.jsonl", "socratic/train.jsonl"], "the split 'train' lies in main, socratic; name one of"),
 ]
 
 
@@ -157,10 +156,10 @@ def test_save_to_disk_is_read_with_and_without_the_prefix(tmp_path, monkeypatch)
     with pytest.raises(DataError, match="no split 'dev', there are train, test"):
         files_read(f"{several}:dev")
     for place in (saved, f"datasets:{saved}"):
-        with pytest.raises(DataError, match="no split 'test': one data set was saved there"):
+        with pytest.raises(DataError, match="no split 'test': it was saved as one data set"):
             files_read(f"{place}:test")
     datasets.DatasetDict({"a": rows, "b": rows}).save_to_disk(str(tmp_path / "others"))
-    with pytest.raises(DataError, match="files of the splits a, b; name the split that is meant"):
+    with pytest.raises(DataError, match="files of the splits a, b; name the split"):
         files_read(str(tmp_path / "others"))
     for name in ("state.json", "dataset_info.json"):
         (tmp_path / "saved" / name).unlink()

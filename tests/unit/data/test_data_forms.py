@@ -19,14 +19,12 @@ from aligner.data.config import (
     UnpairedDataConfig,
 )
 from aligner.data.forms import FORMS, Purpose, advice, candidates, recast
+from aligner.data.judged import load_regression, load_unpaired
 from aligner.data.messages import Message
-from aligner.data.preferences import load_preferences
 from aligner.data.prompts import load_prompts
 from aligner.data.records import parse_judged, parse_preference, parse_prompt, parse_supervised
-from aligner.data.regression import load_regression
 from aligner.data.sources import RawRecord, read_records
-from aligner.data.supervised import load_supervised
-from aligner.data.unpaired import load_unpaired
+from aligner.data.supervised import load_preferences, load_supervised
 from aligner.errors import ConfigError, DataError
 
 USER, ASSISTANT, OTHER = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
@@ -263,7 +261,7 @@ def test_what_a_form_does_not_use_is_listed(jsonl, chars):
 
 BAD = [
     (load_supervised, SFTDataConfig, {"question": "q", "reply": "a"}, "has the fields ['question', 'reply'], expected those of a form: "),
-    (load_supervised, SFTDataConfig, ALPACA | {"conversations": [HUMAN, GPT]}, "has 'instruction' and 'conversations', either of which"),
+    (load_supervised, SFTDataConfig, ALPACA | {"conversations": [HUMAN, GPT]}, "has 'instruction' and 'conversations', which is ambiguous"),
     (
         load_supervised,
         SFTDataConfig,
@@ -316,7 +314,7 @@ def test_a_setting_names_the_form(jsonl, chars):
     config = UnpairedDataConfig(train=path, form=RecordForm.prompt_response, bad_lines=BadLines.skip)
     (example,), _ = load_unpaired(path, config, chars)
     assert chars.decode(example.response) == "c"
-    assert read(both, Purpose.steps, RecordForm.sharegpt).error.startswith("data.form=sharegpt: such records hold no steps data")
+    assert read(both, Purpose.steps, RecordForm.sharegpt).error.startswith("data.form=sharegpt: such records have no steps data")
     with pytest.raises(ConfigError, match="data.form=alpaca and data.prompt_field=x"):
         PromptDataConfig(train=path, form=RecordForm.alpaca, prompt_field="x")
 
@@ -390,8 +388,8 @@ def test_columns_of_arrow_hold_nulls(tmp_path, chars):
     [
         (SFTDataConfig(), {"prompt": "p", "reply": "r"}, "did you mean data.prompt_field=prompt data.response_field=reply?"),
         (SFTDataConfig(), {"question": "p", "answer": "r"}, "did you mean data.prompt_field=question data.response_field=answer?"),
-        (SFTDataConfig(), {"prompt": "p", "chosen": "c", "rejected": "r"}, "these are pairs: `aligner train dpo` takes them"),
-        (PreferenceDataConfig(), {"prompt": "p", "response": "r"}, "these are prompts with responses: `aligner train sft` takes them"),
+        (SFTDataConfig(), {"prompt": "p", "chosen": "c", "rejected": "r"}, "these are pairs: `aligner train dpo` accepts them"),
+        (PreferenceDataConfig(), {"prompt": "p", "response": "r"}, "these are prompts with responses: `aligner train sft` accepts them"),
         (
             PreferenceDataConfig(),
             {"prompt": "p", "preferred": "a", "dispreferred": "b"},

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig, UnpairedDataConfig
-from aligner.data.preferences import load_preferences
+from aligner.data.judged import load_unpaired
 from aligner.data.prompts import load_prompts
-from aligner.data.supervised import load_supervised
-from aligner.data.unpaired import load_unpaired
+from aligner.data.supervised import load_preferences, load_supervised
 
 DOCS = Path(__file__).parents[3] / "docs" / "data.md"
 LOADERS: dict[str, tuple[Callable[..., Any], type]] = {

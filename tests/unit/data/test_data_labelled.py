@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aligner.data.config import SFTDataConfig
-from aligner.data.encoding import PromptStyle, encode_labelled
-from aligner.data.labelled import parse_labelled
+from aligner.data.encoding import PromptStyle
+from aligner.data.labelled import encode_labelled, parse_labelled
 from aligner.data.sources import RawRecord
 from aligner.data.supervised import load_supervised
 from aligner.errors import DataError
@@ -59,7 +59,7 @@ def test_without_a_type_labels_are_left_out_and_a_last_turn_that_is_not_learnt_h
             r"field 'conversations\[1\]': value is '', expected a non-empty string",
         ),
         ({"conversations": [{"from": "A", "value": "x", "label": "a\nb"}]}, r"label is 'a\\nb', expected one line such as"),
-        ({"conversations": [{"from": "A", "value": "x<extra_id_1>"}]}, r"value is 'x<extra_id_1>', which holds a mark of the format"),
+        ({"conversations": [{"from": "A", "value": "x<extra_id_1>"}]}, r"value is 'x<extra_id_1>', which contains a mark of the format"),
     ],
 )
 def test_bad_records_are_refused(changes, message):

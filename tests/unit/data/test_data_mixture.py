@@ -17,14 +17,13 @@ from aligner.data.config import (
     UnpairedDataConfig,
 )
 from aligner.data.distillation import load_distillation
+from aligner.data.judged import load_unpaired
 from aligner.data.mixture import Mixture, Source, is_mixture, read_alone, sources
 from aligner.data.order import MAX_CYCLE, MixtureSampler, order_of
-from aligner.data.preferences import load_preferences
 from aligner.data.prompts import load_prompts, read_questions
 from aligner.data.report import NoUsableRecord
-from aligner.data.supervised import load_demonstrations, load_supervised
+from aligner.data.supervised import load_demonstrations, load_preferences, load_supervised
 from aligner.data.tokenizer import load_tokenizer
-from aligner.data.unpaired import load_unpaired
 from aligner.errors import ConfigError, DataError
 
 
@@ -94,7 +93,7 @@ def test_a_source_whose_epochs_are_over_leaves_the_others_their_proportions():
 def test_the_run_is_refused_where_all_epochs_end_before_it():
     order = MixtureSampler(mixture(4, 6, weights=(1, 1), epochs=(1, 0.5)), batch_size=2, seed=0)
     order.check(3)  # 4 of a and 3 of b: 7 examples
-    with pytest.raises(ConfigError, match="^data.train: every source reaches its max_epochs after 7 examples, which are 3 steps of 2;"):
+    with pytest.raises(ConfigError, match="^data.train: every source reaches its max_epochs after 7 examples, that is 3 steps of 2;"):
         order.check(4)
     assert len(drawn(order, 3)) == 6
     with pytest.raises(ConfigError, match="after 7 examples"):
@@ -215,17 +214,17 @@ def test_teachers_that_named_different_numbers_of_tokens_do_not_go_together(json
         ([], "data.train is [], allowed: a path, or a list such as"),
         (None, "data.train is None, allowed: a path, or a list"),
         ([3], r"data.train[0] is 3, allowed: a path, or {path: ..."),
-        ([{"weight": 1}], "data.train[0].path is None, allowed: what data.train takes"),
+        ([{"weight": 1}], "data.train[0].path is None, allowed: see data.train"),
         ([{"path": "a.jsonl", "weight": 0}], "data.train[0].weight is 0, allowed: a number above 0"),
         ([{"path": "a.jsonl", "weight": -2.5}], "data.train[0].weight is -2.5, allowed: a number above 0"),
         ([{"path": "a.jsonl", "weight": float("nan")}], "data.train[0].weight is nan, allowed: a number above 0"),
         ([{"path": "a.jsonl", "weight": "much"}], "data.train[0].weight is 'much', allowed: a number above 0"),
         ([{"path": "a.jsonl", "max_records": 1.5}], "data.train[0].max_records is 1.5, allowed: a whole number above 0"),
-        ([{"path": "a.jsonl", "weights": 1}], "data.train[0].weights: there is no such setting of a source; allowed: path, name, weight,"),
+        ([{"path": "a.jsonl", "weights": 1}], "data.train[0].weights: unknown setting of a source; allowed: path, name, weight,"),
         ([{"path": "a.jsonl", "weight": 1}, "b.jsonl"], "data.train[1] has no weight, and others have one; allowed: a weight for each"),
         (
             ["a.jsonl", {"path": "b.jsonl", "name": "a"}],
-            "data.train[1].name is 'a', the name of a source before it; allowed: another",
+            "data.train[1].name is 'a', which an earlier source has; allowed: another name",
         ),
         ([{"path": "a.jsonl", "form": "alpaka"}], "data.train[0].form is 'alpaka', allowed: auto, "),
         ([{"path": "a.jsonl", "chat_template": "chat-ml"}], "data.train[0]: data.chat_template is 'chat-ml', allowed: chatml, "),
@@ -233,7 +232,7 @@ def test_teachers_that_named_different_numbers_of_tokens_do_not_go_together(json
         ([{"path": "a.jsonl", "overlong": "cut"}], "data.train[0].overlong is 'cut', allowed: drop, truncate, refuse"),
         ([{"path": "a.jsonl", "add_bos": "no"}], "data.train[0].add_bos is 'no', allowed: true, false"),
         ([{"path": "a.jsonl", "prompt_field": "q"}], "data.train[0]: data.prompt_field is 'q' and data.response_field is ''"),
-        ([{"path": "a.jsonl", "max_length": 5}], "data.train[0].max_length: there is no such setting of a source; allowed:"),
+        ([{"path": "a.jsonl", "max_length": 5}], "data.train[0].max_length: unknown setting of a source; allowed:"),
     ],
 )
 def test_lists_that_are_refused(train, said):
@@ -252,7 +251,7 @@ def test_lists_that_are_refused(train, said):
         ({"mixture_temperature": 0.0}, "data.mixture_temperature=0.0: must be above 0"),
         ({"train": [{"path": "b", "weight": 1}], "mixture_temperature": 2.0}, "data.mixture_temperature=2: the sources have weights;"),
         ({"validation": [{"path": "b", "weight": 1}]}, "data.validation[0].weight: every record is validated on once; allowed: none"),
-        ({"num_workers": 2}, "data.num_workers=2: needs data.cache"),
+        ({"num_workers": 2}, "data.num_workers=2: requires data.cache"),
     ],
 )
 def test_settings_that_do_not_fit(settings, said):

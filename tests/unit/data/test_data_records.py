@@ -61,7 +61,7 @@ def test_split_dialogue_takes_the_last_common_turn():
     """Turn 1 is shared, turn 2 differs; what follows the first difference belongs to the responses, whole."""
     shared = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
     assert split_dialogue(shared + " d", shared + " e\n\nAssistant: f") == (shared, " d", " e\n\nAssistant: f")
-    with pytest.raises(DataError, match="expected a common beginning with"):
+    with pytest.raises(DataError, match="expected a common beginning that contains"):
         split_dialogue("\n\nHuman: a\n\nAssistant: b", "\n\nHuman: z\n\nAssistant: b")
 
 
@@ -84,7 +84,7 @@ def test_split_dialogue_takes_the_last_common_turn():
         (parse_supervised, {"question": "q", "answer": "a"}, "expected {messages}, {prompt, response} or {input, output}"),
         (parse_preference, {"prompt": "q", "chosen": "a"}, "field 'rejected' is missing"),
         (parse_preference, {"prompt": "q", "chosen": "a", "rejected": "a"}, "both 'a', expected two different"),
-        (parse_preference, {"prompt": "q", "chosen": "a", "rejected": "b", "chosen_reward": 1}, "stands alone"),
+        (parse_preference, {"prompt": "q", "chosen": "a", "rejected": "b", "chosen_reward": 1}, "is alone"),
         (
             parse_preference,
             {"prompt": "q", "chosen": "a", "rejected": "b", "chosen_reward": float("nan"), "rejected_reward": 0},

@@ -10,10 +10,9 @@ import pytest
 from aligner.algorithms.annotate import AnnotateConfig
 from aligner.algorithms.generate import GenerateConfig
 from aligner.data.config import AnnotateDataConfig, RequestDataConfig, SFTDataConfig
-from aligner.data.encoding import PromptStyle, encode_labelled
-from aligner.data.labelled import parse_labelled
+from aligner.data.encoding import PromptStyle
+from aligner.data.labelled import encode_labelled, load_requests, load_unlabelled, parse_labelled, response_text
 from aligner.data.parts import Parts
-from aligner.data.requests import load_requests, load_unlabelled, response_text
 from aligner.data.sources import RawRecord
 from aligner.data.supervised import load_supervised
 from aligner.errors import ConfigError, DataError

@@ -10,9 +10,8 @@ import pytest
 from aligner.algorithms.generate import GenerateConfig
 from aligner.algorithms.proposals import ProposalsConfig, beta_mass
 from aligner.data.config import AnnotateDataConfig, BadLines, Overlong, ProposalDataConfig, RequestDataConfig, SampledDataConfig
-from aligner.data.labelled import MISSING
+from aligner.data.labelled import MISSING, load_requests, load_unlabelled
 from aligner.data.proposals import LabelQuery, Quantity, load_proposals, load_sampled
-from aligner.data.requests import load_requests, load_unlabelled
 from aligner.errors import ConfigError, DataError
 
 PROMPT = [
@@ -107,7 +106,7 @@ def test_settings_and_left_out(jsonl, chars) -> None:
     (kept,), report = load(path, chars, Quantity.attributes, bad_lines=BadLines.skip, num_responses=2)
     assert len(kept.rows) == 2 == len(kept.with_log_probs(Quantity.attributes, [-1, -2])["responses"]) and report.num_bad == 1
     for make, text in (
-        (lambda: SampledDataConfig(overlong=Overlong.truncate), "data.overlong=truncate: log-probs are of whole responses"),
+        (lambda: SampledDataConfig(overlong=Overlong.truncate), "data.overlong=truncate: log-probs belong to complete responses"),
         (lambda: ProposalsConfig(concentration=0), "algorithm.concentration=0: must be above 0"),
         (lambda: ProposalsConfig(served_by="runs/x"), "algorithm.served_by=runs/x: a server gives scores"),
         (lambda: GenerateConfig(grouped=True), "algorithm.num_samples=1: responses are compared"),
@@ -125,7 +124,7 @@ def test_generate_writes_what_is_read(jsonl, chars) -> None:
     ((group,), _) = load(jsonl(json.loads(json.dumps(record)), name="g.jsonl"), chars, Quantity.proposal)
     assert group.rows[0].tokens[: len(request.prompt.tokens)] == request.prompt.tokens
     (plain,), _ = load_requests(path := jsonl({"prompt": "a"}, name="p.jsonl"), RequestDataConfig(train=path), chars)
-    with pytest.raises(DataError, match="p.jsonl:1: asks for no attributes"):
+    with pytest.raises(DataError, match="p.jsonl:1: requests no attributes"):
         plain.proposed([])
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aligner.data.config import BadLines, Overlong, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from aligner.data.preferences import load_preferences
 from aligner.data.prompts import load_prompts
-from aligner.data.supervised import load_supervised
+from aligner.data.supervised import load_preferences, load_supervised
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import DataError
 

@@ -57,7 +57,7 @@ def test_code_that_a_tokenizer_brings_is_never_run(chars, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | code))
     (tmp_path / "tokenization_own.py").write_text("raise SystemExit('run')")
     with pytest.raises(
-        ConfigError, match="code of its own .*tokenization_own.OwnTokenizer.*never run; allowed: model.tokenizer=DIR"
+        ConfigError, match="needs its own code .*tokenization_own.OwnTokenizer.*never run; allowed: model.tokenizer=DIR"
     ) as caught:
         load_tokenizer(tmp_path)
     assert "trust_remote_code" not in str(caught.value)
@@ -209,7 +209,7 @@ def test_without_a_default_template_others_are_named(tmp_path):
     assert encode_conversation(tokenizer, CALLS).tokens  # that is for calls
     with pytest.raises(
         DataError,
-        match="no chat template that is its default, allowed: data.chat_template=tokenizer:tool_use, data.chat_template=tokenizer:rag",
+        match="no default chat template, allowed: data.chat_template=tokenizer:tool_use, data.chat_template=tokenizer:rag",
     ):
         encode_conversation(tokenizer, (CALLS[0], CALLS[3]))
 
@@ -246,7 +246,7 @@ def test_what_transformers_makes_of_a_tokenizer_is_compared_with_its_file(tmp_pa
     other.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     wrong = PreTrainedTokenizerFast(tokenizer_object=other, eos_token="</s>")
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: wrong)
-    with pytest.raises(ConfigError, match=r"as \w+ transformers .* encodes 'hello world, how are you' as .*tokenizer.json says"):
+    with pytest.raises(ConfigError, match=r"as \w+ transformers .* encodes 'hello world, how are you' as .*by tokenizer.json it is"):
         load_tokenizer(folder)
     spaced = Written.from_file(str(folder / "tokenizer.json"))  # a space before the first word may be a setting
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aligner.data.config import BadLines, Overlong, UnpairedDataConfig
+from aligner.data.judged import UnpairedExample, load_unpaired, mismatched, unpaired_batch
 from aligner.data.supervised import SupervisedExample
-from aligner.data.unpaired import UnpairedExample, load_unpaired, mismatched, unpaired_batch
 from aligner.errors import DataError
 
 A, B, C = (5 + ord(c) - 32 for c in "abc")  # ids in the character tokenizer
@@ -93,5 +93,5 @@ def test_neighbours_of_one_prompt_do_not_get_each_others_response():
 
 def test_mismatched_rows_are_cut():
     assert rows(mismatched([example(1, 5, 5, 5), example(2, 6)], max_length=3)) == [(1, 6), (2, 5, 5)]
-    with pytest.raises(ValueError, match="there is one example"):
+    with pytest.raises(ValueError, match="got one example"):
         mismatched([example(1, 5)], max_length=3)

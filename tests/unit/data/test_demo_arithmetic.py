@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
-from aligner.data.preferences import load_preferences
 from aligner.data.prompts import load_prompts
-from aligner.data.supervised import load_supervised
+from aligner.data.supervised import load_preferences, load_supervised
 from aligner.data.tokenizer import load_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "demo" / "arithmetic.py"

@@ -101,14 +101,15 @@ def test_time_is_bounded(template, monkeypatch):
 
 def test_what_depends_on_the_record_is_bounded_too(monkeypatch):
     """The first conversations do not show it."""
-    monkeypatch.setattr(rendering, "MOST_SECONDS", 0.2)
     long = [{"role": "user", "content": "x" * 20000}]
     quadratic = "{% if messages[0].content | length > 99 %}{% for a in messages[0].content %}{% for b in messages[0].content %}{% endfor %}{% endfor %}{% endif %}"
-    with pytest.raises(DataError, match="TimeoutError: it takes longer than"):
-        render(quadratic, long, day=DAY)
     for bomb in ("messages[0].content * 10**9", "2 ** 10000000"):
         with pytest.raises(DataError, match="repeated|too large"):
             render(f"{{% if messages[0].content | length > 99 %}}{{{{ {bomb} }}}}{{% endif %}}", long, day=DAY)
+    assert render(quadratic, [{"role": "user", "content": "x"}], day=DAY).text == ""  # tried before the clock is short
+    monkeypatch.setattr(rendering, "MOST_SECONDS", 0.2)
+    with pytest.raises(DataError, match="TimeoutError: it takes longer than"):
+        render(quadratic, long, day=DAY)
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "{% for m in messages %}", "{{ [1] | random }}", "{% nothing %}"])

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from aligner.data.config import BadLines, Overlong, RegressionDataConfig, StepDataConfig
+from aligner.data.judged import labelled_batch, load_regression, load_steps, step_batch
 from aligner.data.labelled import MISSING, parse_labels, parse_step_labels
-from aligner.data.regression import labelled_batch, load_regression
-from aligner.data.steps import load_steps, step_batch
 from aligner.errors import ConfigError, DataError
 
 A, B, C = (5 + ord(c) - 32 for c in "abc")  # ids in the character tokenizer

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig, SpecialText
-from aligner.data.encoding import PromptStyle, encode_conversation, encode_labelled, encode_prompt, encode_response
-from aligner.data.labelled import LabelledRecord, Turn
+from aligner.data.encoding import PromptStyle, encode_conversation, encode_prompt, encode_response
+from aligner.data.labelled import LabelledRecord, Turn, encode_labelled
 from aligner.data.messages import Message
-from aligner.data.preferences import load_preferences
 from aligner.data.prompts import load_prompts
 from aligner.data.rendering import Rendered
+from aligner.data.supervised import load_preferences
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.errors import ConfigError, DataError
 

@@ -93,7 +93,7 @@ def test_calls_in_both_forms_and_what_is_wrong_with_others() -> None:
         "<tool_call>{'name'}</tool_call>": "error: the call is not JSON",
         '<tool_call>["join"]</tool_call>': 'error: expected {"name": NAME',
         '<tool_call>{"name": "join", "arguments": 3}</tool_call>': 'error: expected {"name": NAME',
-        '<tool_call>{"name": "open"}</tool_call>': "error: there is no tool 'open'; there are calculator, join",
+        '<tool_call>{"name": "open"}</tool_call>': "error: unknown tool 'open'; available: calculator, join",
         '<tool_call>{"name": "join", "arguments": {}}</tool_call>': "error: join: missing a required argument: 'left'",
         '<tool_call>{"name": "join", "arguments": {"left": 1, "middle": 2}}</tool_call>': "error: join: got an unexpected keyword",
         "<tool_call>" + "[" * 100_000 + "</tool_call>": "error: the call is not JSON",
@@ -120,7 +120,7 @@ def test_a_calculator() -> None:
     last = calculator.step(state, turn("<tool>1300-52</tool> so 1248", 8, is_last=True))
     assert last.done and last.reward == 1.0 and last.counts["tool_calls"] == 1.0
     for answer in (None, "many"):
-        with pytest.raises(ValueError, match="has no number as its answer"):
+        with pytest.raises(ValueError, match="has no number in its answer"):
             calculator.reset(question(answer))
 
 

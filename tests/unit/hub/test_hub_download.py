@@ -95,7 +95,7 @@ def test_a_tag_is_resolved_to_its_commit(hub):
     assert fetch(wanted("org/name@v1.0"), print).commit == first
 
 
-def test_a_cut_connection_goes_on_where_it_was(hub, monkeypatch):
+def test_a_cut_connection_resumes_where_it_was(hub, monkeypatch):
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what is received is written to the disk in such parts
     hub.add("org/name", MODEL)
     hub.cuts["m-2.safetensors"] = 2000
@@ -104,17 +104,17 @@ def test_a_cut_connection_goes_on_where_it_was(hub, monkeypatch):
     assert hub.ranges == ["bytes=2000-"]
 
 
-def test_a_download_that_was_broken_off_is_not_taken_for_whole(hub, monkeypatch):
+def test_a_download_that_was_broken_off_is_not_taken_for_complete(hub, monkeypatch):
     hub.add("org/name", MODEL)
-    get, broken_off = download.hf_hub_download, []
+    get, broken_off = download.snapshot_download, []
 
-    def broken(repo, file, **options):
-        if file == "chat_template.jinja" and not broken_off:
-            broken_off.append(file)
+    def broken(repo, *, allow_patterns, **options):
+        if not broken_off:
+            broken_off.append(get(repo, allow_patterns=[one for one in allow_patterns if one != "chat_template.jinja"], **options))
             raise KeyboardInterrupt
-        return get(repo, file, **options)
+        return get(repo, allow_patterns=allow_patterns, **options)
 
-    monkeypatch.setattr(download, "hf_hub_download", broken)
+    monkeypatch.setattr(download, "snapshot_download", broken)
     with pytest.raises(KeyboardInterrupt):
         fetch(wanted(files=Files.settings), print)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -165,7 +165,7 @@ def test_what_the_hub_refuses_is_said_in_one_line(hub, monkeypatch):
         "org/private": "or it is private: set HF_TOKEN, or run `hf auth login`",
         "org/gated": rf"is gated, and no token is set: accept its terms at {hub.url}/org/gated and set HF_TOKEN",
         "org/name@v9": "org/name has no branch, tag or commit v9",
-        "org/pickle": "has no safetensors weights .*; its .bin files are not read",
+        "org/pickle": "has no safetensors weights .*; its .bin files are not supported",
     }
     for text, message in cases.items():
         with pytest.raises(ConfigError, match=f"^model.path={text}: .*{message}") as caught:
@@ -199,7 +199,7 @@ def test_a_disk_that_is_full(hub, monkeypatch):
     def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(download, "hf_hub_download", full)
+    monkeypatch.setattr(download, "snapshot_download", full)
     with pytest.raises(AlignerError, match="the file system is full: .*: make space"):
         fetch(wanted(), print)
 
@@ -215,7 +215,7 @@ def test_a_data_set_needs_all_of_its_files(hub, monkeypatch):
     shutil.rmtree(found.directory.parents[1] / "aligner")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     said: list[str] = []
-    assert fetch(asked, said.append) == found and "nothing says whether all of its files are in" in said[0]
+    assert fetch(asked, said.append) == found and "cannot check whether" in said[0]
 
 
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "..", "a/../../b.safetensors", "a\\0b"])

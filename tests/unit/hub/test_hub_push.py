@@ -85,7 +85,7 @@ def test_an_export_becomes_one_commit(hub, export, monkeypatch):
 def test_what_a_push_needs_is_said_before_the_work(hub, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "taken").mkdir(parents=True)
-    for text, message in {"name": "is no name of a repository; allowed: ORG/NAME", "org/taken": "there is a file or directory"}.items():
+    for text, message in {"name": "is not a valid repository name; allowed: ORG/NAME", "org/taken": "there is a file or directory"}.items():
         with pytest.raises(ConfigError, match=f"^--push-to-hub {text}: .*{message}"):
             prepare(text)
     with pytest.raises(ConfigError, match="a push goes to the main branch"):

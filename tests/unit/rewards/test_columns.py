@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from aligner.environments.reward import EnvironmentReward
-from aligner.rewards.columns import columns_read
 from aligner.rewards.compose import Part, WeightedReward
 from aligner.rewards.config import OnError
-from aligner.rewards.forms import Factory, OnSamples
+from aligner.rewards.forms import Factory, OnSamples, columns_read
 from aligner.rewards.local import FunctionReward, RewardError
 from aligner.types import FinishReason, Prompt, Rollout
 
@@ -116,7 +115,7 @@ def test_what_trls_arguments_are():
 
     def reward(prompts, completions, completion_ids, trainer_state, **columns):
         seen.update(columns, all=(prompts, completions, completion_ids), step=trainer_state.global_step)
-        with pytest.raises(AttributeError, match="trainer_state.epoch is not known here"):
+        with pytest.raises(AttributeError, match="trainer_state.epoch is not supported"):
             trainer_state.epoch  # noqa: B018
         return [0.0] * len(prompts)
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError, ServerTimeout
-from aligner.rewards.compose import Part, WeightedReward, composed_reward, formula
+from aligner.rewards.compose import EndpointError, Part, WeightedReward, composed_reward, endpoint_function, formula
 from aligner.rewards.config import NamedRewardConfig, OnError, check_parts
-from aligner.rewards.endpoint import EndpointError, endpoint_function
 from aligner.rewards.local import RewardError
 from aligner.types import FinishReason, Prompt, Rollout, Scores
 
@@ -144,10 +143,10 @@ def test_a_served_part_needs_a_server():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "no source: a reward has exactly one of path, url and served=true"),
-        ({"path": "a:b", "url": "http://c"}, "path=a:b and url=http://c: a reward has exactly one"),
+        ({}, "no source: a reward requires exactly one of path, url and served=true"),
+        ({"path": "a:b", "url": "http://c"}, "path=a:b and url=http://c: a reward requires exactly one"),
         ({"url": "ftp://c"}, "url=ftp://c: must begin with http:// or https://"),
-        ({"path": "a:b", "token_variable": "KEY"}, "token_variable=KEY: is for a url, and there is none"),
+        ({"path": "a:b", "token_variable": "KEY"}, "token_variable=KEY: only applies when url is set"),
         ({"path": "a:b", "weight": math.inf}, "weight=inf: must be finite"),
         ({"path": "a:b", "num_threads": 0}, "num_threads=0: must be at least 1"),
         ({"path": "a:b", "timeout_seconds": 0.0}, "timeout_seconds=0.0: must be finite and above 0"),
@@ -163,9 +162,9 @@ def test_bad_sets_of_parts():
     part = NamedRewardConfig(path="a:b")
     with pytest.raises(ConfigError, match="reward.functions.a/b: a name has letters, digits and _ only"):
         check_parts({"a/b": part})
-    with pytest.raises(ConfigError, match="the weight of all of one, two is 0"):
+    with pytest.raises(ConfigError, match="one, two all have weight 0"):
         check_parts({"one": NamedRewardConfig(path="a:b", weight=0), "two": NamedRewardConfig(path="a:b", weight=0)})
-    with pytest.raises(ConfigError, match="one and two have served=true; one reward model is served"):
+    with pytest.raises(ConfigError, match="one and two have served=true; only one reward model is served"):
         check_parts({"one": NamedRewardConfig(served=True), "two": NamedRewardConfig(served=True)})
 
 
@@ -209,7 +208,7 @@ def test_an_endpoint(endpoint, monkeypatch):
     headers, request = received[0]
     assert request == {"prompts": ["p", "q"], "responses": ["a\n", "ü"], "answers": ["1", None]}
     assert headers["Authorization"] == "Bearer t0p" and headers["Content-Type"] == "application/json"
-    with pytest.raises(ConfigError, match="token_variable=NO_SUCH_TOKEN: there is no such environment variable"):
+    with pytest.raises(ConfigError, match="token_variable=NO_SUCH_TOKEN: this environment variable is not set"):
         endpoint_function(url, 20.0, "NO_SUCH_TOKEN")
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from aligner.rewards import control_groups, sandbox
-from aligner.rewards.control_groups import ControlGroup, control_group, delegated_place
+from aligner.rewards import sandbox, surroundings
 from aligner.rewards.sandbox import Ending, Isolation, Sandbox, SandboxLimits
+from aligner.rewards.surroundings import ControlGroup, control_group, delegated_place
 
 PYTHON = "/usr/bin/python3"
 DELEGATED = delegated_place()
@@ -108,10 +108,10 @@ def test_the_kernels_own_groups(monkeypatch):
         assert (group.path / "memory.max").read_text() == f"{2**26}\n" and (group.path / "pids.max").read_text() == "3\n"
         assert not group.out_of_memory()
     assert not group.path.exists()
-    monkeypatch.setattr(control_groups, "EMPTYING_SECONDS", 20.0)
+    monkeypatch.setattr(surroundings, "EMPTYING_SECONDS", 20.0)
     limits = SandboxLimits(memory_bytes=200 * 2**20, wall_seconds=20.0)
     for isolation in list(Isolation)[1:]:
         with contextlib.suppress(sandbox.ConfigError):
             box = Sandbox(limits, isolation, interpreter=PYTHON if os.path.exists(PYTHON) else "")
             assert "by cgroup v2" in box.describe() and box.run(FILLERS).ending is Ending.memory
-    assert not [path for path in DELEGATED.iterdir() if path.name.startswith(control_groups.NAME)]
+    assert not [path for path in DELEGATED.iterdir() if path.name.startswith(surroundings.NAME)]

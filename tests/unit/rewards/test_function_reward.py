@@ -118,7 +118,7 @@ def test_an_exception_that_no_sample_causes_alone():
         return [0.0]
 
     message = failure(reward)
-    assert "for no sample alone, only for the 3 together, from sample 0 of 3 (prompt train.jsonl:1, response 'one')" in message
+    assert "for no single sample, only for the 3 together, from sample 0 of 3 (prompt train.jsonl:1, response 'one')" in message
 
 
 def test_an_exception_of_an_async_function():
@@ -224,7 +224,7 @@ def test_a_process_that_dies_says_in_which_function(tmp_path):
     path = tmp_path / "calls"
     code = (
         "import ctypes, sys, pathlib\n"
-        "from aligner import user_code\n"
+        "from aligner.settings import user_code\n"
         "from aligner.rewards.local import FunctionReward\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_function_reward import ROLLOUTS, decode\n"

@@ -52,7 +52,7 @@ def test_files_of_one_name_are_two_modules(file, tmp_path):
         ("no_such_module:reward", "cannot import 'no_such_module': ModuleNotFoundError"),
         ("aligner.rewards.builtin:exact_mach", "has no 'exact_mach'; did you mean 'exact_match'?"),
         ("aligner.rewards.builtin:HAPPY_WORDS", "HAPPY_WORDS is a frozenset, expected a function"),
-        ("nowhere/mine.py:reward", "there is no file /.*nowhere/mine.py"),
+        ("nowhere/mine.py:reward", "no such file: /.*nowhere/mine.py"),
     ],
 )
 def test_a_wrong_spec_is_named(spec, message):
@@ -94,7 +94,7 @@ def test_config_refuses_a_timeout(timeout):
 
 
 def test_config_refuses_arguments_for_nothing():
-    with pytest.raises(ConfigError, match="needs path, which names the factory that takes them"):
+    with pytest.raises(ConfigError, match="requires path, the factory that accepts them"):
         RewardFunctionConfig(arguments={"target": "x"})
 
 

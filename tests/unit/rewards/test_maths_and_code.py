@@ -70,7 +70,7 @@ def test_maths_without_math_verify_and_bad_arguments(monkeypatch):
                 maths(**settings)
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs math-verify, which is not installed: pip install"):
+    with pytest.raises(ConfigError, match="requires math-verify, which is not installed: pip install"):
         maths()
 
 
@@ -124,7 +124,7 @@ def test_programs_against_tests(capsys):
 def test_reading_tests_and_programs():
     assert parse_tests('{"inputs": ["1"], "outputs": ["2"]}') == [Exchange(given="1", expected="2")]
     assert parse_tests(ASSERTS) == ASSERTS
-    bad = {"assert (": "neither JSON nor Python", "[1]": "no object with inputs", '{"inputs": [], "outputs": []}': "as many inputs"}
+    bad = {"assert (": "neither JSON nor Python", "[1]": "not an object with inputs", '{"inputs": [], "outputs": []}': "as many inputs"}
     for text, why in bad.items():
         with pytest.raises(ValueError, match=why):
             parse_tests(text)

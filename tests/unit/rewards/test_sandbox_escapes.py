@@ -25,8 +25,8 @@ escapes = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(escapes)
 SYSTEM_PYTHON = "/usr/bin/python3"  # which every user may run; this one may lie in a home directory
 PARTS = (
-    *("__init__.py", "errors.py", "rewards/__init__.py"),
-    *("rewards/sandbox.py", "rewards/surroundings.py", "rewards/control_groups.py"),
+    *("__init__.py", "version.py", "errors.py", "rewards/__init__.py"),
+    *("rewards/sandbox.py", "rewards/surroundings.py", "rewards/jail.py"),
 )
 LONG = bool(os.environ.get("ALIGNER_LONG_TESTS"))  # all users with all isolations: two minutes
 OTHER = 1000
@@ -44,7 +44,6 @@ def package():
         for name in PARTS:
             (place / "aligner" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / "aligner" / name, place / "aligner" / name)
-        shutil.copytree(ROOT / "aligner/rewards/jail", place / "aligner/rewards/jail", ignore=shutil.ignore_patterns("__pycache__"))
         for path in (ESCAPES, ESCAPES.with_suffix(".txt")):
             shutil.copy(path, place)
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)

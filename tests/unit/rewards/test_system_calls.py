@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.rewards.jail.calls import allowed_calls, call_filter
+from aligner.rewards.jail import allowed_calls, call_filter
 
 FORBIDDEN = {
     "socket",

@@ -239,7 +239,7 @@ WRONG = {
     "returns": "returned a str from step, expected an Observation",
     "exits": r"raised SystemExit: it ended the program \(sys.exit\(3\) at .*\)",
     "not a number": "raised ValueError: Observation.reward is nan",
-    "no tokens": r"returned ids from step that stand for no token: \[99, 98\], expected the tokenizer's, from 0 to 49",
+    "no tokens": r"returned ids from step that are not tokens: \[99, 98\], expected the tokenizer's, from 0 to 49",
     "reset": "raised KeyError: 'no such room'",
 }
 
