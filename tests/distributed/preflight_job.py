@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from aligner.commands.preflight import clock, command, ranks
+from aligner.commands.preflight import cluster, command, ranks
 from aligner.commands.preflight.command import Options, preflight
 
 MODE, FOLDER, RANK = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
@@ -47,7 +47,7 @@ def differ() -> None:
     def hangs(context):
         time.sleep(60)
 
-    command.ITEMS = tuple(replace(item, observe=hangs, timeout_seconds=2.0) if item is clock.CLOCK else item for item in command.ITEMS)
+    command.ITEMS = tuple(replace(item, observe=hangs, timeout_seconds=2.0) if item is cluster.clock else item for item in command.ITEMS)
     own = ranks.own_versions
     ranks.own_versions = lambda: own() | {"torch": "0.1"}
 

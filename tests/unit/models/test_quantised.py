@@ -99,9 +99,9 @@ def test_a_pair_that_is_not_whole_is_refused(quantised, topology, load_policy):
 
 
 def test_the_preflight_knows_the_pairs(quantised):
-    from aligner.commands.preflight.weights import check_model
+    from aligner.commands.preflight.models import check_model
     from aligner.models.config import ModelConfig
-    from aligner.run.recipe import UsedModel
+    from aligner.run.traits import UsedModel
 
     model = UsedModel(component="trainer", key="model", config=ModelConfig(path=str(quantised)), is_scalar=False)
     assert "tensors" in check_model(model)[0]
