@@ -24,7 +24,7 @@ from aligner.data.mixture import is_mixture
 from aligner.errors import AlignerError, ConfigError
 from aligner.reporting.jsonl import read_metrics
 from aligner.reporting.summary import summary
-from aligner.settings.compose import override
+from aligner.settings.command_line import override
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

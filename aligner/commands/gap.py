@@ -16,6 +16,7 @@ import torch
 
 from aligner.algorithms.registry import composed, recipe_of, recipes
 from aligner.commands.gap_report import NUM_WORST, GapReport, TokenGap, Tolerance, to_json, to_text
+from aligner.commands.parts import GapOptions
 from aligner.data.collate import rollout_batch
 from aligner.data.prompts import load_prompts
 from aligner.data.tokenizer import Tokenizer
@@ -48,29 +49,7 @@ RANDOM_PROMPT_TOKENS = (4, 24)
 SPREAD_PER_ROLLOUT = 48  # tokens of a traced rollout, evenly spaced: outputs of all layers wait in host memory
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What to sample and to trace."""
-
-    num_prompts: int = 16
-    num_tokens: int = 32  # of a response, at most
-    num_traced: int = 4  # rollouts with the largest gaps whose layers are compared
-    random_prompts: bool = False  # of random tokens, in place of data.train
-    greedy: bool = False
-    ulps: float = 0.0  # tolerance of an operation; 0: the precision's own
-    gap: float = 0.0  # tolerance of the mean gap, nats; 0: the precision's own
-    json_path: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "num_tokens", "num_traced"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('num_', '')} {getattr(self, name)}: must be at least 1")
-        for name in ("ulps", "gap"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"--{name} {getattr(self, name)}: must not be negative (0: the precision's own)")
-
-
-def gap(name: str, overrides: Sequence[str], options: Options) -> int:
+def gap(name: str, overrides: Sequence[str], options: GapOptions) -> int:
     """Compare engine and trainer of the config `name` with `overrides`, or of a run directory. Returns 0, or 1 if they differ
     by more than rounding. Raises ConfigError for a recipe that does not sample."""
     config = load(name, overrides, random_prompts=options.random_prompts)
@@ -118,7 +97,7 @@ def _trained(model: ModelConfig, newest: Path) -> ModelConfig:
     return replace(model, path=read_marker(saved)["base"], lora=replace(model.lora, path=str(saved)))
 
 
-def compare(config: OnlineRun, layout: topology.Topology, options: Options) -> GapReport:
+def compare(config: OnlineRun, layout: topology.Topology, options: GapOptions) -> GapReport:
     """Build engine and trainer, sample, compare. Collective; the report is the same on every rank."""
     tokenizer, architecture = load_model_files(config.model, config.data)
     config = fill(config, {"model": create.context_length(config.model, architecture)})
@@ -154,11 +133,11 @@ def _sampling(name: str, schema: type[JobRun]) -> type[OnlineRun]:
     return schema
 
 
-def _temperature(config: OnlineRun, options: Options) -> float:
+def _temperature(config: OnlineRun, options: GapOptions) -> float:
     return 1.0 if options.greedy else config.rollout.sampling.temperature  # a greedy engine's log-probs are at temperature 1
 
 
-def _prompts(config: OnlineRun, options: Options, tokenizer: Tokenizer, architecture: Architecture) -> list[Prompt]:
+def _prompts(config: OnlineRun, options: GapOptions, tokenizer: Tokenizer, architecture: Architecture) -> list[Prompt]:
     if not options.random_prompts:
         found, _ = load_prompts(config.data.train, config.data, tokenizer, first=4 * options.num_prompts)
         return list(islice(cycle(found), options.num_prompts))
@@ -168,7 +147,7 @@ def _prompts(config: OnlineRun, options: Options, tokenizer: Tokenizer, architec
     return [Prompt(id=number, tokens=tuple(row), source=f"random prompt {number}") for number, row in enumerate(rows)]
 
 
-def _sample(engine: PhasedEngine, config: OnlineRun, prompts: list[Prompt], options: Options) -> list[Rollout]:
+def _sample(engine: PhasedEngine, config: OnlineRun, prompts: list[Prompt], options: GapOptions) -> list[Rollout]:
     """One response per prompt, in their order, on every rank."""
     sampling = replace(config.rollout.sampling, min_response_length=0, max_response_length=options.num_tokens, stop_strings=[])
     sampling = replace(sampling, temperature=0.0) if options.greedy else sampling

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from aligner.commands.validate_data import BAD, Options, config_of, inspect, show_samples
+from aligner.commands.parts import InspectOptions
+from aligner.commands.validate_data import BAD, config_of, inspect, show_samples
 from aligner.data.config import RecordForm
 from aligner.data.forms import FORMS, Purpose, candidates
 from aligner.data.inspection import describe_fields
@@ -29,27 +30,27 @@ _KINDS = {
 _SAMPLE = 200  # records that are read; an even number: some forms have pairs of lines
 
 
-def inspect_data(target: str, overrides: Sequence[str], options: Options) -> int:
+def inspect_data(target: str, overrides: Sequence[str], options: InspectOptions) -> int:
     """Say what `target` holds, a file or a data set of the Hub, read as `options.kind`, or as what its first record is good for.
 
     Without a tokenizer samples are shown with a stand-in of bytes and ChatML. Returns the exit code: 1 if lines are bad.
     Raises ConfigError for settings that do not fit, DataError for a missing file or a form that nobody knows.
     """
     with TemporaryDirectory() as folder:
-        chosen = Options(kind=options.kind or "sft", tokenizer=options.tokenizer or str(_stand_in(Path(folder))))
+        chosen = InspectOptions(kind=options.kind or "sft", tokenizer=options.tokenizer or str(_stand_in(Path(folder))))
         config = config_of(target, overrides, chosen)
         fetch_named(config, weights=False)
         location, tokenizer = config.data.train, load_tokenizer(config.model.tokenizer_path)
         kinds = kinds_of(location) if not options.kind else [options.kind]
         if kinds[0] != chosen.kind:
-            config = config_of(location, overrides, Options(kind=kinds[0], tokenizer=config.model.tokenizer))
+            config = config_of(location, overrides, InspectOptions(kind=kinds[0], tokenizer=config.model.tokenizer))
         if not options.tokenizer or not tokenizer.has_chat_template:
             config.data.chat_template = config.data.chat_template or "chatml"
         tokenizer = tokenizer.chatting(config.data)
         return _show(config, location, tokenizer, kinds, options)
 
 
-def _show(config: object, location: str, tokenizer: Tokenizer, kinds: Sequence[str], options: Options) -> int:
+def _show(config: object, location: str, tokenizer: Tokenizer, kinds: Sequence[str], options: InspectOptions) -> int:
     finding, views = inspect(config, location, tokenizer, first=_SAMPLE)  # type: ignore[arg-type]
     report = finding.report
     print(f"{location}: read as {kinds[0]}" + (f" (also good for {', '.join(kinds[1:])}: --kind)" if kinds[1:] else ""))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from aligner.algorithms.registry import composed, recipes
+from aligner.commands.parts import InspectOptions, ValidateOptions
 from aligner.commands.preflight.samples import fitted, load_sample
 from aligner.data.config import BadLines
 from aligner.data.inspection import BRACKETS, COLOURS, Lengths, View, duplicates, histogram, lengths_of, render, view_of
@@ -48,17 +49,6 @@ _BRACKETS = re.compile(r" \(.*\)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """Options besides the config."""
-
-    kind: str = ""  # of the files named instead of a config
-    tokenizer: str = ""  # with `kind`
-    num_samples: int = 3
-    lists_all: bool = False  # every problem, not the first few of each kind
-    json_path: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """Results of one data set."""
 
@@ -70,7 +60,7 @@ class Finding:
     histogram: list[tuple[int, int, int]] = field(default_factory=list)  # least and most tokens, rows; of records that are too long too
 
 
-def validate(target: str, overrides: Sequence[str], options: Options) -> int:
+def validate(target: str, overrides: Sequence[str], options: ValidateOptions) -> int:
     """Check the data of `conf/<target>.yaml`, or a file of `options.kind`; prints, returns the exit code: 1 if lines are bad.
 
     Raises ConfigError for settings that do not fit, DataError for a missing file.
@@ -161,7 +151,7 @@ def show_samples(views: Sequence[View], tokenizer: Tokenizer, out: TextIO) -> No
             print(render(row, tokenizer, marks), file=out)
 
 
-def config_of(target: str, overrides: Sequence[str], options: Options) -> JobRun:
+def config_of(target: str, overrides: Sequence[str], options: InspectOptions) -> JobRun:
     """The config that is named, or that of a recipe which reads `options.kind`. Raises ConfigError."""
     if not options.kind:
         if options.tokenizer:
@@ -176,7 +166,7 @@ def config_of(target: str, overrides: Sequence[str], options: Options) -> JobRun
     return composed(recipe, [*given, *overrides])
 
 
-def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: Options) -> JobRun:
+def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: ValidateOptions) -> JobRun:
     """The config with the job's lengths; for a file alone, with those of the model beside the tokenizer (without one, any length)."""
     if options.kind and not config.model.path:
         if not (Path(config.model.tokenizer) / "config.json").exists():

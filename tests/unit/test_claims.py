@@ -23,7 +23,7 @@ from aligner.losses.policy import Objective
 from aligner.losses.preference import DPOVariant
 from aligner.planner.report import JobPlan, gib, seconds
 from aligner.rollout.config import EngineKind
-from aligner.settings.presets import groups_in
+from aligner.settings.explain import groups_in
 from aligner.settings.schema import SchemaKey, is_known, named_as, schema_keys
 
 ROOT = Path(__file__).parents[2]

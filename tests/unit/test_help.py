@@ -12,7 +12,7 @@ from aligner.algorithms.registry import recipes
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
 from aligner.run.program import entrypoint
-from aligner.settings import help as program_help
+from aligner.settings import explain
 from aligner.settings.compose import compose, compose_node, shown_values
 from aligner.settings.schema import schema_keys
 
@@ -22,7 +22,7 @@ def shown(recipe: str, topic: str = "", *overrides: str) -> str:
     schema, folders = recipes()[recipe].config, recipes()[recipe].folders()
     keys = list(schema_keys(schema))
     values = dict(shown_values(compose_node(schema, recipe, overrides, folders), keys))
-    return program_help.render(keys, values, program=f"aligner train {recipe}", file=recipe, groups=[], topic=topic)
+    return explain.render(keys, values, program=f"aligner train {recipe}", file=recipe, groups=[], topic=topic)
 
 
 def settings(text: str) -> list[str]:
@@ -56,9 +56,9 @@ def test_the_first_page(recipe: str) -> None:
 
 def test_every_setting_that_matters_is_one_of_some_recipe() -> None:
     there = {key.key for recipe in recipes().values() for key in schema_keys(recipe.config)}
-    assert set(program_help.MATTER) <= there and len(set(program_help.MATTER)) == len(program_help.MATTER)
-    assert {need.partition("=")[0] for needs in program_help.NEEDS.values() for need in needs} | set(program_help.NEEDS) <= there
-    assert set(program_help.NEEDED) <= set(recipes())
+    assert set(explain.MATTER) <= there and len(set(explain.MATTER)) == len(explain.MATTER)
+    assert {need.partition("=")[0] for needs in explain.NEEDS.values() for need in needs} | set(explain.NEEDS) <= there
+    assert set(explain.NEEDED) <= set(recipes())
 
 
 def test_sections_and_single_settings() -> None:
@@ -107,14 +107,12 @@ def test_how_a_topic_is_given(arguments: list[str], capsys) -> None:
 
 
 def test_the_settings_file_is_that_of_these_recipes() -> None:
-    assert (conf_directory() / program_help.SETTINGS_FILE).read_text() == settings_file.content(), (
-        "a setting or config changed: make settings"
-    )
+    assert (conf_directory() / explain.SETTINGS_FILE).read_text() == settings_file.content(), "a setting or config changed: make settings"
 
 
 @pytest.mark.parametrize(("recipe", "topic"), [("sft", ""), ("ppo", "rollout"), ("grpo", "optimizer.lr")])
 def test_the_help_without_the_recipe_is_the_same(recipe: str, topic: str) -> None:
-    found = program_help.of_shipped(recipe, ("--help", topic) if topic else ("-h",), program=f"aligner train {recipe}")
+    found = explain.of_shipped(recipe, ("--help", topic) if topic else ("-h",), program=f"aligner train {recipe}")
     assert found is not None and found.partition("\nGroups:")[0] == shown(recipe, topic).partition("\nGroups:")[0]
 
 
@@ -125,6 +123,6 @@ def test_what_the_settings_file_does_not_answer() -> None:
         ("sft", ()),
         ("mine", ("--help",)),
     ):
-        assert program_help.of_shipped(config, arguments, program="x") is None
+        assert explain.of_shipped(config, arguments, program="x") is None
     with pytest.raises(ConfigError, match="--help rolout: did you mean --help rollout"):
-        program_help.of_shipped("ppo", ("--help", "rolout"), program="x")
+        explain.of_shipped("ppo", ("--help", "rolout"), program="x")

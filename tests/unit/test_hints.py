@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.algorithms.registry import program, recipes
+from aligner.algorithms.registry import recipes
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
+from aligner.jobs.start import program
 from aligner.losses.advantages import Estimator
 from aligner.losses.policy import Objective
 from aligner.losses.preference import DPOVariant
 from aligner.rollout.config import EngineKind
 from aligner.settings.compose import compose, from_yaml
-from aligner.settings.hints import hint, synonyms
+from aligner.settings.explain import hint, synonyms
 from aligner.settings.schema import SchemaKey, is_known, schema_keys
 
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,15 @@ import yaml
 from aligner.commands.migrate.engine import Kind, Migration, Row, Severity, is_open, replaced
 from aligner.commands.migrate.engine import migrate as migrated
 from aligner.commands.migrate.reading import joined, read
+from aligner.commands.parts import MigrateOptions
 from aligner.errors import ConfigError
 from aligner.files import publish
-from aligner.settings.compose import override
+from aligner.settings.command_line import override
 
 OTHER = 3  # exit code: what is printed cannot run as it is, or is another experiment
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """Of the command line."""
-
-    framework: str = ""
-    trains: str = ""
-    ranks: int = 0
-    examples: int = 0
-    output: Path | None = None
-    json_path: Path | None = None
-
-
-def migrate(inputs: Sequence[str], options: Options) -> int:
+def migrate(inputs: Sequence[str], options: MigrateOptions) -> int:
     """Print what the inputs are here; OTHER where the command cannot run as it is printed, or is another experiment.
 
     Raises ConfigError for what cannot be read, or has no recipe.

@@ -78,7 +78,6 @@ class Context:
     allocation: Allocation
     name: str  # of the file in conf/
     overrides: tuple[str, ...]
-    with_engine: bool = False
     job: JobRun | None = None
     findings: dict[str, Finding] = field(default_factory=dict)  # of the items before this one
 

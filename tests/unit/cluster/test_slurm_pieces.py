@@ -33,7 +33,8 @@ from aligner.cluster.slurm.spec import (
     from_json,
     to_json,
 )
-from aligner.commands.slurm import LaunchOptions, job_spec, launch_slurm
+from aligner.commands.parts import LaunchOptions
+from aligner.commands.slurm import job_spec, launch_slurm
 from aligner.errors import ConfigError, LaunchError
 from aligner.settings.compose import compose
 

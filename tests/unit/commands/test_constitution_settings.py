@@ -12,6 +12,7 @@ from aligner.algorithms.ai_feedback import JudgeConfig
 from aligner.algorithms.chains import ConstitutionConfig, Pairs
 from aligner.algorithms.constitution import ConstitutionalAI
 from aligner.commands.plan import command as plan
+from aligner.commands.preflight import models
 from aligner.commands.preflight.framework import Level
 from aligner.commands.preflight.samples import load_sample
 from aligner.data.constitution import Constitution, Principle

@@ -6,8 +6,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from aligner.commands.parts import PreflightOptions
 from aligner.commands.preflight import cluster, ranks, sizing
-from aligner.commands.preflight.command import ITEMS, Options
+from aligner.commands.preflight.command import ITEMS, chosen
 from aligner.commands.preflight.framework import Finding, Level, ranges, show, summary, to_json
 from aligner.parallel.links import Link, Span, rounds
 
@@ -221,8 +222,8 @@ def test_items_need_only_what_comes_before_them():
 
 
 def test_the_choice_of_items():
-    assert [item.name for item in Options(only=("data",)).items()] == ["ranks", "config", "hub", "data"]
-    assert "engine" not in [item.name for item in Options().items()]
-    assert "engine" in [item.name for item in Options(with_engine=True).items()]
-    with pytest.raises(ValueError, match="--only dta: there is no such item; allowed: ranks, config"):
-        Options(only=("dta",))
+    names = lambda **options: [item.name for item in chosen(PreflightOptions(**options))]  # noqa: E731
+    assert names(only="data") == ["ranks", "config", "hub", "data"]
+    assert "engine" not in names() and "engine" in names(engine=True) and "engine" in names(only="engine")
+    with pytest.raises(ValueError, match="--only dta: not an item; allowed: ranks, config"):
+        chosen(PreflightOptions(only="dta"))

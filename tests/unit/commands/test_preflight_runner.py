@@ -88,4 +88,4 @@ def test_a_wait_says_what_it_waited_for_and_ends_when_another_rank_failed(contex
 
 def test_the_command_refuses_items_that_do_not_exist(capsys):
     assert cli.main(["preflight", "ppo", "--only", "rankz"]) == 2
-    assert capsys.readouterr().err.startswith("error: --only rankz: there is no such item; allowed: ranks, config")
+    assert capsys.readouterr().err.startswith("error: --only rankz: not an item; allowed: ranks, config")
