@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -240,7 +241,7 @@ def validate(target: str, overrides: tuple[str, ...], options: ValidateOptions) 
 @options_of(InspectOptions)
 def inspect_data(target: str, overrides: tuple[str, ...], options: InspectOptions) -> int:
     """Report the form of the records, the use of each field, and samples as the model will see them; exits 1 if lines are bad."""
-    from aligner.commands.inspect_data import inspect_data
+    from aligner.commands.validate_data import inspect_data
 
     return inspect_data(target, overrides, options)
 
@@ -276,38 +277,12 @@ def diagnose(directory: Path, as_json: bool) -> int:
 @click.option("--tokenizer", type=DIRECTORY, metavar="DIR", help="Tokenizer for a model of Megatron-LM or NeMo without one.")
 @click.option("--tp", default=1, metavar="N", help="Split every layer over N ranks (start as many: torchrun, srun, mpiexec).")
 @click.option("--pp", default=1, metavar="N", help="Split the layers over N ranks.")
-def convert(tp: int, pp: int, push_to: str, tokenizer: Path | None, **paths: Path | None) -> int:
+def convert(tp: int, pp: int, **options: Any) -> int:
     """Convert a model between Hugging Face and Megatron-Core checkpoints; upload one to the Hugging Face Hub."""
-    from aligner.errors import AlignerError
-
-    given = {name for name, path in paths.items() if path is not None}
-    allowed = [{"from_megatron", "to_hf"}, {"from_hf"} if push_to else {"from_hf", "to_megatron"}]
-    foreign = False
-    if (path := paths["from_megatron"]) is not None:
-        from aligner.models.checkpoint.foreign.model import is_foreign  # torch comes with it
-
-        foreign = is_foreign(path)
-    if tokenizer is not None and not foreign:
-        raise AlignerError(f"convert: --tokenizer {tokenizer}: only for --from-megatron of Megatron-LM or NeMo; others include theirs")
-    allowed += [{"from_megatron", "to_megatron"}] if foreign and not push_to else []
-    if given not in allowed:
-        others = "; --push-to-hub with --to-hf, or with --from-hf alone" if push_to else ""
-        raise AlignerError(f"convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf{others}")
-    from aligner.commands import convert
+    from aligner.commands.convert import convert
     from aligner.parallel.topology import ParallelConfig
 
-    parallel = ParallelConfig(tp=tp, pp=pp)
-    if foreign and "to_megatron" in given:
-        convert.foreign_to_megatron(paths["from_megatron"], paths["to_megatron"], parallel, tokenizer=tokenizer)
-    elif foreign:
-        convert.foreign_to_hf(paths["from_megatron"], paths["to_hf"], parallel, push_to=push_to, tokenizer=tokenizer)
-    elif "to_megatron" in given:
-        convert.hf_to_megatron(paths["from_hf"], paths["to_megatron"], parallel)
-    elif "to_hf" in given:
-        convert.megatron_to_hf(paths["from_megatron"], paths["to_hf"], parallel, push_to=push_to)
-    else:
-        convert.push_export(paths["from_hf"], push_to)
-    return 0
+    return convert(**options, parallel=ParallelConfig(tp=tp, pp=pp))
 
 
 @commands.command(epilog="FILE|COMMAND: YAML, a shell script, or a launch line in quotes (actor and critic: both); -: standard input.")

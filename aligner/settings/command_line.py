@@ -50,7 +50,7 @@ def read(arguments: Sequence[str]) -> CommandLine:
     """
     given = [
         _WITHOUT_VALUE.get(one, one) if not follows or "=" in follows or follows.startswith("-") else one
-        for one, follows in zip(arguments, [*arguments[1:], ""], strict=True)
+        for one, follows in zip(arguments, [*arguments[1:], ""], strict=False)
     ]
     try:
         found: Mapping[str, Any] = _COMMAND.make_context("program", given).params

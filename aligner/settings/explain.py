@@ -111,7 +111,7 @@ def hint(key: str, keys: Sequence[SchemaKey]) -> str:
     for meaning in _meanings(key):
         target, _, remark = (part.strip() for part in meaning.partition(";"))
         if not target:
-            return f"no such setting: {remark}"
+            return f"there is no such setting: {remark}"
         if placed := _placed(target, key, keys):
             return f"did you mean {placed}?" + (f" ({remark})" if remark else "")
         absent += [part for part in target.split(" and ") if part not in absent]
@@ -355,7 +355,7 @@ def render(keys: Sequence[SchemaKey], values: Mapping[str, str], *, program: str
             f"\nExample:\n  {program} {example(file)}",
             f"\nThe most important settings, with the values of {file}.yaml and the arguments (--cfg job prints all settings as YAML):",
             *(_line(key, values) for key in most_important(keys, values)),
-            f"\nSections, with their number of settings (--help SECTION lists them, --help {ALL} lists all):",
+            f"\nSections (--help SECTION lists their settings, --help {ALL} all of them):",
             *sections,
             *(f"  not used without {' or '.join(needs)}: {', '.join(names)}" for needs, names in _by_need(unused)),
             "\nGroups:",

@@ -146,10 +146,11 @@ def test_a_conversion_has_one_source_and_one_target(arguments: list[str], capsys
 
 
 def test_source_and_target_stand_in_any_order(tmp_path: Path, monkeypatch) -> None:
-    seen = []
-    monkeypatch.setattr("aligner.commands.convert.hf_to_megatron", lambda *arguments: seen.append(arguments))
+    seen = {}
+    monkeypatch.setattr("aligner.commands.convert.convert", lambda **options: seen.update(options) or 0)
     assert cli.main(["convert", "--to-megatron", str(tmp_path / "to"), "--tp", "2", "--from-hf", str(tmp_path)]) == 0
-    assert seen[0][:2] == (tmp_path, tmp_path / "to") and (seen[0][2].tp, seen[0][2].pp) == (2, 1)
+    assert (seen["from_hf"], seen["to_megatron"], seen["to_hf"]) == (tmp_path, tmp_path / "to", None)
+    assert (seen["parallel"].tp, seen["parallel"].pp) == (2, 1)
 
 
 def test_ctrl_c_reaches_the_command_and_its_caller(monkeypatch) -> None:

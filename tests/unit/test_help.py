@@ -13,6 +13,7 @@ from aligner.errors import ConfigError
 from aligner.files import conf_directory
 from aligner.run.program import entrypoint
 from aligner.settings import explain
+from aligner.settings.command_line import CommandLine, read
 from aligner.settings.compose import compose, compose_node, shown_values
 from aligner.settings.schema import schema_keys
 
@@ -94,7 +95,7 @@ def test_what_nothing_uses_is_left_out() -> None:
 def test_a_topic_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match=r"^--help rolout: did you mean --help rollout\?$"):
         shown("grpo", "rolout")
-    with pytest.raises(ConfigError, match="^--help critic: no section; there are all, run, model, "):
+    with pytest.raises(ConfigError, match="^--help critic: not a section; allowed: all, run, model, "):
         shown("sft", "critic")
 
 
@@ -112,17 +113,20 @@ def test_the_settings_file_is_that_of_these_recipes() -> None:
 
 @pytest.mark.parametrize(("recipe", "topic"), [("sft", ""), ("ppo", "rollout"), ("grpo", "optimizer.lr")])
 def test_the_help_without_the_recipe_is_the_same(recipe: str, topic: str) -> None:
-    found = explain.of_shipped(recipe, ("--help", topic) if topic else ("-h",), program=f"aligner train {recipe}")
+    found = explain.of_shipped(recipe, topic, program=f"aligner train {recipe}")
     assert found is not None and found.partition("\nGroups:")[0] == shown(recipe, topic).partition("\nGroups:")[0]
 
 
 def test_what_the_settings_file_does_not_answer() -> None:
-    for config, arguments in (
-        ("sft", ("--help", "optimizer.lr=1")),
-        ("sft", ("optimizer.lr=1", "--help")),
-        ("sft", ()),
-        ("mine", ("--help",)),
+    for arguments in (
+        ("--help", "optimizer.lr=1"),
+        ("optimizer.lr=1", "--help"),
+        (),
+        ("--help", "--config-name", "x"),
+        ("-h", "--lr", "1"),
     ):
-        assert explain.of_shipped(config, arguments, program="x") is None
+        assert not read(arguments).asks_for_help_only
+    assert read(("-h",)).asks_for_help_only and read(("--help", "loop")) == CommandLine(asks="--help", topic="loop")
+    assert explain.of_shipped("mine", "", program="x") is None
     with pytest.raises(ConfigError, match="--help rolout: did you mean --help rollout"):
-        explain.of_shipped("ppo", ("--help", "rolout"), program="x")
+        explain.of_shipped("ppo", "rolout", program="x")

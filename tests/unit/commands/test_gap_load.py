@@ -22,7 +22,7 @@ SCHEMAS = [TrainSFT, TrainSPIN, TrainGRPO, TrainPPO]
 def test_a_run_directory_says_what_it_is(tmp_path: Path) -> None:
     for schema in SCHEMAS:
         assert schema_of(SCHEMAS, to_yaml(schema())) is schema
-    with pytest.raises(ConfigError, match="the saved config is of none of TrainSFT, "):
+    with pytest.raises(ConfigError, match="the saved config fits none of TrainSFT, "):
         schema_of(SCHEMAS, "anything: 1")
     config = TrainGRPO(model=ModelConfig(path="start"), data=PromptDataConfig(train="prompts.jsonl"))
     (tmp_path / "config.yaml").write_text(to_yaml(config))
