@@ -57,8 +57,8 @@ def convert(
     """Convert from one source to one target, on every rank of the layout.
 
     A Megatron-Core checkpoint is written to `to_megatron`/step_000000 (and `latest`). A Hugging Face model is written by rank 0, one file's
-    tensors at a time; a reward model becomes a classifier. With `push_to`, ORG/NAME, it is then uploaded there with a card. `tokenizer` is a
-    directory for a model of Megatron-LM or NeMo, in place of the archive's own; it determines where a padded vocabulary ends, unless the
+    tensors at a time; a reward model becomes a classifier. With `push_to`, ORG/NAME, it is then uploaded there with a card. `tokenizer` is
+    a directory for a model of Megatron-LM or NeMo, in place of the archive's own; it determines where a padded vocabulary ends, unless the
     source does.
 
     Raises CheckpointError if the source is not a complete model, or the target already holds one; AlignerError for other combinations.

@@ -72,7 +72,8 @@ def options_of(kind: type[Any]) -> Callable[[Callable[..., int]], Callable[..., 
 
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
         def command(**given: Any) -> int:
-            return function(**given, options=kind(**{one.name: given.pop(one.name) for one in fields(kind)}))
+            options = kind(**{one.name: given.pop(one.name) for one in fields(kind)})
+            return function(**given, options=options)
 
         command.__doc__, command.__name__ = function.__doc__, function.__name__
         command.__click_params__ = list(getattr(function, "__click_params__", []))  # type: ignore[attr-defined]

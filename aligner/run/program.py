@@ -7,8 +7,9 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -19,7 +20,7 @@ from aligner.reporting.formats import Column
 from aligner.run.from_hub import fetch_named
 from aligner.run.sweep import sweep
 from aligner.settings.command_line import CommandLine, read
-from aligner.settings.compose import compose, compose_node, search_path, shown_values, to_object, to_yaml
+from aligner.settings.compose import compose, compose_node, own_folders, shown_values, to_object, to_yaml
 from aligner.settings.explain import find_file, folders_of, groups_of, hint, render
 from aligner.settings.schema import SchemaKey, schema_keys
 from aligner.telemetry import terminal
@@ -42,6 +43,7 @@ def entrypoint(
     on stderr (ALIGNER_TRACEBACK=1 adds the traceback) and the code of `aligner.cluster.exit_codes`: 2 for ConfigError and DataError, 78 for
     RunHalted, 1 for the others. Any other exception is a bug and keeps its traceback and exit code 1.
     """
+    asked = _Program(schema, name, folders or folders_of(name), columns)
 
     def decorate(main: Callable[[T], int | None]) -> Callable[..., None]:
         def run(argv: Sequence[str] | CommandLine | None = None, program: str = "") -> None:
@@ -49,7 +51,7 @@ def entrypoint(
             try:
                 command = argv if isinstance(argv, CommandLine) else read(sys.argv[1:] if argv is None else argv)
                 with outcomes.unless_ended_early(os.environ):
-                    code = do(command, program or f"python {sys.argv[0]}", main)
+                    code = asked.do(command, program or f"python {sys.argv[0]}", main)
             except AlignerError as error:
                 if os.environ.get("ALIGNER_TRACEBACK") == "1":
                     traceback.print_exc()
@@ -71,17 +73,28 @@ def entrypoint(
 
         return run
 
-    def do(command: CommandLine, program: str, main: Callable[[T], int | None]) -> int:
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    schema: type[Any]
+    name: str  # of the recipe
+    folders: Sequence[Path]
+    columns: Sequence[Column]
+
+    def do(self, command: CommandLine, program: str, main: Callable[[Any], int | None]) -> int:
         """Do what the command line asks for; the exit code."""
-        keys, places, overrides = schema_keys(schema), folders or folders_of(name), command.overrides
+        schema, places, overrides = self.schema, self.folders, command.overrides
+        keys = schema_keys(schema)
         refuse_options(command.unknown, keys)
-        config = chosen_config(name, command, places)
+        config = chosen_config(self.name, command, places)
         if command.asks == "--multirun":
-            return sweep(schema, config, overrides, places, columns=columns)
+            return sweep(schema, config, overrides, places, columns=self.columns)
         if command.asks:
             node = compose_node(schema, config, overrides, places)
         if command.asks == "--help":
-            groups = groups_of(keys, [*places, *_own_folders(command)])
+            groups = groups_of(keys, [*places, *own_folders(command.overrides)])
             values = dict(shown_values(node, keys))
             print(render(keys, values, program=program, file=config, groups=groups, topic=command.topic), flush=True)
         elif command.asks == "--cfg":
@@ -92,8 +105,6 @@ def entrypoint(
             fetch_named(settings, records=True)
             return int(main(settings) or 0)
         return 0
-
-    return decorate
 
 
 def refuse_options(unknown: Sequence[str], keys: Sequence[SchemaKey]) -> None:
@@ -110,12 +121,8 @@ def refuse_options(unknown: Sequence[str], keys: Sequence[SchemaKey]) -> None:
 
 def chosen_config(name: str, command: CommandLine, folders: Sequence[Path]) -> str:
     """The config that the command line names. Raises ConfigError if the recipe `name` has no such config."""
-    places = [folders[0], *_own_folders(command)]
+    places = [folders[0], *own_folders(command.overrides)]
     if command.config and find_file(command.config, places) is None:
         own = ", ".join(sorted(file.stem for place in places for file in place.glob("*.yaml")))
         raise ConfigError(f"config={command.config}: this program is of {name}; allowed: {own}, or a file in --config-dir DIR")
     return command.config or name
-
-
-def _own_folders(command: CommandLine) -> list[Path]:
-    return [place for place in search_path(command.overrides)[0] if isinstance(place, Path)]

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, lru_cache
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,11 +65,9 @@ FOREIGN_RESOLVERS = {  # NeMo's and verl's
 def compose(schema: type[T], name: str, overrides: Sequence[str] = (), folders: Sequence[Path] | None = None) -> T:
     """The config `<name>.yaml` with `overrides` (Hydra's grammar) applied, as a plain `schema` object.
 
-    `folders` are searched for it and its presets, the recipe's own first (default: those that conf/ has for it), then what the override
-    `hydra.searchpath=[file:///dir]` adds. A recipe whose own folder does not exist has the schema's defaults.
-
-    Raises ConfigError naming the key and value at fault: unknown keys (all of them, with the known ones that are meant), a value of a wrong
-    type, a required value that is missing, a group option or file that does not exist, or what the dataclasses' own checks say.
+    `folders` are searched for it and its presets, the recipe's own first (default: conf/), then those of `hydra.searchpath=[file:///dir]`.
+    A recipe whose own folder does not exist has the schema's defaults. Raises ConfigError naming the key and value at fault: unknown keys
+    (all of them, with hints), a wrong type, a missing required value, group option or file, or a failed check of a dataclass.
     """
     node = compose_node(schema, name, overrides, folders or folders_of(name))
     try:
@@ -113,7 +110,7 @@ def schema_of(schemas: Sequence[type[T]], text: str) -> type[T]:
 
 
 def fingerprint(config: object) -> str:
-    """A short hash of the resolved config, by which ranks check that they run the same."""
+    """A short hash of the resolved config, with which ranks check that their configs are equal."""
     return hashlib.sha256(to_yaml(config).encode()).hexdigest()[:16]
 
 
@@ -130,10 +127,11 @@ def compose_node(schema: type, name: str, overrides: Sequence[str], folders: Seq
                 _apply(node, override)
             return node
     except ERRORS as error:
-        raise explain(error, [*folders, *_users(overrides)]) from error
+        raise explain(error, [*folders, *own_folders(overrides)]) from error
 
 
-def _users(overrides: Sequence[str]) -> list[Path]:
+def own_folders(overrides: Sequence[str]) -> list[Path]:
+    """The user's directories of configs and presets. Raises ConfigError as `search_path`."""
     return [place for place in search_path(overrides)[0] if isinstance(place, Path)]
 
 
@@ -214,13 +212,10 @@ def composing(schema: type, name: str, overrides: Sequence[str], folders: Sequen
         yield settings
 
 
-_numbers = count()
-
-
 @cache
 def _stored(schema: type) -> str:
     """The name of the schema in Hydra's registry."""
-    name = f"aligner_schema_{next(_numbers)}"
+    name = f"aligner_schema_{id(schema)}"  # the cache keeps the schema, so the id is never used again
     ConfigStore.instance().store(name=name, node=_structured(schema))
     return name
 
@@ -238,14 +233,12 @@ def _adding_groups(overrides: list[str], act: Callable[[list[str]], T]) -> tuple
             overrides = added
 
 
-@lru_cache(maxsize=64)
-def _parsed(overrides: tuple[str, ...]) -> list[Override]:
-    return OverridesParser.create().parse_overrides(list(overrides))
-
-
 def parsed(overrides: Sequence[str]) -> list[Override]:
     """The overrides in Hydra's grammar. Raises HydraException for other texts."""
     return _parsed(tuple(overrides))
+
+
+_parsed = lru_cache(maxsize=64)(lambda texts: OverridesParser.create().parse_overrides(list(texts)))
 
 
 def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
@@ -266,10 +259,9 @@ def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
 
 
 def _split(overrides: Sequence[str], keys: Sequence[SchemaKey]) -> tuple[list[Override], list[str]]:
-    """(the overrides of dicts, or of what is below them; the others, as they were written).
+    """(overrides of dicts or of keys below them, which Hydra assigns and OmegaConf refuses if the key is new; the other texts).
 
-    Hydra assigns a key that a dict does not have yet, which OmegaConf refuses; merging works. To a dict of plain values
-    Hydra itself adds with `+`.
+    To a dict of plain values Hydra itself adds with `+`.
     """
     dicts = [key.key.removesuffix(".*") for key in keys if key.key.endswith(".*")]
     plain = [re.compile(re.escape(key.key).replace(r"\*", r"[^.]+") + r"(\..+)?") for key in keys if key.type.startswith("dict[")]
@@ -286,7 +278,7 @@ def _split(overrides: Sequence[str], keys: Sequence[SchemaKey]) -> tuple[list[Ov
 
 
 def _apply(node: DictConfig, override: Override) -> None:
-    """Set what the override gives, or remove the entry that it names."""
+    """Set the value, or remove the entry, of an override."""
     parent, _, leaf = override.key_or_group.rpartition(".")
     if override.is_delete():
         holder = OmegaConf.select(node, parent)
@@ -304,10 +296,9 @@ def _apply(node: DictConfig, override: Override) -> None:
 
 @cache
 def _structured(schema: type) -> DictConfig:
-    """The schema as a typed node that holds the *written* defaults of every nested dataclass. It is shared: Hydra and OmegaConf copy it.
+    """The schema as a typed node with the *written* defaults of every nested dataclass; Hydra and OmegaConf copy it.
 
-    OmegaConf alone takes nested defaults from an instance. A `__post_init__` that fills in a derived field would then freeze what it
-    derived from the defaults, whatever the user overrides later.
+    OmegaConf alone reads nested defaults from an instance, which would freeze a field that `__post_init__` derives from others.
     """
     node = OmegaConf.structured(schema)
     for field in fields(schema):  # type: ignore[arg-type]
@@ -330,7 +321,7 @@ def to_object(schema: type[T], node: Any) -> T:
 
 
 def _build(node: Any, path: str = "") -> Any:
-    """A node as plain objects. A section's own check names its settings as it knows them; what was typed is known here."""
+    """A node as plain objects. Errors of a section's own check name its settings as typed."""
     if not OmegaConf.is_dict(node):
         return with_shipped_paths(OmegaConf.to_object(node) if OmegaConf.is_config(node) else node)
     values = {}
@@ -394,7 +385,7 @@ def _shown_path(path: Path) -> str:
 
 
 def explain(error: BaseException, folders: Sequence[Path]) -> ConfigError:
-    """What Hydra, OmegaConf or the YAML parser found, in one line that names the key."""
+    """The error of Hydra, OmegaConf or the YAML parser in one line that names the key."""
     file = re.search(r"In '([^']+)'", str(error))
     path = find_file(file[1], folders) if file else None
     where = f"in {_shown_path(path)}" if path else ""

@@ -294,9 +294,9 @@ except SystemExit:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
-    assert {name for name in loaded if name.startswith("aligner.")} == {
-        *("aligner.cli", "aligner.files", "aligner.commands.parts", "aligner.commands.plan.options"),
-    }
+    light = ("cli", "commands", "commands.parts", "commands.plan", "commands.plan.options", "errors", "files", "version")
+    expected = {f"aligner.{name}" for name in (*light, "settings", "settings.command_line")}
+    assert {name for name in loaded if name.startswith("aligner.")} == expected
     assert not loaded & {"torch", "hydra", "omegaconf", "rich", "jinja2", "numpy", "argparse"}
 
 
