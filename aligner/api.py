@@ -23,7 +23,7 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.data.mixture import is_mixture
 from aligner.errors import AlignerError, ConfigError
 from aligner.reporting.run_view import RunView
-from aligner.settings.compose import override
+from aligner.settings.command_line import override
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -1,7 +1,7 @@
 """The `aligner` command: train, serve, launch, plan, preflight, gap, data, report, diagnose, trace, convert, migrate, demo.
 
-`plan` and `trace` are in `aligner.commands.plan.options`. What a command needs beyond click is imported when the command runs, so that
-`aligner --help` and completion in a shell answer at once.
+Commands with many options declare them as dataclasses in `aligner.commands.parts`; `plan` and `trace` are in
+`aligner.commands.plan.options`. A command imports its work when it runs, so that `aligner --help` answers at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,22 +21,25 @@ from aligner.commands.parts import (
     RUN_DIRECTORY,
     SETTINGS,
     Command,
+    GapOptions,
+    InspectOptions,
+    LaunchOptions,
+    MigrateOptions,
+    PreflightOptions,
+    ValidateOptions,
     config_argument,
     config_dir,
     configs_or,
-    json_option,
+    options_of,
     overrides_argument,
     run_directory,
 )
 from aligner.commands.plan import options as plan_commands
 from aligner.version import __version__
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (2 for a mistake in what was asked, with one line that says which).
+    """Run one command; returns the exit code (2 for a wrong request, with one line on stderr).
 
     Raises SystemExit after `--help` and `--version`, and (2, with the usage and one line on stderr) if the command line itself is wrong.
     """
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> Callable[[], int]:
-    """The command that was asked for, ready to run. Raises SystemExit where `main` says."""
+    """The requested command, ready to run. Raises SystemExit as `main` does."""
     try:
         command = commands.main(argv, prog_name="aligner", standalone_mode=False)
     except click.UsageError as error:
@@ -85,11 +89,11 @@ def _parse(argv: Sequence[str] | None) -> Callable[[], int]:
 
 
 class _Program(partial[None]):
-    """A program with settings: it ends by itself, with SystemExit, and records how (`aligner.run.program.entrypoint`)."""
+    """A program with settings, which raises SystemExit and records its outcome itself (`aligner.run.program.entrypoint`)."""
 
 
 class _ProgramCommand(Command):
-    """All that follows the name of the config is the program's own."""
+    """Arguments after the name of the config belong to the program."""
 
     def invoke(self, ctx: click.Context) -> Callable[[], int]:
         return _Program(self.callback, **ctx.params)  # type: ignore[arg-type]
@@ -112,7 +116,7 @@ _settings = click.argument(
 _AS_TYPED = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
 
 
-# 80 columns: to measure the terminal, click imports half a dozen modules of compression.
+# 80 columns: click would import half a dozen modules to measure the terminal.
 @click.group(cls=_Group, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "terminal_width": 80})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def commands() -> None:
@@ -127,23 +131,27 @@ for _command in plan_commands.COMMANDS:
 @config_argument
 @_settings
 def train(config: str, settings: tuple[str, ...]) -> None:
-    """Train, or write data, with a recipe on this rank (start one for each: srun, torchrun, mpiexec, aligner launch)."""
+    """Train, or write data, with a recipe on this rank (start it on every rank: srun, torchrun, mpiexec, aligner launch)."""
     from aligner.cluster.exit_codes import ExitCode
     from aligner.errors import ConfigError
-    from aligner.settings import help as program_help
+    from aligner.settings import explain
+    from aligner.settings.command_line import read
 
+    program = f"aligner train {config}"
     try:
-        if (text := program_help.of_shipped(config, settings, program=f"aligner train {config}")) is not None:
+        command = read(settings)
+        if command.asks_for_help_only and (text := explain.of_shipped(config, command.topic, program=program)) is not None:
             print(text, flush=True)
             return
         from aligner.algorithms.registry import recipe_of
         from aligner.jobs import start
 
-        recipe = recipe_of(config, start.parse(settings).overrides)
+        recipe = recipe_of(config, command.overrides)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(ExitCode.refused) from None
-    start.program(recipe.name)([f"config={config}", *settings], program=f"aligner train {config}")
+    command.config = command.config or config
+    start.program(recipe.name)(command, program=program)
 
 
 @commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=f"{CONFIG} Without one: ppo.")
@@ -161,7 +169,7 @@ def serve(server: str, settings: tuple[str, ...]) -> None:
 @commands.command()
 @click.argument("folder", type=click.Choice(["conf", "examples", "slurm"]))
 def where(folder: str) -> int:
-    """Print where the configs, examples or Slurm scripts of this installation are."""
+    """Print the folder of the configs, examples or Slurm scripts of this installation."""
     from aligner.files import shipped
 
     print(shipped(folder))
@@ -171,7 +179,7 @@ def where(folder: str) -> int:
 @commands.command(context_settings=_AS_TYPED)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def demo(arguments: tuple[str, ...]) -> int:
-    """SFT, a reward model and PPO with two servers on this machine, offline: some minutes."""
+    """Run SFT, a reward model and PPO with two servers on this machine, offline, in a few minutes."""
     import runpy
 
     from aligner.files import shipped
@@ -181,7 +189,7 @@ def demo(arguments: tuple[str, ...]) -> int:
     sys.argv = ["aligner demo", *arguments]
     try:
         return int(runpy.run_path(str(script))["main"]())
-    except SystemExit as end:  # of --help, or an argument that is wrong
+    except SystemExit as end:  # of --help, or a wrong argument
         return int(end.code or 0)
 
 
@@ -189,15 +197,11 @@ def demo(arguments: tuple[str, ...]) -> int:
 @config_argument
 @overrides_argument
 @config_dir
-@click.option("--only", default="", metavar="A,B", help="Only these items (ranks and config always).")
-@click.option("--engine", is_flag=True, help="Also build the model and its rollout engine, refit it and generate.")
-@click.option("--timeout", type=float, default=0.0, metavar="SECONDS", help="Of every item, in place of each one's own.")
-@json_option
-def preflight(config: str, overrides: tuple[str, ...], only: str, engine: bool, timeout: float, json_path: Path | None) -> int:
+@options_of(PreflightOptions)
+def preflight(config: str, overrides: tuple[str, ...], options: PreflightOptions) -> int:
     """Check an allocation before the job starts; start it on every rank (srun, torchrun, mpiexec). Exit code 2: not ready."""
-    from aligner.commands.preflight.command import Options, preflight
+    from aligner.commands.preflight.command import preflight
 
-    options = Options(only=tuple(filter(None, only.split(","))), with_engine=engine, timeout_seconds=timeout, json_path=json_path)
     return preflight(config, overrides, options)
 
 
@@ -205,62 +209,48 @@ def preflight(config: str, overrides: tuple[str, ...], only: str, engine: bool, 
 @click.argument("config", shell_complete=partial(configs_or, "dir"))
 @overrides_argument
 @config_dir
-@click.option("--prompts", "num_prompts", default=16, show_default=True, metavar="N", help="Prompts of data.train.")
-@click.option("--random-prompts", is_flag=True, help="Prompts of random tokens instead.")
-@click.option("--tokens", "num_tokens", default=32, show_default=True, metavar="N", help="Tokens of a response at most.")
-@click.option("--traced", "num_traced", default=4, metavar="N", help="Responses whose layers are compared (default: the 4 worst).")
-@click.option("--greedy", is_flag=True, help="Greedy responses (temperature 1 for the log-probs).")
-@click.option("--ulps", default=0.0, metavar="X", help="Tolerance of an operation (default: 128 float32, else 16).")
-@click.option("--gap", default=0.0, metavar="NATS", help="Tolerance of the mean gap (default: 1e-4 float32, 0.05 bfloat16, 0.01 float16).")
-@json_option
-def gap(config: str, overrides: tuple[str, ...], **options: Any) -> int:
-    """Where in the model engine and trainer part, on one batch; exit code 1 if they do by more than rounding."""
-    from aligner.commands.gap import Options, gap
+@options_of(GapOptions)
+def gap(config: str, overrides: tuple[str, ...], options: GapOptions) -> int:
+    """Find the first layer where engine and trainer diverge on one batch; exits 1 if beyond rounding."""
+    from aligner.commands.gap import gap
 
-    return gap(config, overrides, Options(**options))
+    return gap(config, overrides, options)
 
 
 @commands.group(no_args_is_help=False)
 def data() -> None:
-    """Look at data before a job does."""
+    """Check and inspect data before a job reads it."""
 
 
 @data.command(epilog=f"CONFIG|FILE: a recipe or one of its configs, such as sft; with --kind a data file. {SETTINGS}")
 @click.argument("target", metavar="CONFIG|FILE", shell_complete=partial(configs_or, "file"))
 @overrides_argument
 @config_dir
-@click.option("--kind", default="", metavar="KIND", help="Of the file: sft, preference, kto, prompts, ... (docs/data.md).")
-@click.option("--tokenizer", default="", type=click.Path(), metavar="DIR", help="With --kind: directory of the model's tokenizer.")
-@click.option("--samples", default=3, show_default=True, metavar="N", help="How many are shown of each data set.")
-@click.option("--all", "lists_all", is_flag=True, help="List every problem, not the first few of each kind.")
-@json_option
-def validate(target: str, overrides: tuple[str, ...], samples: int, **options: Any) -> int:
-    """Every bad line, lengths in tokens, duplicates, and samples as the model will see them; exit code 1 with bad lines."""
-    from aligner.commands.validate_data import Options, validate
+@options_of(ValidateOptions)
+def validate(target: str, overrides: tuple[str, ...], options: ValidateOptions) -> int:
+    """Report bad lines, lengths in tokens, duplicates, and samples as the model will see them; exits 1 if lines are bad."""
+    from aligner.commands.validate_data import validate
 
-    return validate(target, overrides, Options(num_samples=max(0, samples), **options))
+    return validate(target, overrides, options)
 
 
 @data.command("inspect", epilog=f"FILE|ID: a data file, a directory of them, or ORG/NAME[@REV][:SPLIT] of the Hub. {SETTINGS}")
 @click.argument("target", metavar="FILE|ID", type=click.Path())
 @overrides_argument
 @config_dir
-@click.option("--kind", default="", metavar="KIND", help="As which it is read: sft, preference, ... (default: what its form is good for).")
-@click.option("--tokenizer", default="", type=click.Path(), metavar="DIR", help="The model's; without one samples are shown as ChatML.")
-@click.option("--samples", default=3, show_default=True, metavar="N", help="How many are shown.")
-def inspect_data(target: str, overrides: tuple[str, ...], samples: int, **options: Any) -> int:
-    """In which form the records are, how each field is used, and samples as the model will see them; exit code 1 with bad lines."""
-    from aligner.commands.inspect_data import inspect_data
-    from aligner.commands.validate_data import Options
+@options_of(InspectOptions)
+def inspect_data(target: str, overrides: tuple[str, ...], options: InspectOptions) -> int:
+    """Report the form of the records, the use of each field, and samples as the model will see them; exits 1 if lines are bad."""
+    from aligner.commands.validate_data import inspect_data
 
-    return inspect_data(target, overrides, Options(num_samples=max(0, samples), **options))
+    return inspect_data(target, overrides, options)
 
 
 @commands.command(epilog=RUN_DIRECTORY)
 @run_directory
 @click.option("--output", type=FILE, metavar="FILE", help="The HTML file (default: RUN_DIRECTORY/report.html).")
 def report(directory: Path, output: Path | None) -> int:
-    """What a run did: its summary, and curves and samples before and after as one HTML file."""
+    """Summarise a run, and write its curves and samples before and after as one HTML file."""
     from aligner.commands.report import report
 
     return report(directory, output)
@@ -268,9 +258,9 @@ def report(directory: Path, output: Path | None) -> int:
 
 @commands.command(epilog=RUN_DIRECTORY)
 @run_directory
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print all results as JSON.")
 def diagnose(directory: Path, as_json: bool) -> int:
-    """What went wrong in a run without an error: evidence, likely cause, remedy; exit code 1 with findings."""
+    """Find what went wrong in a run without an error: evidence, likely cause, remedy; exits 1 with findings."""
     from aligner.commands.report import diagnose
 
     return diagnose(directory, as_json=as_json)
@@ -278,63 +268,34 @@ def diagnose(directory: Path, as_json: bool) -> int:
 
 @commands.command()
 @click.option("--from-hf", type=DIRECTORY, metavar="DIR", help="Hugging Face directory to read, or ORG/NAME[@REV] of the Hub.")
-@click.option("--from-megatron", type=FILE, metavar="PATH", help="Checkpoint to read, or the newest below; also Megatron-LM's and NeMo's.")
-@click.option("--to-megatron", type=DIRECTORY, metavar="DIR", help="Where to write the checkpoint.")
-@click.option("--to-hf", type=DIRECTORY, metavar="DIR", help="Where to write the Hugging Face model.")
+@click.option(
+    "--from-megatron", type=FILE, metavar="PATH", help="Checkpoint to read, or a folder with some; also Megatron-LM's and NeMo's."
+)
+@click.option("--to-megatron", type=DIRECTORY, metavar="DIR", help="Directory for the checkpoint.")
+@click.option("--to-hf", type=DIRECTORY, metavar="DIR", help="Directory for the Hugging Face model.")
 @click.option("--push-to-hub", "push_to", default="", metavar="ORG/NAME", help="Upload the Hugging Face model, with a card.")
-@click.option("--tokenizer", type=DIRECTORY, metavar="DIR", help="Tokenizer for a model of Megatron-LM or NeMo that brings none.")
+@click.option("--tokenizer", type=DIRECTORY, metavar="DIR", help="Tokenizer for a model of Megatron-LM or NeMo without one.")
 @click.option("--tp", default=1, metavar="N", help="Split every layer over N ranks (start as many: torchrun, srun, mpiexec).")
 @click.option("--pp", default=1, metavar="N", help="Split the layers over N ranks.")
-def convert(tp: int, pp: int, push_to: str, tokenizer: Path | None, **paths: Path | None) -> int:
+def convert(tp: int, pp: int, **options: Any) -> int:
     """Convert a model between Hugging Face and Megatron-Core checkpoints; upload one to the Hugging Face Hub."""
-    from aligner.errors import AlignerError
-
-    given = {name for name, path in paths.items() if path is not None}
-    allowed = [{"from_megatron", "to_hf"}, {"from_hf"} if push_to else {"from_hf", "to_megatron"}]
-    foreign = False
-    if (path := paths["from_megatron"]) is not None:
-        from aligner.models.checkpoint.foreign.model import is_foreign  # torch comes with it
-
-        foreign = is_foreign(path)
-    if tokenizer is not None and not foreign:
-        raise AlignerError(f"convert: --tokenizer {tokenizer}: goes with --from-megatron of Megatron-LM or NeMo; others bring their own")
-    allowed += [{"from_megatron", "to_megatron"}] if foreign and not push_to else []
-    if given not in allowed:
-        others = "; --push-to-hub with --to-hf, or with --from-hf alone" if push_to else ""
-        raise AlignerError(f"convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf{others}")
-    from aligner.commands import convert
+    from aligner.commands.convert import convert
     from aligner.parallel.topology import ParallelConfig
 
-    parallel = ParallelConfig(tp=tp, pp=pp)
-    if foreign and "to_megatron" in given:
-        convert.foreign_to_megatron(paths["from_megatron"], paths["to_megatron"], parallel, tokenizer=tokenizer)
-    elif foreign:
-        convert.foreign_to_hf(paths["from_megatron"], paths["to_hf"], parallel, push_to=push_to, tokenizer=tokenizer)
-    elif "to_megatron" in given:
-        convert.hf_to_megatron(paths["from_hf"], paths["to_megatron"], parallel)
-    elif "to_hf" in given:
-        convert.megatron_to_hf(paths["from_megatron"], paths["to_hf"], parallel, push_to=push_to)
-    else:
-        convert.push_export(paths["from_hf"], push_to)
-    return 0
+    return convert(**options, parallel=ParallelConfig(tp=tp, pp=pp))
 
 
 @commands.command(epilog="FILE|COMMAND: YAML, a shell script, or a launch line in quotes (actor and critic: both); -: standard input.")
 @click.argument("inputs", nargs=-1, required=True, metavar="FILE|COMMAND...")
-@click.option("--from", "framework", default="", metavar="NAME", help="Its framework, such as trl, if it is not recognised.")
-@click.option("--trains", default="", metavar="NAME", help="What it trains, such as dpo, if its keys do not say.")
-@click.option("--ranks", type=click.IntRange(min=0), default=0, metavar="N", help="GPUs that train, where batch sizes are per device.")
-@click.option("--examples", type=click.IntRange(min=0), default=0, metavar="N", help="Of the training data, to turn epochs into steps.")
-@click.option("--output", type=FILE, metavar="FILE", help="Write the config (.yaml) or the command (.sh) to FILE.")
-@json_option
-def migrate(inputs: tuple[str, ...], **options: Any) -> int:
-    """What a config or command of NeMo-Aligner, TRL, OpenRLHF, verl, DeepSpeed-Chat or LLaMA-Factory is here, key by key.
+@options_of(MigrateOptions)
+def migrate(inputs: tuple[str, ...], options: MigrateOptions) -> int:
+    """Translate a config or command of NeMo-Aligner, TRL, OpenRLHF, verl, DeepSpeed-Chat or LLaMA-Factory, key by key.
 
-    Exit code 3: the command printed cannot run as it is, or is another experiment; its first two lists say why.
+    Exit code 3: the printed command cannot run unchanged, or is a different experiment; its first two lists explain why.
     """
     from aligner.commands.migrate import command
 
-    return command.migrate(inputs, command.Options(**options))
+    return command.migrate(inputs, options)
 
 
 @commands.group(no_args_is_help=False)
@@ -346,9 +307,9 @@ def launch() -> None:
 @config_argument
 @overrides_argument
 @config_dir
-@click.option("--processes", default=0, metavar="N", help="Ranks of the training component (default: the config's).")
+@click.option("--processes", default=0, metavar="N", help="Number of ranks of the training component (default: the config's).")
 def local(config: str, overrides: tuple[str, ...], processes: int) -> int:
-    """As processes on this machine."""
+    """Start it as processes on this machine."""
     from aligner.commands.local import launch_local
 
     return launch_local(config, overrides, num_processes=processes)
@@ -358,15 +319,12 @@ def local(config: str, overrides: tuple[str, ...], processes: int) -> int:
 @config_argument
 @overrides_argument
 @config_dir
-@click.option("--dry-run", is_flag=True, help="Print the script instead of submitting it.")
-@click.option("--test-only", is_flag=True, help="Ask Slurm whether and when it could run (sbatch --test-only).")
-@click.option("--output", type=FILE, metavar="FILE", help="Write the script to FILE instead of submitting it.")
-@click.option("--separate", is_flag=True, help="A job for every component, where the site has no heterogeneous jobs (slurm.separate=true).")
-def slurm(config: str, overrides: tuple[str, ...], **options: Any) -> int:
-    """As a job of a Slurm cluster: make the batch script from the config and submit it."""
-    from aligner.commands.slurm import LaunchOptions, launch_slurm
+@options_of(LaunchOptions)
+def slurm(config: str, overrides: tuple[str, ...], options: LaunchOptions) -> int:
+    """Submit it as a job of a Slurm cluster, with a batch script made from the config."""
+    from aligner.commands.slurm import launch_slurm
 
-    return launch_slurm(config, overrides, LaunchOptions(**options))
+    return launch_slurm(config, overrides, options)
 
 
 if __name__ == "__main__":

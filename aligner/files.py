@@ -118,6 +118,8 @@ def with_shipped_paths(value: Any) -> Any:
         return [with_shipped_paths(one) for one in value]
     if isinstance(value, dict):
         return {name: with_shipped_paths(one) for name, one in value.items()}
-    path, colon, name = value.partition(":") if isinstance(value, str) and value.startswith("examples/") else ("", "", "")
+    if not isinstance(value, str) or not value.startswith("examples/"):
+        return value
+    path, colon, name = value.partition(":")
     own = shipped("examples").parent / path
-    return f"{own}{colon}{name}" if path and not Path(path).exists() and own.exists() else value
+    return f"{own}{colon}{name}" if not Path(path).exists() and own.exists() else value

@@ -7,8 +7,7 @@ import json
 from aligner.algorithms.registry import recipe_of
 from aligner.files import conf_directory, configs
 from aligner.settings.compose import compose_node, shown_values
-from aligner.settings.help import SETTINGS_FILE
-from aligner.settings.presets import groups_of
+from aligner.settings.explain import SETTINGS_FILE, groups_of
 from aligner.settings.schema import schema_keys
 
 

@@ -19,7 +19,7 @@ from aligner.errors import ConfigError
 from aligner.files import configs
 from aligner.run.recipe import Recipe
 from aligner.settings.compose import compose, search_path
-from aligner.settings.presets import built_on, find_file
+from aligner.settings.explain import built_on, find_file
 
 GROUP = "aligner.recipes"
 

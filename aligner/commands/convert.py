@@ -1,4 +1,4 @@
-"""Hugging Face model <-> Megatron-Core checkpoint, and either from Megatron-LM's and NeMo's: in one process, or split over ranks."""
+"""`aligner convert`: Hugging Face model <-> Megatron-Core checkpoint, and either from Megatron-LM or NeMo, in one process or over ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from aligner.commands.model_card import Origin, model_card, origin_of
 from aligner.data.tokenizer import check_vocabulary, load_tokenizer
-from aligner.errors import CheckpointError, ConfigError
+from aligner.errors import AlignerError, CheckpointError, ConfigError
 from aligner.hub import push
 from aligner.hub.names import HubName
 from aligner.jobs.parts import name_special_tokens
 from aligner.models import create
 from aligner.models.architecture.divisible import check_divisible
 from aligner.models.checkpoint import checkpoint
-from aligner.models.checkpoint.foreign.model import open_weights
+from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.modules.build import Transformer, build_language_model, build_scalar_model
@@ -34,75 +34,86 @@ from aligner.run.from_hub import fetch_one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """A model that is not a checkpoint of this project."""
+    """A model to convert."""
 
     path: Path
     dtype: Dtype
     architecture: Architecture
     head: ScalarHead | None
     tokenizer: Path | None  # directory with its files
-    note: str = ""  # what the user should hear of it
+    note: str = ""  # for the user
 
 
-def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path:
-    """Write `target`/step_000000 (and `latest`) from a Hugging Face directory, or a name of the Hub. Returns the checkpoint's directory.
+def convert(
+    *,
+    from_hf: Path | None = None,
+    from_megatron: Path | None = None,
+    to_megatron: Path | None = None,
+    to_hf: Path | None = None,
+    push_to: str = "",
+    tokenizer: Path | None = None,
+    parallel: ParallelConfig,
+) -> int:
+    """Convert from one source to one target, on every rank of the layout.
 
-    Every rank calls it.
+    A Megatron-Core checkpoint is written to `to_megatron`/step_000000 (and `latest`). A Hugging Face model is written by rank 0, one file's
+    tensors at a time; a reward model becomes a classifier. With `push_to`, ORG/NAME, it is then uploaded there with a card. `tokenizer` is
+    a directory for a model of Megatron-LM or NeMo, in place of the archive's own; it determines where a padded vocabulary ends, unless the
+    source does.
 
-    Raises CheckpointError if the source is no model, or the target holds a checkpoint already.
+    Raises CheckpointError if the source is not a complete model, or the target already holds one; AlignerError for other combinations.
     """
-    source = fetch_one("--from-hf", str(source))
-    if not (source / CONFIG_FILE).exists():
-        raise CheckpointError(f"--from-hf {source}: no config.json there")
-    _check_empty("--to-megatron", target, checkpoint.LATEST, "checkpoint")
-    dtype = _dtype(source)
-    architecture = create.read_architecture(ModelConfig(path=str(source), dtype=dtype), vocab_size=0)
-    read = _Source(path=source, dtype=dtype, architecture=architecture, head=read_head(source), tokenizer=source)
-    return _to_megatron(read, target, parallel)
+    foreign = from_megatron is not None and is_foreign(from_megatron)
+    if tokenizer is not None and not foreign:
+        raise AlignerError(f"convert: --tokenizer {tokenizer}: only for --from-megatron of Megatron-LM or NeMo; others include theirs")
+    given = ((from_hf, "hf"), (from_megatron, "foreign" if foreign else "megatron")), ((to_megatron, "megatron"), (to_hf, "hf"))
+    source, target = ([kind for path, kind in side if path is not None] for side in given)
+    allowed = [(["megatron"], ["hf"]), (["foreign"], ["hf"]), (["hf"], [] if push_to else ["megatron"])]
+    allowed += [(["foreign"], ["megatron"])] if not push_to else []
+    if (source, target) not in allowed:
+        others = "; --push-to-hub with --to-hf, or with --from-hf alone" if push_to else ""
+        raise AlignerError(f"convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf{others}")
+    if to_megatron is not None:
+        _check_empty("--to-megatron", to_megatron, checkpoint.LATEST, "checkpoint")
+    if to_hf is not None:
+        _check_empty("--to-hf", to_hf, CONFIG_FILE, "model")
+    if from_hf is not None and to_megatron is None:
+        push_export(from_hf, push_to)
+        return 0
+    with _opened(from_hf, from_megatron, tokenizer, foreign=foreign) as read:
+        if to_megatron is not None:
+            _to_megatron(read, to_megatron, parallel)
+        elif to_hf is not None:
+            _to_hf(read, to_hf, parallel, push_to=push_to)
+    return 0
 
 
-def foreign_to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, tokenizer: Path | None = None) -> Path:
-    """`hf_to_megatron` from what Megatron-LM or NeMo wrote; `tokenizer` as for `foreign_to_hf`."""
-    _check_empty("--to-megatron", target, checkpoint.LATEST, "checkpoint")
-    with _foreign(source, tokenizer) as read:
-        return _to_megatron(read, target, parallel)
+@contextmanager
+def _opened(from_hf: Path | None, from_megatron: Path | None, tokenizer: Path | None, *, foreign: bool) -> Iterator[_Source]:
+    if from_megatron is not None and foreign:
+        with _foreign(from_megatron, tokenizer) as read:
+            yield read
+        return
+    if from_megatron is not None:
+        path = checkpoint.resolve(from_megatron)
+    else:
+        path = fetch_one("--from-hf", str(from_hf))
+        if not (path / CONFIG_FILE).exists():
+            raise CheckpointError(f"--from-hf {path}: no config.json there")
+    dtype = _dtype(path)
+    architecture = create.read_architecture(ModelConfig(path=str(path), dtype=dtype), vocab_size=0)
+    yield _Source(path=path, dtype=dtype, architecture=architecture, head=read_head(path), tokenizer=path)
 
 
-def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> Path:
+def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> None:
     here = _world(parallel)
     config = ModelConfig(path=str(source.path), dtype=source.dtype)
     make = create.create_policy if source.head is None else create.create_reward_model
     made = make(config, source.architecture, parallel, here, create.training(config, None))
     request = checkpoint.SaveRequest(step=0, state={}, tokenizer=source.tokenizer)
     written = checkpoint.save(target, made.model, request)
-    _say(f"Megatron-Core checkpoint written to {written}", source.note)
+    _print(f"Megatron-Core checkpoint written to {written}", source.note)
     launch.shutdown()
-    return written
-
-
-def megatron_to_hf(source: Path, target: Path, parallel: ParallelConfig, *, push_to: str = "") -> None:
-    """Write a Hugging Face model (with its tokenizer) from a checkpoint of any layout. A reward model becomes a classifier.
-
-    With `push_to`, ORG/NAME, it is then uploaded there with a card. Every rank calls it; rank 0 writes, holding one file's tensors at a
-    time. Raises CheckpointError if the source is no complete checkpoint, or the target holds a model already; as `push_export` does.
-    """
-    directory = checkpoint.resolve(source)
-    _check_empty("--to-hf", target, CONFIG_FILE, "model")
-    dtype = _dtype(directory)
-    architecture = create.read_architecture(ModelConfig(path=str(directory), dtype=dtype), vocab_size=0)
-    read = _Source(path=directory, dtype=dtype, architecture=architecture, head=read_head(directory), tokenizer=directory)
-    _to_hf(read, target, parallel, push_to=push_to)
-
-
-def foreign_to_hf(source: Path, target: Path, parallel: ParallelConfig, *, push_to: str = "", tokenizer: Path | None = None) -> None:
-    """`megatron_to_hf` from what Megatron-LM or NeMo wrote.
-
-    `tokenizer`: a directory with one, else the archive's own is taken where it can be. It says where a padded vocabulary ends, if
-    the source does not.
-    """
-    _check_empty("--to-hf", target, CONFIG_FILE, "model")
-    with _foreign(source, tokenizer) as read:
-        _to_hf(read, target, parallel, push_to=push_to)
 
 
 def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: str) -> None:
@@ -118,21 +129,21 @@ def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: 
     checkpoint.load_source(chunks, source.path)
     save_hf(chunks, target, writer=here.rank == 0)
     from_rank_0(lambda: _finish(source.tokenizer, target))
-    _say(f"Hugging Face model written to {target}", source.note)
+    _print(f"Hugging Face model written to {target}", source.note)
     launch.shutdown()
     if name is not None and here.rank == 0:  # the others need not wait
         _push(target, name, origin_of(source.path))
 
 
 def _check_empty(option: str, target: Path, name: str, what: str) -> None:
-    """Raise CheckpointError where the target holds one already."""
+    """Raise CheckpointError if the target already holds one."""
     if (target / name).exists():
         raise CheckpointError(f"{option} {target}: holds a {what} already; name an empty directory")
 
 
 @contextmanager
 def _foreign(path: Path, tokenizer: Path | None) -> Iterator[_Source]:
-    """A model of Megatron-LM or NeMo, with a tokenizer for as long as the context lasts."""
+    """A model of Megatron-LM or NeMo; an unpacked tokenizer is removed at the end of the context."""
     with TemporaryDirectory() as unpacked:
         with open_weights(path) as weights:
             found = weights.description
@@ -163,9 +174,9 @@ def _foreign(path: Path, tokenizer: Path | None) -> Iterator[_Source]:
 
 
 def push_export(directory: Path, push_to: str) -> None:
-    """Upload a Hugging Face directory, such as the `export` of a run, to the Hub as ORG/NAME, with a card of what the run recorded.
+    """Upload a Hugging Face directory, such as the `export` of a run, to the Hub as ORG/NAME, with a card that describes the run.
 
-    Raises CheckpointError if there is no model; ConfigError for a name or token that the Hub refuses, AlignerError without a network.
+    Raises CheckpointError without a model, ConfigError for a name or token that the Hub refuses, AlignerError without a network.
     """
     if not (directory / CONFIG_FILE).exists():
         raise CheckpointError(f"--from-hf {directory}: no config.json there")
@@ -175,7 +186,7 @@ def push_export(directory: Path, push_to: str) -> None:
 def _push(directory: Path, name: HubName, origin: Origin) -> None:
     title = name.repo.partition("/")[2]
     address = push.push(directory, name, card=model_card(title, directory, origin), message=f"Upload {title} with aligner")
-    print(f"pushed to {address} (a new repository is private until its settings say otherwise)", flush=True)
+    print(f"pushed to {address} (a new repository is private by default)", flush=True)
 
 
 def _finish(tokenizer: Path | None, target: Path) -> None:
@@ -205,6 +216,6 @@ def _dtype(directory: Path) -> Dtype:
     return Dtype(stored) if stored in (Dtype.bfloat16.value, Dtype.float16.value) else Dtype.float32
 
 
-def _say(*lines: str) -> None:
+def _print(*lines: str) -> None:
     if dist.get_rank() == 0:
         print(*filter(None, lines), sep="\n")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from aligner.algorithms.registry import composed, config_file
@@ -25,6 +25,7 @@ from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.separate import Together
 from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, to_json
+from aligner.commands.parts import LaunchOptions
 from aligner.commands.programs import Program, placement_of, programs, share_out
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
@@ -36,16 +37,6 @@ from aligner.telemetry import terminal
 SPEC_LINE = "ALIGNER_SPEC="
 _LOOPBACK = "127.0.0.1"
 _SUBMIT_SECONDS = 120.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchOptions:
-    """What `aligner launch slurm` does instead of submitting the script."""
-
-    dry_run: bool = False  # print it
-    test_only: bool = False  # ask Slurm whether and when it could run
-    output: Path | None = None  # keep it in this file
-    separate: bool = False  # as slurm.separate=true
 
 
 def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) -> int:

@@ -1,4 +1,4 @@
-"""`aligner data validate`: reads data as a job would, and reports errors and the model's view of the data."""
+"""`aligner data validate` and `aligner data inspect`: read data as a job would, and report errors, forms, and the model's view."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TextIO
 
 from aligner.algorithms.registry import composed, recipes
+from aligner.commands.parts import InspectOptions, ValidateOptions
 from aligner.commands.preflight.samples import fitted, load_sample
-from aligner.data.config import BadLines
-from aligner.data.inspection import BRACKETS, COLOURS, Lengths, View, duplicates, histogram, lengths_of, render, view_of
+from aligner.data.config import BadLines, RecordForm
+from aligner.data.forms import FORMS, Purpose, candidates
+from aligner.data.inspection import BRACKETS, COLOURS, Lengths, View, describe_fields, duplicates, histogram, lengths_of, render, view_of
 from aligner.data.mixture import read_alone
+from aligner.data.records import raw_object
 from aligner.data.report import LoadReport, NoUsableRecord
+from aligner.data.sources import read_records
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, DataError
 from aligner.models.checkpoint.files import LATEST, resolve
 from aligner.run.from_hub import fetch_named
 from aligner.run.settings import JobRun
@@ -38,6 +43,16 @@ KINDS = {
     "responses": "proposals",
     "proposals": "steerlm2",
 }
+# Purposes of a data set, the most specific first, and the kind that `aligner data validate` calls them.
+_PURPOSES = {
+    Purpose.steps: "steps",
+    Purpose.regression: "regression",
+    Purpose.preference: "preference",
+    Purpose.judged: "kto",
+    Purpose.supervised: "sft",
+    Purpose.prompts: "prompts",
+}
+_INSPECTED = 200  # records; an even number: some forms have pairs of lines
 BAD = 1  # exit code; a mistake in the command is 2, as everywhere
 FEW = 3  # lines that are listed of each kind of problem, unless all are
 BAR = 40  # width of the longest bar of a histogram
@@ -45,17 +60,6 @@ BAR = 40  # width of the longest bar of a histogram
 _VALUES = re.compile(r" (is|are both|has the fields|share) (?!missing|not |the last ).*?(?=, expected|, allowed|$)")
 _NUMBERS = re.compile(r"\b\d+\b")
 _BRACKETS = re.compile(r" \(.*\)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """Options besides the config."""
-
-    kind: str = ""  # of the files named instead of a config
-    tokenizer: str = ""  # with `kind`
-    num_samples: int = 3
-    lists_all: bool = False  # every problem, not the first few of each kind
-    json_path: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +74,7 @@ class Finding:
     histogram: list[tuple[int, int, int]] = field(default_factory=list)  # least and most tokens, rows; of records that are too long too
 
 
-def validate(target: str, overrides: Sequence[str], options: Options) -> int:
+def validate(target: str, overrides: Sequence[str], options: ValidateOptions) -> int:
     """Check the data of `conf/<target>.yaml`, or a file of `options.kind`; prints, returns the exit code: 1 if lines are bad.
 
     Raises ConfigError for settings that do not fit, DataError for a missing file.
@@ -161,7 +165,7 @@ def show_samples(views: Sequence[View], tokenizer: Tokenizer, out: TextIO) -> No
             print(render(row, tokenizer, marks), file=out)
 
 
-def config_of(target: str, overrides: Sequence[str], options: Options) -> JobRun:
+def config_of(target: str, overrides: Sequence[str], options: InspectOptions) -> JobRun:
     """The config that is named, or that of a recipe which reads `options.kind`. Raises ConfigError."""
     if not options.kind:
         if options.tokenizer:
@@ -176,7 +180,7 @@ def config_of(target: str, overrides: Sequence[str], options: Options) -> JobRun
     return composed(recipe, [*given, *overrides])
 
 
-def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: Options) -> JobRun:
+def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: ValidateOptions) -> JobRun:
     """The config with the job's lengths; for a file alone, with those of the model beside the tokenizer (without one, any length)."""
     if options.kind and not config.model.path:
         if not (Path(config.model.tokenizer) / "config.json").exists():
@@ -191,3 +195,69 @@ def _tokenizer(config: JobRun) -> Tokenizer:
     path = Path(config.model.tokenizer_path)
     tokenizer = load_tokenizer(resolve(path) if not config.model.tokenizer and (path / LATEST).exists() else path)
     return tokenizer.chatting(config.data)
+
+
+def inspect_data(target: str, overrides: Sequence[str], options: InspectOptions) -> int:
+    """Describe a file or a data set of the Hub, read as `options.kind`, or as the first purpose that its first record fits.
+
+    Without a tokenizer samples are shown with a stand-in of bytes and ChatML. Returns the exit code: 1 if lines are bad.
+    Raises ConfigError for settings that do not fit, DataError for a missing file or an unknown form.
+    """
+    with TemporaryDirectory() as folder:
+        chosen = InspectOptions(kind=options.kind or "sft", tokenizer=options.tokenizer or str(_stand_in(Path(folder))))
+        config = config_of(target, overrides, chosen)
+        fetch_named(config, weights=False)
+        location, tokenizer = config.data.train, load_tokenizer(config.model.tokenizer_path)
+        kinds = kinds_of(location) if not options.kind else [options.kind]
+        if kinds[0] != chosen.kind:
+            config = config_of(location, overrides, InspectOptions(kind=kinds[0], tokenizer=config.model.tokenizer))
+        if not options.tokenizer or not tokenizer.has_chat_template:
+            config.data.chat_template = config.data.chat_template or "chatml"
+        tokenizer = tokenizer.chatting(config.data)
+        return _show_inspected(config, location, tokenizer, kinds, options)
+
+
+def _show_inspected(config: JobRun, location: str, tokenizer: Tokenizer, kinds: Sequence[str], options: InspectOptions) -> int:
+    finding, views = inspect(config, location, tokenizer, first=_INSPECTED)
+    report = finding.report
+    print(f"{location}: read as {kinds[0]}" + (f" (also good for {', '.join(kinds[1:])}: --kind)" if kinds[1:] else ""))
+    for line in [*describe_fields(report), *report.notes()]:
+        print(f"  {line}")
+    for problem in report.problems[: options.num_samples]:
+        print(f"bad: {problem}")
+    print(f"  {report.num_kept} of the first {report.num_records} records can be used, {report.num_bad} bad")
+    if not options.tokenizer:
+        print("  samples as ChatML; --tokenizer DIR shows them as a model will see them")
+    show_samples(views[: options.num_samples], tokenizer, sys.stdout)
+    return BAD if report.num_bad else 0
+
+
+def kinds_of(location: str) -> list[str]:
+    """The kinds that the first readable record fits. Raises DataError if its form is unknown."""
+    raw = next((raw for raw in read_records(location) if not raw.error), None)
+    if raw is None:
+        raise DataError(f"{location}: has no readable record")
+    record = raw_object(raw)
+    forms = {purpose: candidates(record, purpose) for purpose in _PURPOSES}
+    found = [kind for purpose, kind in _PURPOSES.items() if forms[purpose]]
+    if forms[Purpose.preference] == [RecordForm.text]:  # only if good and bad texts alternate
+        found = [*(kind for kind in found if kind != "preference"), "preference"]
+    if found:
+        return found
+    known = "; ".join(f"{name.value} {form.shape}" for name, form in FORMS.items())
+    raise DataError(f"{raw.source}: has the fields {sorted(map(str, record))}, expected those of a form: {known}")
+
+
+def _stand_in(folder: Path) -> Path:
+    """A tokenizer whose tokens are bytes and the marks of ChatML."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|im_start|>", "<|im_end|>")])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>").save_pretrained(str(folder))
+    return folder

@@ -14,10 +14,11 @@ from typing import Any
 from aligner.algorithms.registry import recipe_of, recipes
 from aligner.cluster.exit_codes import ExitCode
 from aligner.errors import ConfigError
-from aligner.run.program import entrypoint, parse
+from aligner.run.program import entrypoint
 from aligner.run.recipe import Recipe
 from aligner.run.settings import JobRun
 from aligner.run.traits import Kind
+from aligner.settings.command_line import read
 
 JOBS: Mapping[Kind, tuple[str, str]] = {
     Kind.trains: ("aligner.jobs.trains", "train"),
@@ -53,11 +54,10 @@ def server_program(section: str) -> Callable[..., None]:
     """
 
     def main(argv: Sequence[str] | None = None, program: str = "") -> None:
-        arguments = sys.argv[1:] if argv is None else argv
-        names = [one.removeprefix("recipe=") for one in arguments if one.startswith("recipe=")]
-        others = [one for one in arguments if not one.startswith("recipe=")]
         try:
-            command = parse(others)
+            command = read(sys.argv[1:] if argv is None else argv)
+            names = [one.removeprefix("recipe=") for one in command.overrides if one.startswith("recipe=")]
+            command.overrides = [one for one in command.overrides if not one.startswith("recipe=")]
             recipe = recipe_of((names or [command.config or "ppo"])[-1], command.overrides)
             if section not in (one.name for one in fields(recipe.config)):
                 able = [one.name for one in recipes().values() if section in (field.name for field in fields(one.config))]
@@ -67,6 +67,6 @@ def server_program(section: str) -> Callable[..., None]:
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(ExitCode.refused)
-        entrypoint(recipe.config, recipe.name, recipe.folders())(lambda config: _function(SERVERS[section])(config))(others, program)
+        entrypoint(recipe.config, recipe.name, recipe.folders())(lambda config: _function(SERVERS[section])(config))(command, program)
 
     return main

@@ -1,4 +1,4 @@
-"""Programs whose command line is settings: what Hydra's users type, and what its outcome is called outside."""
+"""Programs whose command line is settings: what they do for it, and the exit code and outcome that they report."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -19,71 +19,13 @@ from aligner.errors import AlignerError, ConfigError, describe_os_error, is_stor
 from aligner.reporting.formats import Column
 from aligner.run.from_hub import fetch_named
 from aligner.run.sweep import sweep
-from aligner.settings import help as program_help
-from aligner.settings.compose import compose, compose_node, override, search_path, shown_values, to_yaml
-from aligner.settings.hints import hint
-from aligner.settings.presets import find_file, folders_of, groups_of
-from aligner.settings.schema import schema_keys
+from aligner.settings.command_line import CommandLine, read
+from aligner.settings.compose import compose, compose_node, own_folders, shown_values, to_object, to_yaml
+from aligner.settings.explain import find_file, folders_of, groups_of, hint, render
+from aligner.settings.schema import SchemaKey, schema_keys
 from aligner.telemetry import terminal
 
 T = TypeVar("T")
-
-_SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cn": "--config-name", "-cd": "--config-dir"}  # Hydra's
-_TAKE_A_VALUE = ("--config-name", "--config-dir")
-_KNOWN = ("--help", "--cfg", "--multirun")
-_CFG = "job"  # what --cfg can print
-
-
-@dataclass(kw_only=True, slots=True)
-class Command:
-    """A command line, read."""
-
-    config: str = ""  # the file that was asked for; "": the recipe's own
-    overrides: list[str] = field(default_factory=list)
-    topic: str = ""  # that --help is asked about
-    flags: set[str] = field(default_factory=set)
-
-    @property
-    def asks(self) -> str:
-        """The option that says what to do instead of running; "": run."""
-        return next((flag for flag in _KNOWN if flag in self.flags), "")
-
-
-def parse(arguments: Sequence[str]) -> Command:
-    """Options are Hydra's, with `config=NAME` for `--config-name NAME`. `--config-dir DIR` becomes the override that says the same, so that
-    it reaches every process of a run. Raises ConfigError for an option without its value.
-    """
-    command, rest = Command(), list(arguments)
-    while rest:
-        name, equals, value = (argument := rest.pop(0)).partition("=")
-        flag = _SHORT.get(name, name)
-        if not argument.startswith("-"):
-            if name == "config" and equals:
-                command.config = value
-            else:
-                command.overrides.append(argument)
-            continue
-        if flag in _TAKE_A_VALUE:
-            if not (value := value if equals else rest.pop(0) if rest else ""):
-                raise ConfigError(f"{flag} needs a value: {flag} {'NAME' if flag == '--config-name' else 'DIRECTORY'}")
-            if flag == "--config-name":
-                command.config = value.removesuffix(".yaml")
-            else:
-                command.overrides.append(override("hydra.searchpath", [f"file://{Path(value).resolve()}"]))
-            continue
-        if flag not in _KNOWN:  # of argparse: its value follows
-            follows = not equals and bool(rest) and "=" not in rest[0] and not rest[0].startswith("-")
-            command.flags.add(f"{argument}={rest.pop(0)}" if follows else argument)
-            continue
-        command.flags.add(flag)
-        if flag in ("--help", "--cfg"):
-            follows = bool(rest) and "=" not in rest[0] and not rest[0].startswith("-")
-            value = value if equals else rest.pop(0) if follows else ""
-            if flag == "--help":
-                command.topic = value
-            elif value not in ("", _CFG):
-                raise ConfigError(f"--cfg {value}: allowed: --cfg {_CFG} (the settings of the run)")
-    return command
 
 
 def entrypoint(
@@ -92,25 +34,24 @@ def entrypoint(
     """Decorator that turns `main(config)` into a program: `main()` reads sys.argv, composes `<name>.yaml` of the folders and calls it.
 
     `--config-name ppo_70b`, or `config=ppo_70b`, chooses another config of the recipe; `--config-dir DIR` adds a folder of the user's.
-    `--help` prints the settings that matter most with value and meaning, `--help SECTION` and `--help all` others
-    (`aligner.settings.help`); `--cfg job` prints the resolved YAML (??? for what is required and not given). `--multirun` runs every
+    `--help` prints the most important settings with value and meaning, `--help SECTION` and `--help all` others
+    (`aligner.settings.explain`); `--cfg job` prints the resolved YAML (??? for required settings without a value). `--multirun` runs every
     combination of `key=a,b`, or what another of Hydra's sweepers asks for, each as a run of its own (`aligner.run.sweep`), and shows the
     `columns` of all.
 
-    The program ends with the exit code that `main` returns (None: 0), and with 0 in no other way. An AlignerError ends it with one line on
-    stderr (ALIGNER_TRACEBACK=1 adds where it came from) and the code of `aligner.cluster.exit_codes`: 2 for ConfigError and DataError, 78
-    for RunHalted, 1 for the others. Anything else is a bug and keeps its traceback and exit code 1.
+    The program ends with the exit code that `main` returns (None: 0); nothing else gives exit code 0. An AlignerError ends it with one line
+    on stderr (ALIGNER_TRACEBACK=1 adds the traceback) and the code of `aligner.cluster.exit_codes`: 2 for ConfigError and DataError, 78 for
+    RunHalted, 1 for the others. Any other exception is a bug and keeps its traceback and exit code 1.
     """
+    asked = _Program(schema, name, folders or folders_of(name), columns)
 
     def decorate(main: Callable[[T], int | None]) -> Callable[..., None]:
-        def run(argv: Sequence[str] | None = None, program: str = "") -> None:
+        def run(argv: Sequence[str] | CommandLine | None = None, program: str = "") -> None:
             terminal.guard()
             try:
-                command = parse(sys.argv[1:] if argv is None else argv)
+                command = argv if isinstance(argv, CommandLine) else read(sys.argv[1:] if argv is None else argv)
                 with outcomes.unless_ended_early(os.environ):
-                    code = _do(
-                        main, schema, _Program(name, folders or folders_of(name), columns, program or f"python {sys.argv[0]}"), command
-                    )
+                    code = asked.do(command, program or f"python {sys.argv[0]}", main)
             except AlignerError as error:
                 if os.environ.get("ALIGNER_TRACEBACK") == "1":
                     traceback.print_exc()
@@ -120,7 +61,7 @@ def entrypoint(
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 code = ExitCode.done
             except Exception as error:
-                if isinstance(error, OSError) and is_storage_error(error):  # no bug, and it says all: a full disk, one that is read-only
+                if isinstance(error, OSError) and is_storage_error(error):  # not a bug: a full disk, or a read-only one
                     message = f"rank {outcomes.rank_of(os.environ)}: {describe_os_error(error, 'a file of the run')}"
                     outcomes.fail(os.environ, ExitCode.failed, message)
                     raise SystemExit(int(ExitCode.failed)) from error
@@ -137,45 +78,50 @@ def entrypoint(
 
 @dataclass(frozen=True, slots=True)
 class _Program:
+    schema: type[Any]
     name: str  # of the recipe
     folders: Sequence[Path]
     columns: Sequence[Column]
-    typed: str  # how it is called
+
+    def do(self, command: CommandLine, program: str, main: Callable[[Any], int | None]) -> int:
+        """Do what the command line asks for; the exit code."""
+        schema, places, overrides = self.schema, self.folders, command.overrides
+        keys = schema_keys(schema)
+        refuse_options(command.unknown, keys)
+        config = chosen_config(self.name, command, places)
+        if command.asks == "--multirun":
+            return sweep(schema, config, overrides, places, columns=self.columns)
+        if command.asks:
+            node = compose_node(schema, config, overrides, places)
+        if command.asks == "--help":
+            groups = groups_of(keys, [*places, *own_folders(command.overrides)])
+            values = dict(shown_values(node, keys))
+            print(render(keys, values, program=program, file=config, groups=groups, topic=command.topic), flush=True)
+        elif command.asks == "--cfg":
+            complete = not OmegaConf.missing_keys(node)
+            print(to_yaml(to_object(schema, node)) if complete else OmegaConf.to_yaml(node, resolve=True), end="", flush=True)
+        else:
+            settings = compose(schema, config, overrides, places)
+            fetch_named(settings, records=True)
+            return int(main(settings) or 0)
+        return 0
 
 
-def _do(main: Callable[[T], int | None], schema: type[T], program: _Program, command: Command) -> int:
-    """Do what the command line asks for; the exit code."""
-    keys, folders = list(schema_keys(schema)), program.folders
-    if unknown := sorted(command.flags - set(_KNOWN)):
-        lines = []
-        for typed, (option, _, value) in ((one, one.partition("=")) for one in unknown):
-            meant = hint(option.lstrip("-").replace("-", "_"), keys)
-            meant = re.sub(r"(?<=did you mean )([\w.]+)\?", lambda found, value=value: f"{found[1]}={value}?", meant) if value else meant
-            lines.append(f"unknown option {typed}; settings are written key=value; {meant}")
+def refuse_options(unknown: Sequence[str], keys: Sequence[SchemaKey]) -> None:
+    """Raise ConfigError for options that do not exist, with the settings that they probably mean."""
+    lines = []
+    for typed in sorted(unknown):
+        option, _, value = typed.partition("=")
+        meant = hint(option.lstrip("-").replace("-", "_"), keys)
+        meant = re.sub(r"(?<=did you mean )([\w.]+)\?", lambda found, value=value: f"{found[1]}={value}?", meant) if value else meant
+        lines.append(f"unknown option {typed}; settings are written key=value; {meant}")
+    if lines:
         raise ConfigError("\n  ".join(lines))
-    config = _chosen(program.name, command, folders)
-    if command.asks == "--help":
-        values = dict(shown_values(compose_node(schema, config, command.overrides, folders), keys))
-        users = [place for place in search_path(command.overrides)[0] if isinstance(place, Path)]
-        groups = groups_of(keys, [*folders, *users])
-        print(program_help.render(keys, values, program=program.typed, file=config, groups=groups, topic=command.topic), flush=True)
-    elif command.asks == "--cfg":
-        node = compose_node(schema, config, command.overrides, folders)
-        complete = not OmegaConf.missing_keys(node)
-        text = to_yaml(compose(schema, config, command.overrides, folders)) if complete else OmegaConf.to_yaml(node, resolve=True)
-        print(text, end="", flush=True)
-    elif command.asks == "--multirun":
-        return sweep(schema, config, command.overrides, folders, columns=program.columns)
-    else:
-        settings = compose(schema, config, command.overrides, folders)
-        fetch_named(settings, records=True)
-        return int(main(settings) or 0)
-    return 0
 
 
-def _chosen(name: str, command: Command, folders: Sequence[Path]) -> str:
-    """The config that the command line names. Raises ConfigError if the recipe `name` has none that is called so."""
-    places = [folders[0], *(place for place in search_path(command.overrides)[0] if isinstance(place, Path))]
+def chosen_config(name: str, command: CommandLine, folders: Sequence[Path]) -> str:
+    """The config that the command line names. Raises ConfigError if the recipe `name` has no such config."""
+    places = [folders[0], *own_folders(command.overrides)]
     if command.config and find_file(command.config, places) is None:
         own = ", ".join(sorted(file.stem for place in places for file in place.glob("*.yaml")))
         raise ConfigError(f"config={command.config}: this program is of {name}; allowed: {own}, or a file in --config-dir DIR")

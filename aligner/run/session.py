@@ -42,7 +42,7 @@ from aligner.servers.components import SERVERS
 from aligner.servers.registry import Publication, make_registration
 from aligner.settings import user_code
 from aligner.settings.compose import fingerprint, to_yaml
-from aligner.settings.help import recipe_with
+from aligner.settings.explain import recipe_with
 from aligner.settings.schema import SchemaKey, is_known, schema_keys
 from aligner.telemetry import recording
 

@@ -1,4 +1,4 @@
-"""`--multirun`: one run for each combination of settings, chosen by a sweeper of Hydra's or of a plugin's and started by its launcher."""
+"""`--multirun`: one run for each combination of settings, chosen by a sweeper and started by a launcher of Hydra or of a plugin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -24,12 +23,13 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import ConfigError
 from aligner.reporting.formats import Column, number
 from aligner.reporting.run_view import RunView
-from aligner.settings.compose import ENTRY, ERRORS, composing, explain, override
+from aligner.settings.command_line import override
+from aligner.settings.compose import ENTRY, ERRORS, composing, explain, parsed
 
 T = TypeVar("T")
-_DEFAULTS = {  # unless the command line has them
+_DEFAULTS = {  # used unless they are given
     "hydra.sweep.dir": "${run.directory}/sweep",
-    "hydra.sweep.subdir": "${hydra.job.override_dirname}",  # the same command again goes on with the same runs
+    "hydra.sweep.subdir": "${hydra.job.override_dirname}",  # the same command again resumes the same runs
     "hydra/job_logging": "none",
     "hydra/hydra_logging": "none",
     "hydra.output_subdir": "null",
@@ -40,16 +40,16 @@ _DEFAULTS = {  # unless the command line has them
 class Ended:
     """One run of a sweep."""
 
-    settings: str  # that it does not share with the others
+    settings: str  # only those in which the runs differ
     directory: Path
     is_done: bool
 
 
 def sweep(schema: type[T], config: str, overrides: Sequence[str], folders: Sequence[Path], *, columns: Sequence[Column] = ()) -> int:
-    """Run them all and print a table; the exit code is 0 if all of them are done, else 1.
+    """Run all combinations and print a table; the exit code is 0 if all runs are done, else 1.
 
-    Every run is `aligner launch local` in a directory of its own (in `hydra.sweep.dir`, by default `<run.directory>/sweep`): components and
-    ranks are those of any run. A sweeper that looks for the best settings is given the newest `checkpoint.best_metric`.
+    Every run is `aligner launch local` in a directory of its own (in `hydra.sweep.dir`, by default `<run.directory>/sweep`), with the
+    components and ranks of any run. A sweeper that searches for the best settings receives the newest `checkpoint.best_metric`.
 
     Raises ConfigError for settings that do not exist, before the first run starts.
     """
@@ -61,8 +61,8 @@ def sweep(schema: type[T], config: str, overrides: Sequence[str], folders: Seque
         with composing(schema, config, overrides, folders, sweeps=True) as settings:
             if swept := [one.input_line for one in settings.named if one.is_sweep_override()]:
                 raise ConfigError(f"{swept[0]!r}: a setting of a dict of sections has one value in all runs of a sweep")
-            parsed = OverridesParser.create().parse_overrides([one for one in settings.plain if not one.startswith("hydra")])
-            fixed = [one.get_key_element().lstrip("+~") for one in parsed if not one.is_sweep_override()]
+            typed = parsed([one for one in settings.plain if not one.startswith("hydra")])
+            fixed = [one.get_key_element().lstrip("+~") for one in typed if not one.is_sweep_override()]
             named = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"
             task = _Task(config=config, more=(*(one.input_line for one in settings.named), settings.searchpath), fixed=tuple(fixed))
             returned = GlobalHydra.instance().hydra.multirun(
@@ -80,7 +80,7 @@ def sweep(schema: type[T], config: str, overrides: Sequence[str], folders: Seque
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """What Hydra calls for every run; a launcher of a plugin may send it to another machine."""
+    """Called by Hydra for every run; a plugin's launcher may send it to another machine."""
 
     config: str
     more: tuple[str, ...]
@@ -92,14 +92,14 @@ class _Task:
         print(f"\n=== run {job.job.num}: {_own(overrides, self.fixed) or self.config}", flush=True)
         program = ["-m", "aligner.cli", "launch", "local", self.config, *overrides, *self.more, override("run.directory", directory)]
         _run([sys.executable, "-u", *program])
-        if not RunDirectory(directory).done.is_file():  # said at once: not every sweeper reports its runs at the end
+        if not RunDirectory(directory).done.is_file():  # at once: not every sweeper reports its runs at the end
             print(f"run {job.job.num} did not finish; its logs: {RunDirectory(directory).logs}", file=sys.stderr, flush=True)
         metric = OmegaConf.select(config, "checkpoint.best_metric", default="")
         return _newest(directory, metric) if metric else None
 
 
 def _run(command: list[str]) -> None:
-    """A Ctrl-C reaches the run too, which saves and ends; so does the end of this process, however it comes."""
+    """A Ctrl-C also reaches the run, which saves and ends; so does any end of this process."""
     with subprocess.Popen(processes.exec_command(command)) as run:
         try:
             run.wait()
@@ -122,7 +122,7 @@ def _newest(directory: Path, metric: str) -> float | None:
 
 
 def _show(ended: Sequence[Ended], columns: Sequence[Column]) -> None:
-    """A table of the runs, with the newest value of every metric that one of them has."""
+    """A table of the runs, with the newest value of every metric that any of them has."""
     newest = [{column.label: _newest(one.directory, column.metric) for column in columns} for one in ended]
     shown = [column for column in columns if any(values[column.label] is not None for values in newest)]
     table = Table("settings", *(column.label for column in shown), "", "", box=None)

@@ -9,51 +9,65 @@ so does a preset of another recipe.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from aligner.errors import ConfigError
 from aligner.files import conf_directory, recipe_folders, with_shipped_paths
-from aligner.settings.help import example
-from aligner.settings.hints import as_typed, meant_value, no_setting, refuse_unknown, unknown_keys
-from aligner.settings.presets import check_preset, find_file, folders_of, groups_in, unknown_in_file
+from aligner.settings.command_line import quoted
+from aligner.settings.explain import (
+    as_typed,
+    check_preset,
+    example,
+    find_file,
+    folders_of,
+    groups_in,
+    meant_value,
+    no_setting,
+    refuse_unknown,
+    unknown_in_file,
+    unknown_keys,
+)
 from aligner.settings.schema import SchemaKey, is_entry, is_known, schema_keys
 
 T = TypeVar("T")
 
-ENTRY, _SCHEMA = "aligner_entry", "aligner_schema"
+ENTRY = "aligner_entry"
 _KINDS = {"integer": "a whole number", "float": "a number", "bool": "true or false"}
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+FOREIGN_RESOLVERS = {  # NeMo's and verl's
+    "multiply": lambda a, b: a * b,
+    "subtract": lambda a, b: a - b,
+    "add": lambda *terms: sum(terms),
+    "int_div": lambda a, b: a // b,
+    "not": lambda a: not a,
+}
 
 
 def compose(schema: type[T], name: str, overrides: Sequence[str] = (), folders: Sequence[Path] | None = None) -> T:
     """The config `<name>.yaml` with `overrides` (Hydra's grammar) applied, as a plain `schema` object.
 
-    `folders` are searched for it and its presets, the recipe's own first (default: those that conf/ has for it), then what the override
-    `hydra.searchpath=[file:///dir]` adds. A recipe whose own folder does not exist has the schema's defaults.
-
-    Raises ConfigError naming the key and value at fault: unknown keys (all of them, with the known ones that are meant), a value of a wrong
-    type, a required value that is missing, a group option or file that does not exist, or what the dataclasses' own checks say.
+    `folders` are searched for it and its presets, the recipe's own first (default: conf/), then those of `hydra.searchpath=[file:///dir]`.
+    A recipe whose own folder does not exist has the schema's defaults. Raises ConfigError naming the key and value at fault: unknown keys
+    (all of them, with hints), a wrong type, a missing required value, group option or file, or a failed check of a dataclass.
     """
     node = compose_node(schema, name, overrides, folders or folders_of(name))
     try:
@@ -65,7 +79,7 @@ def compose(schema: type[T], name: str, overrides: Sequence[str] = (), folders: 
             f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} required: give {missing[0]}=... on the command line or in a YAML "
             f"file, as in: aligner train {name} {example(name)} (aligner train {name} --help lists the settings)"
         )
-    return _to_object(schema, node)
+    return to_object(schema, node)
 
 
 def to_yaml(config: object) -> str:
@@ -75,57 +89,102 @@ def to_yaml(config: object) -> str:
 
 def from_yaml(schema: type[T], text: str, overrides: Sequence[str] = ()) -> T:
     """A config that `to_yaml` wrote, with plain `key=value` overrides. Raises as `compose`."""
-    keys = list(schema_keys(schema))
+    keys = schema_keys(schema)
     try:
         saved = OmegaConf.merge(OmegaConf.create(yaml.safe_load(text) or {}), OmegaConf.from_dotlist(list(overrides)))
         refuse_unknown([(key, "") for key in unknown_keys(OmegaConf.to_container(saved), keys)], keys)
         node = OmegaConf.merge(_structured(schema), saved)
     except ERRORS as error:
         raise explain(error, ()) from error
-    return _to_object(schema, node)
+    return to_object(schema, node)
 
 
 def schema_of(schemas: Sequence[type[T]], text: str) -> type[T]:
-    """Which of the schemas a config that `to_yaml` wrote is of: the smallest one that knows all of its keys. Raises ConfigError."""
+    """The schema of a config that `to_yaml` wrote: the smallest one that knows all of its keys. Raises ConfigError."""
     written = yaml.safe_load(text) or {}
-    known = [(schema, list(schema_keys(schema))) for schema in schemas]
+    known = [(schema, schema_keys(schema)) for schema in schemas]
     fitting = [(len(keys), schema) for schema, keys in known if not any(unknown_keys(written, keys))]
     if not fitting:
-        raise ConfigError(f"the saved config is of none of {', '.join(schema.__name__ for schema in schemas)}")
+        raise ConfigError(f"the saved config fits none of {', '.join(schema.__name__ for schema in schemas)}")
     return min(fitting, key=lambda entry: entry[0])[1]
 
 
 def fingerprint(config: object) -> str:
-    """A short hash of the resolved config, by which ranks check that they run the same."""
+    """A short hash of the resolved config, with which ranks check that their configs are equal."""
     return hashlib.sha256(to_yaml(config).encode()).hexdigest()[:16]
 
 
 def compose_node(schema: type, name: str, overrides: Sequence[str], folders: Sequence[Path]) -> DictConfig:
-    """What `compose` makes its object of: OmegaConf's typed tree, with ??? for what is required and missing."""
+    """OmegaConf's typed tree, from which `compose` makes its object, with ??? for required values that are missing."""
     try:
         with composing(schema, name, overrides, folders) as settings:
-            node = hydra.compose(ENTRY, [*settings.plain, settings.searchpath])
+            try:
+                node, _ = _adding_groups(settings.plain, lambda plain: hydra.compose(ENTRY, [*plain, settings.searchpath]))
+            except ERRORS as error:
+                settings.refuse(error)
+                raise
             for override in settings.named:
                 _apply(node, override)
             return node
     except ERRORS as error:
-        users = [place for place in search_path(overrides)[0] if isinstance(place, Path)]
-        raise explain(error, [*folders, *users]) from error
+        raise explain(error, [*folders, *own_folders(overrides)]) from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def own_folders(overrides: Sequence[str]) -> list[Path]:
+    """The user's directories of configs and presets. Raises ConfigError as `search_path`."""
+    return [place for place in search_path(overrides)[0] if isinstance(place, Path)]
+
+
+@dataclass(kw_only=True, slots=True)
 class Settings:
-    """Overrides that have been checked."""
+    """Checked overrides of a recipe, and where its configs and presets are."""
 
+    recipe: str
+    keys: Sequence[SchemaKey]
+    folders: Sequence[Path]
     plain: list[str]
     named: list[Override]  # of dicts of sections, or of what is below them: Hydra cannot assign these
     searchpath: str  # one of hydra.searchpath: all folders but the first
+    unknown: list[tuple[str, str]]  # (key, where it was given)
+
+    def refuse(self, error: Exception | None = None) -> None:
+        """Raise ConfigError for all unknown keys of overrides and files, or for a preset that is not the recipe's."""
+        try:
+            self._check_files()
+        except ConfigCompositionException as other:
+            self._check_presets()
+            if file := re.search(r"Could not find '([^']+)'", str(other)):
+                check_preset(self.recipe, file[1], self.folders)
+            if error is None:
+                raise
+
+    def _check_files(self) -> None:
+        loader = GlobalHydra.instance().config_loader()
+        plain = [text for text, one in zip(self.plain, parsed(self.plain), strict=True) if not one.is_sweep_override()]
+        found, plain = _adding_groups(plain, lambda plain: loader.compute_defaults_list(ENTRY, [*plain, self.searchpath], RunMode.RUN))
+        self.plain = [text if f"+{text}" not in plain else f"+{text}" for text in self.plain]
+        self._check_presets()
+        unknown = [(key, f"in {text!r}") for key, text in self.unknown]
+        for default in found.defaults:
+            file = default.config_path or ""
+            check_preset(self.recipe, file, self.folders)
+            if (path := find_file(file, self.folders)) is not None:
+                unknown += [(key, f"in {_shown_path(path)}") for key in unknown_in_file(path, default.package or "", self.keys)]
+        refuse_unknown(unknown, self.keys)
+
+    def _check_presets(self) -> None:
+        for override in parsed(self.plain):
+            if not override.is_sweep_override() and isinstance(value := override.value(), str):
+                check_preset(self.recipe, f"{override.key_or_group}/{value}", self.folders)  # Hydra adds a group that the recipe has not
 
 
 @contextmanager
 def composing(schema: type, name: str, overrides: Sequence[str], folders: Sequence[Path], *, sweeps: bool = False) -> Iterator[Settings]:
-    """Hydra, ready to compose `ENTRY`: the schema, then `<name>.yaml`. Raises ConfigError for overrides or files that cannot be meant."""
-    keys = list(schema_keys(schema))
+    """Hydra, ready to compose `ENTRY`: the schema, then `<name>.yaml`. Raises ConfigError for impossible overrides.
+
+    Files are checked only if something is wrong, or before a sweep: composing them takes as long as checking them.
+    """
+    keys = schema_keys(schema)
     places, overrides = search_path(overrides)
     users = [place for place in places if isinstance(place, Path)]
     has_file = find_file(name, [folders[0], *users]) is not None
@@ -135,88 +194,79 @@ def composing(schema: type, name: str, overrides: Sequence[str], folders: Sequen
     named, plain = _split([text for text in overrides if text not in {text for _, text in unknown}], keys)
     first, *others = [folder for folder in folders if folder.is_dir()]
     more = [f"file://{place.resolve()}" if isinstance(place, Path) else place for place in (*others, *places)]
-    searchpath = f"hydra.searchpath=[{','.join(quoted(place) for place in more)}]"
+    settings = Settings(
+        recipe=folders[0].name,
+        keys=keys,
+        folders=[*folders, *users],
+        plain=plain,
+        named=named,
+        searchpath=f"hydra.searchpath=[{','.join(quoted(place) for place in more)}]",
+        unknown=unknown,
+    )
     with hydra.initialize_config_dir(config_dir=str(first.resolve()), version_base="1.3"):
-        recipe = folders[0].name
-        ConfigStore.instance().store(name=ENTRY, node={"defaults": [*([name] if has_file else []), "_self_"]})
-        plain, files = _with_groups(plain, searchpath, recipe, [*folders, *users])
-        in_files = _check_files(recipe, files, [*plain, searchpath], [*folders, *users], keys)
-        refuse_unknown([*((key, f"in {text!r}") for key, text in unknown), *in_files], keys)
-        store = ConfigStore.instance()  # Hydra's own registry; it is filled anew for every composition
-        store.store(name=_SCHEMA, node=_structured(schema))
         # The schema comes first in the defaults list, so no YAML file has to name it and every later one is checked against it.
-        store.store(name=ENTRY, node={"defaults": [_SCHEMA, *([name] if has_file else []), "_self_"]})
-        yield Settings(plain=plain, named=named, searchpath=searchpath)
+        entry = {"defaults": [_stored(schema), *([name] if has_file else []), "_self_"]}
+        ConfigStore.instance().store(name=ENTRY, node=entry)  # Hydra's own registry; the entry is new for every composition
+        if unknown or sweeps:
+            settings.refuse()
+        yield settings
 
 
-def _with_groups(overrides: list[str], searchpath: str, recipe: str, folders: Sequence[Path]) -> tuple[list[str], list[ResultDefault]]:
-    """(The overrides, which add a group such as `cluster=dgx_h100` if the config does not have it yet; the files that they bring together).
+@cache
+def _stored(schema: type) -> str:
+    """The name of the schema in Hydra's registry."""
+    name = f"aligner_schema_{id(schema)}"  # the cache keeps the schema, so the id is never used again
+    ConfigStore.instance().store(name=name, node=_structured(schema))
+    return name
 
-    Raises ConfigError for a preset that is not the recipe's.
-    """
-    loader = GlobalHydra.instance().config_loader()
+
+def _adding_groups(overrides: list[str], act: Callable[[list[str]], T]) -> tuple[T, list[str]]:
+    """(the result of `act`; the overrides, which add a group such as `cluster=dgx_h100` if the config has none of its presets yet)."""
     while True:
-        single = [text for text in overrides if not OverridesParser.create().parse_override(text).is_sweep_override()]
         try:
-            return overrides, list(loader.compute_defaults_list(ENTRY, [*single, searchpath], RunMode.RUN).defaults)
+            return act(overrides), overrides
         except ConfigCompositionException as error:
             missing = re.match(r"Could not override '([\w/]+)'\.\s+No match in the defaults list", str(error))
             added = [f"+{text}" if missing and text.startswith(f"{missing[1]}=") else text for text in overrides]
             if added == overrides:
-                _check_presets(recipe, overrides, folders)
-                if file := re.search(r"Could not find '([^']+)'", str(error)):
-                    check_preset(recipe, file[1], folders)
                 raise
             overrides = added
 
 
-def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
-    """(what overrides of hydra.searchpath name: directories, or places that Hydra alone can read; the other overrides).
+def parsed(overrides: Sequence[str]) -> list[Override]:
+    """The overrides in Hydra's grammar. Raises HydraException for other texts."""
+    return _parsed(tuple(overrides))
 
-    Raises ConfigError for a text that is no override.
+
+_parsed = lru_cache(maxsize=64)(lambda texts: OverridesParser.create().parse_overrides(list(texts)))
+
+
+def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
+    """(the places of hydra.searchpath: directories, or places that only Hydra can read; the other overrides).
+
+    Raises ConfigError for a text that is not an override.
     """
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        found = parsed(overrides)
     except HydraException as error:
         raise no_setting(overrides) or explain(error, ()) from error
-    named = [str(place) for one in parsed if one.key_or_group == "hydra.searchpath" for place in one.value() or []]
+    named = [str(place) for one in found if one.key_or_group == "hydra.searchpath" for place in one.value() or []]
     places = [Path(place.removeprefix("file://")) if "://" not in place or place.startswith("file://") else place for place in named]
     for place in places:
         if isinstance(place, Path) and not place.is_dir():
             raise ConfigError(f"--config-dir {place} (hydra.searchpath): there is no such directory")
-    return places, [text for one, text in zip(parsed, overrides, strict=True) if one.key_or_group != "hydra.searchpath"]
+    return places, [text for one, text in zip(found, overrides, strict=True) if one.key_or_group != "hydra.searchpath"]
 
 
-def override(key: str, value: Any) -> str:
-    """`key=value` in Hydra's grammar, of a plain Python value or a path."""
-    return f"{key}={_grammar(value)}"
+def _split(overrides: Sequence[str], keys: Sequence[SchemaKey]) -> tuple[list[Override], list[str]]:
+    """(overrides of dicts or of keys below them, which Hydra assigns and OmegaConf refuses if the key is new; the other texts).
 
-
-def _grammar(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_grammar(one)}" for name, one in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(_grammar(one) for one in value)}]"
-    if value is None or isinstance(value, (bool, int, float)):
-        return json.dumps(value)
-    return quoted(value.value if isinstance(value, Enum) else str(value))
-
-
-def quoted(text: str) -> str:
-    """A text as Hydra's grammar takes any."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _split(overrides: Sequence[str], keys: list[SchemaKey]) -> tuple[list[Override], list[str]]:
-    """(the overrides of dicts, or of what is below them; the others, as they were written).
-
-    Hydra assigns a key that a dict does not have yet, which OmegaConf refuses; merging works. To a dict of plain values
-    Hydra itself adds with `+`.
+    To a dict of plain values Hydra itself adds with `+`.
     """
     dicts = [key.key.removesuffix(".*") for key in keys if key.key.endswith(".*")]
     plain = [re.compile(re.escape(key.key).replace(r"\*", r"[^.]+") + r"(\..+)?") for key in keys if key.type.startswith("dict[")]
     named, others = [], []
-    for override, text in zip(OverridesParser.create().parse_overrides(list(overrides)), overrides, strict=True):
+    for override, text in zip(parsed(overrides), overrides, strict=True):
         assigns = not (override.is_add() or override.is_delete() or override.is_sweep_override())
         if any(override.key_or_group == key or override.key_or_group.startswith(f"{key}.") for key in dicts) or (
             assigns and any(key.fullmatch(override.key_or_group) for key in plain)
@@ -228,7 +278,7 @@ def _split(overrides: Sequence[str], keys: list[SchemaKey]) -> tuple[list[Overri
 
 
 def _apply(node: DictConfig, override: Override) -> None:
-    """Set what the override gives, or remove the entry that it names."""
+    """Set the value, or remove the entry, of an override."""
     parent, _, leaf = override.key_or_group.rpartition(".")
     if override.is_delete():
         holder = OmegaConf.select(node, parent)
@@ -246,10 +296,9 @@ def _apply(node: DictConfig, override: Override) -> None:
 
 @cache
 def _structured(schema: type) -> DictConfig:
-    """The schema as a typed node that holds the *written* defaults of every nested dataclass. It is shared: Hydra and OmegaConf copy it.
+    """The schema as a typed node with the *written* defaults of every nested dataclass; Hydra and OmegaConf copy it.
 
-    OmegaConf alone takes nested defaults from an instance. A `__post_init__` that fills in a derived field would then freeze what it
-    derived from the defaults, whatever the user overrides later.
+    OmegaConf alone reads nested defaults from an instance, which would freeze a field that `__post_init__` derives from others.
     """
     node = OmegaConf.structured(schema)
     for field in fields(schema):  # type: ignore[arg-type]
@@ -259,9 +308,10 @@ def _structured(schema: type) -> DictConfig:
     return node
 
 
-def _to_object(schema: type[T], node: Any) -> T:
+def to_object(schema: type[T], node: Any) -> T:
+    """The plain object of a typed tree. Raises as `compose`."""
     try:
-        _check_numbers(OmegaConf.to_container(node, resolve=True), list(schema_keys(schema)))
+        _check_numbers(OmegaConf.to_container(node, resolve=True), schema_keys(schema))
         config = _build(node)
     except OmegaConfBaseException as error:
         raise explain(error, ()) from error
@@ -271,7 +321,7 @@ def _to_object(schema: type[T], node: Any) -> T:
 
 
 def _build(node: Any, path: str = "") -> Any:
-    """A node as plain objects. A section's own check names its settings as it knows them; what was typed is known here."""
+    """A node as plain objects. Errors of a section's own check name its settings as typed."""
     if not OmegaConf.is_dict(node):
         return with_shipped_paths(OmegaConf.to_object(node) if OmegaConf.is_config(node) else node)
     values = {}
@@ -289,11 +339,8 @@ def _build(node: Any, path: str = "") -> Any:
         raise as_typed(error, [field.name for field in fields(kind)], path) from error
 
 
-def _check_numbers(value: Any, keys: list[SchemaKey], key: str = "") -> None:
-    """Raise ConfigError for NaN, infinity or an integer that no 64 bits hold, in a setting that is a number.
-
-    What is below a `dict[str, Any]` is the user's own code's business.
-    """
+def _check_numbers(value: Any, keys: Sequence[SchemaKey], key: str = "") -> None:
+    """Raise ConfigError for NaN, infinity or an integer of more than 64 bits, except below a `dict[str, Any]`: those are the user's own."""
     if isinstance(value, (dict, list)):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         for name, entry in entries:
@@ -305,17 +352,20 @@ def _check_numbers(value: Any, keys: list[SchemaKey], key: str = "") -> None:
             raise ConfigError(f"{key}={value}: must be {allowed}")
 
 
-def _check_overrides(overrides: Sequence[str], keys: list[SchemaKey], folders: Sequence[Path], *, sweeps: bool) -> list[tuple[str, str]]:
-    """The keys that the schema does not know, with the overrides that give them. Raises ConfigError for what is wrong with others."""
+def _check_overrides(
+    overrides: Sequence[str], keys: Sequence[SchemaKey], folders: Sequence[Path], *, sweeps: bool
+) -> list[tuple[str, str]]:
+    """Keys that the schema does not know, with the overrides that give them. Raises ConfigError for other errors."""
     unknown, groups = [], groups_in([*folders, *recipe_folders()])
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
+    for override in parsed(overrides):
         key, text = override.key_or_group, override.input_line
         is_group = key in groups
         if key.startswith(("hydra.", "hydra/")):
             continue
         if not key:
             raise ConfigError(f"{text!r} names no setting; settings are written key=value")
-        if not is_group and (below := _unknown_below(key, override, keys)):
+        value = None if override.is_sweep_override() else override.value()
+        if not is_group and (below := list(unknown_keys({key: value}, keys))):
             unknown += [(name, text) for name in below]
             continue
         if override.is_sweep_override():
@@ -324,37 +374,9 @@ def _check_overrides(overrides: Sequence[str], keys: list[SchemaKey], folders: S
             continue
         if override.is_delete() and not is_group and not is_entry(key, keys):
             raise ConfigError(f"{text!r} would remove a setting that the schema has; give it a value")
-        if is_group and not isinstance(override.value(), (str, list, dict, type(None))):
-            raise ConfigError(f"{text!r}: {key} takes the name of one of its presets")
+        if is_group and not isinstance(value, (str, list, dict, type(None))):
+            raise ConfigError(f"{text!r}: {key} accepts the name of one of its presets")
     return unknown
-
-
-def _unknown_below(key: str, override: Override, keys: list[SchemaKey]) -> list[str]:
-    value = None if override.is_sweep_override() else override.value()
-    return list(unknown_keys({key: value}, keys))
-
-
-def _check_files(
-    recipe: str, files: Sequence[ResultDefault], overrides: Sequence[str], folders: Sequence[Path], keys: list[SchemaKey]
-) -> list[tuple[str, str]]:
-    """The unknown keys of the YAML files that `ENTRY`, their `defaults` and the overrides bring together, with the file of each.
-
-    Raises ConfigError for a preset, given here or in a `defaults` list, that is not the recipe's.
-    """
-    _check_presets(recipe, overrides, folders)
-    unknown: list[tuple[str, str]] = []
-    for default in files:
-        file = default.config_path or ""
-        check_preset(recipe, file, folders)
-        if (path := find_file(file, folders)) is not None:
-            unknown += [(key, f"in {_shown_path(path)}") for key in unknown_in_file(path, default.package or "", keys)]
-    return unknown
-
-
-def _check_presets(recipe: str, overrides: Sequence[str], folders: Sequence[Path]) -> None:
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        if not override.is_sweep_override() and isinstance(value := override.value(), str):
-            check_preset(recipe, f"{override.key_or_group}/{value}", folders)  # Hydra would add a group that the recipe does not have
 
 
 def _shown_path(path: Path) -> str:
@@ -363,7 +385,7 @@ def _shown_path(path: Path) -> str:
 
 
 def explain(error: BaseException, folders: Sequence[Path]) -> ConfigError:
-    """What Hydra, OmegaConf or the YAML parser found, in one line that names the key."""
+    """The error of Hydra, OmegaConf or the YAML parser in one line that names the key."""
     file = re.search(r"In '([^']+)'", str(error))
     path = find_file(file[1], folders) if file else None
     where = f"in {_shown_path(path)}" if path else ""
@@ -381,8 +403,8 @@ def explain(error: BaseException, folders: Sequence[Path]) -> ConfigError:
     return ConfigError(": ".join(part for part in (key, message) if part) + (f" ({where})" if where else ""))
 
 
-def shown_values(node: DictConfig, keys: list[SchemaKey]) -> Iterator[tuple[str, str]]:
-    """Every setting with its value as it is written on a command line."""
+def shown_values(node: DictConfig, keys: Sequence[SchemaKey]) -> Iterator[tuple[str, str]]:
+    """Every setting with its value in command line syntax."""
     for key in keys:
         if key.section or "*" in key.key:
             continue
@@ -394,3 +416,85 @@ def shown_values(node: DictConfig, keys: list[SchemaKey]) -> Iterator[tuple[str,
 def _shown(value: Any) -> str:
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return yaml.safe_dump(OmegaConf.to_container(OmegaConf.create({"v": plain}), enum_to_str=True), default_flow_style=True).strip()[4:-1]
+
+
+def as_file(base: str, overrides: Sequence[str], more: Mapping[str, str], folders: Sequence[Path], *, comment: str) -> str:
+    """YAML that builds on the config `base`: presets and values of `overrides`, then those of `more`, which are plain values.
+
+    `folders` have the config and its presets. Raises ConfigError for an override that removes a setting, which a file cannot do.
+    """
+    groups, chosen = groups_in(folders), dict(_presets(base, folders))
+    added: list[Any] = []
+    replaced: list[Any] = []
+    tree: dict[str, Any] = {}
+    for one in parsed([*overrides, *(f"{key}={value}" for key, value in more.items())]):
+        if one.is_delete():
+            raise ConfigError(f"{one.input_line!r}: a config file cannot remove a setting of {base}; leave this out to write one")
+        if one.key_or_group in groups and isinstance(value := one.value(), str):
+            entry = f"{one.key_or_group}@{one.package}" if one.package else one.key_or_group
+            if entry in chosen:
+                replaced.append({f"override {entry}": value})
+            else:
+                added.append({entry: value})
+        else:
+            _put(tree, one.key_or_group.split("."), one.value())
+    text = yaml.safe_dump({"defaults": [base, *added, *replaced, "_self_"], **tree}, sort_keys=False, allow_unicode=True, width=140)
+    return f"# {comment}\n{text}"
+
+
+def _presets(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """The groups from which a config, and the configs that it builds on, choose a preset."""
+    path = find_file(name, folders)
+    for entry in (yaml.safe_load(path.read_text()) or {}).get("defaults", []) if path is not None else []:
+        if isinstance(entry, dict):
+            yield from ((key.removeprefix("override ").strip(), value) for key, value in entry.items())
+        elif entry != "_self_":
+            yield from _presets(entry, folders)
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    *sections, leaf = path
+    for name in sections:
+        tree = tree.setdefault(name, {})
+    tree[leaf] = value.value if isinstance(value, Enum) else value
+
+
+def resolved(text: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Another project's YAML as plain values, with `overrides` by dotted keys and its references (`${model.tp}`) resolved.
+
+    A reference to a missing key stays unchanged. Raises ValueError if the text is not a mapping.
+    """
+    try:
+        written = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(written, dict):
+        raise ValueError(f"a {type(written).__name__}, expected a mapping")
+    for dotted, value in (overrides or {}).items():
+        *sections, leaf = dotted.split(".")
+        place = written
+        for section in sections:
+            place[section] = place = place[section] if isinstance(place.get(section), dict) else {}
+        place[leaf] = value
+    own = {name: function for name, function in FOREIGN_RESOLVERS.items() if not OmegaConf.has_resolver(name)}
+    for name, function in own.items():
+        OmegaConf.register_new_resolver(name, function)
+    try:
+        found: dict[str, Any] = _plain(OmegaConf.create(written))
+        return found
+    finally:
+        for name in own:
+            OmegaConf.clear_resolver(name)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, DictConfig):
+        return {str(key): _item(value, key) for key in value}
+    return [_item(value, place) for place in range(len(value))] if isinstance(value, ListConfig) else value
+
+
+def _item(node: Any, key: Any) -> Any:
+    try:
+        return _plain(node[key]) if not OmegaConf.is_missing(node, key) else "???"
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index,call-overload]

@@ -11,7 +11,7 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 
@@ -30,22 +30,25 @@ class SchemaKey:
     open: bool = False
 
 
-def schema_keys(schema: type, prefix: str = "") -> Iterator[SchemaKey]:
+@functools.cache
+def schema_keys(schema: type, prefix: str = "") -> tuple[SchemaKey, ...]:
     """Every key of the schema, depth first, in the order of the fields."""
     hints, comments = typing.get_type_hints(schema), _comments(schema)
+    found: list[SchemaKey] = []
     for field in fields(schema):
         key, kind = prefix + field.name, _without_none(hints[field.name])
         comment = comments.get(field.name, "")
         if inspect.isclass(kind) and is_dataclass(kind):
-            yield SchemaKey(key=key, type=kind.__name__, comment=comment or _first_sentence(kind), section=True)
-            yield from schema_keys(kind, key + ".")
+            found.append(SchemaKey(key=key, type=kind.__name__, comment=comment or _first_sentence(kind), section=True))
+            found += schema_keys(kind, key + ".")
         elif (named := _named_sections(kind)) is not None:
-            yield SchemaKey(key=key, type=f"dict[str, {named.__name__}]", comment=comment)
-            yield SchemaKey(key=f"{key}.*", type=named.__name__, comment=_first_sentence(named), section=True)
-            yield from schema_keys(named, f"{key}.*.")
+            found.append(SchemaKey(key=key, type=f"dict[str, {named.__name__}]", comment=comment))
+            found.append(SchemaKey(key=f"{key}.*", type=named.__name__, comment=_first_sentence(named), section=True))
+            found += schema_keys(named, f"{key}.*.")
         else:
             open_ended = typing.get_origin(kind) in (dict, list, tuple) or kind in (dict, list, tuple, typing.Any)
-            yield SchemaKey(key=key, type=type_name(hints[field.name]), comment=comment, open=open_ended)
+            found.append(SchemaKey(key=key, type=type_name(hints[field.name]), comment=comment, open=open_ended))
+    return tuple(found)
 
 
 def is_known(key: str, keys: Iterable[SchemaKey]) -> bool:

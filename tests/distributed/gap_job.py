@@ -44,6 +44,7 @@ def main() -> None:
     launch.initialize("gloo", timeout_seconds=60, fingerprint="gap", collective_timeout_seconds=60)
     from aligner.algorithms.grpo import TrainGRPO
     from aligner.commands import gap
+    from aligner.commands.parts import GapOptions
     from aligner.parallel.mcore import parallel_state
     from aligner.parallel.topology import initialize
     from aligner.settings.compose import compose
@@ -63,7 +64,7 @@ def main() -> None:
         topology = initialize(config.parallel, seed=3)
         for maker in (create, create_changed) if name in CHANGED else (create,):
             gap.create_engine = maker
-            report = gap.compare(config, topology, gap.Options(num_prompts=5, num_tokens=6, num_traced=3))
+            report = gap.compare(config, topology, GapOptions(num_prompts=5, num_tokens=6, num_traced=3))
             found = report.first
             place = "nothing" if found is None else f"{found[1].place.describe(2)} ({found[0]})"
             seen = len({one.place for ones in report.paths.values() for one in ones})

@@ -9,8 +9,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from aligner.commands.preflight import clock, command, ranks
-from aligner.commands.preflight.command import Options, preflight
+from aligner.commands.parts import PreflightOptions
+from aligner.commands.preflight import cluster, command, ranks
+from aligner.commands.preflight.command import preflight
 
 MODE, FOLDER, RANK = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
 ITEMS = {
@@ -47,7 +48,7 @@ def differ() -> None:
     def hangs(context):
         time.sleep(60)
 
-    command.ITEMS = tuple(replace(item, observe=hangs, timeout_seconds=2.0) if item is clock.CLOCK else item for item in command.ITEMS)
+    command.ITEMS = tuple(replace(item, observe=hangs, timeout_seconds=2.0) if item is cluster.clock else item for item in command.ITEMS)
     own = ranks.own_versions
     ranks.own_versions = lambda: own() | {"torch": "0.1"}
 
@@ -59,7 +60,7 @@ def main() -> None:
     if MODE == "differ" and RANK == 1:
         differ()
     # What is compared here is how the parts act together; each one has its own tests, and planning takes ten seconds.
-    options = Options(only=ITEMS[MODE], json_path=FOLDER / f"{MODE}.json", timeout_seconds=1.5 if MODE == "absent" else 0.0)
+    options = PreflightOptions(only=",".join(ITEMS[MODE]), json_path=FOLDER / f"{MODE}.json", timeout=1.5 if MODE == "absent" else 0.0)
     print("returned", preflight("ppo", settings(), options, end=end), flush=True)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_jobs import Job, eventually, kill, run_job, script
+from training_jobs import Job, eventually, kill, run_job, script, trainer
 
 pytestmark = pytest.mark.timeout(600)
 PRINCIPLES = [{"name": name, "critique_request": f"{name}?", "revision_request": "Mend.", "question": "Better?"} for name in ("one", "two")]
@@ -66,7 +66,7 @@ def test_killed_on_the_way(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     write_judge(tmp_path)
     whole, killed, common = tmp_path / "whole", tmp_path / "killed", job_settings(tmp_path)
-    command = script("constitution.py")
+    command = trainer("constitution")
     output = run_job(command, whole, common)
     with Job(command, killed, common) as job:
         second = killed / "written" / "parts" / "part_000001.jsonl"

@@ -14,7 +14,7 @@ from aligner.data.tokenizer import load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_jobs import Job, grpo_settings, run_job, script, series, write_task
+from training_jobs import Job, grpo_settings, run_job, script, series, trainer, write_task
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -106,7 +106,7 @@ def test_a_job_that_writes_responses_leaves_every_end_out(tmp_path):
     write_task(tmp_path)
     model = write_model(tmp_path / "model", tmp_path / "model")
     where = [f"model.path={model}", f"data.train={tmp_path / 'prompts.jsonl'}", "data.max_prompt_length=8"]
-    run_job(script("generate.py"), tmp_path / "run", [*where, "rollout.sampling.max_response_length=8", "algorithm.num_samples=8"])
+    run_job(trainer("generate"), tmp_path / "run", [*where, "rollout.sampling.max_response_length=8", "algorithm.num_samples=8"])
     records = [json.loads(line) for line in (tmp_path / "run" / "written" / "records.jsonl").read_text().splitlines()]
     assert len(records) == 512 and {one["finish_reason"] for one in records} == {"stop", "length"}
     assert not any(set(one["response"]) & set("357") for one in records)

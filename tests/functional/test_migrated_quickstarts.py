@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from training_jobs import run_job, series
 
-from aligner.commands.migrate.command import Options, migrate
+from aligner.commands.migrate.command import migrate
+from aligner.commands.parts import MigrateOptions
 
 pytestmark = [pytest.mark.shared, pytest.mark.timeout(600)]
 LONG = pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="four more runs: ALIGNER_LONG_TESTS=1 runs them")
@@ -91,7 +92,7 @@ def test_quickstart(quickstart: Callable[[Path, Path], str], suffix: str, loss: 
     pairs = [(STORIES[number % 4], STORIES[(number + 1) % 4]) for number in range(16)]
     records = [{"prompt": SAYS, "chosen": text, "rejected": other, "response": text} for text, other in pairs]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert migrate([quickstart(shared_data / "stories260k", data)], Options(ranks=1, examples=16, output=written)) == 0
+    assert migrate([quickstart(shared_data / "stories260k", data)], MigrateOptions(ranks=1, examples=16, output=written)) == 0
     if suffix == ".sh":
         command = shlex.split(written.read_text().replace("\\\n", ""), comments=True)[1:]
     else:

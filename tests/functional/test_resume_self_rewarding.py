@@ -10,10 +10,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from resumed_runs import kept, kill_after, kill_when, same_iterations
-from training_jobs import Job, checkpoint_steps, metrics_of, run_job, script, series, slow_reward, tiny_settings, write_task
+from training_jobs import Job, checkpoint_steps, metrics_of, run_job, series, slow_reward, tiny_settings, trainer, write_task
 
 pytestmark = pytest.mark.timeout(600)
-TRAIN = script("train_self_rewarding.py")
+TRAIN = trainer("self_rewarding")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from training_jobs import ROOT, run_job, script, series
 
-from aligner.commands.migrate.command import Options, migrate
+from aligner.commands.migrate.command import migrate
+from aligner.commands.parts import MigrateOptions
 
 TRL = Path(os.environ.get("TRL_PYTHON", ROOT / ".venv-trl" / "bin" / "python"))
 pytestmark = [
@@ -72,7 +73,7 @@ def first_step_of_trl(what: str, settings: dict, folder: Path, **environment: st
 def first_step_here(what: str, loss: str, folder: Path, command: tuple[str, ...], **environment: str) -> tuple[float, float]:
     """The same of what `aligner migrate` writes for the file that TRL read."""
     given = [str(folder / "trl.yaml")]
-    assert migrate(given, Options(trains=what, ranks=1, examples=5, output=folder / "mine.yaml")) == 0
+    assert migrate(given, MigrateOptions(trains=what, ranks=1, examples=5, output=folder / "mine.yaml")) == 0
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)

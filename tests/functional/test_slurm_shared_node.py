@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from slurm_runs import ENVIRONMENT
 from training_jobs import ROOT, steps_of
 
-from aligner.commands.slurm import LaunchOptions, launch_slurm
+from aligner.commands.parts import LaunchOptions
+from aligner.commands.slurm import launch_slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(900)]
 SIZES = ["num_processes=2", "cluster.gpus_per_node=8", "cluster.device=gpu", "slurm.preflight=false", "slurm.memory="]

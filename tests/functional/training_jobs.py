@@ -31,6 +31,11 @@ def script(name: str) -> tuple[str, ...]:
     return (sys.executable, "-u", str(SCRIPTS / name))
 
 
+def trainer(recipe: str) -> tuple[str, ...]:
+    """The command that runs a recipe on one rank."""
+    return (sys.executable, "-u", "-m", "aligner.cli", "train", recipe)
+
+
 def launcher(recipe: str) -> tuple[str, ...]:
     """The command that starts every component of a run."""
     return (sys.executable, "-u", "-m", "aligner.cli", "launch", "local", recipe)

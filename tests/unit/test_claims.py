@@ -23,8 +23,8 @@ from aligner.losses.policy import Objective
 from aligner.losses.preference import DPOVariant
 from aligner.planner.report import JobPlan, gib, seconds
 from aligner.rollout.config import EngineKind
-from aligner.run.program import parse
-from aligner.settings.presets import groups_in
+from aligner.settings.command_line import read
+from aligner.settings.explain import groups_in
 from aligner.settings.schema import SchemaKey, is_known, named_as, schema_keys
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def test_the_commands_of_the_docs_can_be_typed() -> None:
         config = parsed.get("config") or parsed.get("name") or parsed.get("target") or ""
         if "settings" in parsed:
             settings = [word for word in parsed["settings"] if "=" in word or word.startswith("-")]
-            overrides = list(parse(settings).overrides)
+            overrides = list(read(settings).overrides)
             config = config or next((word for word in parsed["settings"] if word not in settings), "ppo")
         if config in configs() and not any(word.startswith("hydra.") for word in overrides):
             seen += 1

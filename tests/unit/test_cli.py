@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -12,122 +13,86 @@ from pathlib import Path
 import pytest
 
 from aligner import __version__, cli
-from aligner.algorithms.annotate import Annotate
-from aligner.algorithms.constitution import ConstitutionalAI
-from aligner.algorithms.distill import TrainDistillation
-from aligner.algorithms.dpo import TrainDPO
-from aligner.algorithms.generate import Generate
 from aligner.algorithms.grpo import TrainGRPO
-from aligner.algorithms.kto import TrainKTO
-from aligner.algorithms.online_distill import TrainOnlineDistillation
-from aligner.algorithms.online_dpo import TrainOnlineDPO
-from aligner.algorithms.ppo import TrainPPO
-from aligner.algorithms.process_reward_model import TrainProcessRewardModel
-from aligner.algorithms.proposals import WriteProposals
 from aligner.algorithms.registry import recipes
-from aligner.algorithms.regression_reward_model import TrainRegressionRewardModel
-from aligner.algorithms.rejection_sampling import TrainRejectionSampling
-from aligner.algorithms.reward_model import TrainRewardModel
-from aligner.algorithms.self_rewarding import TrainSelfRewarding
-from aligner.algorithms.sft import TrainSFT
-from aligner.algorithms.spin import TrainSPIN
-from aligner.algorithms.steerlm2 import TrainSteerLM2
-from aligner.algorithms.teacher_logprobs import WriteTeacherLogprobs
+from aligner.commands.parts import GapOptions, LaunchOptions, PreflightOptions, ValidateOptions
 from aligner.files import conf_directory
 from aligner.settings.compose import from_yaml
 
-SCRIPTS = sorted((Path(__file__).parents[2] / "examples" / "nlp").glob("*.py"), key=lambda path: path.name)
-SCHEMAS = {
-    "train_sft": TrainSFT,
-    "train_reward_model": TrainRewardModel,
-    "train_regression_reward_model": TrainRegressionRewardModel,
-    "train_process_reward_model": TrainProcessRewardModel,
-    "train_dpo": TrainDPO,
-    "train_kto": TrainKTO,
-    "train_steerlm": TrainSFT,
-    "train_grpo": TrainGRPO,
-    "train_ppo_actor": TrainPPO,
-    "train_online_dpo": TrainOnlineDPO,
-    "train_rejection_sampling": TrainRejectionSampling,
-    "distill": TrainDistillation,
-    "train_steerlm2": TrainSteerLM2,
-    "write_teacher_logprobs": WriteTeacherLogprobs,
-    "generate": Generate,
-    "annotate": Annotate,
-    "constitution": ConstitutionalAI,
-    "write_proposals": WriteProposals,
-    "train_online_distill": TrainOnlineDistillation,
-    "train_spin": TrainSPIN,
-    "train_self_rewarding": TrainSelfRewarding,
-    "serve_critic": TrainPPO,
-    "serve_reward_model": TrainPPO,
-}
-WRITERS = ("annotate", "constitution", "generate", "write_proposals", "write_teacher_logprobs")  # they write a data set and train nothing
-TRAINERS = [script for script in SCRIPTS if script.stem not in WRITERS]
+SCRIPTS = Path(__file__).parents[2] / "examples" / "nlp"
+OF_EVERY_KIND = {"sft": "train_sft", "grpo": "train_grpo", "generate": ""}  # a recipe that trains, samples, writes -> its script
 
 
-def start(script: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run an entry script in this process; its exit code."""
+def start(program: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run an entry script, or `aligner train PROGRAM` for a recipe, in this process; its exit code."""
+    script = SCRIPTS / f"{program}.py"
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__") if script.is_file() else cli.main(["train", program, *arguments])
     except SystemExit as end:
         return end.code
     return 0
 
 
-def test_every_script_is_known_here() -> None:
-    assert {script.stem for script in SCRIPTS} == set(SCHEMAS)
+def programs() -> list[str]:
+    """A recipe of every kind, as a recipe and as a script."""
+    return [*OF_EVERY_KIND, *filter(None, OF_EVERY_KIND.values())]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_help(script: Path, monkeypatch, capsys) -> None:
-    assert start(script, "--help", monkeypatch=monkeypatch) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"usage: python {script} [--config-name NAME] [--config-dir DIR] [key=value ...]")
-    assert "data.train=(required)" in out
-    assert ("loop.max_steps=0" in out) == (script in TRAINERS)
+def test_the_scripts_are_those_of_the_common_recipes_and_servers() -> None:
+    written = {path.stem: re.findall(r'^main = (\w+)\("(\w+)"\)$', path.read_text(), re.MULTILINE) for path in SCRIPTS.glob("*.py")}
+    names = {"train_sft": "sft", "train_reward_model": "reward_model", "train_dpo": "dpo", "train_grpo": "grpo", "train_ppo_actor": "ppo"}
+    expected = {script: [("program", recipe)] for script, recipe in {**names, "train_steerlm": "steerlm"}.items()}
+    servers = {"serve_critic": [("server_program", "critic")], "serve_reward_model": [("server_program", "reward")]}
+    assert written == expected | servers
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_cfg_shows_what_is_missing_and_what_is_given(script: Path, monkeypatch, capsys) -> None:
-    assert start(script, "--cfg", "run.seed=5", monkeypatch=monkeypatch) == 0
+@pytest.mark.parametrize("program", programs())
+def test_help(program: str, monkeypatch, capsys) -> None:
+    for more in ((), ("run.seed=1",)):  # as it is known without the recipe, and composed
+        assert start(program, "--help", *more, monkeypatch=monkeypatch) == 0
+        out = capsys.readouterr().out
+        command = f"python {SCRIPTS / program}.py" if program in OF_EVERY_KIND.values() else f"aligner train {program}"
+        assert out.startswith(f"usage: {command} [--config-name NAME] [--config-dir DIR] [key=value ...]")
+        assert "data.train=(required)" in out
+        assert ("loop.max_steps=0" in out) == (program != "generate")
+
+
+@pytest.mark.parametrize("program", programs())
+def test_cfg_shows_what_is_missing_and_what_is_given(program: str, monkeypatch, capsys) -> None:
+    assert start(program, "--cfg", "run.seed=5", monkeypatch=monkeypatch) == 0
     out = capsys.readouterr().out
     assert "  train: ???\n" in out and "  seed: 5\n" in out
-    assert start(script, "--cfg", "data.train=x.jsonl", monkeypatch=monkeypatch) == 0
-    config = from_yaml(SCHEMAS[script.stem], capsys.readouterr().out)
-    assert config.data.train == "x.jsonl"
+    assert start(program, "--cfg", "data.train=x.jsonl", monkeypatch=monkeypatch) == 0
+    recipe = next(recipe for recipe, script in OF_EVERY_KIND.items() if program in (recipe, script))
+    assert from_yaml(recipes()[recipe].config, capsys.readouterr().out).data.train == "x.jsonl"
 
 
-@pytest.mark.parametrize("script", TRAINERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("program", [one for one in programs() if one != "generate"])
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["++loop.max_stepps=4"], "did you mean loop.max_steps?"),
         (["loop.max_steps=-1", "data.train=x"], "loop.max_steps=-1: must be at least 1"),
         (["loop.max_steps=many"], "loop.max_steps"),
-        (["--max-steps=4"], "unknown option --max-steps=4; settings are written key=value"),
+        (["--max-steps=4"], "unknown option --max-steps=4; settings are written key=value; did you mean loop.max_steps=4?"),
+        (["--max-steps", "4"], "unknown option --max-steps=4; settings are written key=value; did you mean loop.max_steps=4?"),
+        (["data.train=x", "--config-name"], "'--config-name' requires an argument"),
+        (["data.train=x", "--cfg", "hydra"], "'--cfg' / '-c': 'hydra' is not 'job'"),
         ([], "data.train is required"),
     ],
 )
-def test_refused_with_exit_code_2_and_one_line(script: Path, arguments, text: str, monkeypatch, capsys) -> None:
-    assert start(script, *arguments, monkeypatch=monkeypatch) == 2
+def test_refused_with_exit_code_2_and_one_line(program: str, arguments, text: str, monkeypatch, capsys) -> None:
+    assert start(program, *arguments, monkeypatch=monkeypatch) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
     assert text in stderr
 
 
-def test_a_misspelt_key_of_grpo(monkeypatch, capsys) -> None:
-    script = next(script for script in SCRIPTS if script.stem == "train_grpo")
-    assert start(script, "++algorithm.group_sise=4", monkeypatch=monkeypatch) == 2
-    assert "did you mean algorithm.group_size?" in capsys.readouterr().err
-
-
 def test_the_reward_server_knows_the_online_recipes(monkeypatch, capsys) -> None:
-    script = next(script for script in SCRIPTS if script.stem == "serve_reward_model")
-    assert start(script, "recipe=grpo", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
+    assert start("serve_reward_model", "recipe=grpo", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
     assert isinstance(from_yaml(TrainGRPO, capsys.readouterr().out), TrainGRPO)
-    assert start(script, "recipe=dpo", monkeypatch=monkeypatch) == 2
+    assert start("serve_reward_model", "recipe=dpo", monkeypatch=monkeypatch) == 2
     able = "grpo, online_distill, online_dpo, ppo, rejection_sampling, self_rewarding, spin"
     assert capsys.readouterr().err == f"error: recipe=dpo: has no reward to serve; allowed: {able}\n"
 
@@ -157,6 +122,8 @@ def test_the_version(capsys) -> None:
         (["plan", "ppo", "--top", "0"], "'--top': 0 is not in the range"),
         (["plan", "ppo", "--top", "many"], "'--top': 'many' is not a valid integer"),
         (["plan", "ppo", "data.train=x", "--serach"], "No such option"),
+        (["gap", "grpo", "--tokens", "0"], "'--tokens': 0 is not in the range"),
+        (["gap", "grpo", "--ulps=-1"], "'--ulps': -1.0 is not in the range"),
         (["report", "runs/x", "a=b"], "unexpected extra argument"),
         (["diagnose", __file__], "is a file"),
     ],
@@ -179,10 +146,11 @@ def test_a_conversion_has_one_source_and_one_target(arguments: list[str], capsys
 
 
 def test_source_and_target_stand_in_any_order(tmp_path: Path, monkeypatch) -> None:
-    seen = []
-    monkeypatch.setattr("aligner.commands.convert.hf_to_megatron", lambda *arguments: seen.append(arguments))
+    seen = {}
+    monkeypatch.setattr("aligner.commands.convert.convert", lambda **options: seen.update(options) or 0)
     assert cli.main(["convert", "--to-megatron", str(tmp_path / "to"), "--tp", "2", "--from-hf", str(tmp_path)]) == 0
-    assert seen[0][:2] == (tmp_path, tmp_path / "to") and (seen[0][2].tp, seen[0][2].pp) == (2, 1)
+    assert (seen["from_hf"], seen["to_megatron"], seen["to_hf"]) == (tmp_path, tmp_path / "to", None)
+    assert (seen["parallel"].tp, seen["parallel"].pp) == (2, 1)
 
 
 def test_ctrl_c_reaches_the_command_and_its_caller(monkeypatch) -> None:
@@ -208,15 +176,10 @@ def test_conf_is_beside_the_package() -> None:
 
 
 def test_a_job_file_is_chosen_by_name(monkeypatch, capsys):
-    by_name = {script.stem: script for script in SCRIPTS}
-    actor, reward = by_name["train_ppo_actor"], by_name["serve_reward_model"]
-    assert start(actor, "config=ppo_8b", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
-    assert "runs/ppo_8b" in capsys.readouterr().out
-    assert start(reward, "config=grpo_70b", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
-    assert "runs/grpo_70b" in capsys.readouterr().out
-    assert start(reward, "config=online_dpo_70b", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
-    assert "runs/online_dpo_70b" in capsys.readouterr().out
-    assert start(actor, "config=sft_70b", monkeypatch=monkeypatch) == 2
+    for program, name in (("train_ppo_actor", "ppo_8b"), ("serve_reward_model", "grpo_70b"), ("serve_reward_model", "online_dpo_70b")):
+        assert start(program, f"config={name}", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
+        assert f"runs/{name}" in capsys.readouterr().out
+    assert start("train_ppo_actor", "config=sft_70b", monkeypatch=monkeypatch) == 2
     assert "config=sft_70b: this program is of ppo; allowed: ppo, ppo_175b, ppo_70b, " in capsys.readouterr().err
 
 
@@ -246,16 +209,20 @@ def test_settings_stand_before_and_behind_options(monkeypatch, capsys):
     assert "'max_length' is not a setting" in capsys.readouterr().err
 
 
-def test_defaults_are_those_of_the_commands(monkeypatch) -> None:
-    from aligner.commands import gap, slurm, validate_data
-    from aligner.commands.preflight import command
-
+@pytest.mark.parametrize(
+    ("words", "work", "options"),
+    [
+        (["gap", "grpo"], "gap.gap", GapOptions()),
+        (["gap", "grpo", "--ulps=2", "--random-prompts"], "gap.gap", GapOptions(ulps=2.0, random_prompts=True)),
+        (["launch", "slurm", "ppo_70b", "--output", "x"], "slurm.launch_slurm", LaunchOptions(output=Path("x"))),
+        (["data", "validate", "sft", "--all"], "validate_data.validate", ValidateOptions(lists_all=True)),
+        (["preflight", "ppo", "--only", "a,b"], "preflight.command.preflight", PreflightOptions(only="a,b")),
+    ],
+)
+def test_options_reach_the_work_of_a_command(words: list[str], work: str, options: object, monkeypatch) -> None:
     seen = []
-    for module, name in ((gap, "gap"), (slurm, "launch_slurm"), (validate_data, "validate"), (command, "preflight")):
-        monkeypatch.setattr(module, name, lambda *arguments: seen.append(arguments[-1]) or 0)
-    for words in (["gap", "grpo"], ["launch", "slurm", "ppo_70b"], ["data", "validate", "sft"], ["preflight", "ppo"]):
-        assert cli.main(words) == 0
-    assert seen == [gap.Options(), slurm.LaunchOptions(), validate_data.Options(), command.Options()]
+    monkeypatch.setattr(f"aligner.commands.{work}", lambda *arguments: seen.append(arguments[-1]) or 0)
+    assert cli.main(words) == 0 and seen == [options]
 
 
 def completed(shell: str, *words: str) -> list[str]:
@@ -317,18 +284,19 @@ def test_a_place_where_nothing_can_be_written_is_named(capsys) -> None:
 def test_help_and_completion_load_nothing_heavy() -> None:
     program = """
 import json, sys
-from aligner import cli, command_parts
+from aligner import cli
+from aligner.commands import parts
 try:
     cli.main(["--help"])
 except SystemExit:
-    command_parts.config_names(None, None, "")
+    parts.config_names(None, None, "")
     print(json.dumps(list(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
-    assert {name for name in loaded if name.startswith("aligner.")} == {
-        *("aligner.cli", "aligner.files", "aligner.commands.parts", "aligner.commands.plan.options"),
-    }
+    light = ("cli", "commands", "commands.parts", "commands.plan", "commands.plan.options", "errors", "files", "version")
+    expected = {f"aligner.{name}" for name in (*light, "settings", "settings.command_line")}
+    assert {name for name in loaded if name.startswith("aligner.")} == expected
     assert not loaded & {"torch", "hydra", "omegaconf", "rich", "jinja2", "numpy", "argparse"}
 
 

@@ -16,7 +16,7 @@ from aligner.cluster import outcomes
 from aligner.errors import CheckpointError, ConfigError, DataError, RunHalted, ServerTimeout
 from aligner.run.program import entrypoint
 from aligner.settings.compose import compose, fingerprint, from_yaml, schema_of, to_yaml
-from aligner.settings.hints import hint
+from aligner.settings.explain import hint
 from aligner.settings.schema import schema_keys
 
 
@@ -284,8 +284,8 @@ def test_configs_and_presets_of_ones_own(presets, capsys):
         (["--config-name", "mine"], "config=mine: this program is of train; allowed: train, train_on_it, or a file in --config-dir DIR"),
         (["--config-name", "serve"], "config=serve: this program is of train; allowed: train, train_on_it, or a file in --config-dir DIR"),
         (["--config-dir", f"{own}/none"], f"--config-dir {own}/none (hydra.searchpath): there is no such directory"),
-        (["--config-name"], "--config-name needs a value: --config-name NAME"),
-        (["--cfg", "hydra"], "--cfg hydra: allowed: --cfg job (the settings of the run)"),
+        (["--config-name"], "Option '--config-name' requires an argument."),
+        (["--cfg", "hydra"], "Invalid value for '--cfg' / '-c': 'hydra' is not 'job'."),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
@@ -333,7 +333,7 @@ def test_a_saved_config_is_of_the_smallest_schema_that_knows_its_keys():
 
     assert schema_of([More, Sizes], "width: 3") is Sizes
     assert schema_of([More, Sizes], "width: 3\ndepth: 2") is More
-    with pytest.raises(ConfigError, match="of none of More, Sizes"):
+    with pytest.raises(ConfigError, match="fits none of More, Sizes"):
         schema_of([More, Sizes], "widths: 3")
 
 
@@ -458,7 +458,7 @@ def test_bug_keeps_its_traceback(tmp_path, conf):
         textwrap.dedent(f"""
         from dataclasses import dataclass
         from pathlib import Path
-        import aligner.settings
+        import aligner.run.program
 
         @dataclass(kw_only=True, slots=True)
         class Root:

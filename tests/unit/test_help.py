@@ -12,7 +12,8 @@ from aligner.algorithms.registry import recipes
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
 from aligner.run.program import entrypoint
-from aligner.settings import help as program_help
+from aligner.settings import explain
+from aligner.settings.command_line import CommandLine, read
 from aligner.settings.compose import compose, compose_node, shown_values
 from aligner.settings.schema import schema_keys
 
@@ -22,7 +23,7 @@ def shown(recipe: str, topic: str = "", *overrides: str) -> str:
     schema, folders = recipes()[recipe].config, recipes()[recipe].folders()
     keys = list(schema_keys(schema))
     values = dict(shown_values(compose_node(schema, recipe, overrides, folders), keys))
-    return program_help.render(keys, values, program=f"aligner train {recipe}", file=recipe, groups=[], topic=topic)
+    return explain.render(keys, values, program=f"aligner train {recipe}", file=recipe, groups=[], topic=topic)
 
 
 def settings(text: str) -> list[str]:
@@ -56,9 +57,9 @@ def test_the_first_page(recipe: str) -> None:
 
 def test_every_setting_that_matters_is_one_of_some_recipe() -> None:
     there = {key.key for recipe in recipes().values() for key in schema_keys(recipe.config)}
-    assert set(program_help.MATTER) <= there and len(set(program_help.MATTER)) == len(program_help.MATTER)
-    assert {need.partition("=")[0] for needs in program_help.NEEDS.values() for need in needs} | set(program_help.NEEDS) <= there
-    assert set(program_help.NEEDED) <= set(recipes())
+    assert set(explain.MATTER) <= there and len(set(explain.MATTER)) == len(explain.MATTER)
+    assert {need.partition("=")[0] for needs in explain.NEEDS.values() for need in needs} | set(explain.NEEDS) <= there
+    assert set(explain.NEEDED) <= set(recipes())
 
 
 def test_sections_and_single_settings() -> None:
@@ -94,7 +95,7 @@ def test_what_nothing_uses_is_left_out() -> None:
 def test_a_topic_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match=r"^--help rolout: did you mean --help rollout\?$"):
         shown("grpo", "rolout")
-    with pytest.raises(ConfigError, match="^--help critic: no section; there are all, run, model, "):
+    with pytest.raises(ConfigError, match="^--help critic: not a section; allowed: all, run, model, "):
         shown("sft", "critic")
 
 
@@ -107,24 +108,25 @@ def test_how_a_topic_is_given(arguments: list[str], capsys) -> None:
 
 
 def test_the_settings_file_is_that_of_these_recipes() -> None:
-    assert (conf_directory() / program_help.SETTINGS_FILE).read_text() == settings_file.content(), (
-        "a setting or config changed: make settings"
-    )
+    assert (conf_directory() / explain.SETTINGS_FILE).read_text() == settings_file.content(), "a setting or config changed: make settings"
 
 
 @pytest.mark.parametrize(("recipe", "topic"), [("sft", ""), ("ppo", "rollout"), ("grpo", "optimizer.lr")])
 def test_the_help_without_the_recipe_is_the_same(recipe: str, topic: str) -> None:
-    found = program_help.of_shipped(recipe, ("--help", topic) if topic else ("-h",), program=f"aligner train {recipe}")
+    found = explain.of_shipped(recipe, topic, program=f"aligner train {recipe}")
     assert found is not None and found.partition("\nGroups:")[0] == shown(recipe, topic).partition("\nGroups:")[0]
 
 
 def test_what_the_settings_file_does_not_answer() -> None:
-    for config, arguments in (
-        ("sft", ("--help", "optimizer.lr=1")),
-        ("sft", ("optimizer.lr=1", "--help")),
-        ("sft", ()),
-        ("mine", ("--help",)),
+    for arguments in (
+        ("--help", "optimizer.lr=1"),
+        ("optimizer.lr=1", "--help"),
+        (),
+        ("--help", "--config-name", "x"),
+        ("-h", "--lr", "1"),
     ):
-        assert program_help.of_shipped(config, arguments, program="x") is None
+        assert not read(arguments).asks_for_help_only
+    assert read(("-h",)).asks_for_help_only and read(("--help", "loop")) == CommandLine(asks="--help", topic="loop")
+    assert explain.of_shipped("mine", "", program="x") is None
     with pytest.raises(ConfigError, match="--help rolout: did you mean --help rollout"):
-        program_help.of_shipped("ppo", ("--help", "rolout"), program="x")
+        explain.of_shipped("ppo", "rolout", program="x")

@@ -13,7 +13,7 @@ from aligner.losses.policy import Objective
 from aligner.losses.preference import DPOVariant
 from aligner.rollout.config import EngineKind
 from aligner.settings.compose import compose, from_yaml
-from aligner.settings.hints import hint, synonyms
+from aligner.settings.explain import hint, synonyms
 from aligner.settings.schema import SchemaKey, is_known, schema_keys
 
 

@@ -11,8 +11,9 @@ from aligner.errors import ConfigError
 from aligner.models.config import ModelConfig
 from aligner.rewards.config import NamedRewardConfig, OnError
 from aligner.servers.components import RewardConfig
-from aligner.settings.compose import compose, from_yaml, override, to_yaml
-from aligner.settings.hints import hint
+from aligner.settings.command_line import override
+from aligner.settings.compose import compose, from_yaml, to_yaml
+from aligner.settings.explain import hint
 from aligner.settings.schema import schema_keys
 
 

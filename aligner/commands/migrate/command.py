@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,15 @@ from aligner.commands.migrate.engine import Migration, Row, Severity, is_open, r
 from aligner.commands.migrate.engine import migrate as migrated
 from aligner.commands.migrate.reading import joined, read
 from aligner.commands.migrate.transforms import Kind
+from aligner.commands.parts import MigrateOptions
 from aligner.errors import ConfigError
 from aligner.files import publish
-from aligner.settings.compose import override
+from aligner.settings.command_line import override
 
 OTHER = 3  # exit code: the printed command cannot run unchanged, or is another experiment
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """Options of the command line."""
-
-    framework: str = ""
-    trains: str = ""
-    ranks: int = 0
-    examples: int = 0
-    output: Path | None = None
-    json_path: Path | None = None
-
-
-def migrate(inputs: Sequence[str], options: Options) -> int:
+def migrate(inputs: Sequence[str], options: MigrateOptions) -> int:
     """Print what the inputs are here; returns OTHER if the command cannot run as it is printed, or is another experiment.
 
     Raises ConfigError for inputs that cannot be read, or have no recipe.

@@ -17,8 +17,8 @@ from aligner.commands.migrate.tables import Entry, as_text
 from aligner.commands.migrate.transforms import Context, Kind, Meaning
 from aligner.commands.programs import programs
 from aligner.errors import ConfigError
-from aligner.settings.compose import override
-from aligner.settings.hints import hint
+from aligner.settings.command_line import override
+from aligner.settings.explain import hint
 from aligner.settings.schema import is_known, schema_keys
 
 PLACEHOLDER = "TRAIN.jsonl"

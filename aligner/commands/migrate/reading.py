@@ -15,7 +15,7 @@ import yaml
 from aligner.commands.migrate.shell import UNREAD, commands
 from aligner.commands.migrate.tables import Table, tables
 from aligner.errors import ConfigError
-from aligner.settings.foreign import resolved
+from aligner.settings.compose import resolved
 
 _SCRIPTS = {".sh", ".bash", ".sub", ".sbatch", ".slurm", ".txt"}
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")

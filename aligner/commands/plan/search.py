@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 from aligner.algorithms.registry import composed, recipe_of
 from aligner.cluster.config import Placement
+from aligner.commands.parts import LaunchOptions
 from aligner.commands.plan.command import DOES_NOT_FIT, components, load, plan_config, with_lengths
 from aligner.commands.plan.outputs import Outputs
 from aligner.commands.programs import placement_of
-from aligner.commands.slurm import LaunchOptions, launch_slurm
+from aligner.commands.slurm import launch_slurm
 from aligner.errors import ConfigError
 from aligner.losses.correction import Correction
 from aligner.planner import report
@@ -31,8 +32,8 @@ from aligner.planner.report import Found, Row
 from aligner.planner.search import Estimator, Space, written
 from aligner.planner.workload import Component
 from aligner.run.settings import JobRun
-from aligner.settings.as_file import as_file
-from aligner.settings.compose import override, search_path
+from aligner.settings.command_line import override
+from aligner.settings.compose import as_file, search_path
 
 MOST_GPUS = 4096  # that a deadline is tried with
 TRIES = 6  # full plans of an arrangement, until one fits

@@ -1,26 +1,36 @@
-"""The beginnings of the data sets, read as the job would read them, and the reward function on a few of them."""
+"""The first records of the data sets, read as the job would read them; the reward function and the rollout engine on a few of them."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any
 
-from aligner.commands.preflight.items import Context, Finding, Item, Level, Where, who
-from aligner.commands.preflight.tokenizers import tokenizer_of
+from aligner.commands.preflight.cluster import ensure_group
+from aligner.commands.preflight.framework import Context, Finding, Where, agree, fatal, item, ok, warning
+from aligner.commands.preflight.models import tokenizer_of
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import DataError
+from aligner.errors import DataError, EngineError
 from aligner.online.config import OnlineRun
 from aligner.protocols import RewardModel
 from aligner.run.settings import JobRun
+from aligner.types import FinishReason, LogprobKind, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from aligner.models.training.policy import MegatronPolicy
+    from aligner.protocols import RolloutEngine
 
 NUM_RECORDS = 200  # an even number: some formats have pairs of lines
 MANY_LEFT_OUT = 0.5  # part of the sample
 NUM_SCORED = 4
+NUM_PROMPTS, NUM_TOKENS = 4, 8  # for the engine
+NOTABLE_GAP = 0.1  # nats between the engine's and the policy's log-prob of a token; bfloat16 alone gives about a tenth of this
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -44,23 +54,24 @@ class Scores:
     empty: list[float] = field(default_factory=list)
     num_with_answer: int = 0
     accuracy: str = ""
-    judge: str = ""  # what the policy is asked where it judges itself
-    about: list[str] = field(default_factory=list)  # what the functions say of themselves: the sandbox that is in force
+    judge: str = ""  # the question to a policy that judges itself
+    about: list[str] = field(default_factory=list)  # the functions' own descriptions, such as the active sandbox
 
 
 def fitted(config: JobRun) -> JobRun:
-    """The config with the job's lengths filled in. Raises ConfigError if some do not fit the model."""
+    """The config with the job's lengths filled in. Raises ConfigError for lengths that do not fit the model."""
     from aligner.jobs.parts import with_lengths  # Megatron-Core comes with it
 
     return with_lengths(config)
 
 
 def load_sample(config: JobRun, location: str, tokenizer: Tokenizer, first: int | None = NUM_RECORDS) -> tuple[Sequence[Any], LoadReport]:
-    """The usable ones of the first records (None: of all), and the report. Raises DataError listing the bad lines."""
+    """The usable records among the first ones (None: all), and the report. Raises DataError listing the bad lines."""
     return config.read(location, tokenizer.chatting(config.data), first=first)
 
 
-def _observe_data(context: Context) -> Sample:
+@item("data", Where.every_node, seconds=300.0, needs=("tokenizer",), advice="correct the data, or the settings data.*")
+def data(context: Context) -> Sample:
     tokenizer = tokenizer_of(context.config.models()[0])
     config = fitted(context.config)
     summaries, content, left_out, num_bad = [], hashlib.sha256(), 0.0, 0
@@ -73,24 +84,23 @@ def _observe_data(context: Context) -> Sample:
     return Sample(summaries=summaries, digest=content.hexdigest()[:16], left_out=left_out, num_bad=num_bad)
 
 
+@data.judged
 def judge_data(context: Context, seen: Mapping[int, Sample]) -> Finding:
     """Bad lines have already raised, unless they are skipped."""
-    first = seen[0]
-    if others := [rank for rank, sample in seen.items() if sample.digest != first.digest]:
-        text = f"{who(context.allocation, others)}: other records under the same name than on {context.allocation.node_of(0)}"
-        return Finding(level=Level.fatal, found=text, advice="put data on a file system that all nodes share")
+    first, text = seen[0], f": other records under the same name than on {context.allocation.node_of(0)}"
+    advice = "put data on a file system that all nodes share"
+    if different := agree(context, seen, lambda theirs, ours: text, advice, of=lambda sample: sample.digest):
+        return different
     found = "\n".join(first.summaries) + f"\n(of the first {NUM_RECORDS} records)"
     if first.num_bad:
-        return Finding(
-            level=Level.warning, found=found, advice="data.bad_lines=skip leaves them out; mend them if they are not meant to be"
-        )
+        return warning(found, "data.bad_lines=skip leaves them out; correct them if they are errors")
     if first.left_out > MANY_LEFT_OUT:
-        advice = "raise data.max_prompt_length or data.max_length, or use other data"
-        return Finding(level=Level.warning, found=f"{found}: {first.left_out:.0%} are left out", advice=advice)
-    return Finding(level=Level.ok, found=found)
+        return warning(f"{found}: {first.left_out:.0%} are left out", "raise data.max_prompt_length or data.max_length, or use other data")
+    return ok(found)
 
 
-def _observe_reward(context: Context) -> Scores:
+@item("reward", Where.every_node, seconds=180.0, needs=("data",))
+def reward(context: Context) -> Scores:
     config = context.config
     if not isinstance(config, OnlineRun):
         return Scores()
@@ -102,15 +112,15 @@ def _observe_reward(context: Context) -> Scores:
     scores: dict[str, list[list[float]]] = {}
     about = []
     for key, (_, build) in named.items():
-        reward = build(tokenizer.decode)
-        about += filter(None, [getattr(reward, "about", "")])
+        model = build(tokenizer.decode)
+        about += filter(None, [getattr(model, "about", "")])
         try:
             scores[key] = [
-                _score(reward, prompts, [tokenizer.encode(prompt.answer or "") for prompt in prompts], tokenizer),
-                _score(reward, prompts, [[]] * len(prompts), tokenizer),
+                _score(model, prompts, [tokenizer.encode(prompt.answer or "") for prompt in prompts], tokenizer),
+                _score(model, prompts, [[]] * len(prompts), tokenizer),
             ]
         finally:
-            reward.close()
+            model.close()
     answers, empty = scores.get("reward", [[], []])
     return Scores(
         function=named["reward"][0] if "reward" in named else "",
@@ -152,8 +162,6 @@ def local_rewards(config: OnlineRun) -> dict[str, tuple[str, Callable[[Decode], 
 
 def _score(reward: Any, prompts: Sequence[Any], responses: Sequence[list[int]], tokenizer: Tokenizer) -> list[float]:
     """Rewards of responses (the end token for an empty one). Raises RewardError, or DataError for one that is not finite."""
-    from aligner.types import FinishReason, Rollout
-
     rollouts = []
     for prompt, tokens in zip(prompts, responses, strict=True):
         response = tuple(tokens) or (tokenizer.eos_id,)
@@ -163,45 +171,147 @@ def _score(reward: Any, prompts: Sequence[Any], responses: Sequence[list[int]], 
     silent = [False] * len(prompts) if found.silent is None else found.silent.tolist()
     scored = zip(prompts, found.rewards.tolist(), silent, strict=True)
     heard = [(prompt, score) for prompt, score, is_silent in scored if not is_silent]
-    if bad := [(prompt, score) for prompt, score in heard if not math.isfinite(score)]:  # NaN also where a failure only marks the sample
+    if bad := [(prompt, score) for prompt, score in heard if not math.isfinite(score)]:  # NaN even if a failure only marks the sample
         raise DataError(f"the reward function returned {bad[0][1]} for an answer to {bad[0][0].source}; expected a finite number")
     return [score for _, score in heard]
 
 
+@reward.judged
 def judge_reward(context: Context, seen: Mapping[int, Scores]) -> Finding:
     """Warning if an empty response scores as high as the answers."""
     first = seen[0]
     about = dict.fromkeys(text for scores in seen.values() for text in scores.about)  # nodes may differ
     accuracy = "\n".join([f"; {first.accuracy} judges validation" if first.accuracy else "", *about])
     if first.judge:
-        return Finding(level=Level.ok, found=f"{first.judge}{accuracy}")
+        return ok(f"{first.judge}{accuracy}")
     if not first.function and not first.accuracy:
-        text = "no reward function: a reward model scores" if isinstance(context.config, OnlineRun) else "this run has no rewards"
-        return Finding(level=Level.ok, found=text)
+        return ok("no reward function: a reward model scores" if isinstance(context.config, OnlineRun) else "this run has no rewards")
     if not first.function:
-        return Finding(level=Level.ok, found=f"a reward model scores{accuracy}")
+        return ok(f"a reward model scores{accuracy}")
     if not first.answers or not first.empty:
-        return Finding(
-            level=Level.warning, found=f"{first.function} says nothing of the first samples: it returned None for each{accuracy}"
-        )
+        return warning(f"{first.function} returned None for each of the first samples{accuracy}")
     empty = sum(first.empty) / len(first.empty)
     if not first.num_with_answer:
-        return Finding(level=Level.ok, found=f"{first.function}: {empty:.3g} for an empty response (the prompts have no answers){accuracy}")
+        return ok(f"{first.function}: {empty:.3g} for an empty response (the prompts have no answers){accuracy}")
     answers = sum(first.answers) / len(first.answers)
     found = f"{first.function}: mean {answers:.3g} for the answers themselves, {empty:.3g} for empty ones{accuracy}"
     if answers > empty:
-        return Finding(level=Level.ok, found=found)
-    advice = "fine where the reward is about form; else look at data.answer_field and at the function"
-    return Finding(level=Level.warning, found=found, advice=advice)
+        return ok(found)
+    return warning(found, "fine if the reward is about form; else check data.answer_field and the function")
 
 
-DATA = Item(
-    "data",
-    Where.every_node,
-    _observe_data,
-    judge_data,
-    timeout_seconds=300.0,
-    needs=("tokenizer",),
-    advice="mend the data, or what data.* says of them",
-)
-REWARD = Item("reward", Where.every_node, _observe_reward, judge_reward, timeout_seconds=180.0, needs=("data",))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One rank's measurements; all zero for a run without an engine."""
+
+    build_seconds: float = 0.0
+    refit_seconds: float = 0.0
+    num_tokens: int = 0
+    gap: float = 0.0  # largest difference of log-probs
+    refitted_gap: float = 0.0  # with the weights negated, and with the right ones again
+
+
+@item("engine", Where.every_rank, seconds=1800.0, needs=("network", "data", "weights", "plan"))
+def engine(context: Context) -> Trial:
+    """Build the engine and refit it: with the policy's weights, with negated ones, and with the right ones again.
+
+    Log-probs that follow prove that the engine samples from the weights that it was sent.
+    """
+    from aligner.models import create  # Megatron-Core comes with it
+    from aligner.parallel import topology
+    from aligner.rollout.create import create_engine
+    from aligner.rollout.engine.verify import negated
+
+    config = context.config
+    if not isinstance(config, OnlineRun):
+        return Trial()
+    ensure_group(context)
+    started = time.monotonic()
+    tokenizer = tokenizer_of(config.models()[0])
+    prompts = load_sample(config, config.data.train, tokenizer)[0]
+    layout = topology.initialize(config.parallel, seed=config.run.seed)
+    architecture = create.read_architecture(config.model, vocab_size=tokenizer.vocab_size)
+    rollout = config.rollout
+    training = create.training(config.model, None, temperature=rollout.sampling.temperature, replay_routes=rollout.replays_routes)
+    policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
+    built_engine = create_engine(policy, config.rollout, tokenizer=tokenizer)
+    built = time.monotonic()
+    probe = _Probe(built_engine, policy, config, list(islice(cycle(prompts), max(NUM_PROMPTS, layout.dp_size))), tokenizer.pad_id)
+    refit_seconds, gap = probe.refit_and_compare(1)
+    with negated(policy.chunks):
+        _, negated_gap = probe.refit_and_compare(2)
+    _, restored_gap = probe.refit_and_compare(3)
+    built_engine.shutdown()
+    return Trial(
+        build_seconds=built - started,
+        refit_seconds=refit_seconds,
+        num_tokens=probe.num_tokens,
+        gap=gap,
+        refitted_gap=max(negated_gap, restored_gap),
+    )
+
+
+class _Probe:
+    """Samples a few tokens with the engine, as a run would. Collective."""
+
+    def __init__(self, engine: RolloutEngine, policy: MegatronPolicy, config: OnlineRun, prompts: list[Prompt], pad_id: int) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._sampling = replace(config.rollout.sampling, min_response_length=0, max_response_length=NUM_TOKENS)
+        self._prompts = prompts
+        self._pad_id = pad_id
+        self.num_tokens = 0  # of the last sampling, on all replicas
+
+    def refit_and_compare(self, version: int) -> tuple[float, float]:
+        """(seconds of the refit, largest difference between the engine's log-probs and the policy's) with the policy's current weights."""
+        from aligner.parallel.collectives import gather_objects
+
+        self._engine.sleep()
+        started = time.monotonic()
+        self._engine.refit(version)
+        self._engine.wake()
+        seconds = time.monotonic() - started
+        own = [one for part in self._engine.generate(self._prompts, list(range(len(self._prompts))), self._sampling) for one in part]
+        parts = gather_objects(own if self._engine.replica.is_leader else [])
+        self._engine.sleep()  # the policy's turn
+        rollouts = sorted((rollout for part in parts for rollout in part), key=lambda rollout: rollout.seed)
+        self.num_tokens = sum(len(rollout.response) for rollout in rollouts)
+        return seconds, _gap(self._policy, rollouts, self._pad_id)
+
+
+def _gap(policy: MegatronPolicy, rollouts: list[Rollout], pad_id: int) -> float:
+    """Largest difference between the sampler's and the policy's log-probs. Collective. Raises EngineError for one that is not finite."""
+    from aligner.data.collate import rollout_batch
+
+    batch = rollout_batch(rollouts, pad_id)
+    temperature = policy.temperature
+    if rollouts[0].logprob_kind is LogprobKind.raw:
+        policy.temperature = 1.0
+    found = policy.logprobs(batch)
+    policy.temperature = temperature
+    gap = float((found - batch.rollout_logprobs)[batch.loss_mask].abs().max())
+    if not math.isfinite(gap):
+        raise EngineError("log-probs of the generated tokens are not finite: the weights are damaged, or the precision is too low")
+    return gap
+
+
+@engine.judged
+def judge_engine(context: Context, seen: Mapping[int, Trial]) -> Finding:
+    """Warning if sampler and policy disagree by more than rounding explains."""
+    slowest = max(seen.values(), key=lambda trial: trial.build_seconds)
+    if not slowest.num_tokens:
+        return ok("this run does not sample")
+    gap = max(trial.gap for trial in seen.values())
+    refitted_gap = max(trial.refitted_gap for trial in seen.values())
+    refit_seconds = max(trial.refit_seconds for trial in seen.values())
+    figures = {"build_seconds": slowest.build_seconds, "refit_seconds": refit_seconds, "gap": gap, "refitted_gap": refitted_gap}
+    found = (
+        f"built in {slowest.build_seconds:.0f} s, refitted in {refit_seconds:.2f} s, {slowest.num_tokens} tokens; "
+        f"log-probs within {gap:.1e} of the policy's, {refitted_gap:.1e} after refits with negated weights and back"
+    )
+    if refitted_gap > max(NOTABLE_GAP, 4 * gap):
+        advice = "the engine does not sample from the weights of a refit: try rollout.verify_refit=checksum, or another engine"
+        return fatal(found, advice, figures)
+    if gap > NOTABLE_GAP:
+        return warning(found, "watch rollout/logprob_gap in the run: importance ratios start from this difference", figures)
+    return ok(found, figures)

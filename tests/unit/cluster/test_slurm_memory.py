@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from aligner.commands.slurm import LaunchOptions, launch_slurm
+from aligner.commands.parts import LaunchOptions
+from aligner.commands.slurm import launch_slurm
 
 NAMES = ("ppo_70b", "grpo_8b", "grpo_70b_h200")
 SETTINGS = {

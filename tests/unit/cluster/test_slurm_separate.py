@@ -13,7 +13,8 @@ from aligner.cluster.slurm.allocation import StopRequests, allocation
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.separate import Together, hold
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig
-from aligner.commands.slurm import LaunchOptions, launch_slurm
+from aligner.commands.parts import LaunchOptions
+from aligner.commands.slurm import launch_slurm
 from aligner.errors import ConfigError, LaunchError
 
 FAKES = Path(__file__).parents[2] / "fakes" / "slurm_commands"

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from aligner.algorithms.registry import recipes
 from aligner.commands.preflight.allocation import Allocation
-from aligner.commands.preflight.items import Context
+from aligner.commands.preflight.framework import Context
 from aligner.parallel.launch import LaunchSource, World
 from aligner.planner.config import Device
 from aligner.run.settings import JobRun

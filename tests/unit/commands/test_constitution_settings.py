@@ -12,8 +12,8 @@ from aligner.algorithms.ai_feedback import JudgeConfig
 from aligner.algorithms.chains import ConstitutionConfig, Pairs
 from aligner.algorithms.constitution import ConstitutionalAI
 from aligner.commands.plan import command as plan
-from aligner.commands.preflight import tokenizers
-from aligner.commands.preflight.items import Level
+from aligner.commands.preflight import models
+from aligner.commands.preflight.framework import Level
 from aligner.commands.preflight.samples import load_sample
 from aligner.data.constitution import Constitution, Principle
 from aligner.data.tokenizer import load_tokenizer
@@ -60,15 +60,15 @@ def test_the_data_are_read_as_the_job_reads_them(task: Path, tmp_path: Path) -> 
 
 def test_the_judge_may_have_a_tokenizer_of_its_own(context_of, settings, planned) -> None:
     """It is sent texts; a critic, which is sent token ids, may not."""
-    models = replace(planned, judge=JudgeConfig(path="judge")).models()
-    assert [(model.component, model.config.path, model.reads_text) for model in models] == [
+    used = replace(planned, judge=JudgeConfig(path="judge")).models()
+    assert [(model.component, model.config.path, model.reads_text) for model in used] == [
         ("trainer", "", False),
         ("judge", "judge", True),
     ]
     context = context_of(settings("sft"))
-    seen = tokenizers.Tokens(described={"trainer": "a", "judge": "b"}, digests={"trainer": "1", "judge": "2"}, apart=["judge"])
-    assert tokenizers.judge(context, {0: seen}).level is Level.ok
-    assert tokenizers.judge(context, {0: replace(seen, apart=[])}).level is Level.fatal
+    seen = models.Tokens(described={"trainer": "a", "judge": "b"}, digests={"trainer": "1", "judge": "2"}, apart=["judge"])
+    assert models.judge_tokenizer(context, {0: seen}).level is Level.ok
+    assert models.judge_tokenizer(context, {0: replace(seen, apart=[])}).level is Level.fatal
 
 
 def test_settings_that_do_not_fit() -> None:

@@ -10,7 +10,7 @@ from aligner.algorithms.grpo import TrainGRPO
 from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.sft import TrainSFT
 from aligner.algorithms.spin import TrainSPIN
-from aligner.commands.gap import Options, load
+from aligner.commands.gap import load
 from aligner.data.config import PromptDataConfig
 from aligner.errors import ConfigError
 from aligner.models.config import ModelConfig
@@ -22,7 +22,7 @@ SCHEMAS = [TrainSFT, TrainSPIN, TrainGRPO, TrainPPO]
 def test_a_run_directory_says_what_it_is(tmp_path: Path) -> None:
     for schema in SCHEMAS:
         assert schema_of(SCHEMAS, to_yaml(schema())) is schema
-    with pytest.raises(ConfigError, match="the saved config is of none of TrainSFT, "):
+    with pytest.raises(ConfigError, match="the saved config fits none of TrainSFT, "):
         schema_of(SCHEMAS, "anything: 1")
     config = TrainGRPO(model=ModelConfig(path="start"), data=PromptDataConfig(train="prompts.jsonl"))
     (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -41,10 +41,6 @@ def test_a_run_directory_says_what_it_is(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data.train is required"):
         load("grpo", [], random_prompts=False)
-    with pytest.raises(ConfigError, match="--tokens 0: must be at least 1"):
-        Options(num_tokens=0)
-    with pytest.raises(ConfigError, match="--ulps -1"):
-        Options(ulps=-1)
     with pytest.raises(ConfigError, match="config sft: this kind of run does not sample; allowed: grpo, "):
         load("sft", [], random_prompts=False)
     (tmp_path / "config.yaml").write_text(to_yaml(TrainSFT()))  # SPIN has all of its settings, and more

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from aligner import cli
-from aligner.commands.inspect_data import kinds_of
+from aligner.commands.validate_data import kinds_of
 from aligner.data.forms import HELPSTEER_ATTRIBUTES
 
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from aligner.commands.migrate.command import OTHER, Options, migrate, report
+from aligner.commands.migrate.command import OTHER, migrate, report
 from aligner.commands.migrate.engine import migrate as migrated
 from aligner.commands.migrate.reading import Source, read
 from aligner.commands.migrate.tables import tables
 from aligner.commands.migrate.transforms import Kind
+from aligner.commands.parts import MigrateOptions
 from aligner.errors import ConfigError
 
 ALL: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "published" / "migrate.yaml").read_text())
@@ -95,7 +96,7 @@ def test_variables_that_nobody_fills_in(tmp_path: Path) -> None:
     text = "trl sft --model_name_or_path ${MODEL} --dataset_name d.jsonl --learning_rate $LR"
     found = migrated(read(text))
     assert "\"model.path='${MODEL}'\"" in report(found) and "learning_rate=${LR} is not filled in: taken as 2e-05" in report(found)
-    assert migrate([text], Options(output=tmp_path / "mine.yaml")) == OTHER
+    assert migrate([text], MigrateOptions(output=tmp_path / "mine.yaml")) == OTHER
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["model"]["path"] == "${oc.env:MODEL}"
 
 
@@ -121,7 +122,7 @@ WEIGHTED = [{"path": "a.jsonl", "weight": 0.3}, {"path": "b.jsonl", "weight": 0.
 def test_several_data_sets_are_a_mixture(text: str, train: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME")
     assert settings(text)["data.train"] == train
-    migrate([text], Options(output=tmp_path / "mine.yaml"))
+    migrate([text], MigrateOptions(output=tmp_path / "mine.yaml"))
     written = yaml.safe_load((tmp_path / "mine.yaml").read_text())["data"]["train"]
     assert written == [one.replace("${HOME}", "${oc.env:HOME}") if isinstance(one, str) else one for one in train]
 
@@ -138,7 +139,7 @@ def test_a_file_whose_keys_do_not_say_what_it_trains(tmp_path: Path) -> None:
 
 def test_what_the_recipe_refuses_is_shown_with_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=1 data.train_files=a.parquet actor_rollout_ref.model.path=m"
-    assert migrate([f"python -m verl.trainer.main_ppo {words}"], Options()) == OTHER
+    assert migrate([f"python -m verl.trainer.main_ppo {words}"], MigrateOptions()) == OTHER
     said = capsys.readouterr().out
     assert "the recipe grpo refuses it as it is: algorithm.group_size=1: a group needs at least 2" in said and "Mapped" in said
 

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
-from aligner.commands.migrate.command import OTHER, Options, command_line, migrate, report
+from aligner.commands.migrate.command import OTHER, command_line, migrate, report
 from aligner.commands.migrate.engine import Migration, Severity, replaced
 from aligner.commands.migrate.engine import migrate as migrated
 from aligner.commands.migrate.reading import read
+from aligner.commands.parts import MigrateOptions
 from aligner.commands.plan import command as plan
 from aligner.errors import AlignerError, ConfigError
 from aligner.planner.estimate import Scales
-from aligner.settings.compose import override
+from aligner.settings.command_line import override
 
 PUBLISHED: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "published" / "migrate.yaml").read_text())
 VERL = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=m"
@@ -119,7 +120,7 @@ def test_three_severities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert of_kind["plot_loss"] is of_kind["logging_steps"] is Severity.cosmetic
     heads = re.findall(r"^(Changes the result|Must be said|Mapped|Same by default|Cosmetic).*\((\d+)\)", report(found), re.MULTILINE)
     assert [head for head, _ in heads] == ["Changes the result", "Must be said", "Mapped", "Same by default", "Cosmetic"]
-    options = Options(ranks=2, output=tmp_path / "mine.sh", json_path=tmp_path / "mine.json")
+    options = MigrateOptions(ranks=2, output=tmp_path / "mine.sh", json_path=tmp_path / "mine.json")
     assert migrate([str(tmp_path / "config.yaml")], options) == OTHER == 3
     assert "cannot run or is another experiment (exit code 3)" in capsys.readouterr().out
     assert "# Changes the result: use_badam=true: not here" in (tmp_path / "mine.sh").read_text()
@@ -127,7 +128,7 @@ def test_three_severities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_is_the_same_experiment(tmp_path: Path) -> None:
-    assert not of_llama(tmp_path).is_other and migrate([str(tmp_path / "config.yaml")], Options(ranks=2)) == 0
+    assert not of_llama(tmp_path).is_other and migrate([str(tmp_path / "config.yaml")], MigrateOptions(ranks=2)) == 0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from aligner.cluster.slurm.spec import JobSpec
 from aligner.commands import local
 from aligner.commands.plan.command import components
 from aligner.commands.preflight import sizing
-from aligner.commands.preflight.items import Level
+from aligner.commands.preflight.framework import Level
 from aligner.commands.programs import Program, programs, share_out
 from aligner.commands.slurm import job_spec
 from aligner.errors import ConfigError
@@ -168,11 +168,11 @@ def test_the_preflight_counts_the_gpus_of_the_machine(context_of, settings, monk
     machine = sizing.Machine(gpu="H100", own="GPU-a", node_gpus=2, **sizes)
     context = context_of(settings("ppo", {"critic.num_processes": 2}))
     with pytest.raises(ConfigError, match="this run needs 3 GPUs .actor 1, critic 2, reward 0., and this machine shows 2"):
-        sizing.judge(context, {0: machine})
+        sizing.judge_devices(context, {0: machine})
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # there the critic has nodes of its own
-    found = context.findings["devices"] = sizing.judge(context, {0: machine})
+    found = context.findings["devices"] = sizing.judge_devices(context, {0: machine})
     assert found.level is Level.ok and "cluster.gpus_per_node=2" in sizing.real_cluster(context)  # not the one rank that came
-    both = sizing.judge(context_of(settings("ppo"), nodes=("n0", "n0")), {0: machine, 1: machine})
+    both = sizing.judge_devices(context_of(settings("ppo"), nodes=("n0", "n0")), {0: machine, 1: machine})
     assert both.level is Level.fatal and both.found == "all ranks: on the same GPU (GPU-a)"
 
 

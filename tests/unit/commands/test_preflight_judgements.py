@@ -6,9 +6,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from aligner.commands.preflight import clock, filesystem, network, ports, ranks, sizing
-from aligner.commands.preflight.command import ITEMS, Options
-from aligner.commands.preflight.items import Finding, Level, ranges, show, summary, to_json
+from aligner.commands.parts import PreflightOptions
+from aligner.commands.preflight import cluster, ranks, sizing
+from aligner.commands.preflight.command import ITEMS, chosen
+from aligner.commands.preflight.framework import Finding, Level, ranges, show, summary, to_json
 from aligner.parallel.links import Link, Span, rounds
 
 GIB = 2**30
@@ -22,12 +23,12 @@ def test_ranges():
 
 def test_versions_name_the_rank_that_differs(context_of):
     context = context_of(nodes=("n0", "n1"))
-    same = ranks.Versions(of={"torch": "2.13.0", "megatron-core": "0.16.1"})
-    other = ranks.Versions(of={"torch": "2.12.0", "megatron-core": "0.16.1"})
-    assert ranks.judge(context, {0: same, 1: same}).level is Level.ok
-    found = ranks.judge(context, {0: same, 1: other})
+    same = {"torch": "2.13.0", "megatron-core": "0.16.1"}
+    other = {"torch": "2.12.0", "megatron-core": "0.16.1"}
+    assert ranks.judge_versions(context, {0: same, 1: same}).level is Level.ok
+    found = ranks.judge_versions(context, {0: same, 1: other})
     assert found.level is Level.fatal and found.found == "rank 1 on n1: torch is 2.12.0 and not 2.13.0"
-    assert ranks.judge(context, {0: ranks.Versions(of={"megatron-core": "absent"})}).level is Level.fatal
+    assert ranks.judge_versions(context, {0: ({"megatron-core": "absent"})}).level is Level.fatal
 
 
 @pytest.mark.parametrize(
@@ -42,22 +43,22 @@ def test_versions_name_the_rank_that_differs(context_of):
 )
 def test_gpus(context_of, on_gpus, second, level, text):
     context = context_of(on_gpus, nodes=("n0", "n0"))
-    found = sizing.judge(context, {0: H100, 1: second})
+    found = sizing.judge_devices(context, {0: H100, 1: second})
     assert found.level is level and text in found.found
 
 
 def test_gpus_that_are_missing_or_too_few(context_of, settings, on_gpus):
     planned_for_gpus = context_of(on_gpus)
-    assert sizing.judge(planned_for_gpus, {0: HOST}).level is Level.fatal
-    assert sizing.judge(context_of(settings("ppo")), {0: HOST}).level is Level.ok
+    assert sizing.judge_devices(planned_for_gpus, {0: HOST}).level is Level.fatal
+    assert sizing.judge_devices(context_of(settings("ppo")), {0: HOST}).level is Level.ok
     crowded = context_of(settings("ppo"), nodes=("n0",) * 3)
-    found = sizing.judge(crowded, {rank: H100 for rank in range(3)})
+    found = sizing.judge_devices(crowded, {rank: H100 for rank in range(3)})
     assert found.level is Level.fatal and "2 GPUs for 3 ranks" in found.found
 
 
 @pytest.mark.parametrize(("seconds", "level"), [(0.01, Level.ok), (-3.0, Level.warning), (90.0, Level.fatal)])
 def test_clocks(context_of, seconds, level):
-    found = clock.judge(context_of(nodes=("n0", "n1")), {0: clock.Offset(seconds=0.0), 1: clock.Offset(seconds=seconds)})
+    found = cluster.judge_clock(context_of(nodes=("n0", "n1")), {0: 0.0, 1: seconds})
     assert found.level is level
     assert level is Level.ok or f"n1 is {abs(seconds):g} s {'ahead of' if seconds > 0 else 'behind'} n0" == found.found
 
@@ -69,69 +70,68 @@ def test_rounds_pair_every_node_with_those_one_bit_away():
     assert rounds(["a"], every_rank=True) == []
 
 
-def measured(*rates: float, span: Span = Span.between_nodes) -> network.Measured:
+def measured(*rates: float, span: Span = Span.between_nodes) -> cluster.Measured:
     links = [Link(span=span, name=f"n{i} - n{i + 1}", nodes=(), ranks=2, latency_seconds=1e-5, rate=rate) for i, rate in enumerate(rates)]
-    return network.Measured(backend="nccl", links=[asdict(link) for link in links])
+    return cluster.Measured(backend="nccl", links=[asdict(link) for link in links])
 
 
 def test_the_slow_link_is_named(context_of, on_gpus):
     context = context_of(on_gpus, nodes=("n0", "n1"))
-    assert network.judge(context, {0: measured(40e9, 41e9, 42e9)}).level is Level.ok
-    found = network.judge(context, {0: measured(40e9, 41e9), 1: measured(12e9)})
+    assert cluster.judge_network(context, {0: measured(40e9, 41e9, 42e9)}).level is Level.ok
+    found = cluster.judge_network(context, {0: measured(40e9, 41e9), 1: measured(12e9)})
     assert found.level is Level.warning and "n0 - n1: 30% of the median" in found.found  # 12 of the median, 40
     assert found.figures["between_nodes_gb_per_second"] == 12.0
-    planned = network.judge(context, {0: measured(10e9, 10e9)})  # a fifth of the cluster file's 50 GB/s
+    planned = cluster.judge_network(context, {0: measured(10e9, 10e9)})  # a fifth of the cluster file's 50 GB/s
     assert planned.level is Level.warning and "cluster.network_gb_per_second=50" in planned.found
-    assert network.judge(context, {0: network.Measured(backend="gloo")}).level is Level.ok
+    assert cluster.judge_network(context, {0: cluster.Measured(backend="gloo")}).level is Level.ok
 
 
 def test_files_that_come_late_and_locks_that_do_not_hold(context_of, settings):
     context = context_of(settings("ppo"), nodes=("n0", "n1"))
-    good = filesystem.Files(seen_after_seconds=0.01, write_seconds=0.001, rate=1e9, locks_hold=True)
-    assert filesystem.judge(context, {0: good, 1: good}).level is Level.ok
-    late = filesystem.judge(context, {0: good, 1: replace(good, seen_after_seconds=4.0)})
+    good = cluster.Files(seen_after_seconds=0.01, write_seconds=0.001, rate=1e9, locks_hold=True)
+    assert cluster.judge_filesystem(context, {0: good, 1: good}).level is Level.ok
+    late = cluster.judge_filesystem(context, {0: good, 1: replace(good, seen_after_seconds=4.0)})
     assert late.level is Level.warning and "(n1)" in late.found
-    unlocked = filesystem.judge(context, {0: good, 1: replace(good, locks_hold=False)})
+    unlocked = cluster.judge_filesystem(context, {0: good, 1: replace(good, locks_hold=False)})
     assert unlocked.level is Level.warning and "rank 1 on n1: got a lock" in unlocked.found
 
 
 def test_servers_that_cannot_be_reached_or_share_a_port(context_of, settings):
     job = settings("ppo")
-    good = ports.Reached(addresses={"critic": "10.0.0.1:4000", "reward": "10.0.0.1:4001"})
+    good = cluster.Reached(addresses={"critic": "10.0.0.1:4000", "reward": "10.0.0.1:4001"})
     bad = replace(good, unreachable={"critic": "10.0.0.1:4000 (n0) cannot be reached: refused"})
     context = context_of(job, nodes=("n0", "n1"))
-    assert ports.judge(context, {0: good, 1: good}).level is Level.ok
-    found = ports.judge(context, {0: good, 1: bad})
+    assert cluster.judge_ports(context, {0: good, 1: good}).level is Level.ok
+    found = cluster.judge_ports(context, {0: good, 1: bad})
     assert found.level is Level.fatal and found.found.startswith("rank 1 on n1: critic: 10.0.0.1:4000 (n0) cannot be reached")
     clash = context_of(settings("ppo", {"critic.server.port": 8000, "reward.server.port": 8000}))
-    assert ports.judge(clash, {0: good}).level is Level.fatal
-    assert ports.judge(context_of(settings("sft")), {0: ports.Reached()}).found == "this run has no servers"
+    assert cluster.judge_ports(clash, {0: good}).level is Level.fatal
+    assert cluster.judge_ports(context_of(settings("sft")), {0: cluster.Reached()}).found == "this run has no servers"
 
 
 def test_ranks_that_do_not_fit_the_config(context_of, settings):
     job = settings("ppo", {"num_processes": 2})
-    composed = ranks.Composed(fingerprint="f")
     by_size = {}
     for size in (1, 2, 3, 4):
         context = context_of(job, nodes=("n0",) * size)
-        by_size[size] = ranks.CONFIG.judge(context, dict.fromkeys(range(size), composed)).level
+        by_size[size] = ranks.judge_config(context, dict.fromkeys(range(size), "f")).level
     # a component's 1 or 2 ranks, and all 4 of them, are what the config wants
     assert by_size == {1: Level.ok, 2: Level.ok, 3: Level.warning, 4: Level.ok}
     indivisible = context_of(settings("ppo", {"num_processes": 3, "parallel.tp": 2}))
-    found = ranks.CONFIG.judge(indivisible, {0: composed})
+    found = ranks.judge_config(indivisible, {0: "f"})
     assert found.level is Level.fatal and found.found.startswith("actor: parallel.tp=2 does not divide")
     context = context_of(job, nodes=("n0", "n1"))
-    differs = ranks.CONFIG.judge(context, {0: composed, 1: ranks.Composed(fingerprint="g")})
+    differs = ranks.judge_config(context, {0: "f", 1: "g"})
     assert differs.level is Level.fatal and differs.found.startswith("rank 1 on n1: another config than rank 0")
 
 
 def test_ranks_that_are_spread_unevenly(context_of):
     context = context_of(nodes=("n0", "n0", "n1"))
     places = {rank: ranks.Place(rank=rank, node=node, world_size=3, started_by="slurm") for rank, node in enumerate(("n0", "n0", "n1"))}
-    found = ranks.RANKS.judge(context, places)
+    found = ranks.judge_ranks(context, places)
     assert found.level is Level.warning and "unevenly spread (n1: 1, n0: 2)" in found.found
-    stray = ranks.RANKS.judge(context, places | {2: replace(places[2], world_size=1)})
-    assert stray.level is Level.fatal and stray.found == "rank 2 on n1 was told of 1 ranks, rank 0 of 3"
+    stray = ranks.judge_ranks(context, places | {2: replace(places[2], world_size=1)})
+    assert stray.level is Level.fatal and stray.found == "rank 2 on n1 expected 1 ranks, rank 0 3"
 
 
 PLAN = {
@@ -173,7 +173,7 @@ def test_a_plan_gives_the_size_of_checkpoints(context_of, settings):
 def test_free_space(context_of, settings, free, values, level):
     context = context_of(settings("ppo", values))
     context.findings["plan"] = Finding(level=Level.ok, found="", figures={"checkpoint_bytes": 400.0})
-    assert sizing.judge_space(context, {0: sizing.Space(free=free, total=10_000)}).level is level
+    assert sizing.judge_space(context, {0: free}).level is level
 
 
 def test_summary_and_json():
@@ -222,8 +222,8 @@ def test_items_need_only_what_comes_before_them():
 
 
 def test_the_choice_of_items():
-    assert [item.name for item in Options(only=("data",)).items()] == ["ranks", "config", "hub", "data"]
-    assert "engine" not in [item.name for item in Options().items()]
-    assert "engine" in [item.name for item in Options(with_engine=True).items()]
-    with pytest.raises(ValueError, match="--only dta: there is no such item; allowed: ranks, config"):
-        Options(only=("dta",))
+    names = lambda **options: [item.name for item in chosen(PreflightOptions(**options))]  # noqa: E731
+    assert names(only="data") == ["ranks", "config", "hub", "data"]
+    assert "engine" not in names() and "engine" in names(engine=True) and "engine" in names(only="engine")
+    with pytest.raises(ValueError, match="--only dta: not an item; allowed: ranks, config"):
+        chosen(PreflightOptions(only="dta"))

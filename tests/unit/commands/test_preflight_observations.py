@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from aligner.commands.preflight import filesystem, layers, ports, ranks, samples, sizing, tokenizers, weights
-from aligner.commands.preflight.items import Level
+from aligner.commands.preflight import cluster, models, ranks, samples, sizing
+from aligner.commands.preflight.framework import Level
 from aligner.commands.preflight.sizing import host_bytes
 from aligner.errors import CheckpointError, ConfigError, DataError, ServerError
 from aligner.models.checkpoint import hf_files
@@ -42,7 +42,7 @@ def test_a_memory_limit_of_the_scheduler_counts(tmp_path):
 
 
 def test_the_run_directory(run, tmp_path):
-    found = run(filesystem.FILESYSTEM)
+    found = run(cluster.filesystem)
     assert found.level is Level.ok and "1 node writes" in found.found
     assert not list((tmp_path / "run").glob(".preflight*"))
 
@@ -51,44 +51,44 @@ def test_a_run_directory_that_others_may_write_to(run, tmp_path):
     (tmp_path / "run").mkdir(mode=0o777)
     (tmp_path / "run").chmod(0o777)
     with pytest.raises(ConfigError, match="can be written by others"):
-        run(filesystem.FILESYSTEM)
+        run(cluster.filesystem)
 
 
 def test_a_run_directory_that_is_a_file(run, tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(ConfigError, match="exists and is not a directory"):
-        run(filesystem.FILESYSTEM)
+        run(cluster.filesystem)
 
 
 def test_ports(run, tmp_path):
-    run(filesystem.FILESYSTEM)  # makes the run directory, where the secret is
-    assert run(ports.PORTS).found == "critic on 127.0.0.1, a free port, reward on 127.0.0.1, a free port"
+    run(cluster.filesystem)  # makes the run directory, where the secret is
+    assert run(cluster.ports).found == "critic on 127.0.0.1, a free port, reward on 127.0.0.1, a free port"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServerError, match=f"critic: cannot listen on 127.0.0.1:{port}"):
-            run(ports.PORTS, {"critic.server.port": port})
+            run(cluster.ports, {"critic.server.port": port})
     with pytest.raises(ServerError, match="critic: cannot listen on 192.0.2.1"):  # an address for documentation: nobody's
-        run(ports.PORTS, {"critic.server.host": "192.0.2.1"})
+        run(cluster.ports, {"critic.server.host": "192.0.2.1"})
     with pytest.raises(ConfigError, match="tls_certificate"):
-        run(ports.PORTS, {"critic.server.tls_certificate": str(tmp_path / "no.pem"), "critic.server.tls_key": str(tmp_path / "no.key")})
+        run(cluster.ports, {"critic.server.tls_certificate": str(tmp_path / "no.pem"), "critic.server.tls_key": str(tmp_path / "no.key")})
 
 
 def test_a_server_on_loopback_whose_clients_are_on_other_nodes(run, monkeypatch):
-    run(filesystem.FILESYSTEM)
+    run(cluster.filesystem)
     monkeypatch.setenv("SLURM_HET_SIZE", "3")
-    found = run(ports.PORTS)
-    assert found.level is Level.fatal and "which is every node's own" in found.found and "0.0.0.0" in found.advice
+    found = run(cluster.ports)
+    assert found.level is Level.fatal and "which every node has" in found.found and "0.0.0.0" in found.advice
 
 
 def test_tokenizers(run, task, tmp_path):
-    found = run(tokenizers.TOKENIZER)
+    found = run(models.tokenizer)
     assert found.level is Level.ok and "actor: 41 tokens, without chat template; critic: 41 tokens" in found.found
     with pytest.raises(ConfigError, match=r"actor \(model\): tokenizer path is"):
-        run(tokenizers.TOKENIZER, {"model.tokenizer": str(tmp_path / "absent")})
+        run(models.tokenizer, {"model.tokenizer": str(tmp_path / "absent")})
     with pytest.raises(ConfigError, match=r"actor \(model\): .*has no chat template"):
-        run(tokenizers.TOKENIZER, {"data.apply_chat_template": True})
+        run(models.tokenizer, {"data.apply_chat_template": True})
     with pytest.raises(ConfigError, match="produces ids up to 40"):
-        run(tokenizers.TOKENIZER, {"model.architecture.vocab_size": 40})
+        run(models.tokenizer, {"model.architecture.vocab_size": 40})
 
 
 def test_a_critic_with_another_tokenizer(run, task, tmp_path):
@@ -97,55 +97,55 @@ def test_a_critic_with_another_tokenizer(run, task, tmp_path):
     for file in (task / "tokenizer").iterdir():
         text = file.read_text()
         (other / file.name).write_text(text.replace('"e": ', '"E": '))  # one character that it does not know
-    found = run(tokenizers.TOKENIZER, {"critic.model.tokenizer": str(other)})
+    found = run(models.tokenizer, {"critic.model.tokenizer": str(other)})
     assert found.level is Level.fatal and "the tokenizer of critic is not that of the actor" in found.found
 
 
 def test_data(run, task, tmp_path):
-    found = run(samples.DATA)
+    found = run(samples.data)
     assert found.level is Level.ok and "8 of 8 records used" in found.found
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "1+1="}\n{"promt": "2+2="}\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:2: has the fields \['promt'\]"):
-        run(samples.DATA, {"data.train": str(bad)})
+        run(samples.data, {"data.train": str(bad)})
     with pytest.raises(DataError, match="1 of 2 records"):
-        run(samples.DATA, {"data.validation": str(bad)})
+        run(samples.data, {"data.validation": str(bad)})
     long = tmp_path / "long.jsonl"
     long.write_text("".join(json.dumps({"prompt": "1" * size}) + "\n" for size in (4, 99, 99)))
-    found = run(samples.DATA, {"data.train": str(long), "data.max_prompt_length": 16})
+    found = run(samples.data, {"data.train": str(long), "data.max_prompt_length": 16})
     assert found.level is Level.warning and "67% are left out" in found.found
 
 
 def test_only_the_beginning_of_the_data_is_read(run, tmp_path):
     file = tmp_path / "d.jsonl"
     file.write_text('{"prompt": "1"}\n' * samples.NUM_RECORDS + "not JSON\n")
-    assert f"{samples.NUM_RECORDS} of {samples.NUM_RECORDS} records used" in run(samples.DATA, {"data.train": str(file)}).found
+    assert f"{samples.NUM_RECORDS} of {samples.NUM_RECORDS} records used" in run(samples.data, {"data.train": str(file)}).found
 
 
 def test_rewards(run, tmp_path):
-    found = run(samples.REWARD)
+    found = run(samples.reward)
     assert found.level is Level.ok and "mean 1 for the answers themselves, 0 for empty ones" in found.found
     flat = tmp_path / "flat.py"
     flat.write_text("def reward(prompts, responses, answers):\n    return [0.5] * len(responses)\n")
-    assert run(samples.REWARD, {FUNCTION: f"{flat}:reward"}).level is Level.warning
+    assert run(samples.reward, {FUNCTION: f"{flat}:reward"}).level is Level.warning
     broken = tmp_path / "broken.py"
     broken.write_text("def reward(prompts, responses, answers):\n    return [float('nan')] * len(responses)\n")
     with pytest.raises(DataError, match="returned nan for an answer to .*prompts.jsonl:1"):
-        run(samples.REWARD, {FUNCTION: f"{broken}:reward"})
+        run(samples.reward, {FUNCTION: f"{broken}:reward"})
     with pytest.raises(ConfigError, match="has no 'lenght'; did you mean 'length'"):
-        run(samples.REWARD, {FUNCTION: "aligner.rewards.builtin:lenght"})
+        run(samples.reward, {FUNCTION: "aligner.rewards.builtin:lenght"})
     parts = {"one": NamedRewardConfig(path=f"{flat}:reward"), "judge": NamedRewardConfig(served=True)}
     parts["two"] = NamedRewardConfig(path="aligner.rewards.builtin:exact_match", weight=2.0)
     several = {FUNCTION: "", "reward.functions": parts}
-    assert "one + 2 two: mean 2.5 for the answers themselves, 0.5 for empty ones" in run(samples.REWARD, several).found
-    assert "sandbox" not in run(samples.REWARD, several).found
+    assert "one + 2 two: mean 2.5 for the answers themselves, 0.5 for empty ones" in run(samples.reward, several).found
+    assert "sandbox" not in run(samples.reward, several).found
     said = tmp_path / "said.py"
     said.write_text("def reward(prompts, responses, answers):\n    return [1.0] * len(responses)\nreward.about = 'sandbox isolation=x'\n")
-    assert run(samples.REWARD, {FUNCTION: f"{said}:reward"}).found.endswith("for empty ones\nsandbox isolation=x")
+    assert run(samples.reward, {FUNCTION: f"{said}:reward"}).found.endswith("for empty ones\nsandbox isolation=x")
     parts["one"] = NamedRewardConfig(path=f"{said}:reward")
-    assert run(samples.REWARD, several).found.endswith("for empty ones\nsandbox isolation=x")
-    assert run(samples.REWARD, {FUNCTION: ""}).found == "no reward function: a reward model scores"
-    assert run(samples.REWARD, name="sft").found == "this run has no rewards"
+    assert run(samples.reward, several).found.endswith("for empty ones\nsandbox isolation=x")
+    assert run(samples.reward, {FUNCTION: ""}).found == "no reward function: a reward model scores"
+    assert run(samples.reward, name="sft").found == "this run has no rewards"
 
 
 def write_safetensors(path, shapes):
@@ -212,10 +212,10 @@ def test_names_that_a_model_needs(tmp_path):
 
 
 def test_models_without_weights(run):
-    found = run(weights.WEIGHTS)
+    found = run(models.weights)
     assert found.level is Level.warning and "actor: random weights" in found.found
     with pytest.raises(CheckpointError, match="reward.model.path='': a frozen reward model needs weights"):
-        run(weights.WEIGHTS, {FUNCTION: ""})
+        run(models.weights, {FUNCTION: ""})
 
 
 def test_the_vocabulary_of_a_model_without_weights_is_planned_with(settings):
@@ -224,23 +224,23 @@ def test_the_vocabulary_of_a_model_without_weights_is_planned_with(settings):
 
 @pytest.mark.cpu
 def test_whose_layers_the_models_get(run, context_of, settings, monkeypatch):
-    found = run(layers.LAYERS)
+    found = run(models.layers)
     assert found.level is Level.ok and found.found.startswith("layers are torch's (there is no GPU)")
-    found = run(layers.LAYERS, {"cluster.device": Device.gpu})
+    found = run(models.layers, {"cluster.device": Device.gpu})
     assert found.level is Level.warning and "install transformer-engine" in found.advice
     torchs = {f"{section}model.layers": Layers.torch for section in ("", "critic.", "reward.")}
-    found = run(layers.LAYERS, {"cluster.device": Device.gpu} | torchs)
+    found = run(models.layers, {"cluster.device": Device.gpu} | torchs)
     assert found.level is Level.ok and found.found == "layers are torch's (model.layers=torch), float32 products: highest"
-    faster = run(layers.LAYERS, {"model.float32_matmul": Float32Matmul.high})
+    faster = run(models.layers, {"model.float32_matmul": Float32Matmul.high})
     assert "layers are torch's (there is no GPU), float32 products: high" in faster.found
     with pytest.raises(ConfigError, match="model.layers=transformer_engine: there is no GPU"):
-        run(layers.LAYERS, {"model.layers": Layers.transformer_engine})
+        run(models.layers, {"model.layers": Layers.transformer_engine})
 
 
 def test_nodes_with_other_layers_are_named(context_of, settings):
-    here = layers.Chosen(described={"actor": "layers are torch's (no)"}, of_torch=["actor"])
-    there = layers.Chosen(described={"actor": "layers are Transformer Engine's (2.9.0)"})
-    found = layers.judge(context_of(settings("sft", None), nodes=("n1", "n2")), {0: here, 1: there})
+    here = models.Chosen(described={"actor": "layers are torch's (no)"}, of_torch=["actor"])
+    there = models.Chosen(described={"actor": "layers are Transformer Engine's (2.9.0)"})
+    found = models.judge_layers(context_of(settings("sft", None), nodes=("n1", "n2")), {0: here, 1: there})
     assert found.level is Level.fatal and found.found == (
         "rank 1 on n2: layers are Transformer Engine's (2.9.0); and not layers are torch's (no)"
     )

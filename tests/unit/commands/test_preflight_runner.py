@@ -1,29 +1,21 @@
 """The runner in one process: what depends on what, failures, and checks that do not come back."""
 
 import threading
-from dataclasses import dataclass
 
 import pytest
 
 from aligner import cli
-from aligner.commands.preflight import command
+from aligner.commands.preflight import framework
 from aligner.commands.preflight.allocation import Abandoned
-from aligner.commands.preflight.items import Finding, Item, Level, Where
+from aligner.commands.preflight.framework import Finding, Item, Level, Where
 from aligner.errors import ConfigError, LaunchError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    text: str = "x"
-
-
-def item(name, observe=lambda context: Seen(), *, needs=(), level=Level.ok, timeout=5.0):
-    judge = lambda context, seen: Finding(level=level, found=seen[0].text)  # noqa: E731
-
-    def observed(context) -> Seen:
+def item(name, observe=lambda context: "x", *, needs=(), level=Level.ok, timeout=5.0):
+    def observed(context) -> str:
         return observe(context)
 
-    return Item(name, Where.every_rank, observed, judge, timeout_seconds=timeout, needs=needs)
+    return Item(name, Where.every_rank, observed, timeout, needs, judge=lambda context, seen: Finding(level=level, found=seen[0]))
 
 
 def failing(error):
@@ -35,7 +27,7 @@ def failing(error):
 
 def test_what_needs_a_fatal_item_is_not_run_and_the_rest_is(context_of):
     shown = []
-    run = command.Runner(context_of(), progress=lambda name, finding: shown.append((name, finding.level)))
+    run = framework.Runner(context_of(), progress=lambda name, finding: shown.append((name, finding.level)))
     run.run(
         [
             item("a", failing(ConfigError("model.path=x: no such directory"))),
@@ -52,15 +44,15 @@ def test_what_needs_a_fatal_item_is_not_run_and_the_rest_is(context_of):
 
 
 def test_an_unexpected_error_is_fatal_with_its_place(context_of):
-    findings = command.Runner(context_of()).run([item("a", failing(RuntimeError("odd")))])
+    findings = framework.Runner(context_of()).run([item("a", failing(RuntimeError("odd")))])
     assert findings["a"].level is Level.fatal
     assert findings["a"].found.startswith("RuntimeError: odd (at ") and "test_preflight_runner.py" in findings["a"].found
 
 
 def test_a_check_that_hangs_is_left_behind_and_named(context_of, monkeypatch):
-    monkeypatch.setattr(command, "THREAD_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(framework, "THREAD_MARGIN_SECONDS", 0.0)
     release = threading.Event()
-    run = command.Runner(context_of(), timeout_seconds=0.2)
+    run = framework.Runner(context_of(), timeout_seconds=0.2)
     findings = run.run([item("a", lambda context: release.wait(60)), item("b")])
     release.set()
     assert findings["a"].level is Level.fatal and findings["b"].level is Level.ok
@@ -69,15 +61,15 @@ def test_a_check_that_hangs_is_left_behind_and_named(context_of, monkeypatch):
 
 
 def test_within_passes_on_results_and_errors():
-    assert command.within(5.0, lambda: 3, lambda: False) == 3
+    assert framework.within(5.0, lambda: 3, lambda: False) == 3
     with pytest.raises(ConfigError, match="no"):
-        command.within(5.0, lambda: failing(ConfigError("no"))(None), lambda: False)
+        framework.within(5.0, lambda: failing(ConfigError("no"))(None), lambda: False)
 
 
 def test_a_rank_that_does_not_answer_is_lost(context_of, monkeypatch):
-    monkeypatch.setattr(command, "THREAD_MARGIN_SECONDS", 0.0)
-    monkeypatch.setattr(command, "ANSWER_MARGIN_SECONDS", 0.1)
-    run = command.Runner(context_of(nodes=("n0", "n1")), timeout_seconds=0.1)
+    monkeypatch.setattr(framework, "THREAD_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(framework, "ANSWER_MARGIN_SECONDS", 0.1)
+    run = framework.Runner(context_of(nodes=("n0", "n1")), timeout_seconds=0.1)
     findings = run.run([item("a"), item("b")])
     assert findings["a"].level is Level.fatal and findings["a"].found.startswith("rank 1 on n1: no answer")
     assert run.lost == [1]
@@ -96,4 +88,4 @@ def test_a_wait_says_what_it_waited_for_and_ends_when_another_rank_failed(contex
 
 def test_the_command_refuses_items_that_do_not_exist(capsys):
     assert cli.main(["preflight", "ppo", "--only", "rankz"]) == 2
-    assert capsys.readouterr().err.startswith("error: --only rankz: there is no such item; allowed: ranks, config")
+    assert capsys.readouterr().err.startswith("error: --only rankz: not an item; allowed: ranks, config")

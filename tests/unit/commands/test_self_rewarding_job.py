@@ -102,7 +102,7 @@ def test_what_is_kept(tmp_path: Path, topology) -> None:
 def test_preflight(task: Path, template: str, context_of) -> None:
     def found(*settings: str) -> str:
         context = context_of(config_of(task, *settings))
-        return samples.REWARD.judge(context, {0: samples.REWARD.observe(context)}).found
+        return samples.reward.judge(context, {0: samples.reward.observe(context)}).found
 
     small = ["rollout.sampling.max_response_length=8"]
     assert "the policy judges itself, 3 times: asked about" in found(template, *small) and "in 12 tokens" in found(template, *small)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from aligner.commands import slurm
-from aligner.commands.slurm import LaunchOptions, launch_slurm
+from aligner.commands.parts import LaunchOptions
+from aligner.commands.slurm import launch_slurm
 
 SETTINGS = ("model.path=org/name", "data.train=prompts.jsonl", "cluster.device=cpu", "cluster.gpus_per_node=1")
 

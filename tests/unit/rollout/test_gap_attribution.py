@@ -71,8 +71,7 @@ def made(hf_directory, load_policy) -> Callable:
 
 def report(policy, engine, config, **tolerance):
     """As `aligner gap` makes it."""
-    from aligner.commands.gap import most_different, trace_paths
-    from aligner.commands.gap_report import GapReport, Tolerance
+    from aligner.commands.gap import GapReport, Tolerance, most_different, trace_paths
     from aligner.data.collate import rollout_batch
     from aligner.losses.correction import gap_metrics
     from aligner.models.config import Dtype
@@ -233,7 +232,7 @@ def test_other_ways_of_computing(made, model) -> None:
 
 
 def test_text_and_json(with_change) -> None:
-    from aligner.commands.gap_report import to_json, to_text
+    from aligner.commands.gap import to_json, to_text
 
     found = with_change("llama", changed(1, "input_norm", scaled(1.001)))
     text, plain = to_text(found), json.loads(to_json(found))
