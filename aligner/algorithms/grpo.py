@@ -217,7 +217,7 @@ class GRPO(OnlineAlgorithm):
             advantages=advantages * mask,
             ref_logprobs=ref_logprobs,
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
-            routes=batch.routes,
+            extras=batch.extras,
         )
 
     def loss(self) -> Loss[PolicyBatch]:

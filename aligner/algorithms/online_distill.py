@@ -167,7 +167,7 @@ class OnlineDistillation(OnlineAlgorithm):
             "lengths": batch.lengths,
             "loss_mask": batch.loss_mask,
             "rollout_logprobs": sampled,
-            "routes": batch.routes,
+            "extras": batch.extras,
         }
         if self.config.signal is Signal.topk:
             named, logprobs = self.teacher.topk(batch, self.config.top_k, below=self.below)

@@ -186,7 +186,7 @@ class OnlineDPO(OnlineAlgorithm):
             loss_mask=batch.loss_mask[rows],
             margins=pairs.gaps,
             rollout_logprobs=batch.rollout_logprobs[rows] if self.task.compares_logprobs else None,
-            routes=None if batch.routes is None else batch.routes[rows],
+            extras={name: extra.take(rows) for name, extra in batch.extras.items()},
         )
 
     def pair_metrics(self, pairs: Pairs) -> dict[str, float]:

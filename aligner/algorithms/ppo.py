@@ -147,13 +147,12 @@ class PPO(OnlineAlgorithm):
         mask = mask & (collected.valid & finite)[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
-        common = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": mask}
+        common: dict[str, Any] = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": mask, "extras": batch.extras}
         policy_batch = PolicyBatch(
             **common,
             old_logprobs=old_logprobs,
             advantages=whiten(advantages, mask),
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
-            routes=batch.routes,
         )
         return policy_batch, ValueBatch(**common, old_values=old_values, returns=returns)
 

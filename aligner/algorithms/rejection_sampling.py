@@ -120,7 +120,7 @@ class RejectionSampling(OnlineAlgorithm):
             lengths=batch.lengths[kept],
             loss_mask=batch.loss_mask[kept],
             rollout_logprobs=batch.rollout_logprobs[kept] if self.task.compares_logprobs else None,
-            routes=None if batch.routes is None else batch.routes[kept],
+            extras={name: extra.take(kept) for name, extra in batch.extras.items()},
         )
 
     def kept_metrics(self, kept: Tensor, batch: RolloutBatch, collected: ScoredRollouts) -> dict[str, float]:

@@ -5,7 +5,7 @@ A `Demonstration` is an example as a prompt with the response that is given: wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from aligner.data.encoding import (
     last_span,
     truncated,
 )
-from aligner.data.forms import Purpose, recognised
+from aligner.data.forms import Purpose, extras_of, recognised
 from aligner.data.labelled import is_labelled, parse_labelled
 from aligner.data.reading import reads_sources
 from aligner.data.records import ConversationRecord, TextRecord, parse_supervised
@@ -45,6 +45,7 @@ class SupervisedExample:
     loss_mask: tuple[bool, ...]
     source: str
     ref_logprobs: Tensor | None = field(default=None, compare=False, repr=False)
+    extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # `aligner.types.extras`
 
 
 @reads_sources
@@ -63,7 +64,7 @@ def load_supervised(
         encoded = encode_record(raw, config, tokenizer, style)
         fitted = fit_length(encoded, config.max_length, config.overlong)
         tally.truncated += fitted is not encoded
-        return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
+        return row_of(fitted, raw)
 
     examples = tally.convert(recognised(location, config, Purpose.supervised, first), convert)
     return examples, tally.finish()
@@ -91,6 +92,12 @@ def _encode_responses(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenize
     return encode_response(tokenizer, record.prompt, record.response, style)
 
 
+def row_of(encoded: Encoded, raw: RawRecord) -> SupervisedExample:
+    """The row of a record, with the tensors that the record has for it."""
+    extras = extras_of(raw, len(encoded.tokens))
+    return SupervisedExample(tokens=encoded.tokens, loss_mask=encoded.loss_mask, source=raw.source, extras=extras)
+
+
 def fit_length(encoded: Encoded, max_length: int, overlong: Overlong) -> Encoded:
     """`encoded` itself if it fits (0: any does); else what `overlong` says: a DataError, `TooLong`, or its beginning."""
     if not max_length or len(encoded.tokens) <= max_length:
@@ -115,7 +122,8 @@ class Demonstration:
 def answered(prompt: Prompt, response: Sequence[int]) -> SupervisedExample:
     """The prompt with a response; that alone is in the mask."""
     head = prompt.tokens
-    return SupervisedExample(tokens=(*head, *response), loss_mask=(False,) * len(head) + (True,) * len(response), source=prompt.source)
+    mask = (False,) * len(head) + (True,) * len(response)
+    return SupervisedExample(tokens=(*head, *response), loss_mask=mask, source=prompt.source, extras=prompt.extras)
 
 
 @reads_sources
@@ -138,7 +146,7 @@ def load_demonstrations(
             too_long(start, config.max_prompt_length, config.overlong, "data.max_prompt_length")
         tally.truncated += fitted is not encoded
         text = tokenizer.decode(fitted.tokens[:start], skip_special=False)
-        prompt = Prompt(id=raw.index, tokens=fitted.tokens[:start], source=raw.source, text=text)
+        prompt = Prompt(id=raw.index, tokens=fitted.tokens[:start], source=raw.source, text=text, extras=extras_of(raw, start))
         return Demonstration(prompt=prompt, response=fitted.tokens[start:])
 
     found = tally.convert(recognised(location, config, Purpose.supervised, first), convert)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from aligner.data.collate import token_batch
 from aligner.errors import AlignerError, EngineError, RunHalted
 from aligner.models.training.guard import NonFiniteReward
 from aligner.online.response_health import episode_metrics, health_metrics, readable
@@ -24,7 +25,6 @@ from aligner.types import (
     SampleRow,
     SamplingConfig,
     Scores,
-    TokenBatch,
 )
 
 MAX_SEED = 2**62
@@ -191,7 +191,7 @@ def start(
         # Consumed to its end, also where a scorer refuses: the replica's other ranks are in it too.
         for finished in engine.generate(prompts, seeds, sampling):
             scorers.heartbeat()
-            finished = finished if sampling is None else [replace(one, routes=None) for one in finished]  # these are not trained on
+            finished = finished if sampling is None else [replace(one, extras={}) for one in finished]  # these are not trained on
             if engine.replica.is_leader and error is None:
                 try:
                     pending.append((finished, *(_submit(finished, scorers) if scorers.shared is None else (None, None))))
@@ -296,11 +296,7 @@ def _submit(rollouts: list[Rollout], scorers: Scorers) -> tuple[Future[Scores], 
 
 
 def _values(rollouts: Sequence[Rollout], critic: Critic, pad_id: int) -> Future[Tensor]:
-    lengths = [len(rollout.tokens) for rollout in rollouts]
-    tokens = torch.full((len(rollouts), max(lengths)), pad_id, dtype=torch.int64)
-    for row, rollout in zip(tokens, rollouts, strict=True):
-        row[: len(rollout.tokens)] = torch.tensor(rollout.tokens)
-    return critic.values(TokenBatch(tokens=tokens, lengths=torch.tensor(lengths)))
+    return critic.values(token_batch([rollout.tokens for rollout in rollouts], pad_id, extras=[one.all_extras for one in rollouts]))
 
 
 def _gather(part: PendingRollouts, seeds: Sequence[int], scorers: Scorers) -> list[_Gathered]:

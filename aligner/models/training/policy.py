@@ -18,7 +18,7 @@ from aligner.models.weights.weights import export_hf
 from aligner.parallel import platform
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Metric
-from aligner.types import UNROUTED, Batch, DistillationBatch, MaskedBatch, TokenOutputs
+from aligner.types import Batch, DistillationBatch, MaskedBatch, Routes, TokenOutputs
 
 
 class MegatronPolicy:
@@ -159,4 +159,4 @@ class ReferencePolicy:
 
 def _own_routes(batch: MaskedBatch) -> MaskedBatch:
     """The batch without its sampler's."""
-    return batch if isinstance(batch, UNROUTED) else replace(batch, routes=None)
+    return replace(batch, extras={name: extra for name, extra in batch.extras.items() if name != Routes.name})

@@ -37,7 +37,7 @@ from aligner.parallel.micro_batches import MicroBatching, Plan, plan, plan_famil
 from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Max, Mean, Metric, Sum, without_values
-from aligner.types import UNROUTED, Batch, LossOutput, PreferenceBatch, TokenBatch, TokenOutputs
+from aligner.types import Batch, LossOutput, PreferenceBatch, Routes, TokenBatch, TokenOutputs
 from aligner.types.rows import num_rows, pad_columns
 
 
@@ -265,7 +265,7 @@ class TrainableModel:
 
     def _metrics(self, batch: Batch, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """Those of the loss, reduced, and the routers'."""
-        has_routes = not isinstance(batch, UNROUTED) and batch.routes is not None
+        has_routes = Routes.name in batch.extras
         return self._reduce(metrics) | self.auxiliary.metrics() | (take_metrics(routers(self.chunks)) if has_routes else {})
 
     def _reduce(self, metrics: dict[str, Metric]) -> dict[str, Metric]:

@@ -187,7 +187,7 @@ class PhasedEngine:
                     f"{self.engine.max_sequence_length}"
                 )
         requests = [
-            GenRequest(index=index, tokens=prompt.tokens, seed=seed)
+            GenRequest(index=index, tokens=prompt.tokens, seed=seed, extras=prompt.extras)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         sampling = sampling or self.sampling
@@ -292,5 +292,5 @@ def _rollout(result: GenResult, prompt: Prompt, seed: int) -> Rollout:
         oldest_version=result.versions[0][1] if result.versions else None,
         seed=seed,
         logprob_kind=result.kind,
-        routes=result.routes,
+        extras=result.extras,
     )

@@ -16,6 +16,7 @@ from aligner.errors import ConfigError, ServerUnreachable
 from aligner.loop.loop import Clock
 from aligner.losses.shaping import ShapingConfig, Standardize
 from aligner.online.collect import ScoredRollouts
+from aligner.online.validation import validate
 
 
 def ppo(fakes, task, log=None, critic=None, **config) -> PPO:
@@ -280,7 +281,7 @@ def test_validation_is_greedy_and_judges_accuracy(fakes, make_task) -> None:
     found = {"reward": 0.5, "response_length": 2.5, "truncated_fraction": 0.0, "accuracy": 0.5}
     assert algorithm.validate() == {f"validation/{name}": value for name, value in found.items()}
     assert task.engine.sampling == ["greedy"]
-    assert make_task([], validation=[]).validate() == {}
+    assert validate(make_task([], validation=[])) == {}
 
 
 @pytest.mark.parametrize(
