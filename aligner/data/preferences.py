@@ -15,7 +15,7 @@ from aligner.data.reading import reads_sources
 from aligner.data.records import is_text_line, parse_preference, parse_text_pair
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord
-from aligner.data.supervised import SupervisedExample, fit_length
+from aligner.data.supervised import SupervisedExample, fit_length, row_of
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 
@@ -76,7 +76,7 @@ def load_preferences(
             encoded = encode_response(tokenizer.offering(record.tools), record.prompt, response, style)
             fitted = fit_length(encoded, config.max_length, config.overlong)
             cut += fitted is not encoded
-            rows.append(SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=lines.first.source))
+            rows.append(row_of(fitted, lines.first))
         if rows[0].tokens == rows[1].tokens:
             raise DataError(f"chosen and rejected have the same {len(rows[0].tokens)} tokens, expected two different responses")
         tally.truncated += cut > 0

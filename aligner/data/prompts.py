@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from aligner.data.config import Overlong, PromptDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
 from aligner.data.folders import located
-from aligner.data.forms import Purpose, columns_of, recognised
+from aligner.data.forms import Purpose, columns_of, extras_of, recognised
 from aligner.data.messages import Conversation
 from aligner.data.mixture import Location, sources
 from aligner.data.reading import reads_sources
@@ -46,9 +46,8 @@ def load_prompts(
         if columns is not None and columns <= fields.keys():
             fields = {name: one for name, one in fields.items() if name in columns}
         turns = () if isinstance(record.prompt, str) else tuple(turn.as_json() for turn in record.prompt)
-        return Prompt(
-            id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer, columns=fields, messages=turns
-        )
+        known = {"answer": record.answer, "columns": fields, "messages": turns, "extras": extras_of(raw, len(tokens))}
+        return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, **known)
 
     prompts = tally.convert(recognised(location, config, Purpose.prompts, first), convert)
     return prompts, tally.finish()

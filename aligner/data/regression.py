@@ -24,7 +24,7 @@ from aligner.data.records import (
 )
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord
-from aligner.data.supervised import SupervisedExample, fit_length
+from aligner.data.supervised import SupervisedExample, fit_length, row_of
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import LabeledBatch
@@ -55,7 +55,7 @@ def load_regression(
         for encoded, labels in _judged(raw, config.attributes, tokenizer, style):
             fitted = fit_length(encoded, config.max_length, config.overlong)
             cut += fitted is not encoded
-            row = SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
+            row = row_of(fitted, raw)
             examples.append(LabelledExample(row=row, labels=labels))
         tally.truncated += cut > 0
         return examples

@@ -16,7 +16,7 @@ from aligner.data.reading import reads_sources
 from aligner.data.records import JudgedRecord, has, parse_judged, parse_preference, raw_object, refuse_two
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord
-from aligner.data.supervised import SupervisedExample, fit_length
+from aligner.data.supervised import SupervisedExample, fit_length, row_of
 from aligner.data.tokenizer import Tokenizer
 from aligner.types import LabeledBatch
 
@@ -66,7 +66,7 @@ def load_unpaired(
         encoded = encode_response(tokenizer.offering(record.tools), record.prompt, record.response, style)
         fitted = fit_length(encoded, config.max_length, config.overlong)
         tally.truncated += fitted is not encoded
-        row = SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=item[0].source)
+        row = row_of(fitted, item[0])
         return UnpairedExample(row=row, desirable=record.desirable)
 
     examples = tally.convert(_responses(recognised(location, config, Purpose.judged, first)), convert, records=lambda item: item[:1])
