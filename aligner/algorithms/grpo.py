@@ -183,30 +183,32 @@ class GRPO(OnlineAlgorithm):
     ) -> PolicyBatch:
         """Advantages of one batch of rollouts with shaped rewards, whose rows are in group order.
 
-        Rows without a valid reward are not trained on, nor is a row that is then alone in a group that is compared; the statistics of a
-        group are those of the others.
+        Episodes without a valid reward are not trained on, nor is one that is then alone in a group that is compared; the statistics of a
+        group are those of the others. An episode's sequences count as one long response.
         """
-        config, mask, valid = self.config, batch.loss_mask, collected.valid
+        config, mask, rows = self.config, batch.loss_mask, collected.episodes
         # By position, not by prompt: a batch that straddles an epoch may hold the same prompt in two groups.
-        groups = torch.arange(len(collected.rollouts)) // config.group_size
+        groups, scores, long_mask = rows.groups_of(config.group_size), rows.per_episode(collected.rewards), rows.joined(mask)
+        valid = rows.per_episode(collected.valid)
         if ref_logprobs is not None and config.kl_in is KLIn.reward:
             kl = kl_estimate(require(old_logprobs, "old_logprobs"), ref_logprobs, config.kl_estimator)
-            valid = valid & finite_rows(kl * mask, self.task.guard, "the KL to the reference")
-            rewards = shaped_rewards(collected.rewards, mask, kl, self.kl_coef, valid)
+            kl = rows.joined(kl)
+            valid = valid & finite_rows(kl * long_mask, self.task.guard, "the KL to the reference")
+            rewards = shaped_rewards(scores, long_mask, kl, self.kl_coef, valid)
         else:
-            rewards = outcome_rewards(collected.rewards, mask, valid)
+            rewards = outcome_rewards(scores, long_mask, valid)
         advantages = estimate(
             self.advantage_estimator,
             rewards,
-            mask,
+            long_mask,
             groups,
-            baselines=collected.baselines,
+            baselines=None if collected.baselines is None else rows.per_episode(collected.baselines),
             valid=valid,
             gamma=config.gamma,
             normalize_std=config.normalize_std,
             std_epsilon=config.std_epsilon,
         )
-        mask = mask & counted_rows(self.advantage_estimator, groups, valid)[:, None]
+        mask = mask & rows.per_row(counted_rows(self.advantage_estimator, groups, valid))[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
         return PolicyBatch(
@@ -214,7 +216,7 @@ class GRPO(OnlineAlgorithm):
             lengths=batch.lengths,
             loss_mask=mask,
             old_logprobs=old_logprobs if config.updates_per_step > 1 else None,
-            advantages=advantages * mask,
+            advantages=rows.split(advantages) * mask,
             ref_logprobs=ref_logprobs,
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
             extras=batch.extras,

@@ -140,8 +140,11 @@ class PPO(OnlineAlgorithm):
         assert collected.values is not None  # the critic's
         for row, own in enumerate(collected.values):
             old_values[row, : own.shape[0]] = own
-        rewards = outcome_rewards(collected.rewards, mask, collected.valid) - self.kl_coef * kl * mask
-        advantages, returns = gae(rewards, old_values, mask, config.gamma, config.gae_lambda)
+        rows = collected.episodes
+        long_mask, scores = rows.joined(mask), rows.per_episode(collected.rewards)
+        rewards = outcome_rewards(scores, long_mask, rows.per_episode(collected.valid)) - rows.joined(self.kl_coef * kl * mask)
+        advantages, returns = gae(rewards, rows.joined(old_values), long_mask, config.gamma, config.gae_lambda)
+        advantages, returns = rows.split(advantages), rows.split(returns)
         finite = finite_rows(returns, self.task.guard, "the returns")
         advantages, returns = (torch.where(finite[:, None], x, 0.0) for x in (advantages, returns))
         mask = mask & (collected.valid & finite)[:, None]

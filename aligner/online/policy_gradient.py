@@ -119,12 +119,14 @@ class Shaped:
 
 def shaped(collected: ScoredRollouts, batch: RolloutBatch, config: ShapingConfig, moments: Moments, *, max_length: int) -> Shaped:
     """The scores of a step's rollouts as rewards (`aligner.losses.shaping`); a response's length counts the policy's own tokens."""
-    lengths = batch.loss_mask.sum(dim=1)
-    rewards, seen, metrics = shape(collected.rewards, lengths, collected.valid, config, moments, max_length=max_length)
+    rows = collected.episodes
+    lengths, valid = rows.total(batch.loss_mask.sum(dim=1)), rows.per_episode(collected.valid)
+    rewards, seen, metrics = shape(rows.per_episode(collected.rewards), lengths, valid, config, moments, max_length=max_length)
     baselines = collected.baselines
     if baselines is not None:  # where there are any, the settings treat every score alike: see `estimators.check_estimator`
-        baselines = shape(baselines, torch.zeros_like(lengths), collected.valid, config, Moments(), max_length=max_length)[0]
-    return Shaped(collected=replace(collected, rewards=rewards, baselines=baselines), moments=seen, metrics=metrics)
+        own = rows.per_episode(baselines)
+        baselines = rows.per_row(shape(own, torch.zeros_like(lengths), valid, config, Moments(), max_length=max_length)[0])
+    return Shaped(collected=replace(collected, rewards=rows.per_row(rewards), baselines=baselines), moments=seen, metrics=metrics)
 
 
 def finite_rows(x: Tensor, guard: GuardConfig, what: str) -> Tensor:

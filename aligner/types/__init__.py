@@ -22,6 +22,7 @@ from aligner.types.batches import (
     TokenOutputs,
     ValueBatch,
 )
+from aligner.types.episodes import Episode, EpisodeRows
 from aligner.types.extras import Routes, RowTensor, no_expert, route_dtype
 from aligner.types.rollouts import (
     FinishReason,
@@ -36,6 +37,8 @@ from aligner.types.rollouts import (
 __all__ = [
     "Batch",
     "DistillationBatch",
+    "Episode",
+    "EpisodeRows",
     "FinishReason",
     "LabeledBatch",
     "LogprobKind",
