@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.collate import rollout_batch
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.advantages import (
@@ -40,7 +40,7 @@ from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.groups import Exhausted, Groups, groups_with_signal, whole_round
 from aligner.online.policy_gradient import PolicyGradientConfig, check_estimator, finite_rows, masked_mean, mini_batches, shaped
-from aligner.online.rollout_source import OnlineAlgorithm, OnPolicyRolloutSource, RolloutSource
+from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.task import REWARDED, OnlineTask
 from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy
@@ -86,9 +86,7 @@ class GRPOConfig(PolicyGradientConfig):
 
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)
-        for name in ("prompts_per_step", "group_size", "max_rounds_per_step"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("prompts_per_step", "group_size", "max_rounds_per_step"))
         if not 0 <= self.std_epsilon < math.inf:
             raise ConfigError(f"algorithm.std_epsilon={self.std_epsilon}: must be finite and not negative")
         self.advantage_estimator = text_of(self.advantage_estimator)
@@ -141,10 +139,8 @@ class GRPO(OnlineAlgorithm):
     """The algorithm over its parts. Every rank constructs one. `rollout_source`: None: rollouts are sampled when they are needed."""
 
     def __init__(self, config: GRPOConfig, policy: Policy, task: OnlineTask, rollout_source: RolloutSource | None = None) -> None:
-        self.config = config
-        self.policy = policy
-        self.task = task
-        self.rollout_source = rollout_source or OnPolicyRolloutSource(task, config.group_size, with_baselines=config.greedy_per_round > 0)
+        greedy = config.greedy_per_round > 0
+        super().__init__(config, policy, task, rollout_source, group_size=config.group_size, with_baselines=greedy)
         self.advantage_estimator = config.resolved_estimator()
         self.kl_coef = config.kl_coef
         self.moments = Moments()  # of the scores so far
@@ -167,8 +163,7 @@ class GRPO(OnlineAlgorithm):
             loss = self.loss()
             parts = mini_batches(policy_batch, config.mini_batch_size, config.num_epochs, key=f"{task.seed}/{step}")
             policy_metrics = values(merge([self.policy.train_step(part, loss) for part in parts]))
-        self.policy.sleep()  # sampling comes next
-        self.rollout_source.trained(self.policy.version)
+        self.sample_again()
         self.moments = rewarded.moments
         metrics = response_metrics(groups.sampled, clock.seconds["time/generate"]) | policy_metrics | dict(rewarded.metrics)
         metrics |= task.shares(groups.sampled.rollouts) | groups.metrics() | self._hold_kl(policy_batch, old_logprobs, policy_metrics)

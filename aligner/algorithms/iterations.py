@@ -26,7 +26,7 @@ from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import preference_batch
 from aligner.data.order import order_of
 from aligner.data.preferences import PreferencePair
-from aligner.errors import CheckpointError, ConfigError
+from aligner.errors import CheckpointError, ConfigError, check_numbers
 from aligner.files import publish
 from aligner.loop.epochs import Stateless
 from aligner.loop.loop import Clock, StepResult
@@ -91,9 +91,7 @@ class IterationConfig(PairLossConfig):
 
     def __post_init__(self) -> None:
         PairLossConfig.__post_init__(self)
-        for name in ("batch_size", "epochs_per_iteration", "sampled_together"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("batch_size", "epochs_per_iteration", "sampled_together"))
         if self.prompts_per_iteration < 0:
             raise ConfigError(f"algorithm.prompts_per_iteration={self.prompts_per_iteration}: must not be negative (0: all prompts)")
 

@@ -14,7 +14,7 @@ from aligner.cluster.slurm.spec import ContainerConfig, SlurmConfig
 from aligner.data.collate import EpochSampler
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.modules.scalar_head import Pooling
@@ -61,10 +61,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.keep < 0:
             raise ConfigError(f"checkpoint.keep={self.keep}: must not be negative (0 keeps all)")
-        if self.keep_best < 1:
-            raise ConfigError(f"checkpoint.keep_best={self.keep_best}: must be at least 1")
-        if self.write_timeout_seconds <= 0:
-            raise ConfigError(f"checkpoint.write_timeout_seconds={self.write_timeout_seconds}: must be above 0")
+        check_numbers(self, "checkpoint", at_least_1=("keep_best",), above_0=("write_timeout_seconds",))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,13 +88,10 @@ class RunConfig:
             raise ConfigError("run.directory='': name a directory")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"run.seed={self.seed}: must be from 0 to {2**63 - 1}")
-        for name in ("start_timeout_seconds", "download_timeout_seconds", "collective_timeout_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"run.{name}={getattr(self, name)}: must be above 0")
+        check_numbers(self, "run", above_0=("start_timeout_seconds", "download_timeout_seconds", "collective_timeout_seconds"))
         if not 0 <= self.trace_mib < float("inf"):
             raise ConfigError(f"run.trace_mib={self.trace_mib}: must be finite and not negative (0: no trace)")
-        if self.ranks_per_gpu < 1:
-            raise ConfigError(f"run.ranks_per_gpu={self.ranks_per_gpu}: must be at least 1")
+        check_numbers(self, "run", at_least_1=("ranks_per_gpu",))
         if not 0 <= self.stall_timeout_seconds < self.collective_timeout_seconds:
             raise ConfigError(
                 f"run.stall_timeout_seconds={self.stall_timeout_seconds}: must be below "
