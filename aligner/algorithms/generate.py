@@ -55,6 +55,10 @@ class Generate(WritingRun):
     algorithm: GenerateConfig = field(default_factory=GenerateConfig)
     read = reading(load_requests)
 
+    @property
+    def sampler(self) -> RolloutConfig:
+        return self.rollout
+
     def __post_init__(self) -> None:
         WritingRun.__post_init__(self)
         check_untrained(self.rollout, "nothing is trained here")

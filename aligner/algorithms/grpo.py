@@ -135,7 +135,7 @@ class GRPOConfig(PolicyGradientConfig):
         return self.updates_per_step > 1 or (self.needs_reference and self.kl_in is KLIn.reward)
 
 
-class GRPO(OnlineAlgorithm):
+class GRPO(OnlineAlgorithm[GRPOConfig]):
     """The algorithm over its parts. Every rank constructs one. `rollout_source`: None: rollouts are sampled when they are needed."""
 
     def __init__(self, config: GRPOConfig, policy: Policy, task: OnlineTask, rollout_source: RolloutSource | None = None) -> None:

@@ -97,7 +97,7 @@ class Teacher(Protocol):
         """As `aligner.models.training.policy.MegatronPolicy.topk`."""
 
 
-class OnlineDistillation(OnlineAlgorithm):
+class OnlineDistillation(OnlineAlgorithm[OnlineDistillationConfig]):
     """The algorithm over its parts. Every rank constructs one.
 
     `below`: one more than the largest id of the tokenizer. `judged`: the rollouts have rewards, which are only reported.
@@ -157,13 +157,13 @@ class OnlineDistillation(OnlineAlgorithm):
     def validate(self) -> Mapping[str, float]:
         """Log student - log teacher of a token, the mean over samples for the validation prompts: an estimate of KL(student || teacher)."""
         task = self.task
-        if not task.validation:
+        if not task.validation.prompts:
             return {}
-        prompts = list(task.validation)
+        prompts = list(task.validation.prompts)
         collected = collect(task.engine, prompts, sample_seeds(task.seed, 0, len(prompts)), scorers=task.scorers())
         batch = rollout_batch(collected.rollouts, task.pad_id)
         apart = (self.policy.logprobs(batch) - self.teacher.logprobs(batch))[batch.loss_mask]
-        task.keep_samples(sample_rows(collected, task.decode))
+        task.validation.keep_samples(sample_rows(collected, task.decode))
         return {
             "validation/reverse_kl": apart.double().mean().item(),
             "validation/response_length": batch.loss_mask.sum(dim=1).double().mean().item(),

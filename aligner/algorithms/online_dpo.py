@@ -111,7 +111,7 @@ def online_dpo_loss(outputs: TokenOutputs, batch: PreferenceBatch, **settings: A
     return LossOutput(total=result.total, count=result.count, metrics={**result.metrics, "pairs/ref_kl": kl})
 
 
-class OnlineDPO(OnlineAlgorithm):
+class OnlineDPO(OnlineAlgorithm[OnlineDPOConfig]):
     """The algorithm over its parts. Every rank constructs one.
 
     `reference`: None if the loss needs none. `rollout_source`: where rollouts come from; None: sampled when they are needed.

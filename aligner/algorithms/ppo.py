@@ -67,7 +67,7 @@ class PPOConfig(PolicyGradientConfig):
             raise ConfigError(f"algorithm.gae_lambda={self.gae_lambda}: must be between 0 and 1")
 
 
-class PPO(OnlineAlgorithm):
+class PPO(OnlineAlgorithm[PPOConfig]):
     """The algorithm over its parts. Every rank of the actor constructs one; rank 0 alone holds a critic for training.
 
     `rollout_source`: where rollouts with their values come from, one per prompt; None: sampled when they are needed.
@@ -102,7 +102,7 @@ class PPO(OnlineAlgorithm):
         kl = kl_estimate(old_logprobs, ref_logprobs, self.config.kl_estimator)
         rewarded = shaped(collected, batch, self.config.shaping, self.moments, max_length=task.max_response_length)
         policy_batch, value_batch = self.experience(batch, rewarded.collected, old_logprobs, kl)
-        if task.shared is None:
+        if task.judges.shared is None:
             self._start_critic(value_batch, step)
         else:
             with clock.phase("critic_wait"), task.given_away():
@@ -215,6 +215,10 @@ class TrainPPO(OnlineRun):
 
     algorithm: PPOConfig = field(default_factory=PPOConfig)  # settings of PPO; defaults are NeMo-Aligner's where it has them
     critic: CriticConfig = field(default_factory=CriticConfig)
+
+    @property
+    def steps_without_updates(self) -> int:
+        return self.algorithm.critic_warmup_steps
 
     def __post_init__(self) -> None:
         if self.critic.with_reward and not self.reward.serve:

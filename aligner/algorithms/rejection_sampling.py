@@ -66,7 +66,7 @@ class RejectionSamplingConfig:
         return -(-self.prompts_per_step * self.keep // self.mini_batch_size) * self.num_epochs
 
 
-class RejectionSampling(OnlineAlgorithm):
+class RejectionSampling(OnlineAlgorithm[RejectionSamplingConfig]):
     """The algorithm over its parts. Every rank constructs one. `rollout_source`: None: rollouts are sampled when they are needed."""
 
     def __init__(

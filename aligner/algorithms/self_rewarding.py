@@ -388,7 +388,7 @@ def build(job: OnlineJob[TrainSelfRewarding]) -> Built:
         task,
         job.moving_reference(task),
         SampleFiles(folder, Answer, stem="responses"),
-        judge=None if asking is None else make_judge(settings, asking, task.engine, task.heartbeat, context=context),
+        judge=None if asking is None else make_judge(settings, asking, task.engine, task.judges.heartbeat, context=context),
         judgements=None if asking is None else SampleFiles(folder, Judgement, stem="judgements"),
         rewarded=config.has_scorer,
         settings=scoring_settings(config, asking),

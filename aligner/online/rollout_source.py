@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -22,6 +22,8 @@ from aligner.online.task import OnlineTask
 from aligner.protocols import Critic, Loss, Policy
 from aligner.telemetry.metrics import merge, values
 from aligner.types import Prompt, RolloutBatch
+
+Config = TypeVar("Config")
 
 
 class RolloutSource(Protocol):
@@ -84,7 +86,7 @@ def sample_requests(task: OnlineTask, number: int, group_size: int, *, greedy: b
     requests = [SampleRequest(prompts=prompts, seeds=seeds)]
     if greedy:
         first = slice(None, None, group_size)
-        requests.append(SampleRequest(prompts=prompts[first], seeds=seeds[first], sampling=task.validation_sampling))
+        requests.append(SampleRequest(prompts=prompts[first], seeds=seeds[first], sampling=task.validation.sampling))
     return requests
 
 
@@ -133,14 +135,14 @@ class OnPolicyRolloutSource:
         self._task.engine.refit(version)
 
 
-class OnlineAlgorithm:
+class OnlineAlgorithm(Generic[Config]):
     """What online algorithms share: their parts, sampling, updates, and a state that is their rollout source's.
 
     Without a `source`, rounds are sampled when they are needed, `group_size` responses to each prompt.
     """
 
     def __init__(
-        self, config: Any, policy: Policy, task: OnlineTask, source: RolloutSource | None, *, group_size: int, **sampled: Any
+        self, config: Config, policy: Policy, task: OnlineTask, source: RolloutSource | None, *, group_size: int, **sampled: Any
     ) -> None:
         self.config = config
         self.policy = policy
@@ -155,7 +157,7 @@ class OnlineAlgorithm:
 
     def update(self, examples: SampledT, loss: Loss[SampledT], step: int) -> dict[str, float]:
         """Train on the examples, of which there may be any number (`updates_of`); the metrics of all updates."""
-        config, task = self.config, self.task
+        config, task = cast(Any, self.config), self.task
         key, least = f"{task.seed}/{step}", task.topology.dp_size
         parts = updates_of(examples, config.mini_batch_size, config.num_epochs, key=key, least=least)
         return values(merge([self.policy.train_step(part, loss) for part in parts]))

@@ -164,14 +164,14 @@ class Session:
 
 def see_own_gpus(config: Any, local_rank: int) -> None:
     """Hide other replicas' GPUs from a rank whose engine takes the first visible one. Call before anything uses a GPU."""
-    rollout = getattr(config, "rollout", None)
+    rollout = config.sampler
     if rollout is not None and rollout.engine != EngineKind.megatron:
         platform.see_block(local_rank, rollout.tp or config.parallel.tp)
 
 
 def prepare_environment(config: Any, parallel: ParallelConfig) -> dict[str, str]:
     """Set what CUDA, NCCL and torch read of the environment when they are first used; see `platform.prepare_environment`."""
-    rollout = getattr(config, "rollout", None) if parallel is getattr(config, "parallel", None) else None
+    rollout = config.sampler if parallel is config.parallel else None
     return platform.prepare_environment(
         exchanges=parallel.tp > 1 or parallel.cp > 1,
         asynchronous=rollout is not None and rollout.asynchronous.max_staleness > 0,

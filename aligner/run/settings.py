@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL
 from aligner.cluster.slurm.spec import ContainerConfig, SlurmConfig
 from aligner.data.collate import EpochSampler
@@ -24,6 +25,7 @@ from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig, PlanConfig
 from aligner.planner.workload import Head, Phase, Work
 from aligner.reporting.config import LoggingConfig
+from aligner.rollout.config import RolloutConfig
 from aligner.run import lengths
 from aligner.run.traits import Kind, Server, Traits, UsedModel
 
@@ -174,6 +176,16 @@ class JobRun(ABC):
     def servers(self) -> Sequence[Server]:
         """The other components of the run."""
         return ()
+
+    @property
+    def sampler(self) -> RolloutConfig | None:
+        """The settings of the engine; None if the run samples nothing."""
+        return None
+
+    @property
+    def server_placement(self) -> Placement:
+        """The GPUs of its servers."""
+        return Placement.separate
 
     def models(self) -> list[UsedModel]:
         """Every model that a component loads, the trained one first."""

@@ -110,9 +110,10 @@ class EpisodeRows:
         """These rows, and those of `others` behind them. Their groups are others even where they have the same numbers."""
         owner, groups = self.owner, self.groups
         for other in others:
-            if (groups is None) != (other.groups is None):
-                raise ValueError("some episodes have groups, others have none")
-            owner = torch.cat([owner, other.owner + (owner[-1] + 1 if len(owner) else 0)])
-            if groups is not None:
-                groups = torch.cat([groups, other.groups + (groups.max() + 1 if len(groups) else 0)])
+            if groups is None or other.groups is None:
+                if groups is not other.groups:
+                    raise ValueError("some episodes have groups, others have none")
+            else:
+                groups = torch.cat([groups, other.groups + int(groups.amax()) + 1])
+            owner = torch.cat([owner, other.owner + int(owner[-1]) + 1])
         return EpisodeRows(owner, groups)

@@ -149,7 +149,7 @@ class _Search:
     def _of_config(self) -> int:
         """GPUs of the config's own job, as it is."""
         found = [one.num_ranks for one in components(self.config, checked=False) if not one.within]
-        most = max(found) if getattr(self.config, "placement", Placement.separate) is Placement.colocated else sum(found)
+        most = max(found) if self.config.server_placement is Placement.colocated else sum(found)
         node = self.space.cluster.gpus_per_node
         return most if most <= node else most // node * node
 
@@ -227,7 +227,7 @@ def _arrangements(config: JobRun, space: Space) -> Iterator[Arrangement]:
     """Every way to share GPUs, and to sample, that the recipe has and that was not chosen already."""
     served = [server for server in config.servers() if server.work is not None]
     guests = [server.guest for server in config.servers() if server.guest is not None]
-    placements = _free(space, "placement", getattr(config, "placement", Placement.separate), list(Placement) if served else [])
+    placements = _free(space, "placement", config.server_placement, list(Placement) if served else [])
     critic = getattr(config, "critic", None)
     combined = [] if critic is None or len(served) + len(guests) < 2 else [False, True]
     combinations = _free(space, "critic.with_reward", critic is not None and critic.with_reward, combined)

@@ -125,7 +125,7 @@ def _judge_config(context: Context, seen: Mapping[int, Composed]) -> Finding:
 
 def _chosen_engine(config: JobRun) -> str:
     """What `rollout.engine=auto` takes here, and why not another; of a named engine what it costs with the run's settings, or nothing."""
-    rollout = getattr(config, "rollout", None)
+    rollout = config.sampler
     if rollout is not None and rollout.engine == EngineKind.tensorrt_llm:
         return graphs_lost(rollout.tensorrt_llm.cuda_graphs, offload=rollout.offload)
     if rollout is None or rollout.engine != EngineKind.auto:
