@@ -113,7 +113,7 @@ class IterationConfig(PairLossConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the policy wrote; `ended`: it stopped by itself. `reward`: None if there is none."""
+    """What the policy wrote; `ended`: it stopped by itself. `reward`: None without one."""
 
     tokens: tuple[int, ...]
     ended: bool
@@ -255,7 +255,7 @@ class PairIterations(Stateless, ABC, Generic[Config]):
     def _begin(self, number: int, finished: int, clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
         """The policy of now becomes the reference, and answers the prompts of iteration `number`.
 
-        What `state` says changes at the very end: where something fails on the way, the run goes on before all this.
+        `state` changes last, so a failed iteration is repeated from its start.
         """
         if finished:
             with clock.phase("reference"):

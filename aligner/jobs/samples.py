@@ -405,6 +405,6 @@ def validation_samples(session: Session) -> Callable[[Sequence[SampleRow]], None
             directory.mkdir(mode=0o700, exist_ok=True)
             write_rows(directory, session.progress.step, rows)
         except OSError as error:
-            session.say(f"warning: samples of a validation could not be written, the run goes on: {describe_os_error(error, directory)}")
+            session.say(f"warning: samples of a validation could not be written, the run continues: {describe_os_error(error, directory)}")
 
     return keep

@@ -34,7 +34,7 @@ from aligner.servers.ledger import Ledger
 from aligner.servers.payloads import SaveRequest
 
 UNPAIRED = "unpaired_"
-MENDING = "What it lacks must be in the journal, or the run ends (critic.accept_gap=true goes on without)"
+MENDING = "What it lacks must be in the journal, or the run ends (critic.accept_gap=true continues without it)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +82,11 @@ def find_pair(session: Session, folders: Sequence[Path], *, verify: bool) -> Pai
         pair = from_rank_0(partial(_newest_of, folders, damaged))
     told = "; ".join(f"{path}: {what}" for path, what in damaged.items())
     if damaged and not pair.policy:
-        raise CheckpointError(f"no intact checkpoint is left to go on from: {told}. Move {folders[0].parent} away to begin anew")
+        raise CheckpointError(f"no intact checkpoint is left to continue from: {told}. Move {folders[0].parent} away to begin anew")
     if damaged:
         from_rank_0(lambda: [files.set_aside(path) for path in damaged])
         session.say(
-            f"warning: damaged checkpoints are set aside, as {files.DAMAGED}step_...: {told}. The run goes on after step {pair.policy}, "
+            f"warning: damaged checkpoints are set aside, as {files.DAMAGED}step_...: {told}. The run continues after step {pair.policy}, "
             "the newest that is intact (run.damaged_checkpoint=fall_back)"
         )
     if pair.message:
@@ -290,7 +290,7 @@ class CriticCheckpointer:
         return str(began.final) if self._config.asynchronous and not request.wait else self._end()
 
     def _complete(self, step: int, mark: str) -> str:
-        """Path of an existing checkpoint of exactly this critic state, "" if there is none."""
+        """Path of an existing checkpoint of exactly this critic state, or ""."""
         path = files.step_directory(self._folder, step)
         return str(path) if files.is_complete(path) and _saved_ledger(path)["mark"] == mark else ""
 
@@ -341,7 +341,7 @@ def _load(model: TrainableModel, path: Path, *, verify: bool, falls_back: bool) 
         if not falls_back:
             raise
         from_rank_0(lambda: files.set_aside(path))
-        again = f"it is set aside as {files.DAMAGED}{path.name}; start again to go on from the newest that is intact"
+        again = f"it is set aside as {files.DAMAGED}{path.name}; start again to continue from the newest intact one"
         raise CheckpointError(f"{error}; {again} (run.damaged_checkpoint=fall_back)") from error
 
 

@@ -25,7 +25,7 @@ class Exhausted(str, Enum):
     """How a step continues if its rounds together had too few groups with a signal."""
 
     stop = "stop"  # ends the run
-    fill = "fill"  # goes on, with groups without a signal in the place of those that are missing
+    fill = "fill"  # continues, padded with groups without a signal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +75,8 @@ def groups_with_signal(
     if len(useful) < num_groups and exhausted is Exhausted.stop:
         raise RunHalted(
             f"step {step}: {len(useful)} of {len(signal)} groups have rewards that differ, and {num_groups} are needed, after "
-            f"algorithm.max_rounds_per_step={max_rounds} rounds: the prompts are too easy or too hard, or the reward says nothing "
-            f"(algorithm.exhausted=fill goes on with what there is)"
+            f"algorithm.max_rounds_per_step={max_rounds} rounds: the prompts are too easy or too hard, or the reward is uninformative "
+            f"(algorithm.exhausted=fill continues with the groups that exist)"
         )
     chosen = torch.cat([useful, (~signal).nonzero().flatten()])[:num_groups].sort().values
     episodes = (chosen[:, None] * group_size + torch.arange(group_size)).flatten()

@@ -83,7 +83,7 @@ def check_changes(directory: RunDirectory, schema: type, config_yaml: str, *, al
     if other and not allowed:
         raise ConfigError(
             f"run.directory={directory.path}: its checkpoint {newest.name} was made with other settings: {_listed(other)}. That would be "
-            "another experiment: name another directory, or give run.allow_changes=true to go on with these"
+            "another experiment: name another directory, or set run.allow_changes=true to continue with these"
         )
     if not changes:
         return ""

@@ -51,10 +51,10 @@ class DamagedCheckpoint(str, Enum):
 class CheckpointConfig:
     """Applies to the actor and the critic alike; what is kept of one is kept of the other."""
 
-    asynchronous: bool = True  # go on training while a thread writes the files; costs host memory for one copy of the saved state
+    asynchronous: bool = True  # continue training while a thread writes the files; costs host memory for one copy of the saved state
     verify: bool = True  # compare every file with its SHA-256 before a checkpoint is loaded
     read_back: bool = False  # read a checkpoint back before it becomes `latest`; costs host memory for one copy of what a rank writes
-    keep: int = 0  # newest checkpoints that stay; 0: all, of those that loop.save_minutes alone asked for the newest two
+    keep: int = 0  # newest checkpoints to keep; 0: all, and the newest two of the ones saved for loop.save_minutes alone
     best_metric: str = ""  # of validation, e.g. validation/accuracy: the best checkpoints stay, `best` names the first; empty: off
     best_mode: BestMode = BestMode.max  # which values of best_metric are better: the largest or the smallest
     keep_best: int = 1  # how many stay for their best_metric
@@ -78,7 +78,7 @@ class RunConfig:
     start_timeout_seconds: float = 300.0  # until all ranks of a component have met
     download_timeout_seconds: float = 3600.0  # for another process that downloads what a setting names on the Hugging Face Hub
     collective_timeout_seconds: float = 1800.0  # until a collective that not all ranks enter ends the ranks that wait in it
-    stall_timeout_seconds: float = 1200.0  # a component without any progress for so long writes its stacks and ends; 0: never
+    stall_timeout_seconds: float = 1200.0  # without any progress for this long, a component writes its stacks and exits; 0: never
     trace_mib: float = 8.0  # of spans for `aligner trace` that each process keeps, the newest ones; 0: none
     num_threads: int = 0  # of each process; 0: OMP_NUM_THREADS, else what torch chooses
     numa_binding: bool = True  # each rank stays on those of its processors that are beside its GPU, on machines with several NUMA nodes

@@ -166,7 +166,7 @@ class Scores:
 
     A row that is not valid has no reward (it failed, by option, instead of ending the run): nothing is learnt from it, and it is counted.
     A reward that is not finite in a valid row is the guard's business (`guard.reward`). Of the rows that are not valid those in `silent`
-    (bool [B]) are ones of which the judge has nothing to say: a sum goes on without it.
+    (bool [B]) are ones that the judge abstains from: a sum continues without it.
     """
 
     rewards: Tensor
