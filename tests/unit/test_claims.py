@@ -14,7 +14,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from aligner import cli
-from aligner.algorithms.registry import composed, parse, recipes
+from aligner.algorithms.registry import composed, recipes
 from aligner.commands.plan.command import plan_job
 from aligner.errors import ConfigError
 from aligner.files import configs, recipe_folders
@@ -23,6 +23,7 @@ from aligner.losses.policy import Objective
 from aligner.losses.preference import DPOVariant
 from aligner.planner.report import JobPlan, gib, seconds
 from aligner.rollout.config import EngineKind
+from aligner.run.program import parse
 from aligner.settings.presets import groups_in
 from aligner.settings.schema import SchemaKey, is_known, named_as, schema_keys
 

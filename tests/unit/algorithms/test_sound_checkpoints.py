@@ -182,9 +182,7 @@ def test_a_run_does_not_begin_anew_by_itself(session, policy):
     for step in (1, 2):
         flip(folder / f"step_00000{step}")
     for _ in range(2):  # and none is set aside, or the second start would
-        with pytest.raises(
-            CheckpointError, match="no intact checkpoint is left to continue from: .*step_000002.*step_000001"
-        ):
+        with pytest.raises(CheckpointError, match="no intact checkpoint is left to continue from: .*step_000002.*step_000001"):
             keeper(session, policy.model).load()
 
 
