@@ -9,15 +9,33 @@ from aligner.version import __version__
 if TYPE_CHECKING:
     from aligner.api import Result, train
 
-# What code outside may build on; the site's reference documents it. Nothing is imported before it is asked for.
-__all__ = ["Result", "__version__", "data", "losses", "protocols", "rewards", "rollout", "servers", "train", "types"]
+__all__ = ["PUBLIC", "Result", "__version__", "train"]
+
+# The modules that outside code may build on; the reference on the site is generated from this list.
+PUBLIC = (
+    "aligner.algorithms.sft",  # the smallest recipe, to derive others from
+    "aligner.api",
+    "aligner.environments.environment",
+    "aligner.errors",
+    "aligner.loop.epochs",
+    "aligner.loop.loop",
+    "aligner.losses.policy",
+    "aligner.losses.preference",
+    "aligner.protocols",
+    "aligner.reporting.jsonl",
+    "aligner.rewards.forms",
+    "aligner.rollout.engine",
+    "aligner.run.recipe",
+    "aligner.servers.wire",
+    "aligner.telemetry.metrics",
+    "aligner.types",
+)
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
+    """Nothing is imported before it is asked for."""
     if name in ("Result", "train"):
+        import importlib
+
         return getattr(importlib.import_module("aligner.api"), name)
-    if name in __all__:
-        return importlib.import_module(f"aligner.{name}")
     raise AttributeError(f"module 'aligner' has no attribute {name!r}")

@@ -60,7 +60,7 @@ class Result:
         return fragment(RunView(self.directory), all_columns()) if self.metrics else escape(self.summary())
 
     def model(self, **arguments: Any) -> PreTrainedModel:
-        """The trained model as `transformers` loads it; the arguments are `from_pretrained`'s. Raises AlignerError if there is none."""
+        """The trained model as `transformers` loads it; takes `from_pretrained`'s arguments. Raises AlignerError without an export."""
         import transformers
 
         name = transformers.AutoConfig.from_pretrained(self._exported()).architectures[0]
@@ -233,7 +233,7 @@ def _write_rows(path: Path, key: str, rows: Rows) -> Path:
         try:
             lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{key}: row {number} is no mapping of names to texts and numbers ({error}): {row!r:.80}") from error
+            raise ConfigError(f"{key}: row {number} is not a mapping of names to texts and numbers ({error}): {row!r:.80}") from error
     path.write_text("".join(lines), encoding="utf-8")
     return path
 
@@ -241,7 +241,7 @@ def _write_rows(path: Path, key: str, rows: Rows) -> Path:
 def _failure(run: RunDirectory, recipe: str, code: int) -> AlignerError:
     """Why a run ended, as the last of its processes that gave a reason says."""
     if code == ExitCode.stopped:
-        return AlignerError(f"{recipe} was stopped before its last step: call it again with directory={str(run.path)!r} to go on")
+        return AlignerError(f"{recipe} was stopped before its last step: call it again with directory={str(run.path)!r} to continue")
     logs = sorted(run.logs.glob("*.log"), key=lambda path: path.stat().st_mtime)
     texts = [f"\n{path.read_text(errors='replace')}" for path in logs]
     said = [text.rpartition("\nerror: ")[2] for text in texts if "\nerror: " in text]

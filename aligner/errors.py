@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable, Sequence
 
 _STORAGE = {
     errno.ENOSPC: "the file system is full",
@@ -104,3 +105,18 @@ def describe_os_error(error: OSError, path: os.PathLike[str] | str) -> str:
     said = os.strerror(error.errno)
     code = errno.errorcode.get(error.errno, str(error.errno))
     return f"{_STORAGE[error.errno]}: {where} ({code}: {said})" if error.errno in _STORAGE else f"{said}: {where} ({code})"
+
+
+def check_numbers(
+    config: object, section: str, *, at_least_1: Sequence[str] = (), not_negative: Sequence[str] = (), above_0: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError naming a setting of `section` that breaks its rule. `config` has the settings as attributes."""
+    rules: Sequence[tuple[Sequence[str], Callable[[float], bool], str]] = (
+        (at_least_1, lambda value: value < 1, "must be at least 1"),
+        (not_negative, lambda value: value < 0, "must not be negative"),
+        (above_0, lambda value: value <= 0, "must be above 0"),
+    )
+    for names, is_bad, rule in rules:
+        for name in names:
+            if is_bad(getattr(config, name)):
+                raise ConfigError(f"{section}.{name}={getattr(config, name)}: {rule}")

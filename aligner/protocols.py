@@ -75,7 +75,7 @@ class Exchange(Protocol):
         whatever the reply is, no turn follows. One turn of an episode at a time."""
 
     def hear(self, wait_seconds: float) -> list[tuple[int, Reply]]:
-        """Replies that have come since, by episode; waits for the first so long at most. Raises where one failed or is overdue."""
+        """Replies since the last call, by episode; waits at most `wait_seconds` for the first. Raises if one failed or is overdue."""
 
     def close(self) -> None:
         """Nobody waits any more for what is under way."""
@@ -131,7 +131,7 @@ class Critic(Protocol):
         """Names the last training and all before it."""
 
     def resume(self, mark: str) -> None:
-        """Go on behind the training that `mark` names; on the rank that trains. Raises ServerError where the critic has another past."""
+        """Continue after the training that `mark` names; on the rank that trains. Raises ServerError where the critic has another past."""
 
     def follow(self, mark: str) -> None:
         """From now on the critic of this mark is asked for values."""

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from markdown_it import MarkdownIt
 
+from aligner import PUBLIC
+
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
@@ -113,6 +115,17 @@ def read_differently(text: str, html: str) -> list[str]:
     """
     on_host = MarkdownIt("commonmark").enable("table").render(text)
     return [tag for tag in ("li", "pre", "table", "h2") if len(re.findall(f"<{tag}\\b", on_host)) != len(re.findall(f"<{tag}\\b", html))]
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Fill the navigation's section of the reference."""
+    config.nav = with_reference(config.nav or [])
+
+
+def with_reference(nav: list[Any]) -> list[Any]:
+    """The navigation, with a page for each public module."""
+    pages = [{name: f"reference/{name}.md"} for name in PUBLIC]
+    return [{"Reference": pages} if section == {"Reference": []} else section for section in nav]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

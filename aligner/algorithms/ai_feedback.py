@@ -146,7 +146,7 @@ class Judge:
 
 
 def judgement_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
-    """Means over comparisons; empty if there is none."""
+    """Means over comparisons; empty without any."""
     if not judgements:
         return {}
     count = len(judgements)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aligner.data.config import STEERLM_ATTRIBUTES, AnnotateDataConfig
 from aligner.data.labelled import Unlabelled, load_unlabelled
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.writing import COLUMNS, Record, digest_of
 from aligner.planner.workload import Head, Phase
 from aligner.run.recipe import Recipe
@@ -38,9 +38,7 @@ class AnnotateConfig:
     served_by: str = ""  # run directory of a reward server, which scores in place of model.path
 
     def __post_init__(self) -> None:
-        for name in ("part_size", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("part_size", "batch_size"))
         if self.lowest >= self.highest:
             raise ConfigError(f"algorithm.lowest={self.lowest}: must be below highest={self.highest}")
         if not self.attributes or len(set(self.attributes)) < len(self.attributes):

@@ -256,6 +256,10 @@ class ConstitutionalAI(WritingRun):
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     algorithm: ConstitutionConfig = field(default_factory=ConstitutionConfig)
 
+    @property
+    def sampler(self) -> RolloutConfig:
+        return self.rollout
+
     def __post_init__(self) -> None:
         WritingRun.__post_init__(self)
         check_untrained(self.rollout, "nothing is trained here")

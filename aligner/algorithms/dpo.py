@@ -184,7 +184,7 @@ class DPO(Stateless):
 
     def step(self, step: int, clock: Clock) -> StepResult:
         pairs = [self.train[i] for i in self.order.indices(step - 1)]
-        with clock.phase("ref_logprobs"):  # as short as making a batch where there is no reference
+        with clock.phase("ref_logprobs"):  # takes no time without a reference
             batch = self._with_reference(pairs)
         with clock.phase("train"):
             metrics = values(self.policy.train_step(batch, self.loss))

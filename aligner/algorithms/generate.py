@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.data.config import RequestDataConfig
 from aligner.data.labelled import TURN_START, Request, load_requests, response_text
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.writing import COLUMNS, Record, digest_of
 from aligner.models.config import Architecture
 from aligner.online.collect import Scorers, collect, sample_seeds
@@ -40,9 +40,7 @@ class GenerateConfig:
     part_size: int = 256  # prompts per file: what a job that is killed does again, at most
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "part_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("num_samples", "part_size"))
         if self.grouped and self.num_samples < 2:
             raise ConfigError(f"algorithm.num_samples={self.num_samples}: responses are compared with algorithm.grouped=true; at least 2")
 
@@ -55,6 +53,10 @@ class Generate(WritingRun):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # the engine that samples responses, and how it draws them
     algorithm: GenerateConfig = field(default_factory=GenerateConfig)
     read = reading(load_requests)
+
+    @property
+    def sampler(self) -> RolloutConfig:
+        return self.rollout
 
     def __post_init__(self) -> None:
         WritingRun.__post_init__(self)

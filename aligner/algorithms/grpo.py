@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.collate import rollout_batch
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.advantages import (
@@ -40,7 +40,7 @@ from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.groups import Exhausted, Groups, groups_with_signal, whole_round
 from aligner.online.policy_gradient import PolicyGradientConfig, check_estimator, finite_rows, masked_mean, mini_batches, shaped
-from aligner.online.rollout_source import OnlineAlgorithm, OnPolicyRolloutSource, RolloutSource
+from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.task import REWARDED, OnlineTask
 from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy
@@ -86,9 +86,7 @@ class GRPOConfig(PolicyGradientConfig):
 
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)
-        for name in ("prompts_per_step", "group_size", "max_rounds_per_step"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("prompts_per_step", "group_size", "max_rounds_per_step"))
         if not 0 <= self.std_epsilon < math.inf:
             raise ConfigError(f"algorithm.std_epsilon={self.std_epsilon}: must be finite and not negative")
         self.advantage_estimator = text_of(self.advantage_estimator)
@@ -137,14 +135,12 @@ class GRPOConfig(PolicyGradientConfig):
         return self.updates_per_step > 1 or (self.needs_reference and self.kl_in is KLIn.reward)
 
 
-class GRPO(OnlineAlgorithm):
+class GRPO(OnlineAlgorithm[GRPOConfig]):
     """The algorithm over its parts. Every rank constructs one. `rollout_source`: None: rollouts are sampled when they are needed."""
 
     def __init__(self, config: GRPOConfig, policy: Policy, task: OnlineTask, rollout_source: RolloutSource | None = None) -> None:
-        self.config = config
-        self.policy = policy
-        self.task = task
-        self.rollout_source = rollout_source or OnPolicyRolloutSource(task, config.group_size, with_baselines=config.greedy_per_round > 0)
+        greedy = config.greedy_per_round > 0
+        super().__init__(config, policy, task, rollout_source, group_size=config.group_size, with_baselines=greedy)
         self.advantage_estimator = config.resolved_estimator()
         self.kl_coef = config.kl_coef
         self.moments = Moments()  # of the scores so far
@@ -167,8 +163,7 @@ class GRPO(OnlineAlgorithm):
             loss = self.loss()
             parts = mini_batches(policy_batch, config.mini_batch_size, config.num_epochs, key=f"{task.seed}/{step}")
             policy_metrics = values(merge([self.policy.train_step(part, loss) for part in parts]))
-        self.policy.sleep()  # sampling comes next
-        self.rollout_source.trained(self.policy.version)
+        self.sample_again()
         self.moments = rewarded.moments
         metrics = response_metrics(groups.sampled, clock.seconds["time/generate"]) | policy_metrics | dict(rewarded.metrics)
         metrics |= task.shares(groups.sampled.rollouts) | groups.metrics() | self._hold_kl(policy_batch, old_logprobs, policy_metrics)
@@ -183,30 +178,32 @@ class GRPO(OnlineAlgorithm):
     ) -> PolicyBatch:
         """Advantages of one batch of rollouts with shaped rewards, whose rows are in group order.
 
-        Rows without a valid reward are not trained on, nor is a row that is then alone in a group that is compared; the statistics of a
-        group are those of the others.
+        Episodes without a valid reward are not trained on, nor is one that is then alone in a group that is compared; the statistics of a
+        group are those of the others. An episode's sequences count as one long response.
         """
-        config, mask, valid = self.config, batch.loss_mask, collected.valid
+        config, mask, rows = self.config, batch.loss_mask, collected.episodes
         # By position, not by prompt: a batch that straddles an epoch may hold the same prompt in two groups.
-        groups = torch.arange(len(collected.rollouts)) // config.group_size
+        groups, scores, long_mask = rows.groups_of(config.group_size), rows.per_episode(collected.rewards), rows.joined(mask)
+        valid = rows.per_episode(collected.valid)
         if ref_logprobs is not None and config.kl_in is KLIn.reward:
             kl = kl_estimate(require(old_logprobs, "old_logprobs"), ref_logprobs, config.kl_estimator)
-            valid = valid & finite_rows(kl * mask, self.task.guard, "the KL to the reference")
-            rewards = shaped_rewards(collected.rewards, mask, kl, self.kl_coef, valid)
+            kl = rows.joined(kl)
+            valid = valid & finite_rows(kl * long_mask, self.task.guard, "the KL to the reference")
+            rewards = shaped_rewards(scores, long_mask, kl, self.kl_coef, valid)
         else:
-            rewards = outcome_rewards(collected.rewards, mask, valid)
+            rewards = outcome_rewards(scores, long_mask, valid)
         advantages = estimate(
             self.advantage_estimator,
             rewards,
-            mask,
+            long_mask,
             groups,
-            baselines=collected.baselines,
+            baselines=None if collected.baselines is None else rows.per_episode(collected.baselines),
             valid=valid,
             gamma=config.gamma,
             normalize_std=config.normalize_std,
             std_epsilon=config.std_epsilon,
         )
-        mask = mask & counted_rows(self.advantage_estimator, groups, valid)[:, None]
+        mask = mask & rows.per_row(counted_rows(self.advantage_estimator, groups, valid))[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
         return PolicyBatch(
@@ -214,10 +211,10 @@ class GRPO(OnlineAlgorithm):
             lengths=batch.lengths,
             loss_mask=mask,
             old_logprobs=old_logprobs if config.updates_per_step > 1 else None,
-            advantages=advantages * mask,
+            advantages=rows.split(advantages) * mask,
             ref_logprobs=ref_logprobs,
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
-            routes=batch.routes,
+            extras=batch.extras,
         )
 
     def loss(self) -> Loss[PolicyBatch]:

@@ -26,7 +26,7 @@ from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import preference_batch
 from aligner.data.order import order_of
 from aligner.data.supervised import PreferencePair
-from aligner.errors import CheckpointError, ConfigError
+from aligner.errors import CheckpointError, ConfigError, check_numbers
 from aligner.files import publish
 from aligner.loop.epochs import Stateless
 from aligner.loop.loop import Clock, StepResult
@@ -91,9 +91,7 @@ class IterationConfig(PairLossConfig):
 
     def __post_init__(self) -> None:
         PairLossConfig.__post_init__(self)
-        for name in ("batch_size", "epochs_per_iteration", "sampled_together"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("batch_size", "epochs_per_iteration", "sampled_together"))
         if self.prompts_per_iteration < 0:
             raise ConfigError(f"algorithm.prompts_per_iteration={self.prompts_per_iteration}: must not be negative (0: all prompts)")
 
@@ -115,7 +113,7 @@ class IterationConfig(PairLossConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the policy wrote; `ended`: it stopped by itself. `reward`: None if there is none."""
+    """What the policy wrote; `ended`: it stopped by itself. `reward`: None without one."""
 
     tokens: tuple[int, ...]
     ended: bool
@@ -257,7 +255,7 @@ class PairIterations(Stateless, ABC, Generic[Config]):
     def _begin(self, number: int, finished: int, clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
         """The policy of now becomes the reference, and answers the prompts of iteration `number`.
 
-        What `state` says changes at the very end: where something fails on the way, the run goes on before all this.
+        `state` changes last, so a failed iteration is repeated from its start.
         """
         if finished:
             with clock.phase("reference"):

@@ -119,13 +119,13 @@ class Judgement:
 
     @property
     def score(self) -> float | None:
-        """The mean of the scores; None if there is none."""
+        """The mean of the scores; None without any."""
         found = self.parsed
         return sum(found) / len(found) if found else None
 
     @property
     def parsed(self) -> list[float]:
-        """The scores that there are."""
+        """The existing scores."""
         return [score for score in self.scores if score is not None]
 
 

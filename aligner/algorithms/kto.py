@@ -23,7 +23,7 @@ from torch import Tensor
 from aligner.data.config import UnpairedDataConfig
 from aligner.data.judged import MismatchedSteps, UnpairedExample, load_unpaired, mismatched, unpaired_batch
 from aligner.data.order import order_of
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, check_numbers
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_reference
 from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Built, Clock, StepResult
@@ -58,11 +58,7 @@ class KTOConfig:
     reference_part_size: int = 1024  # precomputed: responses per file of log-probs, what a run that is killed computes again, at most
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ConfigError(f"algorithm.beta={self.beta}: must be above 0")
-        for name in ("desirable_weight", "undesirable_weight", "sft_coef"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
+        check_numbers(self, "algorithm", above_0=("beta",), not_negative=("desirable_weight", "undesirable_weight", "sft_coef"))
         if self.batch_size < 2 or self.validation_batch_size < 1:
             raise ConfigError(
                 f"algorithm.batch_size={self.batch_size}, validation_batch_size={self.validation_batch_size}: "

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from aligner.algorithms.distill import DivergenceConfig, distillation_terms
 from aligner.data.collate import rollout_batch
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.hub.names import Files
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Built, Clock, StepResult
@@ -34,15 +34,13 @@ from aligner.losses.policy import policy_loss
 from aligner.models.config import ModelConfig
 from aligner.online.collect import collect, response_metrics, sample_rows, sample_seeds
 from aligner.online.config import OnlineRun
-from aligner.online.rollout_source import OnlineAlgorithm, OnPolicyRolloutSource, RolloutSource
-from aligner.online.selection import updates_of
+from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.task import SAMPLED, OnlineTask
-from aligner.protocols import Loss, Policy
+from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.settings import JobRun, check_best_metric
 from aligner.run.traits import Traits
-from aligner.telemetry.metrics import merge, values
 from aligner.types import DistillationBatch, MaskedBatch, PolicyBatch, RolloutBatch
 
 if TYPE_CHECKING:
@@ -73,11 +71,8 @@ class OnlineDistillationConfig(DivergenceConfig):
 
     def __post_init__(self) -> None:
         DivergenceConfig.__post_init__(self)
-        for name in ("top_k", "prompts_per_step", "group_size", "mini_batch_size", "num_epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
-        if self.clip_eps <= 0:
-            raise ConfigError(f"algorithm.clip_eps={self.clip_eps}: must be above 0")
+        sizes = ("top_k", "prompts_per_step", "group_size", "mini_batch_size", "num_epochs")
+        check_numbers(self, "algorithm", at_least_1=sizes, above_0=("clip_eps",))
         if self.signal is Signal.sampled and self.ce_coef:
             raise ConfigError(f"algorithm.ce_coef={self.ce_coef}: the text is the student's own; allowed with signal=sampled: 0")
 
@@ -102,10 +97,7 @@ class Teacher(Protocol):
         """As `aligner.models.training.policy.MegatronPolicy.topk`."""
 
 
-Examples = TypeVar("Examples", DistillationBatch, PolicyBatch)
-
-
-class OnlineDistillation(OnlineAlgorithm):
+class OnlineDistillation(OnlineAlgorithm[OnlineDistillationConfig]):
     """The algorithm over its parts. Every rank constructs one.
 
     `below`: one more than the largest id of the tokenizer. `judged`: the rollouts have rewards, which are only reported.
@@ -122,22 +114,16 @@ class OnlineDistillation(OnlineAlgorithm):
         judged: bool = False,
         rollout_source: RolloutSource | None = None,
     ) -> None:
-        self.config = config
-        self.policy = policy
-        self.task = task
+        super().__init__(config, policy, task, rollout_source, group_size=config.group_size)
         self.teacher = teacher
         self.below = below
         self.judged = judged
-        self.rollout_source = rollout_source or OnPolicyRolloutSource(task, config.group_size)
         clip = config.clip_eps
         self.topk_loss = with_gap(partial(distillation_terms, **config.settings()))
         self.sampled_loss = partial(policy_loss, clip_eps_low=clip, clip_eps_high=clip, aggregation=Aggregation.token_mean)
 
     def step(self, step: int, clock: Clock) -> StepResult:
-        task = self.task
-        self.policy.sleep()  # a checkpoint may have woken it
-        collected = self.rollout_source.take(step, clock)
-        batch = rollout_batch(collected.rollouts, task.pad_id)
+        collected, batch = self.sample(step, clock)
         metrics = response_metrics(collected, clock.seconds["time/generate"])
         if not self.judged:
             metrics = {name: value for name, value in metrics.items() if not name.startswith("rollout/reward")}
@@ -145,19 +131,10 @@ class OnlineDistillation(OnlineAlgorithm):
             examples, found = self.examples(batch)
         with clock.phase("train"):
             if isinstance(examples, DistillationBatch):
-                metrics |= self._train(examples, self.topk_loss, step)
+                metrics |= self.update(examples, self.topk_loss, step)
             else:
-                metrics |= self._train(examples, self.sampled_loss, step)
-        self.policy.sleep()  # sampling comes next
-        self.rollout_source.trained(self.policy.version)
-        metrics |= of_mask(batch.loss_mask) | found | task.shares(collected.rollouts)
-        return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
-
-    def _train(self, examples: Examples, loss: Loss[Examples], step: int) -> dict[str, float]:
-        task, config = self.task, self.config
-        key, least = f"{task.seed}/{step}", task.topology.dp_size
-        parts = updates_of(examples, config.mini_batch_size, config.num_epochs, key=key, least=least)
-        return values(merge([self.policy.train_step(part, loss) for part in parts]))
+                metrics |= self.update(examples, self.sampled_loss, step)
+        return self.result(collected, metrics | of_mask(batch.loss_mask) | found)
 
     def examples(self, batch: RolloutBatch) -> tuple[DistillationBatch | PolicyBatch, dict[str, float]]:
         """The training examples, and their metrics so far."""
@@ -167,7 +144,7 @@ class OnlineDistillation(OnlineAlgorithm):
             "lengths": batch.lengths,
             "loss_mask": batch.loss_mask,
             "rollout_logprobs": sampled,
-            "routes": batch.routes,
+            "extras": batch.extras,
         }
         if self.config.signal is Signal.topk:
             named, logprobs = self.teacher.topk(batch, self.config.top_k, below=self.below)
@@ -180,13 +157,13 @@ class OnlineDistillation(OnlineAlgorithm):
     def validate(self) -> Mapping[str, float]:
         """Log student - log teacher of a token, the mean over samples for the validation prompts: an estimate of KL(student || teacher)."""
         task = self.task
-        if not task.validation:
+        if not task.validation.prompts:
             return {}
-        prompts = list(task.validation)
+        prompts = list(task.validation.prompts)
         collected = collect(task.engine, prompts, sample_seeds(task.seed, 0, len(prompts)), scorers=task.scorers())
         batch = rollout_batch(collected.rollouts, task.pad_id)
         apart = (self.policy.logprobs(batch) - self.teacher.logprobs(batch))[batch.loss_mask]
-        task.keep_samples(sample_rows(collected, task.decode))
+        task.validation.keep_samples(sample_rows(collected, task.decode))
         return {
             "validation/reverse_kl": apart.double().mean().item(),
             "validation/response_length": batch.loss_mask.sum(dim=1).double().mean().item(),

@@ -21,24 +21,22 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.dpo import PairLossConfig
-from aligner.data.collate import rollout_batch
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.aggregation import masked_mean, require
 from aligner.losses.correction import with_gap
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.preference import dpo_loss
-from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows, sample_seeds
+from aligner.online.collect import ScoredRollouts, response_metrics, sample_seeds
 from aligner.online.config import OnlineRun
-from aligner.online.rollout_source import OnlineAlgorithm, OnPolicyRolloutSource, RolloutSource
-from aligner.online.selection import Pairing, Pairs, num_compared, pairs_of, updates_of
+from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
+from aligner.online.selection import Pairing, Pairs, num_compared, pairs_of
 from aligner.online.task import REWARDED, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.traits import Traits
-from aligner.telemetry.metrics import merge, values
 from aligner.types import LossOutput, PreferenceBatch, RolloutBatch, TokenOutputs
 
 if TYPE_CHECKING:
@@ -60,14 +58,10 @@ class OnlineDPOConfig(PairLossConfig):
 
     def __post_init__(self) -> None:
         PairLossConfig.__post_init__(self)
-        for name in ("prompts_per_step", "mini_batch_size", "num_epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("prompts_per_step", "mini_batch_size", "num_epochs"))
         if self.group_size < 2:
             raise ConfigError(f"algorithm.group_size={self.group_size}: a pair needs at least 2 responses")
-        for name in ("min_gap", "missing_eos_penalty", "reference_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
+        check_numbers(self, "algorithm", not_negative=("min_gap", "missing_eos_penalty", "reference_every"))
         if self.reference_every and not self.variant.needs_reference:
             raise ConfigError(f"algorithm.reference_every={self.reference_every}: loss={self.variant.value} has no reference; allowed: 0")
 
@@ -117,7 +111,7 @@ def online_dpo_loss(outputs: TokenOutputs, batch: PreferenceBatch, **settings: A
     return LossOutput(total=result.total, count=result.count, metrics={**result.metrics, "pairs/ref_kl": kl})
 
 
-class OnlineDPO(OnlineAlgorithm):
+class OnlineDPO(OnlineAlgorithm[OnlineDPOConfig]):
     """The algorithm over its parts. Every rank constructs one.
 
     `reference`: None if the loss needs none. `rollout_source`: where rollouts come from; None: sampled when they are needed.
@@ -131,23 +125,16 @@ class OnlineDPO(OnlineAlgorithm):
         reference: MovingReference | None,
         rollout_source: RolloutSource | None = None,
     ) -> None:
-        self.config = config
-        self.policy = policy
-        self.task = task
-        self.rollout_source = rollout_source or OnPolicyRolloutSource(task, config.group_size)
+        super().__init__(config, policy, task, rollout_source, group_size=config.group_size)
         self.reference = reference
         self.reference_step = 0  # after which the reference was the policy
         self.loss = with_gap(partial(online_dpo_loss, **config.settings()))
 
     def step(self, step: int, clock: Clock) -> StepResult:
-        task, config = self.task, self.config
         self._renew_reference(step - 1, clock)
-        self.policy.sleep()  # a checkpoint may have woken it
-        collected = self.rollout_source.take(step, clock)
-        batch = rollout_batch(collected.rollouts, task.pad_id)
-        pairs = self.pair(batch, collected, seed=sample_seeds(task.seed, step, 1)[0])
+        collected, batch = self.sample(step, clock)
+        pairs = self.pair(batch, collected, seed=sample_seeds(self.task.seed, step, 1)[0])
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | self.pair_metrics(pairs)
-        metrics |= task.shares(collected.rollouts)
         paired = torch.zeros(len(collected.rollouts), dtype=torch.bool)
         paired[pairs.rows] = True
         metrics |= of_rows(batch.loss_mask & paired[:, None], batch.loss_mask, no_reward=~collected.valid, not_paired=~paired)
@@ -157,13 +144,8 @@ class OnlineDPO(OnlineAlgorithm):
                 with clock.phase("ref_logprobs"):
                     examples = replace(examples, ref_logprobs=self.reference.logprobs(examples))
             with clock.phase("train"):
-                parts = updates_of(
-                    examples, config.mini_batch_size, config.num_epochs, key=f"{task.seed}/{step}", least=task.topology.dp_size
-                )
-                metrics |= values(merge([self.policy.train_step(part, self.loss) for part in parts]))
-        self.policy.sleep()  # sampling comes next
-        self.rollout_source.trained(self.policy.version)
-        return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
+                metrics |= self.update(examples, self.loss, step)
+        return self.result(collected, metrics)
 
     def pair(self, batch: RolloutBatch, collected: ScoredRollouts, *, seed: int) -> Pairs:
         """The pairs of one batch of rollouts."""
@@ -186,7 +168,7 @@ class OnlineDPO(OnlineAlgorithm):
             loss_mask=batch.loss_mask[rows],
             margins=pairs.gaps,
             rollout_logprobs=batch.rollout_logprobs[rows] if self.task.compares_logprobs else None,
-            routes=None if batch.routes is None else batch.routes[rows],
+            extras={name: extra.take(rows) for name, extra in batch.extras.items()},
         )
 
     def pair_metrics(self, pairs: Pairs) -> dict[str, float]:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from aligner.cluster.run_directory import CRITIC, POLICY
-from aligner.data.collate import rollout_batch
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.advantages import gae, outcome_rewards, whiten
@@ -32,7 +31,7 @@ from aligner.models.training.guard import judge_reply
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.policy_gradient import PolicyGradientConfig, finite_rows, masked_mean, mini_batches, shaped
-from aligner.online.rollout_source import OnlineAlgorithm, OnPolicyRolloutSource, RolloutSource
+from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.task import REWARDED, OnlineTask
 from aligner.parallel.collectives import from_rank_0
 from aligner.planner.workload import Phase, Work
@@ -60,17 +59,15 @@ class PPOConfig(PolicyGradientConfig):
 
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)
-        if self.rollouts_per_step < 1:
-            raise ConfigError(f"algorithm.rollouts_per_step={self.rollouts_per_step}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("rollouts_per_step",))
         if self.rollouts_per_step % self.mini_batch_size:
             raise ConfigError(f"algorithm.mini_batch_size={self.mini_batch_size}: must divide rollouts_per_step={self.rollouts_per_step}")
-        if self.critic_warmup_steps < 0:
-            raise ConfigError(f"algorithm.critic_warmup_steps={self.critic_warmup_steps}: must not be negative")
+        check_numbers(self, "algorithm", not_negative=("critic_warmup_steps",))
         if not 0 <= self.gae_lambda <= 1:
             raise ConfigError(f"algorithm.gae_lambda={self.gae_lambda}: must be between 0 and 1")
 
 
-class PPO(OnlineAlgorithm):
+class PPO(OnlineAlgorithm[PPOConfig]):
     """The algorithm over its parts. Every rank of the actor constructs one; rank 0 alone holds a critic for training.
 
     `rollout_source`: where rollouts with their values come from, one per prompt; None: sampled when they are needed.
@@ -79,11 +76,8 @@ class PPO(OnlineAlgorithm):
     def __init__(
         self, config: PPOConfig, policy: Policy, task: OnlineTask, critic: Critic, rollout_source: RolloutSource | None = None
     ) -> None:
-        self.config = config
-        self.policy = policy
-        self.task = task
+        super().__init__(config, policy, task, rollout_source, group_size=1, critic=critic)
         self.critic = critic
-        self.rollout_source = rollout_source or OnPolicyRolloutSource(task, 1, critic=critic)
         self.kl_coef = config.kl_coef
         self.moments = Moments()  # of the scores so far
         self._critic_training: Future[dict[str, float]] | None = None  # rank 0's; awaited in the next step
@@ -99,9 +93,7 @@ class PPO(OnlineAlgorithm):
             self._await_critic()  # values must come from the critic that finished the step before
         self._mark_before = self.critic.mark
         critic_metrics, self._critic_metrics = self._critic_metrics, {}
-        self.policy.sleep()  # a checkpoint may have woken it
-        collected = self.rollout_source.take(step, clock)
-        batch = rollout_batch(collected.rollouts, task.pad_id)
+        collected, batch = self.sample(step, clock)
         with clock.phase("logprobs"):
             old_logprobs = self.policy.logprobs(batch)
         with clock.phase("ref_logprobs"):
@@ -110,7 +102,7 @@ class PPO(OnlineAlgorithm):
         kl = kl_estimate(old_logprobs, ref_logprobs, self.config.kl_estimator)
         rewarded = shaped(collected, batch, self.config.shaping, self.moments, max_length=task.max_response_length)
         policy_batch, value_batch = self.experience(batch, rewarded.collected, old_logprobs, kl)
-        if task.shared is None:
+        if task.judges.shared is None:
             self._start_critic(value_batch, step)
         else:
             with clock.phase("critic_wait"), task.given_away():
@@ -118,8 +110,7 @@ class PPO(OnlineAlgorithm):
                 self._await_critic()
         with clock.phase("train"):
             policy_metrics = self._update_policy(policy_batch, step)
-        self.policy.sleep()  # sampling comes next
-        self.rollout_source.trained(self.policy.version)
+        self.sample_again()
         self.moments = rewarded.moments
         used_kl_coef, mean_kl = self.kl_coef, masked_mean(kl, batch.loss_mask)
         if self.config.kl_target and not self._is_warming_up(step) and math.isfinite(mean_kl):
@@ -140,20 +131,22 @@ class PPO(OnlineAlgorithm):
         assert collected.values is not None  # the critic's
         for row, own in enumerate(collected.values):
             old_values[row, : own.shape[0]] = own
-        rewards = outcome_rewards(collected.rewards, mask, collected.valid) - self.kl_coef * kl * mask
-        advantages, returns = gae(rewards, old_values, mask, config.gamma, config.gae_lambda)
+        rows = collected.episodes
+        long_mask, scores = rows.joined(mask), rows.per_episode(collected.rewards)
+        rewards = outcome_rewards(scores, long_mask, rows.per_episode(collected.valid)) - rows.joined(self.kl_coef * kl * mask)
+        advantages, returns = gae(rewards, rows.joined(old_values), long_mask, config.gamma, config.gae_lambda)
+        advantages, returns = rows.split(advantages), rows.split(returns)
         finite = finite_rows(returns, self.task.guard, "the returns")
         advantages, returns = (torch.where(finite[:, None], x, 0.0) for x in (advantages, returns))
         mask = mask & (collected.valid & finite)[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
-        common = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": mask}
+        common: dict[str, Any] = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": mask, "extras": batch.extras}
         policy_batch = PolicyBatch(
             **common,
             old_logprobs=old_logprobs,
             advantages=whiten(advantages, mask),
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
-            routes=batch.routes,
         )
         return policy_batch, ValueBatch(**common, old_values=old_values, returns=returns)
 
@@ -222,6 +215,10 @@ class TrainPPO(OnlineRun):
 
     algorithm: PPOConfig = field(default_factory=PPOConfig)  # settings of PPO; defaults are NeMo-Aligner's where it has them
     critic: CriticConfig = field(default_factory=CriticConfig)
+
+    @property
+    def steps_without_updates(self) -> int:
+        return self.algorithm.critic_warmup_steps
 
     def __post_init__(self) -> None:
         if self.critic.with_reward and not self.reward.serve:

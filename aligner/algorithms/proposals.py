@@ -28,7 +28,7 @@ from aligner.data.proposals import LabelQuery, Quantity, SampledGroup, load_samp
 from aligner.data.report import LoadReport
 from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, check_numbers
 from aligner.loop.writing import Record, digest_of
 from aligner.planner.workload import Head, Phase
 from aligner.reporting.formats import Column
@@ -54,8 +54,7 @@ class ProposalsConfig(AnnotateConfig):
 
     def __post_init__(self) -> None:
         AnnotateConfig.__post_init__(self)
-        if self.concentration <= 0:
-            raise ConfigError(f"algorithm.concentration={self.concentration}: must be above 0")
+        check_numbers(self, "algorithm", above_0=("concentration",))
         if self.served_by and self.adds is not Quantity.attributes:
             raise ConfigError(f"algorithm.served_by={self.served_by}: a server gives scores; allowed: with algorithm.adds=attributes")
 

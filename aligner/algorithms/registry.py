@@ -1,4 +1,4 @@
-"""The recipes that there are: every module of this package with a `RECIPE`, and those that other packages name as entry points of the group
+"""All recipes: every module of this package with a `RECIPE`, and those that other packages name as entry points of the group
 `aligner.recipes`. Nothing else lists them.
 """
 

@@ -17,22 +17,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aligner.data.collate import rollout_batch
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.correction import with_gap
 from aligner.losses.sft import sft_loss
-from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
+from aligner.online.collect import ScoredRollouts, response_metrics
 from aligner.online.config import OnlineRun
-from aligner.online.rollout_source import OnlineAlgorithm, OnPolicyRolloutSource, RolloutSource
-from aligner.online.selection import best_rows, updates_of, with_spread
+from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
+from aligner.online.selection import best_rows, with_spread
 from aligner.online.task import REWARDED, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.traits import Traits
-from aligner.telemetry.metrics import merge, values
 from aligner.types import LabeledBatch, RolloutBatch
 
 if TYPE_CHECKING:
@@ -53,9 +51,7 @@ class RejectionSamplingConfig:
     drop_truncated: bool = True  # never keep a response that was cut at the length limit: it would be learnt without its end
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "group_size", "keep", "mini_batch_size", "num_epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("prompts_per_step", "group_size", "keep", "mini_batch_size", "num_epochs"))
         if self.keep > self.group_size:
             raise ConfigError(f"algorithm.keep={self.keep}: must be at most group_size={self.group_size}")
 
@@ -70,39 +66,24 @@ class RejectionSamplingConfig:
         return -(-self.prompts_per_step * self.keep // self.mini_batch_size) * self.num_epochs
 
 
-class RejectionSampling(OnlineAlgorithm):
+class RejectionSampling(OnlineAlgorithm[RejectionSamplingConfig]):
     """The algorithm over its parts. Every rank constructs one. `rollout_source`: None: rollouts are sampled when they are needed."""
 
     def __init__(
         self, config: RejectionSamplingConfig, policy: Policy, task: OnlineTask, rollout_source: RolloutSource | None = None
     ) -> None:
-        self.config = config
-        self.policy = policy
-        self.task = task
+        super().__init__(config, policy, task, rollout_source, group_size=config.group_size)
         self.loss = with_gap(sft_loss)
-        self.rollout_source = rollout_source or OnPolicyRolloutSource(task, config.group_size)
 
     def step(self, step: int, clock: Clock) -> StepResult:
-        task, config = self.task, self.config
-        self.policy.sleep()  # a checkpoint may have woken it
-        collected = self.rollout_source.take(step, clock)
-        batch = rollout_batch(collected.rollouts, task.pad_id)
+        collected, batch = self.sample(step, clock)
         kept = self.select(batch, collected)
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | self.kept_metrics(kept, batch, collected)
-        metrics |= self.account(kept, batch, collected) | task.shares(collected.rollouts)
+        metrics |= self.account(kept, batch, collected)
         if len(kept):
             with clock.phase("train"):
-                parts = updates_of(
-                    self.examples(batch, kept),
-                    config.mini_batch_size,
-                    config.num_epochs,
-                    key=f"{task.seed}/{step}",
-                    least=task.topology.dp_size,
-                )
-                metrics |= values(merge([self.policy.train_step(part, self.loss) for part in parts]))
-        self.policy.sleep()  # sampling comes next
-        self.rollout_source.trained(self.policy.version)
-        return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
+                metrics |= self.update(self.examples(batch, kept), self.loss, step)
+        return self.result(collected, metrics)
 
     def select(self, batch: RolloutBatch, collected: ScoredRollouts) -> Tensor:
         """The rows, int64 and ascending, that are trained on."""
@@ -120,7 +101,7 @@ class RejectionSampling(OnlineAlgorithm):
             lengths=batch.lengths[kept],
             loss_mask=batch.loss_mask[kept],
             rollout_logprobs=batch.rollout_logprobs[kept] if self.task.compares_logprobs else None,
-            routes=None if batch.routes is None else batch.routes[kept],
+            extras={name: extra.take(kept) for name, extra in batch.extras.items()},
         )
 
     def kept_metrics(self, kept: Tensor, batch: RolloutBatch, collected: ScoredRollouts) -> dict[str, float]:

@@ -13,7 +13,7 @@ from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.collate import preference_batch
 from aligner.data.config import PreferenceDataConfig
 from aligner.data.supervised import PreferencePair, load_preferences, require_margins
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.epochs import BatchConfig, EpochTraining
 from aligner.loop.loop import Built
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
@@ -43,8 +43,7 @@ class RewardModelConfig(BatchConfig):
         BatchConfig.__post_init__(self)
         if self.pooling is Pooling.tokens:
             raise ConfigError("algorithm.pooling=tokens: pairs are of whole responses; allowed: last, mean")
-        if self.centre_coef < 0:
-            raise ConfigError(f"algorithm.centre_coef={self.centre_coef}: must not be negative")
+        check_numbers(self, "algorithm", not_negative=("centre_coef",))
 
 
 class ScoreModel(Trainable, Protocol):

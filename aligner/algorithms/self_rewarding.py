@@ -233,7 +233,7 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
         return Scored(answers=answers, scores=given)
 
     def _choose(self, iteration: Iteration, scored: Scored) -> tuple[dict[str, float], Chosen]:
-        """The pairs of an iteration, and what is said of them and of the scores."""
+        """The pairs of an iteration, and the metrics of pairs and scores."""
         config, size = self.config, self.group_size
         scores = torch.tensor([0.0 if score is None else score for score in scored.scores], dtype=torch.float32)
         valid = torch.tensor([score is not None for score in scored.scores], dtype=torch.bool)
@@ -387,7 +387,7 @@ def build(job: OnlineJob[TrainSelfRewarding]) -> Built:
         task,
         job.moving_reference(task),
         SampleFiles(folder, Answer, stem="responses"),
-        judge=None if asking is None else make_judge(settings, asking, task.engine, task.heartbeat, context=context),
+        judge=None if asking is None else make_judge(settings, asking, task.engine, task.judges.heartbeat, context=context),
         judgements=None if asking is None else SampleFiles(folder, Judgement, stem="judgements"),
         rewarded=config.has_scorer,
         settings=scoring_settings(config, asking),

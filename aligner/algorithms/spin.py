@@ -26,7 +26,7 @@ from aligner.data.config import DemonstrationDataConfig
 from aligner.data.reading import Mixed
 from aligner.data.supervised import Demonstration, PreferencePair, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.learnt import accounted
 from aligner.loop.loop import Built, Clock
 from aligner.online.config import OnlineRun, check_iterated
@@ -56,8 +56,7 @@ class SPINConfig(IterationConfig):
 
     def __post_init__(self) -> None:
         IterationConfig.__post_init__(self)
-        if self.validation_batch_size < 1:
-            raise ConfigError(f"algorithm.validation_batch_size={self.validation_batch_size}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("validation_batch_size",))
         if not self.variant.needs_reference or self.variant.needs_margins:
             raise ConfigError(f"algorithm.loss={self.variant.value}: needs one with a reference and without rewards, such as sigmoid")
 

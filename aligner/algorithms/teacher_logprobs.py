@@ -18,7 +18,7 @@ from aligner.data.collate import supervised_batch
 from aligner.data.config import SFTDataConfig
 from aligner.data.distillation import DistilledExample, Manifest, distilled
 from aligner.data.supervised import SupervisedExample, load_supervised
-from aligner.errors import ConfigError
+from aligner.errors import check_numbers
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.writing import FilesAlone
 from aligner.parallel.collectives import from_rank_0
@@ -42,9 +42,7 @@ class TeacherPassConfig:
     batch_size: int = 64  # examples that are in memory together, over all replicas
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "shard_size", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        check_numbers(self, "algorithm", at_least_1=("top_k", "shard_size", "batch_size"))
 
 
 class Teacher(Protocol):

@@ -57,7 +57,7 @@ def _program(component: str, arguments: Sequence[str], num_ranks: int, num_gpus:
 
 def placement_of(config: JobRun) -> Placement:
     """Recipes without servers have nothing to place."""
-    return getattr(config, "placement", Placement.separate)
+    return config.server_placement
 
 
 def share_out(found: Sequence[Program], placement: Placement, num_gpus: int) -> dict[str, range]:

@@ -11,6 +11,7 @@ reads. A directory gets its name only once all of it is on disk, so two machines
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -36,6 +37,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError, ConfigError, DataError, describe_os_error
 from aligner.files import locked, publish
 from aligner.hub.names import DATASETS_PREFIX
+from aligner.types.extras import read_from_records
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -147,6 +149,8 @@ def _key(load: Any, location: str, config: Any, tokenizer: Tokenizer, options: d
         "settings": {name: value.name if isinstance(value, Enum) else value for name, value in settings.items()},
         "named": [_digest(Path(value)) for value in named],
     }
+    if extras := read_from_records():
+        made_of["extras"] = [[kind.name, _digest(Path(inspect.getfile(kind)))] for kind in extras]
     return hashlib.sha256(json.dumps(made_of, sort_keys=True, default=repr).encode()).hexdigest()[:32]
 
 

@@ -7,7 +7,7 @@ context parallelism may ask for it).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from aligner.data.supervised import PreferencePair, SupervisedExample
 from aligner.errors import ConfigError
-from aligner.types import FinishReason, LabeledBatch, PreferenceBatch, Rollout, RolloutBatch, TokenBatch, no_expert
+from aligner.types import FinishReason, LabeledBatch, PreferenceBatch, Rollout, RolloutBatch, TokenBatch
+from aligner.types.extras import padded
 
 
 class EpochSampler:
@@ -84,10 +85,12 @@ def permutation(size: int, seed: int, epoch: int, stream: int = 0) -> NDArray[np
     return np.argsort(draws, kind="stable").astype(np.uint32)
 
 
-def token_batch(sequences: Sequence[Sequence[int]], pad_id: int, pad_multiple: int = 1) -> TokenBatch:
-    """Tokens and lengths only."""
+def token_batch(
+    sequences: Sequence[Sequence[int]], pad_id: int, pad_multiple: int = 1, *, extras: Sequence[Mapping[str, Tensor]] = ()
+) -> TokenBatch:
+    """Tokens and lengths, with the `extras` of each row."""
     width = _width([len(sequence) for sequence in sequences], pad_multiple)
-    return TokenBatch(tokens=_pad(sequences, pad_id, width, torch.int64), lengths=_lengths(sequences))
+    return TokenBatch(tokens=_pad(sequences, pad_id, width, torch.int64), lengths=_lengths(sequences), extras=padded(extras, width))
 
 
 def rollout_batch(rollouts: Sequence[Rollout], pad_id: int, pad_multiple: int = 1) -> RolloutBatch:
@@ -106,7 +109,7 @@ def rollout_batch(rollouts: Sequence[Rollout], pad_id: int, pad_multiple: int = 
         rollout_logprobs=_pad(logprobs, 0.0, width, torch.float32),
         prompt_ids=torch.tensor([r.prompt.id for r in rollouts], dtype=torch.int64),
         truncated=torch.tensor([r.finish_reason is FinishReason.length for r in rollouts], dtype=torch.bool),
-        routes=_routes([r.routes for r in rollouts], width),
+        extras=padded([r.all_extras for r in rollouts], width),
     )
 
 
@@ -119,6 +122,7 @@ def supervised_batch(examples: Sequence[SupervisedExample], pad_id: int, pad_mul
         lengths=_lengths([example.tokens for example in examples]),
         loss_mask=mask,
         ref_logprobs=_stored_logprobs(examples, mask),
+        extras=padded([example.extras for example in examples], width),
     )
 
 
@@ -132,6 +136,7 @@ def preference_batch(pairs: Sequence[PreferencePair], pad_id: int, pad_multiple:
         loss_mask=labeled.loss_mask,
         margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32),
         ref_logprobs=labeled.ref_logprobs,
+        extras=labeled.extras,
     )
 
 
@@ -154,18 +159,6 @@ def _width(lengths: Sequence[int], pad_multiple: int) -> int:
 
 def _lengths(sequences: Sequence[Sequence[object]]) -> Tensor:
     return torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
-
-
-def _routes(rows: Sequence[Tensor | None], width: int) -> Tensor | None:
-    """[B, width, layers, k] of the rows' own, `no_expert` where a row has none; None where some have none at all."""
-    given = [row for row in rows if row is not None]
-    if not given or len(given) < len(rows):
-        return None
-    first = given[0]
-    routes = torch.full((len(rows), width, *first.shape[1:]), no_expert(first.dtype), dtype=first.dtype)
-    for row, own in zip(routes, given, strict=True):
-        row[: len(own)] = own
-    return routes
 
 
 def _pad(rows: Sequence[Sequence[float]], fill: float, width: int, dtype: torch.dtype) -> Tensor:

@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from torch import Tensor
+
 from aligner.data.config import RecordForm
 from aligner.data.messages import is_blank, shown, text_of
 from aligner.data.records import WrongFields, has, refuse_two
 from aligner.data.sources import Fields, RawRecord, read_records
 from aligner.errors import DataError
+from aligner.types.extras import read_from_records
 
 Record = dict[str, Any]
 Made = dict[str, tuple[Any, tuple[str, ...]]]  # field of ours -> its value, and the record's fields that it is made of
@@ -332,6 +335,19 @@ _OTHER_NAMES = {
 def columns_of(raw: RawRecord) -> dict[str, Any]:
     """The fields of a record as in its file, whatever its form; none of them counts as read."""
     return _plain(raw.value.origin if isinstance(raw.value, Recast) else raw.value)
+
+
+def extras_of(raw: RawRecord, num_tokens: int) -> dict[str, Tensor]:
+    """The tensors that a record has for its row of `num_tokens` tokens. Raises DataError for one that does not fit."""
+    record, found = raw.value.origin if isinstance(raw.value, Recast) else raw.value, {}
+    for kind in read_from_records():
+        if isinstance(record, Mapping) and record.get(kind.field) is not None:
+            try:
+                found[kind.name] = kind.read(record[kind.field])
+                kind.check_row(found[kind.name], num_tokens)
+            except (TypeError, ValueError) as error:
+                raise DataError(f"field {kind.field!r} is {shown(record[kind.field])}, not the {kind.name} of the row: {error}") from error
+    return found
 
 
 def _plain(value: Any) -> Any:

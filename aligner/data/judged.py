@@ -272,4 +272,4 @@ def step_batch(examples: Sequence[SteppedExample], pad_id: int) -> StepBatch:
     rows = supervised_batch([example.row for example in examples], pad_id)
     labels = torch.zeros(rows.tokens.shape, dtype=torch.float32)
     labels[rows.loss_mask] = torch.tensor([label for example in examples for label in example.labels], dtype=torch.float32)
-    return StepBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=rows.loss_mask, step_labels=labels)
+    return StepBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=rows.loss_mask, extras=rows.extras, step_labels=labels)

@@ -18,7 +18,7 @@ import numpy as np
 from aligner.data.cache import load_cached
 from aligner.data.config import Overlong
 from aligner.data.encoding import Encoded, PromptStyle, truncated
-from aligner.data.forms import Purpose, recognised
+from aligner.data.forms import Purpose, extras_of, recognised
 from aligner.data.mixture import Location, Mixture, Source, sources
 from aligner.data.report import LoadReport, Tally, combined, too_long
 from aligner.data.sources import RawRecord, left_out, located, read_records
@@ -68,7 +68,7 @@ class Reader:
     def prompt(self, raw: RawRecord, tokens: Sequence[int], text: str | None = None, **more: Any) -> Prompt:
         """The prompt of a record; `text`: as the tokens spell it, if it is not given."""
         text = self.tokenizer.decode(tokens, skip_special=False) if text is None else text
-        return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, **more)
+        return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, extras=extras_of(raw, len(tokens)), **more)
 
 
 def read_all(

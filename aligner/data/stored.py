@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from aligner.errors import AlignerError, DataError
+from aligner.types.extras import from_json, read_from_records, to_json
 
 try:
     import pyarrow as pa
@@ -35,6 +36,7 @@ Array = np.ndarray[Any, Any]
 BLOCKS, COUNTS = "blocks.npy", "counts.npy"
 _SIMPLE = {int: pa.int64(), float: pa.float64(), bool: pa.bool_(), str: pa.large_string()}
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
+_EXTRAS = Mapping[str, Tensor]  # `aligner.types.extras`, as JSON
 _OPEN_BLOCKS = 64  # kept open, only to save time
 
 
@@ -52,11 +54,15 @@ def schema_of(kind: type) -> pa.Schema:
     return pa.schema([(name, _type(hint)) for name, hint in _hints(kind).items()])
 
 
-@functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     """The types of a dataclass's fields, except tensors: they are added to an example later, and None until then."""
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind) if hints[field.name] != Tensor | None}
+    return _kept_hints(kind, with_extras=bool(read_from_records()))
+
+
+@functools.cache
+def _kept_hints(kind: type, *, with_extras: bool) -> dict[str, Any]:
+    hints, left_out = typing.get_type_hints(kind), [Tensor | None] if with_extras else [Tensor | None, _EXTRAS]
+    return {field.name: hints[field.name] for field in fields(kind) if hints[field.name] not in left_out}
 
 
 def _type(hint: Any) -> pa.DataType:
@@ -91,6 +97,8 @@ def _plain(value: Any, hint: Any, source: str = "") -> Any:
         return None
     if is_dataclass(hint):
         return {name: _plain(getattr(value, name), own, getattr(value, "source", source)) for name, own in _hints(hint).items()}  # type: ignore[arg-type]
+    if hint == _EXTRAS:
+        return json.dumps(to_json(value))
     if _is_json(hint):
         return _json(value, "", source)
     if typing.get_origin(hint) is tuple and is_dataclass(item := typing.get_args(hint)[0]):
@@ -229,6 +237,8 @@ def _value(array: pa.Array, index: int, hint: Any) -> Any:
         return None
     if _is_json(hint):
         value = json.loads(array[index].as_py())
+        if hint == _EXTRAS:
+            return from_json(value)
         return tuple(value) if typing.get_origin(hint) is tuple else value
     if is_dataclass(hint):
         return _example(array, index, hint)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ A `Demonstration` is a prompt with the given response, with which SPIN compares 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aligner.data.config import DemonstrationDataConfig, Learn, PreferenceDataConfig, SFTDataConfig
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_response, everything, last_span
-from aligner.data.forms import Purpose
+from aligner.data.forms import Purpose, extras_of
 from aligner.data.labelled import encode_labelled, is_labelled, parse_labelled
 from aligner.data.reading import Reader, read_all, reads_sources
 from aligner.data.records import ConversationRecord, TextRecord, is_text_line, parse_preference, parse_supervised, parse_text_pair
@@ -36,6 +36,7 @@ class SupervisedExample:
     loss_mask: tuple[bool, ...]
     source: str
     ref_logprobs: Tensor | None = field(default=None, compare=False, repr=False)
+    extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # `aligner.types.extras`
 
 
 @reads_sources
@@ -49,7 +50,8 @@ def load_supervised(
 def row_of(encoded: Encoded, reader: Reader, raw: RawRecord) -> SupervisedExample:
     """The row of an encoded record, cut if it is too long and the settings allow that."""
     fitted = reader.fit(encoded)
-    return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
+    extras = extras_of(raw, len(fitted.tokens))
+    return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source, extras=extras)
 
 
 def _example(raw: RawRecord, reader: Reader) -> SupervisedExample:
@@ -90,7 +92,8 @@ class Demonstration:
 def answered(prompt: Prompt, response: Sequence[int]) -> SupervisedExample:
     """The prompt with a response; that alone is in the mask."""
     head = prompt.tokens
-    return SupervisedExample(tokens=(*head, *response), loss_mask=(False,) * len(head) + (True,) * len(response), source=prompt.source)
+    mask = (False,) * len(head) + (True,) * len(response)
+    return SupervisedExample(tokens=(*head, *response), loss_mask=mask, source=prompt.source, extras=prompt.extras)
 
 
 @reads_sources

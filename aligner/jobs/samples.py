@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import POLICY, REFERENCE
+from aligner.data.collate import EpochSampler
 from aligner.data.order import order_of
 from aligner.data.prompts import load_prompts
 from aligner.data.stored import row_counts
@@ -28,13 +29,14 @@ from aligner.loop.loop import Built
 from aligner.losses.correction import Correction
 from aligner.models import create
 from aligner.models.checkpoint import checkpoint, files
-from aligner.models.config import ModelConfig
+from aligner.models.config import Architecture, ModelConfig
 from aligner.models.training.guard import Guard
 from aligner.models.training.policy import MegatronPolicy, ReferencePolicy
 from aligner.online.async_rollout_source import AsyncRolloutSource
+from aligner.online.collect import Scorers
 from aligner.online.config import OnlineRun
 from aligner.online.policy_gradient import PolicyGradientConfig
-from aligner.online.task import OnlineTask
+from aligner.online.task import OnlineTask, Validation
 from aligner.parallel import platform
 from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.progress import WAIT_FOR_SERVERS
@@ -120,14 +122,19 @@ class OnlineJob(Generic[C]):
     length: str = ""  # of the whole run, in words, once there is a task
 
     @cached_property
+    def files(self) -> tuple[Tokenizer, Architecture]:
+        """The policy's tokenizer and architecture."""
+        return load_model_files(self.config.model, self.config.data, self.session)
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The policy's."""
-        return load_model_files(self.config.model, self.config.data, self.session)[0]
+        return self.files[0]
 
     @property
     def context(self) -> int:
         """Tokens that the policy can read."""
-        return create.context_length(self.config.model, load_model_files(self.config.model)[1])
+        return create.context_length(self.config.model, self.files[1])
 
     def load(self, load: Callable[..., Any], tokenizer: Tokenizer) -> tuple[Sequence[Any], Sequence[Any]]:
         """(training examples, validation examples); says what was left out. Raises DataError listing all bad lines."""
@@ -148,14 +155,91 @@ class OnlineJob(Generic[C]):
         return frozen
 
     def task(self, *, with_reference: bool, num_prompts: int, load: Load | None = None) -> OnlineTask:
-        """Prompts, engine, rewards and validation; `num_prompts` a step. The policy is in `policy` then."""
-        task, self.policy, self.tokenizer_files = build_task(
-            self.session, self.config, with_reference=with_reference, num_prompts=num_prompts, load=load
+        """Prompts, engine, rewards and validation; `num_prompts` a step. The policy is in `policy` then.
+
+        Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights. `load`: the source of
+        training and validation prompts, if not records of prompts.
+        """
+        session, sampling = self.session, self.config.rollout.sampling
+        if reshaping := sampling.reshaping():
+            session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
+        self.config.check_complete()
+        check_installed(self.config.rollout)
+        model = (pinned if with_reference else pinned_base)(session, "model", self.config.model)
+        if model != self.config.model:
+            self.files = load_model_files(model, self.config.data, session)
+        tokenizer, architecture = self.files
+        self.config.check(architecture, session.topology.world_size)
+        prompts, held_out, order = self._data(num_prompts, load or partial(load_prompt_sets, session, self.config))
+        config = self.config
+        follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *held_out]) if config.environment.path else None
+        judges = self._judges()
+        self.policy = self._policy(model, judges.shared)
+        engine = create_engine(self.policy, config.rollout, tokenizer=tokenizer, follow_up=follow_up)
+        task = OnlineTask(
+            engine=engine,
+            reference=ReferencePolicy(self.policy) if with_reference else None,
+            judges=judges,
+            validation=self._validation(held_out),
+            topology=session.topology,
+            train=prompts,
+            order=order,
+            decode=tokenizer.decode,
+            seed=config.run.seed,
+            max_response_length=sampling.max_response_length,
+            compares_logprobs=compares_logprobs(config, engine.capabilities, session.say),
+            guard=config.guard,
         )
-        self.config = replace(self.config, loop=self.config.loop.over(task.order))
-        self.length = length_of(self.config, task.order, f"responses of at most {task.max_response_length:,} tokens")
-        self.parts += [task.engine.shutdown, task.reward.close]
+        self.tokenizer_files = run_tokenizer(session, config, model)
+        self.length = length_of(config, order, f"responses of at most {task.max_response_length:,} tokens")
+        self.parts += [engine.shutdown, judges.reward.close]
         return task
+
+    def _data(self, num_prompts: int, load: Load) -> tuple[Sequence[Prompt], Sequence[Prompt], EpochSampler]:
+        """Training and validation prompts, and the order of the first; `config` then has the number of steps."""
+        config = self.config
+        if platform.backend() == "nccl":
+            check_ahead(config.rollout, tp=config.rollout.tp or config.parallel.tp)
+        prompts, held_out = load(self.tokenizer)
+        order = order_of(prompts, num_prompts, config.run.seed)
+        self.config = replace(config, loop=config.loop.over(order))
+        order.check(self.config.loop.max_steps)
+        longest = max((int(row_counts(one)[..., 0].max()) for one in (prompts, held_out) if len(one)), default=0)
+        check_cache(config.rollout, longest_prompt=longest, context=self.context)
+        return prompts, held_out, order
+
+    def _judges(self) -> Scorers:
+        session, config, tokenizer = self.session, self.config, self.tokenizer
+        reward = _reward(session, config, tokenizer)
+        return Scorers(
+            reward=reward,
+            pad_id=tokenizer.pad_id,
+            reward_name=_reward_name(config),
+            non_finite=config.guard.reward,
+            heartbeat=session.progress.heartbeat,
+            shared=_shared_device(session, config),
+        )
+
+    def _policy(self, model: ModelConfig, shared: SharedDevice | None) -> MegatronPolicy:
+        config = self.config
+        updates = max(config.loop.max_steps - config.steps_without_updates, 1) * config.algorithm.updates_per_step
+        how = {"total_steps": updates, "temperature": config.rollout.sampling.temperature, "replay_routes": config.rollout.replays_routes}
+        training = create.training(model, config.optimizer, guard=Guard(config.guard), **how)
+        policy = create.create_policy(model, self.files[1], config.parallel, self.session.topology, training)
+        if shared is not None:
+            shared.holds(policy.model)
+        return policy
+
+    def _validation(self, prompts: Sequence[Prompt]) -> Validation:
+        config = self.config
+        scorer = config.validation.scorer
+        return Validation(
+            prompts=prompts,
+            sampling=replace(config.rollout.sampling, temperature=0.0),
+            scorer=function_reward(scorer, self.tokenizer.decode, "validation.scorer") if scorer.path else None,
+            config=config.validation,
+            keep_samples=validation_samples(self.session),
+        )
 
     def critic(self, task: OnlineTask) -> CriticClient:
         """The critic behind its server, once that is ready."""
@@ -214,68 +298,6 @@ def train(recipe: Recipe, config: OnlineRun) -> int:
         for close in job.parts:
             close()
     return code
-
-
-def build_task(
-    session: Session, config: OnlineRun, *, with_reference: bool, num_prompts: int, load: Load | None = None
-) -> tuple[OnlineTask, MegatronPolicy, Path]:
-    """Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights.
-
-    `load`: where training and validation prompts come from, if not from records of prompts.
-    """
-    sampling = config.rollout.sampling
-    if reshaping := sampling.reshaping():
-        session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/rollouts.md)")
-    config.check_complete()
-    check_installed(config.rollout)
-    model = (pinned if with_reference else pinned_base)(session, "model", config.model)
-    tokenizer, architecture = load_model_files(model, config.data, session)
-    config.check(architecture, session.topology.world_size)
-    if platform.backend() == "nccl":
-        check_ahead(config.rollout, tp=config.rollout.tp or config.parallel.tp)
-    prompts, validation = (load or partial(load_prompt_sets, session, config))(tokenizer)
-    order = order_of(prompts, num_prompts, config.run.seed)
-    config = replace(config, loop=config.loop.over(order))
-    order.check(config.loop.max_steps)
-    longest = max((int(row_counts(one)[..., 0].max()) for one in (prompts, validation) if len(one)), default=0)
-    check_cache(config.rollout, longest_prompt=longest, context=create.context_length(config.model, architecture))
-    follow_up = None
-    if config.environment.path:
-        follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *validation])
-    reward = _reward(session, config, tokenizer)
-    updates = max(config.loop.max_steps - getattr(config.algorithm, "critic_warmup_steps", 0), 1) * config.algorithm.updates_per_step
-    shared = _shared_device(session, config)
-    how = {"total_steps": updates, "temperature": sampling.temperature, "replay_routes": config.rollout.replays_routes}
-    training = create.training(model, config.optimizer, guard=Guard(config.guard), **how)
-    policy = create.create_policy(model, architecture, config.parallel, session.topology, training)
-    if shared is not None:
-        shared.holds(policy.model)
-    engine = create_engine(policy, config.rollout, tokenizer=tokenizer, follow_up=follow_up)
-    task = OnlineTask(
-        engine=engine,
-        reference=ReferencePolicy(policy) if with_reference else None,
-        reward=reward,
-        topology=session.topology,
-        train=prompts,
-        order=order,
-        validation=validation,
-        validation_sampling=replace(sampling, temperature=0.0),
-        validation_scorer=function_reward(config.validation.scorer, tokenizer.decode, "validation.scorer")
-        if config.validation.scorer.path
-        else None,
-        decode=tokenizer.decode,
-        pad_id=tokenizer.pad_id,
-        seed=config.run.seed,
-        max_response_length=sampling.max_response_length,
-        compares_logprobs=compares_logprobs(config, engine.capabilities, session.say),
-        reward_name=_reward_name(config),
-        guard=config.guard,
-        validation_config=config.validation,
-        heartbeat=session.progress.heartbeat,
-        shared=shared,
-        keep_samples=validation_samples(session),
-    )
-    return task, policy, run_tokenizer(session, config, model)
 
 
 def load_prompt_sets(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
@@ -382,6 +404,6 @@ def validation_samples(session: Session) -> Callable[[Sequence[SampleRow]], None
             directory.mkdir(mode=0o700, exist_ok=True)
             write_rows(directory, session.progress.step, rows)
         except OSError as error:
-            session.say(f"warning: samples of a validation could not be written, the run goes on: {describe_os_error(error, directory)}")
+            session.say(f"warning: samples of a validation could not be written, the run continues: {describe_os_error(error, directory)}")
 
     return keep

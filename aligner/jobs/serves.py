@@ -126,7 +126,7 @@ def _reward(session: Session, config: OnlineRun, parallel: ParallelConfig) -> _R
     if is_function:
         function = build_reward_function(reward.function)
         if isinstance(function, OnSamples):
-            raise ConfigError(f"reward.serve=true: {reward.function.path} wants whole samples, and a server is sent texts only")
+            raise ConfigError(f"reward.serve=true: {reward.function.path} needs whole samples, but a server receives texts only")
         service = FunctionRewardService(function, name=reward.function.path, decode=tokenizer.decode)
     else:
         config.check_reward(model_config, architecture, session.topology.world_size)
@@ -196,7 +196,7 @@ def _serve(
     publication: Publication | None,
     own_tls: bool,
 ) -> None:
-    """Serve in the run's directory, with its secret. A launcher ends what it has started; a server of its own looks itself when to end."""
+    """Serve in the run's directory, with its secret. A launcher ends the servers that it started; a standalone one exits by itself."""
     run = session.directory
     alone = not os.environ.get(leases.VARIABLE)
     with in_section(name):

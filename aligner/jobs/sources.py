@@ -53,7 +53,7 @@ def _pin(record: Path, role: str, model: ModelConfig) -> str:
     first = json.loads(record.read_text())
     if first["path"] != asked:
         raise ConfigError(
-            f"{role}.path={asked}: this run began with {first['path']} and would go on with another frozen model; allowed: that path, "
+            f"{role}.path={asked}: this run began with {first['path']} and would continue with another frozen model; allowed: that path, "
             f"another run.directory, or to remove {record}"
         )
     if not name_of(model.path) and not Path(first["found"]).is_dir():

@@ -176,7 +176,7 @@ class Verdict:
     """An alarm's judgement of a step."""
 
     note: str = ""  # for the person who watches; empty: nothing
-    halt: str = ""  # why the run is to end now; empty: it goes on
+    halt: str = ""  # why the run is to end now; empty: it continues
 
 
 class Alarm(Protocol):
@@ -286,7 +286,7 @@ def _rescue(
     if not whole:
         reporter.note(f"step {finished + 1} failed after it had changed the weights ({error}); step {finished} can no longer be saved")
         return
-    reporter.note(f"the run cannot go on after step {finished} ({error}); saving that step")
+    reporter.note(f"the run cannot continue after step {finished} ({error}); saving that step")
     checkpointer.rescue(finished, algorithm.state())
 
 

@@ -255,7 +255,7 @@ def _groups(group_ids: Tensor) -> tuple[Tensor, Tensor]:
     ids, groups, sizes = group_ids.unique(return_inverse=True, return_counts=True)
     lonely = ids[sizes == 1].tolist()
     if lonely:
-        raise ValueError(f"groups {lonely[:8]} ({len(lonely)} in all) have 1 response; a group baseline wants group_size >= 2")
+        raise ValueError(f"groups {lonely[:8]} ({len(lonely)} in all) have 1 response; group baselines need group_size >= 2")
     return groups, sizes
 
 

@@ -44,7 +44,7 @@ def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, constan
     if aggregation is Aggregation.sequence_mean:
         return (per_token.sum(dim=1) / tokens.clamp(min=1)).sum(), count
     if constant is None or constant <= 0:
-        raise ValueError(f"aggregation_constant is {constant}; {aggregation.value} wants a number > 0 (the longest response, in tokens)")
+        raise ValueError(f"aggregation_constant is {constant}; {aggregation.value} needs a number > 0 (the longest response, in tokens)")
     return per_token.sum() / constant, count
 
 

@@ -53,6 +53,6 @@ def adapt_kl_coef(kl_coef: float, observed_kl: float, target: float, horizon: fl
     that is not positive.
     """
     if target <= 0 or horizon <= 0:
-        raise ValueError(f"adapt_kl_coef wants target > 0 and horizon > 0, got target {target}, horizon {horizon}")
+        raise ValueError(f"adapt_kl_coef needs target > 0 and horizon > 0, got target {target}, horizon {horizon}")
     error = min(max(observed_kl / target - 1.0, -0.2), 0.2)
     return kl_coef * (1.0 + error * num_samples / horizon)

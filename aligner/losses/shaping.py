@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 
 FLOOR = 1e-8  # of a variance: scores that are all equal become 0
 
@@ -45,12 +45,10 @@ class ShapingConfig:
                 )
         if self.clip_low is not None and self.clip_high is not None and self.clip_low >= self.clip_high:
             raise ConfigError(f"algorithm.shaping.clip_low={self.clip_low}: must be below clip_high={self.clip_high}")
-        if self.scale <= 0:
-            raise ConfigError(f"algorithm.shaping.scale={self.scale}: must be above 0")
+        check_numbers(self, "algorithm.shaping", above_0=("scale",))
         if self.overlong_buffer < 0:
             raise ConfigError(f"algorithm.shaping.overlong_buffer={self.overlong_buffer}: must not be negative (0 is off)")
-        if self.overlong_penalty < 0:
-            raise ConfigError(f"algorithm.shaping.overlong_penalty={self.overlong_penalty}: must not be negative")
+        check_numbers(self, "algorithm.shaping", not_negative=("overlong_penalty",))
 
     def check_length(self, max_length: int) -> None:
         """Raise ConfigError if the buffer is longer than the longest response allowed, in tokens."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from aligner.data.collate import token_batch
 from aligner.errors import AlignerError, EngineError, RunHalted
 from aligner.models.training.guard import NonFiniteReward
 from aligner.online.response_health import episode_metrics, health_metrics, readable
@@ -18,13 +19,14 @@ from aligner.parallel.collectives import gather_objects
 from aligner.protocols import Critic, RewardModel, RolloutEngine
 from aligner.servers.turns import SharedDevice
 from aligner.types import (
+    Episode,
+    EpisodeRows,
     FinishReason,
     Prompt,
     Rollout,
     SampleRow,
     SamplingConfig,
     Scores,
-    TokenBatch,
 )
 
 MAX_SEED = 2**62
@@ -50,6 +52,7 @@ class ScoredRollouts:
     `failed` (bool [B]) are the ones that their judge gave none. `parts` are by name what the rewards were made of, float32 [B] each.
     `baselines` float32 [B], if they were asked for: the reward of the greedy response to each row's prompt. `ages` int64 [B, 2], if
     they were sampled ahead: training steps that the weights which sampled the first and the last token are behind the policy.
+    `episodes`: which rows are one episode; they have the same reward, valid and failed. Each its own, unless given.
     """
 
     rollouts: list[Rollout]
@@ -61,17 +64,34 @@ class ScoredRollouts:
     baselines: Tensor | None = None
     ages: Tensor | None = None
     replica_stats: tuple[ReplicaStats, ...] = ()  # of the engine's replicas
+    episodes: EpisodeRows = field(default_factory=lambda: EpisodeRows.single(0))
 
     def __post_init__(self) -> None:
         if not self.valid.numel():
             object.__setattr__(self, "valid", torch.ones(len(self.rollouts), dtype=torch.bool))
         if not self.failed.numel():
             object.__setattr__(self, "failed", torch.zeros(len(self.rollouts), dtype=torch.bool))
+        if not self.episodes.owner.numel():
+            object.__setattr__(self, "episodes", EpisodeRows.single(len(self.rollouts)))
+
+    @classmethod
+    def of_episodes(cls, episodes: Sequence[Episode]) -> ScoredRollouts:
+        """Every sequence of these as a row with its episode's reward."""
+        rows = EpisodeRows.of(episodes)
+        given = torch.tensor([episode.reward is not None for episode in episodes])
+        rewards = torch.tensor([episode.reward or 0.0 for episode in episodes], dtype=torch.float32)
+        return cls(
+            rollouts=[rollout for episode in episodes for rollout in episode.rollouts],
+            rewards=rows.per_row(torch.where(rewards.isfinite(), rewards, 0.0)),
+            valid=rows.per_row(given & rewards.isfinite()),
+            failed=rows.per_row(~given),
+            episodes=rows,
+        )
 
     @property
     def valid_rewards(self) -> Tensor:
-        """The rewards that were given, float32."""
-        return self.rewards[self.valid]
+        """The rewards that were given, float32, one per episode."""
+        return self.episodes.per_episode(self.rewards)[self.episodes.per_episode(self.valid)]
 
     def select(self, rows: Tensor) -> ScoredRollouts:
         """The rows with these numbers (int64), in this order; the replicas' shares are those of the whole."""
@@ -86,6 +106,7 @@ class ScoredRollouts:
             baselines=None if self.baselines is None else self.baselines[rows],
             ages=None if self.ages is None else self.ages[rows],
             replica_stats=self.replica_stats,
+            episodes=self.episodes.take(rows),
         )
 
 
@@ -107,6 +128,7 @@ def joined(rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
             ReplicaStats(tokens=sum(stats.tokens for stats in replica_stats), seconds=sum(stats.seconds for stats in replica_stats))
             for replica_stats in zip(*(one.replica_stats for one in rounds), strict=True)
         ),
+        episodes=first.episodes.then([one.episodes for one in others]),
     )
 
 
@@ -191,7 +213,7 @@ def start(
         # Consumed to its end, also where a scorer refuses: the replica's other ranks are in it too.
         for finished in engine.generate(prompts, seeds, sampling):
             scorers.heartbeat()
-            finished = finished if sampling is None else [replace(one, routes=None) for one in finished]  # these are not trained on
+            finished = finished if sampling is None else [replace(one, extras={}) for one in finished]  # these are not trained on
             if engine.replica.is_leader and error is None:
                 try:
                     pending.append((finished, *(_submit(finished, scorers) if scorers.shared is None else (None, None))))
@@ -296,11 +318,7 @@ def _submit(rollouts: list[Rollout], scorers: Scorers) -> tuple[Future[Scores], 
 
 
 def _values(rollouts: Sequence[Rollout], critic: Critic, pad_id: int) -> Future[Tensor]:
-    lengths = [len(rollout.tokens) for rollout in rollouts]
-    tokens = torch.full((len(rollouts), max(lengths)), pad_id, dtype=torch.int64)
-    for row, rollout in zip(tokens, rollouts, strict=True):
-        row[: len(rollout.tokens)] = torch.tensor(rollout.tokens)
-    return critic.values(TokenBatch(tokens=tokens, lengths=torch.tensor(lengths)))
+    return critic.values(token_batch([rollout.tokens for rollout in rollouts], pad_id, extras=[one.all_extras for one in rollouts]))
 
 
 def _gather(part: PendingRollouts, seeds: Sequence[int], scorers: Scorers) -> list[_Gathered]:

@@ -157,6 +157,19 @@ class OnlineRun(JobRun):
         )
 
     @property
+    def sampler(self) -> RolloutConfig:
+        return self.rollout
+
+    @property
+    def server_placement(self) -> Placement:
+        return self.placement
+
+    @property
+    def steps_without_updates(self) -> int:
+        """Training steps at the beginning that leave the policy unchanged."""
+        return 0
+
+    @property
     def reward_service(self) -> str:
         """The component that serves the reward."""
         return "reward"

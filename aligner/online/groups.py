@@ -25,12 +25,12 @@ class Exhausted(str, Enum):
     """How a step continues if its rounds together had too few groups with a signal."""
 
     stop = "stop"  # ends the run
-    fill = "fill"  # goes on, with groups without a signal in the place of those that are missing
+    fill = "fill"  # continues, padded with groups without a signal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """The rollouts of one step. Rows are in groups of neighbours, one group per prompt and round."""
+    """The rollouts of one step. Episodes are in groups of neighbours, one group per prompt and round."""
 
     sampled: ScoredRollouts  # all of them: what is reported
     chosen: ScoredRollouts  # what is learnt from
@@ -45,7 +45,7 @@ class Groups:
 
     def dropped(self, group_size: int) -> dict[str, float]:
         """The account (`aligner.loop.learnt`) of sampled responses that were not chosen."""
-        rows, surplus = len(self.sampled.rollouts) - len(self.chosen.rollouts), self.num_surplus * group_size
+        rows, surplus = len(self.sampled.episodes) - len(self.chosen.episodes), self.num_surplus * group_size
         if not rows:
             return {}
         tokens = sum(one.num_written for one in self.sampled.rollouts) - sum(one.num_written for one in self.chosen.rollouts)
@@ -75,14 +75,14 @@ def groups_with_signal(
     if len(useful) < num_groups and exhausted is Exhausted.stop:
         raise RunHalted(
             f"step {step}: {len(useful)} of {len(signal)} groups have rewards that differ, and {num_groups} are needed, after "
-            f"algorithm.max_rounds_per_step={max_rounds} rounds: the prompts are too easy or too hard, or the reward says nothing "
-            f"(algorithm.exhausted=fill goes on with what there is)"
+            f"algorithm.max_rounds_per_step={max_rounds} rounds: the prompts are too easy or too hard, or the reward is uninformative "
+            f"(algorithm.exhausted=fill continues with the groups that exist)"
         )
     chosen = torch.cat([useful, (~signal).nonzero().flatten()])[:num_groups].sort().values
-    rows = (chosen[:, None] * group_size + torch.arange(group_size)).flatten()
+    episodes = (chosen[:, None] * group_size + torch.arange(group_size)).flatten()
     return Groups(
         sampled=sampled,
-        chosen=sampled.select(rows),
+        chosen=sampled.select(sampled.episodes.rows_of(episodes)),
         num_rounds=len(taken),
         num_surplus=max(0, len(useful) - num_groups),
         without_signal=_share_without(signal),
@@ -91,7 +91,8 @@ def groups_with_signal(
 
 def has_signal(collected: ScoredRollouts, group_size: int) -> Tensor:
     """bool [groups]: whether not all valid rewards of the group are equal. The rewards are those of the judges, before any shaping."""
-    return with_spread(collected.rewards, collected.valid, group_size)[::group_size]
+    rows = collected.episodes
+    return with_spread(rows.per_episode(collected.rewards), rows.per_episode(collected.valid), group_size)[::group_size]
 
 
 def _share_without(signal: Tensor) -> float:

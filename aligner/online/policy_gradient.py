@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.losses.advantages import GROUPED, PER_RESPONSE, Estimator
 from aligner.losses.aggregation import Aggregation, masked
 from aligner.losses.correction import CorrectionConfig
@@ -62,11 +62,7 @@ class PolicyGradientConfig:
         objective = named("algorithm.objective", self.objective, Objective)
         if self.dual_clip and objective is not Objective.ppo:
             raise ConfigError(f"algorithm.dual_clip={self.dual_clip}: objective={self.objective} has none; allowed: 0")
-        for name in ("tau_pos", "tau_neg"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be above 0")
-        if self.entropy_coef < 0:
-            raise ConfigError(f"algorithm.entropy_coef={self.entropy_coef}: must not be negative")
+        check_numbers(self, "algorithm", above_0=("tau_pos", "tau_neg"), not_negative=("entropy_coef",))
         per_sequence = (Objective.gspo, Objective.gmpo)
         if objective in per_sequence and self.aggregation is not Aggregation.sequence_mean:
             raise ConfigError(
@@ -74,12 +70,7 @@ class PolicyGradientConfig:
                 f"allowed: {Aggregation.sequence_mean.value}"
             )
 
-        for name in ("mini_batch_size", "num_epochs", "kl_horizon"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
-        for name in ("kl_coef", "kl_target"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
+        check_numbers(self, "algorithm", at_least_1=("mini_batch_size", "num_epochs", "kl_horizon"), not_negative=("kl_coef", "kl_target"))
         if self.kl_target and not self.kl_coef:
             raise ConfigError(f"algorithm.kl_target={self.kl_target}: moves kl_coef=0, which stays 0; allowed: 0, or kl_coef above 0")
         if not 0 <= self.gamma <= 1:
@@ -119,12 +110,14 @@ class Shaped:
 
 def shaped(collected: ScoredRollouts, batch: RolloutBatch, config: ShapingConfig, moments: Moments, *, max_length: int) -> Shaped:
     """The scores of a step's rollouts as rewards (`aligner.losses.shaping`); a response's length counts the policy's own tokens."""
-    lengths = batch.loss_mask.sum(dim=1)
-    rewards, seen, metrics = shape(collected.rewards, lengths, collected.valid, config, moments, max_length=max_length)
+    rows = collected.episodes
+    lengths, valid = rows.total(batch.loss_mask.sum(dim=1)), rows.per_episode(collected.valid)
+    rewards, seen, metrics = shape(rows.per_episode(collected.rewards), lengths, valid, config, moments, max_length=max_length)
     baselines = collected.baselines
     if baselines is not None:  # where there are any, the settings treat every score alike: see `estimators.check_estimator`
-        baselines = shape(baselines, torch.zeros_like(lengths), collected.valid, config, Moments(), max_length=max_length)[0]
-    return Shaped(collected=replace(collected, rewards=rewards, baselines=baselines), moments=seen, metrics=metrics)
+        own = rows.per_episode(baselines)
+        baselines = rows.per_row(shape(own, torch.zeros_like(lengths), valid, config, Moments(), max_length=max_length)[0])
+    return Shaped(collected=replace(collected, rewards=rows.per_row(rewards), baselines=baselines), moments=seen, metrics=metrics)
 
 
 def finite_rows(x: Tensor, guard: GuardConfig, what: str) -> Tensor:

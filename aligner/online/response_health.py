@@ -95,7 +95,7 @@ def _repeated(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _rewards_by_ending(rollouts: Sequence[Rollout], rewards: Tensor, valid: Tensor) -> dict[str, float]:
-    """An empty response is none of those that ended."""
+    """An empty response does not count as ended."""
     empty = torch.tensor([_is_empty(rollout) for rollout in rollouts])
     truncated = torch.tensor([rollout.finish_reason is FinishReason.length for rollout in rollouts])
     metrics = {"rollout/empty_fraction": empty.double().mean().item()}

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from aligner.loop.loop import Clock
+from aligner.data.collate import rollout_batch
+from aligner.loop.loop import Clock, StepResult
 from aligner.online import validation
-from aligner.online.collect import SampleRequest, ScoredRollouts, collect_all, sample_seeds
+from aligner.online.collect import SampleRequest, ScoredRollouts, collect_all, sample_rows, sample_seeds
+from aligner.online.selection import SampledT, updates_of
 from aligner.online.task import OnlineTask
-from aligner.protocols import Critic
-from aligner.types import Prompt
+from aligner.protocols import Critic, Loss, Policy
+from aligner.telemetry.metrics import merge, values
+from aligner.types import Prompt, RolloutBatch
+
+Config = TypeVar("Config")
 
 
 class RolloutSource(Protocol):
@@ -81,7 +86,7 @@ def sample_requests(task: OnlineTask, number: int, group_size: int, *, greedy: b
     requests = [SampleRequest(prompts=prompts, seeds=seeds)]
     if greedy:
         first = slice(None, None, group_size)
-        requests.append(SampleRequest(prompts=prompts[first], seeds=seeds[first], sampling=task.validation_sampling))
+        requests.append(SampleRequest(prompts=prompts[first], seeds=seeds[first], sampling=task.validation.sampling))
     return requests
 
 
@@ -130,12 +135,42 @@ class OnPolicyRolloutSource:
         self._task.engine.refit(version)
 
 
-class OnlineAlgorithm:
-    """The methods of `aligner.loop.loop.Algorithm` for one whose state is its rollout source's; subclasses set what is named here."""
+class OnlineAlgorithm(Generic[Config]):
+    """What online algorithms share: their parts, sampling, updates, and a state that is their rollout source's.
 
-    policy: Any  # with `version`
-    task: OnlineTask
-    rollout_source: Any  # with `state` and `load_state`
+    Without a `source`, rounds are sampled when they are needed, `group_size` responses to each prompt.
+    """
+
+    def __init__(
+        self, config: Config, policy: Policy, task: OnlineTask, source: RolloutSource | None, *, group_size: int, **sampled: Any
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.task = task
+        self.rollout_source = source or OnPolicyRolloutSource(task, group_size, **sampled)
+
+    def sample(self, step: int, clock: Clock) -> tuple[ScoredRollouts, RolloutBatch]:
+        """The next round of `step`."""
+        self.policy.sleep()  # a checkpoint may have woken it
+        collected = self.rollout_source.take(step, clock)
+        return collected, rollout_batch(collected.rollouts, self.task.pad_id)
+
+    def update(self, examples: SampledT, loss: Loss[SampledT], step: int) -> dict[str, float]:
+        """Train on the examples, of which there may be any number (`updates_of`); the metrics of all updates."""
+        config, task = cast(Any, self.config), self.task
+        key, least = f"{task.seed}/{step}", task.topology.dp_size
+        parts = updates_of(examples, config.mini_batch_size, config.num_epochs, key=key, least=least)
+        return values(merge([self.policy.train_step(part, loss) for part in parts]))
+
+    def sample_again(self) -> None:
+        """The policy has its weights of this step: sampling comes next."""
+        self.policy.sleep()
+        self.rollout_source.trained(self.policy.version)
+
+    def result(self, collected: ScoredRollouts, metrics: Mapping[str, float]) -> StepResult:
+        """The end of a step."""
+        self.sample_again()
+        return StepResult(metrics={**metrics, **self.task.shares(collected.rollouts)}, samples=sample_rows(collected, self.task.decode))
 
     def validate(self) -> Mapping[str, float]:
         return validation.validate(self.task)

@@ -13,10 +13,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch
+from aligner.types import PreferenceBatch
+from aligner.types.batches import SampledBatch
 from aligner.types.rows import num_rows, take_rows
 
-BatchT = TypeVar("BatchT", LabeledBatch, PreferenceBatch, DistillationBatch, PolicyBatch)
+SampledT = TypeVar("SampledT", bound=SampledBatch)
 
 
 class Pairing(str, Enum):
@@ -100,7 +101,7 @@ def num_compared(pairing: Pairing, group_size: int) -> int:
     return group_size * (group_size - 1) // 2 if pairing is Pairing.all else 1
 
 
-def updates_of(batch: BatchT, size: int, num_epochs: int, *, key: str, least: int) -> list[BatchT]:
+def updates_of(batch: SampledT, size: int, num_epochs: int, *, key: str, least: int) -> list[SampledT]:
     """The updates of one step on examples (rows, or pairs of rows) whose number is not known before.
 
     In each epoch all of them, shuffled by `key` from the second epoch on, are cut into as few parts of at most `size` as they need, none
@@ -111,7 +112,7 @@ def updates_of(batch: BatchT, size: int, num_epochs: int, *, key: str, least: in
     unit = 2 if isinstance(batch, PreferenceBatch) else 1
     count = num_rows(batch) // unit
     num_parts = -(-count // size)
-    parts: list[BatchT] = []
+    parts: list[SampledT] = []
     for epoch in range(num_epochs):
         order = list(range(count))
         if epoch:
@@ -121,7 +122,7 @@ def updates_of(batch: BatchT, size: int, num_epochs: int, *, key: str, least: in
     return [*parts[:1], *(replace(part, rollout_logprobs=None) for part in parts[1:])]
 
 
-def _take(batch: BatchT, examples: list[int], unit: int, least: int) -> BatchT:
+def _take(batch: SampledT, examples: list[int], unit: int, least: int) -> SampledT:
     fill = max(0, least - len(examples))
     numbers = torch.tensor(examples + examples[:1] * fill)
     part = take_rows(batch, (numbers[:, None] * unit + torch.arange(unit)).flatten())

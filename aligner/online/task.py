@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,7 +17,6 @@ from aligner.online.config import ValidationConfig
 from aligner.parallel.topology import Topology
 from aligner.protocols import Critic, RewardModel, RolloutEngine
 from aligner.reporting.formats import Column, Goal
-from aligner.servers.turns import SharedDevice
 from aligner.types import MaskedBatch, Prompt, Rollout, SampleRow
 
 SAMPLED = (  # columns of every run that samples
@@ -39,50 +38,50 @@ class Reference(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    """Held-out prompts and how the responses to them are sampled, judged and kept."""
+
+    prompts: Sequence[Prompt] = ()
+    sampling: Any = None  # a SamplingConfig; greedy
+    scorer: RewardModel | None = None  # judges responses against the prompts' answers
+    config: ValidationConfig = field(default_factory=ValidationConfig)
+    keep_samples: Callable[[Sequence[SampleRow]], None] = lambda rows: None  # is given the first few of each validation, on every rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OnlineTask:
     """The parts of an online run that every algorithm uses in the same way."""
 
     engine: RolloutEngine
     reference: Reference | None  # None where no KL is measured
-    reward: RewardModel
+    judges: Scorers  # without a critic
+    validation: Validation
     topology: Topology
     train: Sequence[Prompt]
     order: EpochSampler
-    validation: Sequence[Prompt]
-    validation_sampling: Any  # a SamplingConfig; greedy
-    validation_scorer: RewardModel | None  # judges validation responses against the prompts' answers
     decode: Callable[[Sequence[int]], str]
-    pad_id: int
     seed: int
     max_response_length: int
-    reward_name: str = "the reward"  # in errors
     compares_logprobs: bool = True  # the engine's log-probs are at the sampling temperature, as the policy's are
     guard: GuardConfig = field(default_factory=GuardConfig)
-    validation_config: ValidationConfig = field(default_factory=ValidationConfig)
-    heartbeat: Callable[[], None] = lambda: None  # a sign of life, while responses are sampled
-    shared: SharedDevice | None = None  # where the servers compute on the same GPUs
-    keep_samples: Callable[[Sequence[SampleRow]], None] = lambda rows: None  # is given the first few of each validation, on every rank
+
+    @property
+    def pad_id(self) -> int:
+        """The tokenizer's padding."""
+        return self.judges.pad_id
 
     def prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step (counted from 1)."""
         return [self.train[index] for index in self.order.indices(step - 1)]
 
     def shares(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """The share of each source of the training prompts in these rollouts; empty where there is one source."""
+        """The share of each source of the training prompts in these rollouts; empty with a single source."""
         return self.train.shares([rollout.prompt for rollout in rollouts]) if isinstance(self.train, Mixed) else {}
 
     def scorers(self, critic: Critic | None = None) -> Scorers:
-        """Who judges this run's rollouts: its reward, and `critic` if values are wanted."""
-        return Scorers(
-            reward=self.reward,
-            critic=critic,
-            pad_id=self.pad_id,
-            reward_name=self.reward_name,
-            non_finite=self.guard.reward,
-            heartbeat=self.heartbeat,
-            shared=self.shared,
-        )
+        """The judges of this run's rollouts: its reward, and `critic` for values."""
+        return replace(self.judges, critic=critic)
 
     def given_away(self) -> AbstractContextManager[None]:
         """In the block the servers may compute, and the actor only waits for them. Collective; `SharedDevice.given_away`."""
-        return nullcontext() if self.shared is None else self.shared.given_away()
+        return nullcontext() if self.judges.shared is None else self.judges.shared.given_away()

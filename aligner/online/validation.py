@@ -36,20 +36,20 @@ def validate(task: OnlineTask, rejudge: Rejudge = _as_they_are) -> dict[str, flo
 
     `rejudge` gets the samples with the task's rewards, before any metric is computed.
     """
-    if not task.validation:
+    if not task.validation.prompts:
         return {}
-    prompts = list(task.validation)
-    greedy = rejudge(collect(task.engine, prompts, list(range(len(prompts))), scorers=task.scorers(), sampling=task.validation_sampling))
-    task.keep_samples(sample_rows(greedy, task.decode, count=NUM_KEPT))
+    prompts = list(task.validation.prompts)
+    greedy = rejudge(collect(task.engine, prompts, list(range(len(prompts))), scorers=task.scorers(), sampling=task.validation.sampling))
+    task.validation.keep_samples(sample_rows(greedy, task.decode, count=NUM_KEPT))
     metrics = {
         "validation/reward": greedy.valid_rewards.double().mean().item(),
         "validation/response_length": _mean([float(len(rollout.response)) for rollout in greedy.rollouts]),
         "validation/truncated_fraction": _truncated(greedy.rollouts),
     }
-    if task.validation_scorer is not None:
-        scores, valid = _judge(task.validation_scorer, greedy.rollouts)
+    if task.validation.scorer is not None:
+        scores, valid = _judge(task.validation.scorer, greedy.rollouts)
         metrics["validation/accuracy"] = scores[valid].double().mean().item()
-    return metrics | _sampled(task, task.validation_config, rejudge) if task.validation_config.num_samples else metrics
+    return metrics | _sampled(task, task.validation.config, rejudge) if task.validation.config.num_samples else metrics
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -73,8 +73,8 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 def _sampled(task: OnlineTask, config: ValidationConfig, rejudge: Rejudge) -> dict[str, float]:
     """Of `num_samples` responses per prompt, all in one generation. A response without a score counts as not sampled."""
     n = config.num_samples
-    prompts = [prompt for prompt in task.validation for _ in range(n)]
-    sampling = replace(task.validation_sampling, temperature=config.temperature, top_p=config.top_p)
+    prompts = [prompt for prompt in task.validation.prompts for _ in range(n)]
+    sampling = replace(task.validation.sampling, temperature=config.temperature, top_p=config.top_p)
     collected = rejudge(collect(task.engine, prompts, list(range(len(prompts))), scorers=task.scorers(), sampling=sampling))
     rewards = _by_prompt(collected.rewards, collected.valid, n)
     metrics = {
@@ -83,7 +83,7 @@ def _sampled(task: OnlineTask, config: ValidationConfig, rejudge: Rejudge) -> di
     }
     for k in config.ks:
         metrics[f"validation/reward_best@{k}"] = _over_prompts(rewards, k, lambda own, k=k: best_at_k(own, k))
-    return metrics | _accuracy(task.validation_scorer, collected, config) if task.validation_scorer is not None else metrics
+    return metrics | _accuracy(task.validation.scorer, collected, config) if task.validation.scorer is not None else metrics
 
 
 def _accuracy(judge: RewardModel, collected: ScoredRollouts, config: ValidationConfig) -> dict[str, float]:

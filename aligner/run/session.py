@@ -83,7 +83,7 @@ def check_changes(directory: RunDirectory, schema: type, config_yaml: str, *, al
     if other and not allowed:
         raise ConfigError(
             f"run.directory={directory.path}: its checkpoint {newest.name} was made with other settings: {_listed(other)}. That would be "
-            "another experiment: name another directory, or give run.allow_changes=true to go on with these"
+            "another experiment: name another directory, or set run.allow_changes=true to continue with these"
         )
     if not changes:
         return ""
@@ -164,14 +164,14 @@ class Session:
 
 def see_own_gpus(config: Any, local_rank: int) -> None:
     """Hide other replicas' GPUs from a rank whose engine takes the first visible one. Call before anything uses a GPU."""
-    rollout = getattr(config, "rollout", None)
+    rollout = config.sampler
     if rollout is not None and rollout.engine != EngineKind.megatron:
         platform.see_block(local_rank, rollout.tp or config.parallel.tp)
 
 
 def prepare_environment(config: Any, parallel: ParallelConfig) -> dict[str, str]:
     """Set what CUDA, NCCL and torch read of the environment when they are first used; see `platform.prepare_environment`."""
-    rollout = getattr(config, "rollout", None) if parallel is getattr(config, "parallel", None) else None
+    rollout = config.sampler if parallel is config.parallel else None
     return platform.prepare_environment(
         exchanges=parallel.tp > 1 or parallel.cp > 1,
         asynchronous=rollout is not None and rollout.asynchronous.max_staleness > 0,

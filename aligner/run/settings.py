@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL
 from aligner.cluster.slurm.spec import ContainerConfig, SlurmConfig
 from aligner.data.collate import EpochSampler
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.modules.scalar_head import Pooling
@@ -24,6 +25,7 @@ from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig, PlanConfig
 from aligner.planner.workload import Head, Phase, Work
 from aligner.reporting.config import LoggingConfig
+from aligner.rollout.config import RolloutConfig
 from aligner.run import lengths
 from aligner.run.traits import Kind, Server, Traits, UsedModel
 
@@ -49,10 +51,10 @@ class DamagedCheckpoint(str, Enum):
 class CheckpointConfig:
     """Applies to the actor and the critic alike; what is kept of one is kept of the other."""
 
-    asynchronous: bool = True  # go on training while a thread writes the files; costs host memory for one copy of the saved state
+    asynchronous: bool = True  # continue training while a thread writes the files; costs host memory for one copy of the saved state
     verify: bool = True  # compare every file with its SHA-256 before a checkpoint is loaded
     read_back: bool = False  # read a checkpoint back before it becomes `latest`; costs host memory for one copy of what a rank writes
-    keep: int = 0  # newest checkpoints that stay; 0: all, of those that loop.save_minutes alone asked for the newest two
+    keep: int = 0  # newest checkpoints to keep; 0: all, and the newest two of the ones saved for loop.save_minutes alone
     best_metric: str = ""  # of validation, e.g. validation/accuracy: the best checkpoints stay, `best` names the first; empty: off
     best_mode: BestMode = BestMode.max  # which values of best_metric are better: the largest or the smallest
     keep_best: int = 1  # how many stay for their best_metric
@@ -61,10 +63,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.keep < 0:
             raise ConfigError(f"checkpoint.keep={self.keep}: must not be negative (0 keeps all)")
-        if self.keep_best < 1:
-            raise ConfigError(f"checkpoint.keep_best={self.keep_best}: must be at least 1")
-        if self.write_timeout_seconds <= 0:
-            raise ConfigError(f"checkpoint.write_timeout_seconds={self.write_timeout_seconds}: must be above 0")
+        check_numbers(self, "checkpoint", at_least_1=("keep_best",), above_0=("write_timeout_seconds",))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +78,7 @@ class RunConfig:
     start_timeout_seconds: float = 300.0  # until all ranks of a component have met
     download_timeout_seconds: float = 3600.0  # for another process that downloads what a setting names on the Hugging Face Hub
     collective_timeout_seconds: float = 1800.0  # until a collective that not all ranks enter ends the ranks that wait in it
-    stall_timeout_seconds: float = 1200.0  # a component without any progress for so long writes its stacks and ends; 0: never
+    stall_timeout_seconds: float = 1200.0  # without any progress for this long, a component writes its stacks and exits; 0: never
     trace_mib: float = 8.0  # of spans for `aligner trace` that each process keeps, the newest ones; 0: none
     num_threads: int = 0  # of each process; 0: OMP_NUM_THREADS, else what torch chooses
     numa_binding: bool = True  # each rank stays on those of its processors that are beside its GPU, on machines with several NUMA nodes
@@ -91,13 +90,10 @@ class RunConfig:
             raise ConfigError("run.directory='': name a directory")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"run.seed={self.seed}: must be from 0 to {2**63 - 1}")
-        for name in ("start_timeout_seconds", "download_timeout_seconds", "collective_timeout_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"run.{name}={getattr(self, name)}: must be above 0")
+        check_numbers(self, "run", above_0=("start_timeout_seconds", "download_timeout_seconds", "collective_timeout_seconds"))
         if not 0 <= self.trace_mib < float("inf"):
             raise ConfigError(f"run.trace_mib={self.trace_mib}: must be finite and not negative (0: no trace)")
-        if self.ranks_per_gpu < 1:
-            raise ConfigError(f"run.ranks_per_gpu={self.ranks_per_gpu}: must be at least 1")
+        check_numbers(self, "run", at_least_1=("ranks_per_gpu",))
         if not 0 <= self.stall_timeout_seconds < self.collective_timeout_seconds:
             raise ConfigError(
                 f"run.stall_timeout_seconds={self.stall_timeout_seconds}: must be below "
@@ -180,6 +176,16 @@ class JobRun(ABC):
     def servers(self) -> Sequence[Server]:
         """The other components of the run."""
         return ()
+
+    @property
+    def sampler(self) -> RolloutConfig | None:
+        """The settings of the engine; None if the run samples nothing."""
+        return None
+
+    @property
+    def server_placement(self) -> Placement:
+        """The GPUs of its servers."""
+        return Placement.separate
 
     def models(self) -> list[UsedModel]:
         """Every model that a component loads, the trained one first."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aligner.data.collate import token_batch
 from aligner.errors import RequestRejected, ServerError, ServerTimeout
 from aligner.servers import wire
 from aligner.servers.access import Access
@@ -37,7 +38,6 @@ from aligner.servers.payloads import (
     position,
 )
 from aligner.servers.registry import Registration, current_attempt
-from aligner.servers.services import padded_tokens
 from aligner.servers.worker_thread import WorkerThreads, combine
 from aligner.types import Rollout, Scores, TokenBatch, ValueBatch
 from aligner.types.rows import num_rows, select_rows
@@ -172,7 +172,7 @@ class RewardClient:
     def attributes(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """All scores of token sequences, float32 [B, K], as the model gives them. Waits for them; raises the error of a failed request."""
         piece = self._config.rows_per_request
-        parts = [wire.RewardRequest(batch=padded_tokens(rows[start : start + piece])) for start in range(0, len(rows), piece)]
+        parts = [wire.RewardRequest(batch=token_batch(rows[start : start + piece], 0)) for start in range(0, len(rows), piece)]
         pieces = [self._threads.submit(lambda part=part: self._asked(part)) for part in parts]
         return torch.cat([one.result() for one in pieces])
 
@@ -187,7 +187,8 @@ class RewardClient:
         if self._texts is not None:
             prompts, responses, answers = zip(*(self._texts(rollout) for rollout in rollouts), strict=True)
             texts = wire.RewardTexts(prompts=list(prompts), responses=list(responses), answers=list(answers))
-        scores = self._asked(wire.RewardRequest(batch=padded_tokens([rollout.tokens for rollout in rollouts]), texts=texts))
+        batch = token_batch([rollout.tokens for rollout in rollouts], 0, extras=[rollout.all_extras for rollout in rollouts])
+        scores = self._asked(wire.RewardRequest(batch=batch, texts=texts))
         if self._reduce is not None:
             return self._reduce(scores)
         if scores.shape[1] != 1:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aligner.data.collate import token_batch
 from aligner.protocols import Loss, Trainable
 from aligner.servers.intake import Operation
 from aligner.servers.ledger import Ledger
@@ -136,7 +137,7 @@ class RewardService:
 
     def _encoded(self, texts: RewardTexts) -> TokenBatch:
         rows = [self._encode(prompt + response) for prompt, response in zip(texts.prompts, texts.responses, strict=True)]
-        return padded_tokens(rows)
+        return token_batch(rows, 0)
 
 
 class FunctionRewardService:
@@ -171,12 +172,3 @@ class FunctionRewardService:
     def _decoded(self, batch: TokenBatch) -> RewardTexts:
         responses = [self._decode(row[:length]) for row, length in zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)]
         return RewardTexts(prompts=[""] * len(responses), responses=responses, answers=[None] * len(responses))
-
-
-def padded_tokens(rows: Sequence[Sequence[int]]) -> TokenBatch:
-    """Rows of token ids, padded right with 0 to the longest."""
-    lengths = [len(row) for row in rows]
-    tokens = torch.zeros((len(rows), max(lengths)), dtype=torch.int64)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
-    return TokenBatch(tokens=tokens, lengths=torch.tensor(lengths, dtype=torch.int64))

@@ -30,7 +30,8 @@ from aligner.servers.payloads import (
     check_mark,
     digest_of,
 )
-from aligner.types import TokenBatch, ValueBatch
+from aligner.types import Batch, RowTensor, TokenBatch, ValueBatch
+from aligner.types.extras import KINDS
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -89,13 +90,21 @@ def _shape_text(shape: tuple[str | int, ...]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """One Triton model. `decode` turns checked arrays into the typed payload; `encode` turns a handler's result into the reply."""
+    """One Triton model. `decode` turns checked arrays into the typed payload; `encode` turns a handler's result into the reply.
+
+    `tensors` are its inputs beside the extras that accompany tokens.
+    """
 
     name: str
-    inputs: tuple[TensorSpec, ...]
+    tensors: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     decode: Callable[[Arrays, RequestLimits], Payload]
     encode: Callable[[Payload, Result], dict[str, np.ndarray]]
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor that a request may have."""
+        return (*self.tensors, *_extra_specs()) if "tokens" in (spec.name for spec in self.tensors) else self.tensors
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -110,9 +119,30 @@ class Endpoint:
 # ---- requests ------------------------------------------------------------------------------------------------------------------------
 
 
-def encode_tokens(batch: TokenBatch) -> dict[str, np.ndarray]:
-    """tokens int64 [B, S], sequence_lengths int64 [B, 1]."""
-    return {"tokens": batch.tokens.cpu().numpy(), "sequence_lengths": batch.lengths.cpu().numpy().reshape(-1, 1)}
+def _sent() -> dict[str, type[RowTensor]]:
+    """The kinds of extras that servers are sent, by the name of the tensor."""
+    return {f"extras.{name}": kind for name, kind in KINDS.items() if kind.is_sent}
+
+
+def _extra_specs() -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(name=name, dtype=_wire_dtype(kind), shape=("B", *("S" * kind.per_token), *(kind.shape or ())), optional=True)
+        for name, kind in _sent().items()
+    )
+
+
+def _wire_dtype(kind: type[RowTensor]) -> str:
+    return "float32" if kind.dtypes[0].is_floating_point else "int64"
+
+
+def encode_tokens(batch: Batch) -> dict[str, np.ndarray]:
+    """tokens int64 [B, S], sequence_lengths int64 [B, 1], and the extras that are sent."""
+    extras = {name: (kind, batch.extras[kind.name].data) for name, kind in _sent().items() if kind.name in batch.extras}
+    return {
+        "tokens": batch.tokens.cpu().numpy(),
+        "sequence_lengths": batch.lengths.cpu().numpy().reshape(-1, 1),
+        **{name: data.to("cpu", getattr(torch, _wire_dtype(kind))).numpy() for name, (kind, data) in extras.items()},
+    }
 
 
 def decode_tokens(arrays: Arrays, limits: RequestLimits) -> TokenBatch:
@@ -124,13 +154,14 @@ def decode_tokens(arrays: Arrays, limits: RequestLimits) -> TokenBatch:
     low, high = int(lengths.min()), int(lengths.max())
     if low < 1 or high > tokens.shape[1]:
         raise ValueError(f"sequence_lengths: from {low} to {high}; allowed are 1 to {tokens.shape[1]}, the width of tokens")
-    return TokenBatch(tokens=torch.from_numpy(tokens.copy()), lengths=torch.from_numpy(lengths.copy()))
+    extras = {kind.name: kind(torch.from_numpy(arrays[name].copy()).to(kind.dtypes[0])) for name, kind in _sent().items() if name in arrays}
+    return TokenBatch(tokens=torch.from_numpy(tokens.copy()), lengths=torch.from_numpy(lengths.copy()), extras=extras)
 
 
 def encode_value_batch(batch: ValueBatch) -> dict[str, np.ndarray]:
     """The tensors of a value batch, of which its digest is made: the loss mask travels as float32 zeros and ones."""
     return {
-        **encode_tokens(TokenBatch(tokens=batch.tokens, lengths=batch.lengths)),
+        **encode_tokens(batch),
         "returns": batch.returns.cpu().numpy(),
         "prev_values": batch.old_values.cpu().numpy(),
         "mask": batch.loss_mask.cpu().numpy().astype(np.float32),
@@ -170,6 +201,7 @@ def decode_train(arrays: Arrays, limits: RequestLimits) -> TrainRequest:
     batch = ValueBatch(
         tokens=tokens.tokens,
         lengths=tokens.lengths,
+        extras=tokens.extras,
         loss_mask=torch.from_numpy(mask > 0),
         old_values=torch.from_numpy(arrays["prev_values"].copy()),
         returns=torch.from_numpy(arrays["returns"].copy()),
@@ -185,7 +217,7 @@ def _identity(arrays: Arrays) -> TrainIdentity:
         digest=_one_text("digest", arrays),
         previous=_one_text("previous", arrays),
     )
-    found = digest_of({name: arrays[name] for name in VALUE_BATCH})
+    found = digest_of({name: array for name, array in arrays.items() if name in {*VALUE_BATCH, *_sent()}})
     if found != identity.digest:
         raise ValueError(f"digest: {identity.digest}, but that of the tensors is {found}")
     return identity
@@ -359,14 +391,14 @@ VALUE_BATCH = tuple(spec.name for spec in _VALUE_BATCH)
 
 CRITIC_INFER = Endpoint(
     name="critic_infer",
-    inputs=(*_TOKENS, _AFTER),
+    tensors=(*_TOKENS, _AFTER),
     outputs=(TensorSpec(name="values", dtype="float32", shape=("B", "S")),),
     decode=decode_values_request,
     encode=encode_values,
 )
 CRITIC_TRAIN = Endpoint(
     name="critic_train",
-    inputs=(
+    tensors=(
         *_VALUE_BATCH,
         _STEP,
         TensorSpec(name="part", dtype="int64", shape=(1,)),
@@ -379,21 +411,21 @@ CRITIC_TRAIN = Endpoint(
 )
 CRITIC_SAVE = Endpoint(
     name="critic_save",
-    inputs=(_STEP, _AFTER, TensorSpec(name="wait", dtype="int64", shape=(1,), optional=True)),
+    tensors=(_STEP, _AFTER, TensorSpec(name="wait", dtype="int64", shape=(1,), optional=True)),
     outputs=(TensorSpec(name="path", dtype="bytes", shape=(1,)),),
     decode=decode_save,
     encode=encode_saved,
 )
 CRITIC_STATUS = Endpoint(
     name="critic_status",
-    inputs=(_RUN, TensorSpec(name="adopt", dtype="bytes", shape=(1,), optional=True)),
+    tensors=(_RUN, TensorSpec(name="adopt", dtype="bytes", shape=(1,), optional=True)),
     outputs=(TensorSpec(name="status", dtype="bytes", shape=(1,)),),
     decode=decode_status_request,
     encode=encode_status,
 )
 REWARD_MODEL = Endpoint(
     name="reward_model",
-    inputs=(
+    tensors=(
         TensorSpec(name="tokens", dtype="int64", shape=("B", "S"), optional=True),
         TensorSpec(name="sequence_lengths", dtype="int64", shape=("B", 1), optional=True),
         *(TensorSpec(name=name, dtype="bytes", shape=("B", 1), optional=True) for name in ("sentences", "prompts", "responses", "answers")),

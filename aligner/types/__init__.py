@@ -9,7 +9,6 @@ False on prompt and padding.
 from __future__ import annotations
 
 from aligner.types.batches import (
-    UNROUTED,
     Batch,
     DistillationBatch,
     LabeledBatch,
@@ -22,9 +21,9 @@ from aligner.types.batches import (
     TokenBatch,
     TokenOutputs,
     ValueBatch,
-    no_expert,
-    route_dtype,
 )
+from aligner.types.episodes import Episode, EpisodeRows
+from aligner.types.extras import Routes, RowTensor, no_expert, route_dtype
 from aligner.types.rollouts import (
     FinishReason,
     LogprobKind,
@@ -36,9 +35,10 @@ from aligner.types.rollouts import (
 )
 
 __all__ = [
-    "UNROUTED",
     "Batch",
     "DistillationBatch",
+    "Episode",
+    "EpisodeRows",
     "FinishReason",
     "LabeledBatch",
     "LogprobKind",
@@ -49,6 +49,8 @@ __all__ = [
     "Prompt",
     "Rollout",
     "RolloutBatch",
+    "Routes",
+    "RowTensor",
     "SampleRow",
     "SamplingConfig",
     "Scores",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.types.batches import check_tensors
+from aligner.types.extras import check_rows
 
 
 class FinishReason(str, Enum):
@@ -35,6 +36,7 @@ class Prompt:
     """One prompt: `id` is its position in the data set (stable across epochs and resumes), `source` is `file:line`.
 
     For reward functions: `columns` are the fields of its record, `messages` its turns as chat templates read them, if it is a conversation.
+    `extras`: see `aligner.types.extras`.
     """
 
     id: int
@@ -44,6 +46,10 @@ class Prompt:
     answer: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     messages: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+    extras: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_rows(self.extras, len(self.tokens))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +61,7 @@ class Rollout:
     wrote; those of the environment have log-prob 0 and are never learnt from. `reward` is the environment's, where it gives one, and
     `counts` what it counted; where it `failed` (and by option did not end the run) there is no reward.
 
-    `routes`, where the engine records them: the experts that it chose for each token but the last, after which nothing was computed;
-    uint8 or int16 [T - 1, layers, k] (`route_dtype`).
+    `extras` are what the engine recorded of prompt and response together (`aligner.types.extras`); the prompt has its own.
     """
 
     prompt: Prompt
@@ -72,11 +77,10 @@ class Rollout:
     reward: float | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     failed: bool = False
-    routes: Tensor | None = field(default=None, repr=False, compare=False)
+    extras: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.routes is not None and len(self.routes) != len(self.tokens) - 1:
-            raise ValueError(f"Rollout.routes has {len(self.routes)} entries for {len(self.tokens)} tokens; the last has none")
+        check_rows(self.extras, len(self.tokens))
         if len(self.response) != len(self.logprobs):
             raise ValueError(f"Rollout.logprobs has {len(self.logprobs)} entries for {len(self.response)} response tokens")
         if self.written is not None and len(self.written) != len(self.response):
@@ -86,6 +90,11 @@ class Rollout:
     def tokens(self) -> tuple[int, ...]:
         """Prompt and response."""
         return self.prompt.tokens + self.response
+
+    @property
+    def all_extras(self) -> dict[str, Tensor]:
+        """The prompt's, and the engine's in place of those of the same kind."""
+        return {**self.prompt.extras, **self.extras}
 
     @property
     def num_written(self) -> int:
@@ -157,7 +166,7 @@ class Scores:
 
     A row that is not valid has no reward (it failed, by option, instead of ending the run): nothing is learnt from it, and it is counted.
     A reward that is not finite in a valid row is the guard's business (`guard.reward`). Of the rows that are not valid those in `silent`
-    (bool [B]) are ones of which the judge has nothing to say: a sum goes on without it.
+    (bool [B]) are ones that the judge abstains from: a sum continues without it.
     """
 
     rewards: Tensor

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from aligner.types import (
-    Batch,
-    DistillationBatch,
-    LabeledBatch,
-    PolicyBatch,
-    PreferenceBatch,
-    RolloutBatch,
-    StepBatch,
-    TokenBatch,
-    ValueBatch,
-)
-from aligner.types.batches import FIELDS
+from aligner.types.batches import FIELDS, Batch, tensors_of
+from aligner.types.extras import RowTensor
+
+BatchT = TypeVar("BatchT", bound=Batch)
 
 
 def num_rows(batch: Batch) -> int:
@@ -27,47 +20,36 @@ def num_rows(batch: Batch) -> int:
     return batch.tokens.shape[0]
 
 
-BatchT = TypeVar("BatchT", TokenBatch, RolloutBatch, PolicyBatch, ValueBatch, PreferenceBatch, LabeledBatch, StepBatch, DistillationBatch)
-
-
 def select_rows(batch: BatchT, start: int, stop: int) -> BatchT:
     """Rows `start` to `stop` of every tensor; fields of one entry per pair are sliced by pair."""
     rows = num_rows(batch)
-    parts: dict[str, Any] = {}
-    for f in fields(batch):
-        tensor: Tensor | None = getattr(batch, f.name)
-        if tensor is None:
-            parts[f.name] = None
-        else:
-            per = rows // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
-            parts[f.name] = tensor[start // per : stop // per]
-    return type(batch)(**parts)
+
+    def part(name: str, tensor: Tensor) -> Tensor:
+        per = rows // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
+        return tensor[start // per : stop // per]
+
+    return _mapped(batch, part, lambda extra: extra.take(slice(start, stop)))
 
 
 def take_rows(batch: BatchT, rows: Tensor) -> BatchT:
     """The rows with these numbers (int64), in this order; where fields have one entry per pair, `rows` names whole pairs."""
-    parts: dict[str, Any] = {}
-    for f in fields(batch):
-        tensor: Tensor | None = getattr(batch, f.name)
-        if tensor is not None:
-            per = num_rows(batch) // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
-            tensor = tensor[rows if per == 1 else rows[::per] // per]
-        parts[f.name] = tensor
-    return type(batch)(**parts)
 
+    def part(name: str, tensor: Tensor) -> Tensor:
+        per = num_rows(batch) // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
+        return tensor[rows if per == 1 else rows[::per] // per]
 
-_PER_TOKEN = {name for name, (_, axes) in FIELDS.items() if "S" in axes}
+    return _mapped(batch, part, lambda extra: extra.take(rows))
 
 
 def trim_columns(batch: BatchT, width: int) -> BatchT:
     """The first `width` columns of every [B, S] (and [B, S, K]) tensor; narrower batches are padded with zeros (False) up to it."""
-    parts: dict[str, Any] = {}
-    for f in fields(batch):
-        tensor: Tensor | None = getattr(batch, f.name)
-        if tensor is not None and f.name in _PER_TOKEN:
-            tensor = pad_columns(tensor, width) if tensor.shape[1] < width else tensor[:, :width]
-        parts[f.name] = tensor
-    return type(batch)(**parts)
+
+    def part(name: str, tensor: Tensor) -> Tensor:
+        if "S" not in FIELDS[name][1]:
+            return tensor
+        return pad_columns(tensor, width) if tensor.shape[1] < width else tensor[:, :width]
+
+    return _mapped(batch, part, lambda extra: extra.trimmed(width))
 
 
 def pad_columns(tensor: Tensor, width: int) -> Tensor:
@@ -77,11 +59,16 @@ def pad_columns(tensor: Tensor, width: int) -> Tensor:
 
 def to_device(batch: BatchT, device: torch.device) -> BatchT:
     """The same batch with every tensor on `device`."""
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    parts: dict[str, Any] = {name: tensor if tensor is None else upload(tensor, device) for name, tensor in tensors.items()}
-    return type(batch)(**parts)
+    return _mapped(batch, lambda _, tensor: upload(tensor, device), lambda extra: type(extra)(upload(extra.data, device)))
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on `device`; to a GPU from page-locked memory, so that the host does not wait for what the GPU has to do before."""
     return tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _mapped(batch: BatchT, of_field: Callable[[str, Tensor], Tensor], of_extra: Callable[[RowTensor], RowTensor]) -> BatchT:
+    """A batch of the same class whose tensors and extras these functions return."""
+    tensors = {name: of_field(name, tensor) for name, tensor in tensors_of(batch).items()}
+    extras = {name: of_extra(extra) for name, extra in batch.extras.items()}
+    return replace(batch, extras=extras, **tensors)

@@ -212,7 +212,8 @@ def sampled_ahead(directory: Path, topology, parallel, inputs: dict) -> None:
     from aligner.loop.loop import Clock
     from aligner.losses.sft import sft_loss
     from aligner.online.async_rollout_source import AsyncRolloutSource
-    from aligner.online.task import OnlineTask
+    from aligner.online.collect import Scorers
+    from aligner.online.task import OnlineTask, Validation
     from aligner.parallel.collectives import gather_objects
     from aligner.rollout.config import AsynchronousConfig, RolloutConfig
     from aligner.rollout.create import create_engine
@@ -224,8 +225,15 @@ def sampled_ahead(directory: Path, topology, parallel, inputs: dict) -> None:
     engine = create_engine(policy, RolloutConfig(sampling=sampling, max_batch_size=4, asynchronous=ahead), eos_id=2)
     prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
     order = EpochSampler(len(prompts), 4, seed=1)
-    parts = {"engine": engine, "reference": None, "reward": Lengths(), "topology": topology, "train": prompts, "order": order}
-    rest = {"validation": [], "validation_sampling": sampling, "validation_scorer": None, "decode": str, "pad_id": 0, "seed": 3}
+    parts = {
+        "engine": engine,
+        "reference": None,
+        "judges": Scorers(reward=Lengths()),
+        "topology": topology,
+        "train": prompts,
+        "order": order,
+    }
+    rest = {"validation": Validation(sampling=sampling), "decode": str, "seed": 3}
     rounds = AsyncRolloutSource(OnlineTask(**parts, **rest, max_response_length=24), 2, ahead, engine.gate, last=4)
     gate, steps = engine.gate, Counter()
     between_steps, num_holds = gate.between_steps, gate._wanted

@@ -36,7 +36,7 @@ class Spec:
 
 
 def make_batch(kind: str):
-    from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, StepBatch, ValueBatch
+    from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, Routes, StepBatch, ValueBatch
 
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(3, VOCAB, (ROWS, WIDTH), generator=generator)
@@ -52,7 +52,7 @@ def make_batch(kind: str):
         routes = torch.rand(ROWS, WIDTH, 4, 4, generator=generator).argsort(dim=3)[..., :2].to(torch.uint8)
         routes[5, :4] = routes[0, :4]  # these two share a prompt, rows 0, 1 and 6 have other experts for the same one
         routes[positions + 1 >= lengths[:, None]] = 255
-        return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1], routes=routes)
+        return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1], extras={"routes": Routes(routes)})
     if kind == "ppo":
         return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1])
     if kind == "objectives":  # an advantage per response; ratios on both sides of every clip range

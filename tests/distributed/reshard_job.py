@@ -51,7 +51,7 @@ def generate(engine, inputs: dict) -> dict[int, tuple]:
 
     prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
     rollouts = [rollout for part in engine.generate(prompts, inputs["seeds"]) for rollout in part]
-    experts = {r.seed: None if r.routes is None else r.routes.sort().values.tolist() for r in rollouts}
+    experts = {r.seed: r.extras["routes"].sort().values.tolist() if r.extras else None for r in rollouts}
     return {r.seed: (r.response, r.logprobs, r.finish_reason.value, r.policy_version, experts[r.seed]) for r in rollouts}
 
 

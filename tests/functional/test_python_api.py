@@ -71,7 +71,7 @@ def test_a_function_with_what_it_closes_over_is_the_reward(sft: aligner.Result, 
     [
         ({"learning_rate": 3}, ConfigError, "unknown setting learning_rate in 'learning_rate=3': did you mean optimizer.lr?"),
         ({"max_steps": -1}, ConfigError, "loop.max_steps=-1: must be at least 1"),
-        ({"data": [3]}, ConfigError, "data.train: row 0 is no mapping of names to texts and numbers"),
+        ({"data": [3]}, ConfigError, "data.train: row 0 is not a mapping of names to texts and numbers"),
         ({"data": [{"promt": "3+4=", "response": "7"}]}, AlignerError, "data_train.jsonl:1"),
     ],
 )

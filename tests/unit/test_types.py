@@ -150,5 +150,5 @@ def test_loss_output_is_a_scalar_sum_and_an_integer_count():
         (torch.tensor(1.0), torch.tensor(3.0)),
         (torch.tensor(1.0), torch.tensor([3])),
     ):
-        with pytest.raises(ValueError, match="LossOutput wants"):
+        with pytest.raises(ValueError, match="LossOutput needs a scalar total"):
             LossOutput(total=total, count=count, metrics={})

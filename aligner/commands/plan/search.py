@@ -21,7 +21,6 @@ from aligner.cluster.config import Placement
 from aligner.commands.parts import LaunchOptions
 from aligner.commands.plan.command import DOES_NOT_FIT, components, load, plan_config, with_lengths
 from aligner.commands.plan.outputs import Outputs
-from aligner.commands.programs import placement_of
 from aligner.commands.slurm import launch_slurm
 from aligner.errors import ConfigError
 from aligner.losses.correction import Correction
@@ -152,7 +151,7 @@ class _Search:
     def _of_config(self) -> int:
         """GPUs of the config's own job."""
         found = [one.num_ranks for one in components(self.config, checked=False) if not one.within]
-        most = max(found) if placement_of(self.config) is Placement.colocated else sum(found)
+        most = max(found) if self.config.server_placement is Placement.colocated else sum(found)
         node = self.space.cluster.gpus_per_node
         return most if most <= node else most // node * node
 
@@ -224,7 +223,7 @@ def _arrangements(config: JobRun, space: Space) -> Iterator[Arrangement]:
     combines = critic is not None and len(served) + len(guests) > 1
     staleness = config.rollout.asynchronous.max_staleness if has_engine else 0
     now: dict[str, Any] = {
-        "placement": placement_of(config),
+        "placement": config.server_placement,
         "critic.with_reward": critic is not None and critic.with_reward,
         STALENESS: staleness,
     }

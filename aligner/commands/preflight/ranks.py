@@ -100,7 +100,7 @@ def judge_config(context: Context, seen: Mapping[int, str]) -> Finding:
 
 def _chosen_engine(config: JobRun) -> str:
     """The choice of `rollout.engine=auto`, with the reason; what TensorRT-LLM loses with the run's settings; else empty."""
-    rollout = getattr(config, "rollout", None)
+    rollout = config.sampler
     if rollout is not None and rollout.engine == EngineKind.tensorrt_llm:
         return graphs_lost(rollout.tensorrt_llm.cuda_graphs, offload=rollout.offload)
     if rollout is None or rollout.engine != EngineKind.auto:

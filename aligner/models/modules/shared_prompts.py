@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aligner.parallel.context import chunk_numbers
 from aligner.parallel.mcore import PackedSeqParams
-from aligner.types import UNROUTED, Batch, MaskedBatch, TokenBatch
+from aligner.types import Batch, MaskedBatch
 from aligner.types.rows import upload
 
 
@@ -66,7 +66,7 @@ class SegmentedPackedSeqParams(PackedSeqParams):
 def segments_of(batch: Batch, *, share: bool) -> list[Segment]:
     """The packed input of a micro-batch, in order: whole rows, and where `share` asks for it each family's prompt before its rows."""
     lengths = batch.lengths.tolist()
-    shared = _shared_with_row_before(batch) if share and not isinstance(batch, TokenBatch) else [0] * len(lengths)
+    shared = _shared_with_row_before(batch) if share and isinstance(batch, MaskedBatch) else [0] * len(lengths)
     found: list[Segment] = []
     prefix: int | None = None
     for row, length in enumerate(lengths):
@@ -83,12 +83,11 @@ def segments_of(batch: Batch, *, share: bool) -> list[Segment]:
 def prompt_keys(batch: MaskedBatch) -> list[object]:
     """A row's (prompt length, prompt); the row's own number where it has no prompt of two tokens or more before what a loss looks at.
 
-    Prompts whose shared tokens went to other experts are not the same.
+    Prompts whose shared tokens have other extras, such as other experts, are not the same.
     """
     first = batch.loss_mask.int().argmax(dim=1).tolist()  # 0 too where nothing is looked at
     tokens = batch.tokens.cpu().numpy()
-    routes = None if isinstance(batch, UNROUTED) or batch.routes is None else batch.routes.cpu().numpy()
-    kept = [b"" if routes is None else routes[row, : max(stop - 1, 0)].tobytes() for row, stop in enumerate(first)]
+    kept = [b"".join(extra.prompt_key(row, stop) for extra in batch.extras.values()) for row, stop in enumerate(first)]
     return [(stop, tokens[row, :stop].tobytes() + kept[row]) if stop > 1 else row for row, stop in enumerate(first)]
 
 

@@ -18,7 +18,7 @@ from aligner.parallel import platform
 from aligner.parallel.mcore import DistributedDataParallel, get_forward_backward_func
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Metric, merge
-from aligner.types import UNROUTED, Batch, TokenBatch, TokenOutputs
+from aligner.types import Batch, MaskedBatch, Routes, TokenOutputs
 from aligner.types.rows import take_rows, to_device, trim_columns, upload
 
 
@@ -56,10 +56,9 @@ def cut(batch: Batch, rows: Sequence[Sequence[int]], splits: Splits, *, count: i
 
 
 def _micro_batch(part: Batch, splits: Splits, shape: tuple[int, int] | None, *, filler: bool) -> MicroBatch:
-    placement, routes = place(part, splits, shape=shape), None if isinstance(part, UNROUTED) else part.routes
-    if routes is not None:
-        part = replace(part, routes=None)  # no loss reads them
-        routes = None if filler else in_slots(routes, placement)
+    placement, recorded = place(part, splits, shape=shape), part.extras.get(Routes.name)
+    part = replace(part, extras={name: extra for name, extra in part.extras.items() if extra is not recorded})  # no loss reads routes
+    routes = None if recorded is None or filler else in_slots(recorded.data, placement)
     device = platform.device()
     return MicroBatch(batch=to_device(part, device), host=part, placement=placement.to(device), filler=filler, routes=routes)
 
@@ -68,7 +67,7 @@ def _filler(batch: Batch, unit: int) -> Batch:
     """One unit of rows of one token, none of which a loss counts."""
     part = trim_columns(take_rows(batch, torch.arange(unit)), 1)
     part = replace(part, lengths=torch.ones_like(part.lengths))
-    return part if isinstance(part, TokenBatch) else replace(part, loss_mask=torch.zeros_like(part.loss_mask))
+    return replace(part, loss_mask=torch.zeros_like(part.loss_mask)) if isinstance(part, MaskedBatch) else part
 
 
 def forward(chunks: list[Any], parts: list[MicroBatch], outputs: Outputs) -> list[TokenOutputs]:

@@ -21,12 +21,12 @@ from aligner.parallel import platform
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Metric
 from aligner.types import (
-    UNROUTED,
     Batch,
     DistillationBatch,
     LabeledBatch,
     MaskedBatch,
     PreferenceBatch,
+    Routes,
     StepBatch,
     TokenBatch,
     TokenOutputs,
@@ -183,7 +183,7 @@ class ReferencePolicy:
 
 def _own_routes(batch: MaskedBatch) -> MaskedBatch:
     """The batch without its sampler's."""
-    return batch if isinstance(batch, UNROUTED) else replace(batch, routes=None)
+    return replace(batch, extras={name: extra for name, extra in batch.extras.items() if name != Routes.name})
 
 
 class MegatronValueModel(_Trained):

@@ -35,7 +35,7 @@ from aligner.parallel.micro_batches import Family, MicroBatching, Plan, plan, pl
 from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Max, Mean, Metric, Sum, without_values
-from aligner.types import UNROUTED, Batch, LossOutput, MaskedBatch, PreferenceBatch, TokenBatch, TokenOutputs
+from aligner.types import Batch, LossOutput, MaskedBatch, PreferenceBatch, Routes, TokenBatch, TokenOutputs
 from aligner.types.rows import num_rows, pad_columns
 
 
@@ -279,7 +279,7 @@ class TrainableModel:
 
     def _metrics(self, batch: Batch, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """Those of the loss, reduced, and the routers'."""
-        has_routes = not isinstance(batch, UNROUTED) and batch.routes is not None
+        has_routes = Routes.name in batch.extras
         return self._reduce(metrics) | self.auxiliary.metrics() | (take_metrics(routers(self.chunks)) if has_routes else {})
 
     def _reduce(self, metrics: dict[str, Metric]) -> dict[str, Metric]:

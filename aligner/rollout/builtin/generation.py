@@ -33,7 +33,7 @@ from aligner.rollout.builtin.sampling import FusedDraw, Sampler
 from aligner.rollout.builtin.scheduler import Counters, PagePool, Prefix, Response, Scheduler, copies, seat_copies
 from aligner.rollout.engine import GenRequest, GenResult, Work
 from aligner.rollout.engine.gate import Gate
-from aligner.types import FinishReason, LogprobKind, SamplingConfig
+from aligner.types import FinishReason, LogprobKind, Routes, SamplingConfig
 
 _REFILL_PART = 8  # prompts are computed when this part of the seats is free, or all that wait can have one
 
@@ -341,5 +341,5 @@ def _result(ended: Ended) -> GenResult:
         finish_reason=FinishReason.stop if ended.stopped else FinishReason.length,
         weight_version=versions[-1][1],
         versions=versions if len(versions) > 1 else (),
-        routes=ended.response.routes,
+        extras={} if ended.response.routes is None else {Routes.name: ended.response.routes},
     )

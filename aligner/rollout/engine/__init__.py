@@ -10,8 +10,8 @@ The lifecycle drives an `Engine`: the built-in one (`aligner.rollout.builtin.meg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -80,6 +80,7 @@ class GenRequest:
     tokens: tuple[int, ...]
     seed: int
     limit: int | None = None  # the most tokens of this response, if fewer than the sampling allows
+    extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False)  # the prompt's (`aligner.types.extras`)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +89,7 @@ class GenResult:
     both.
 
     If the weights changed meanwhile, `versions` has (number of the first token, version) for each stretch from the same weights, and
-    `weight_version` is the last one's; else it is empty. `routes`: see `aligner.types.Rollout`.
+    `weight_version` is the last one's; else it is empty. `extras`: see `aligner.types.Rollout`.
     """
 
     index: int
@@ -99,7 +100,7 @@ class GenResult:
     weight_version: int
     raw_logprobs: tuple[float, ...] | None = None
     versions: tuple[tuple[int, int], ...] = ()
-    routes: Tensor | None = None
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "raw_logprobs"):

@@ -15,15 +15,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from aligner.errors import EngineError
 from aligner.parallel.collectives import broadcast_object
 from aligner.protocols import Exchange, FollowUp, Reply
 from aligner.rollout.engine import GenRequest, GenResult, Work
 from aligner.types import FinishReason, Prompt, Rollout
+from aligner.types.extras import continued
 
 BEAT_SECONDS = 5.0  # between messages to the other ranks from a leading rank that waits for its environment
 _SEED_BITS = 62
@@ -80,7 +79,8 @@ class _Episode:
     def request(self, index: int) -> GenRequest:
         """The request for the next turn."""
         tokens = (*self.prompt.tokens, *self.tokens)
-        return GenRequest(index=index, tokens=tokens, seed=turn_seed(self.seed, len(self.turns) + 1), limit=self.room)
+        seed = turn_seed(self.seed, len(self.turns) + 1)
+        return GenRequest(index=index, tokens=tokens, seed=seed, limit=self.room, extras=self.prompt.extras)
 
     def rollout(self, *, is_done: bool, failed: bool) -> Rollout:
         """The whole episode. It counts as cut if its last turn was cut, or if the environment was not done."""
@@ -101,14 +101,8 @@ class _Episode:
             reward=self.reward,
             counts=self.counts,
             failed=failed,
-            routes=self._routes(),
+            extras=continued([turn.extras for turn in self.turns]),  # of a token's first turn: a later one may have computed it again
         )
-
-    def _routes(self) -> Tensor | None:
-        """Each token's routes in its first turn: a later turn may have computed them again."""
-        turns = [turn.routes for turn in self.turns if turn.routes is not None]
-        known = [0, *(len(routes) for routes in turns)]
-        return torch.cat([routes[start:] for routes, start in zip(turns, known, strict=False)]) if turns else None
 
     def _extend(self, tokens: Sequence[int], logprobs: Sequence[float], *, is_written: bool) -> None:
         self.tokens += tokens

@@ -177,7 +177,7 @@ class PhasedEngine:
                 length, context = len(prompt.tokens), self.engine.max_sequence_length
                 raise EngineError(f"{prompt.source}: a prompt of {length} tokens leaves no room in the context of {context}")
         requests = [
-            GenRequest(index=index, tokens=prompt.tokens, seed=seed)
+            GenRequest(index=index, tokens=prompt.tokens, seed=seed, extras=prompt.extras)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         sampling = sampling or self.sampling
@@ -282,5 +282,5 @@ def _rollout(result: GenResult, prompt: Prompt, seed: int) -> Rollout:
         oldest_version=result.versions[0][1] if result.versions else None,
         seed=seed,
         logprob_kind=result.kind,
-        routes=result.routes,
+        extras=result.extras,
     )

@@ -25,27 +25,34 @@ def fakes() -> ModuleType:
 
 @pytest.fixture
 def make_task(topology, fakes) -> Callable:
-    """`make_task(log, num_prompts, batch_size, **fields)`: an OnlineTask whose reward is the prompt's id, in the data's own order."""
+    """`make_task(log, num_prompts, batch_size, held_out, **fields)`: an OnlineTask whose reward is the prompt's id, in the data's order.
+
+    `held_out`: fields of its `Validation`; `fields`: its own, or fields of its `Scorers`.
+    """
     from aligner.data.collate import EpochSampler
-    from aligner.online.task import OnlineTask
+    from aligner.models.training.guard import GuardConfig
+    from aligner.online.collect import Scorers
+    from aligner.online.task import OnlineTask, Validation
 
     def make(log: list[str], num_prompts: int = 4, batch_size: int = 4, **fields):
         prompts = [fakes.prompt(number) for number in range(num_prompts)]
         parts = {
             "engine": fakes.FakeEngine(log),
             "reference": fakes.FakePolicy([], level=-1.5),
-            "reward": fakes.FakeReward(lambda r: float(r.prompt.id)),
             "topology": topology,
             "train": prompts,
             "order": EpochSampler(num_prompts, batch_size, seed=1, shuffle=False),
-            "validation": prompts[:2],
-            "validation_sampling": "greedy",
-            "validation_scorer": None,
             "decode": str,
-            "pad_id": 9,
             "seed": 3,
             "max_response_length": 8,
         }
-        return OnlineTask(**(parts | fields))
+        judges = {
+            "reward": fakes.FakeReward(lambda r: float(r.prompt.id)),
+            "pad_id": 9,
+            "non_finite": fields.get("guard", GuardConfig()).reward,
+        }
+        judges |= {name: fields.pop(name) for name in ("reward", "shared", "heartbeat") if name in fields}
+        validation = Validation(**{"prompts": prompts[:2], "sampling": "greedy"} | fields.pop("held_out", {}))
+        return OnlineTask(judges=Scorers(**judges), validation=validation, **(parts | fields))
 
     return make

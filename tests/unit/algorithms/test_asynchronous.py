@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -242,7 +243,7 @@ def test_validation_waits_for_the_rounds_under_way(make_ahead):
     ahead = make_ahead()
     ahead.take(1)
     ahead.trained()
-    prompts = ahead.task.validation
+    prompts = ahead.task.validation.prompts
     collected = collect(ahead.engine, prompts, [0, 1], scorers=ahead.task.scorers())
     assert ahead.steps.steps == 3 * LENGTH  # rounds 1 and 2, then this
     assert [one.response for one in collected.rollouts] == [(1,) * LENGTH] * 2 and collected.ages is None
@@ -269,7 +270,7 @@ def test_errors_of_judges_and_of_the_engine_are_those_of_an_on_policy_run(make_a
             return fakes.failed(RewardError("the judge is gone"))
 
     ahead = make_ahead()
-    object.__setattr__(ahead.task, "reward", Broken())
+    object.__setattr__(ahead.task, "judges", replace(ahead.task.judges, reward=Broken()))
     with pytest.raises(RewardError, match="the judge is gone"):
         ahead.take(1)
 

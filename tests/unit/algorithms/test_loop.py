@@ -240,7 +240,7 @@ def test_a_dead_server_saves_the_last_whole_step() -> None:
     with pytest.raises(ServerUnreachable, match="critic is gone"):
         recorder.run(max_steps=9)
     assert recorder.events[-2:] == ["step 3", "rescue 2 2"]
-    assert recorder.notes == ["the run cannot go on after step 2 (critic is gone); saving that step"]
+    assert recorder.notes == ["the run cannot continue after step 2 (critic is gone); saving that step"]
 
 
 def test_a_server_that_dies_with_the_signal_does_not_cost_the_checkpoint() -> None:

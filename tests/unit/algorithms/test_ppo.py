@@ -275,13 +275,13 @@ def test_the_state_names_the_training_that_it_goes_with(fakes, make_task) -> Non
 
 def test_validation_is_greedy_and_judges_accuracy(fakes, make_task) -> None:
     log: list[str] = []
-    task = make_task(log, validation_scorer=fakes.FakeReward(lambda r: float(len(r.response) == 2)))
+    task = make_task(log, held_out={"scorer": fakes.FakeReward(lambda r: float(len(r.response) == 2))})
     algorithm = ppo(fakes, task, log)
     # Prompts 0 and 1: rewards 0 and 1, responses of 2 and 3 tokens.
     found = {"reward": 0.5, "response_length": 2.5, "truncated_fraction": 0.0, "accuracy": 0.5}
     assert algorithm.validate() == {f"validation/{name}": value for name, value in found.items()}
     assert task.engine.sampling == ["greedy"]
-    assert validate(make_task([], validation=[])) == {}
+    assert validate(make_task([], held_out={"prompts": []})) == {}
 
 
 @pytest.mark.parametrize(

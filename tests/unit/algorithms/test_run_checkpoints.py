@@ -11,9 +11,8 @@ import torch
 
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import CheckpointError, ConfigError, ServerUnreachable
-from aligner.loop.checkpointing import CRITIC, POLICY, CriticCheckpointer, RunCheckpointer, load_critic
+from aligner.loop.checkpointing import CRITIC, POLICY, CriticCheckpointer, RunCheckpointer, load_critic, newest_pair
 from aligner.loop.loop import BY_TIME
-from aligner.loop.pairs import newest_pair
 from aligner.models.checkpoint import checkpoint
 from aligner.models.checkpoint.files import complete_steps
 from aligner.models.training.optimizer import OptimizerConfig

@@ -158,7 +158,7 @@ def test_a_run_goes_on_from_the_newest_intact_checkpoint(session, policy, capsys
     assert keeper(session, policy.model).load() == (2, {"step": 2})
     said = capsys.readouterr().out
     assert "step_000004: weights/__0_" in said and "step_000003/aligner.json is damaged" in said
-    assert "The run goes on after step 2, the newest that is intact (run.damaged_checkpoint=fall_back)" in said
+    assert "The run continues after step 2, the newest that is intact (run.damaged_checkpoint=fall_back)" in said
     assert steps(session) == [1, 2] and (folder / "latest").read_text() == "step_000002\n"
     assert all((folder / f"damaged_step_00000{step}" / "weights").is_dir() for step in (3, 4))  # nothing is deleted
     assert keeper(session, policy.model).load() == (2, {"step": 2})
@@ -182,7 +182,7 @@ def test_a_run_does_not_begin_anew_by_itself(session, policy):
     for step in (1, 2):
         flip(folder / f"step_00000{step}")
     for _ in range(2):  # and none is set aside, or the second start would
-        with pytest.raises(CheckpointError, match="no intact checkpoint is left to go on from: .*step_000002.*step_000001.*to begin anew"):
+        with pytest.raises(CheckpointError, match="no intact checkpoint is left to continue from: .*step_000002.*step_000001"):
             keeper(session, policy.model).load()
 
 

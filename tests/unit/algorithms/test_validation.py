@@ -98,14 +98,17 @@ def task(make_task, fakes):
     """`task(config, reward, accuracy)`: over two held-out prompts."""
     from aligner.protocols import Replica
 
-    def make(config: ValidationConfig, reward=lambda number, length: float(length), accuracy=None):
+    def make(config: ValidationConfig, reward=lambda number, length: float(length), accuracy=None, **fields):
         return make_task(
             [],
             engine=Engine(Replica()),
             reward=Judge(fakes, reward),
-            validation_scorer=None if accuracy is None else Judge(fakes, accuracy),
-            validation_sampling=SamplingConfig(temperature=0.0, max_response_length=3),
-            validation_config=config,
+            held_out={
+                "scorer": None if accuracy is None else Judge(fakes, accuracy),
+                "sampling": SamplingConfig(temperature=0.0, max_response_length=3),
+                "config": config,
+                **fields,
+            },
         )
 
     return make
@@ -126,7 +129,7 @@ def test_greedy_alone(task) -> None:
 def test_the_greedy_responses_are_kept(task) -> None:
     """Of prompts 0 and 1, of 1 and 2 tokens."""
     kept = []
-    validate(replace(task(ValidationConfig(num_samples=2)), keep_samples=kept.append))
+    validate(task(ValidationConfig(num_samples=2), keep_samples=kept.append))
     assert [[(row.reward, row.finish_reason) for row in rows] for rows in kept] == [[(1.0, FinishReason.stop), (2.0, FinishReason.stop)]]
 
 

@@ -41,4 +41,4 @@ def test_a_directory_that_cannot_be_written_costs_the_samples(tmp_path: Path, ca
     session = make_session(tmp_path / "run")
     session.directory.validation.write_text("in the way")
     validation_samples(session)(ROWS)
-    assert "samples of a validation could not be written, the run goes on" in capsys.readouterr().out
+    assert "samples of a validation could not be written, the run continues" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """What every loss owes: padding changes nothing, an empty mask is a finite zero, and any split into micro-batches gives the same sums."""
 
 import math
-from dataclasses import fields
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,6 +20,7 @@ from aligner.losses.unpaired import kto_loss
 from aligner.losses.value import value_loss
 from aligner.telemetry.metrics import merge, values
 from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, StepBatch, TokenOutputs, ValueBatch
+from aligner.types.batches import tensors_of
 from aligner.types.rows import select_rows
 
 B, S, K = 6, 7, 3
@@ -93,7 +94,7 @@ def test_padding_changes_nothing(name):
     expected = loss(TokenOutputs(**outputs), batch)
     expected.total.backward()
     for garbage in (100.0, float("nan"), float("-inf")):
-        parts = {f.name: None if (x := getattr(batch, f.name)) is None else x.clone() for f in fields(batch)}
+        parts = {name: x.clone() for name, x in tensors_of(batch).items()}
         for part in TENSORS.get(kind, "").split():
             parts[part][padding] = garbage
         spoiled = {key: x.detach().clone() for key, x in outputs.items()}
@@ -102,7 +103,7 @@ def test_padding_changes_nothing(name):
         filler = padding.all(dim=1)
         spoiled["scores"][filler] = garbage
         spoiled = {key: x.requires_grad_() for key, x in spoiled.items()}
-        result = loss(TokenOutputs(**spoiled), kind(**parts))
+        result = loss(TokenOutputs(**spoiled), replace(batch, **parts))
         result.total.backward()
         assert result.total.item() == expected.total.item() and result.count.item() == expected.count.item()
         assert values(result.metrics) == values(expected.metrics)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from aligner.commands.preflight.models import check_model
 from hf_models import randomize
 from safetensors.torch import load_file, save_file
 
+from aligner.commands.preflight.models import check_model
 from aligner.errors import CheckpointError, ModelFilesError
 from aligner.models.config import ModelConfig
 from aligner.models.weights.weights import fp8, mxfp4, save_hf

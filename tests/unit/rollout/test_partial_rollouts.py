@@ -117,7 +117,9 @@ def test_any_schedule_of_new_weights(recompute):
             assert [start for start, _ in result.versions] == sorted({start for start, _ in result.versions})
             assert not result.versions or (result.versions[0][0], result.versions[-1][1]) == (0, result.weight_version)
             assert (list(result.tokens), list(result.logprobs)) == expected(requests[result.index], result, sampling)
-            sampled = result.routes.flatten().tolist()[len(requests[result.index].tokens) - 1 :]  # of the tokens before each of these
+            sampled = (
+                result.extras["routes"].flatten().tolist()[len(requests[result.index].tokens) - 1 :]
+            )  # of the tokens before each of these
             assert sampled == [version_at(result, number) for number in range(len(result.tokens))]
             partial += bool(result.versions)
         refits += generation.counters.refits

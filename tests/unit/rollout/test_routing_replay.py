@@ -11,7 +11,7 @@ from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.losses.sft import sft_loss
 from aligner.parallel import platform
-from aligner.types import LabeledBatch, RolloutBatch, SamplingConfig, no_expert
+from aligner.types import LabeledBatch, RolloutBatch, Routes, SamplingConfig, no_expert
 
 pytestmark = pytest.mark.usefixtures("topology")
 
@@ -47,7 +47,7 @@ def make(load_policy, directory, *, replays: bool):
 
 
 def labeled(batch: RolloutBatch) -> LabeledBatch:
-    return LabeledBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask, routes=batch.routes)
+    return LabeledBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask, extras=batch.extras)
 
 
 def shares(policy, batch: RolloutBatch) -> dict[str, float]:
@@ -74,7 +74,8 @@ def test_what_sampled_is_what_trains(family, hf_directory, load_policy, logprob_
     rollouts = sample(policy, prefill_chunk_tokens=6, kv_cache_tokens=96)
     for rollout, easily in zip(rollouts, sample(policy), strict=True):
         assert rollout.response == easily.response
-        assert rollout.routes.dtype == torch.uint8 and torch.equal(rollout.routes.sort().values, easily.routes.sort().values)
+        routes, easy = rollout.extras["routes"], easily.extras["routes"]
+        assert routes.dtype == torch.uint8 and torch.equal(routes.sort().values, easy.sort().values)
     batch = rollout_batch(rollouts, 0)
     assert float(logprob_gap(policy, rollouts).max()) < EXACT
     assert shares(policy, batch) == {MISMATCH: 0.0, REPLACED: 0.0}
@@ -184,9 +185,9 @@ def test_prompts_with_other_routes_are_not_shared(hf_directory, load_policy, sam
     batch = rollout_batch(sample(make(load_policy, hf_directory("mixtral"), replays=True)), 0)
 
     def number(changed: int | None) -> int:
-        routes = batch.routes.clone()
+        routes = batch.extras["routes"].data.clone()
         if changed is not None:
             routes[4, changed] = 3 - routes[4, changed]
-        return len(families(replace(batch, routes=routes), unit=1, capacity=1000))
+        return len(families(replace(batch, extras={"routes": Routes(routes)}), unit=1, capacity=1000))
 
     assert [number(None), number(20), number(21), number(30)] == [5, 6, 5, 5]
