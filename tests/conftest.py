@@ -20,6 +20,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import slurm_cluster  # noqa: E402
+import tiers  # noqa: E402
 from preloaded import ForkedProcess, Preloaded  # noqa: E402
 from preloaded import preloaded as preloaded_process  # noqa: E402
 
@@ -57,6 +58,14 @@ def _missing(mark: str) -> str | None:
     if mark == "shared":
         return None if SHARED_DATA.is_dir() else "no ../shared/data beside the checkout"
     return None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="write how long each test took into tests/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(tiers.Tiers(config), "tiers")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

@@ -181,8 +181,8 @@ def _program(command: object) -> tuple[list[str], int | None] | None:
         rest, number = rest[4:], signal.SIGTERM
         while rest[0] in _OPTIONS:
             rest = rest[1:]
-    ours = rest and rest[0].endswith(".py") and any(folder in Path(rest[0]).parents for folder in _PROGRAMS)
-    return (rest, number) if ours else None
+    script = rest and rest[0].endswith(".py") and any(folder in Path(rest[0]).parents for folder in _PROGRAMS)
+    return (rest, number) if script or rest[:2] == ["-m", "aligner.cli"] else None
 
 
 class _ForkingPopen(subprocess.Popen):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -69,12 +68,10 @@ def test_saved_state_is_the_state_in_memory_and_training_goes_on_the_same(name, 
         goes_on(run, saved, result, number, parallel, spec)
 
 
-LONG = pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="a minute: ALIGNER_LONG_TESTS=1 runs it")
+SLOW = ("lora_dp3", "ep2_dp3", "value_pp2_dp3")
 
 
-@pytest.mark.parametrize(
-    "name", ["dp3_bfloat16", "value_pp2_dp3", pytest.param("lora_dp3", marks=LONG), pytest.param("ep2_dp3", marks=LONG)]
-)
+@pytest.mark.parametrize("name", ["dp3_bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_an_optimizer_on_the_host_has_the_same_state_and_numbers(name, run):
     """And its ranks go on from the other one's checkpoint, and these from its, to the bit."""
     ranks, spec, _ = LAYOUTS[name]

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from resumed_runs import optimizer_and_weights, same_tensors
 from training_jobs import checkpoint_steps, launcher, ppo_settings, run_job, without_times, write_task
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LAUNCH = launcher("ppo")
 BACKGROUND = ("loop.save_every=1", "checkpoint.asynchronous=true", "checkpoint.keep=2")
 

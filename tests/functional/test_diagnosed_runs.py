@@ -96,6 +96,7 @@ def rewards(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROVOKED)
 def test_a_run_that_fails_in_silence(name: str, tmp_path: Path, rewards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected, *settings = PROVOKED[name]
@@ -108,6 +109,7 @@ def test_a_run_that_fails_in_silence(name: str, tmp_path: Path, rewards: Path, c
             assert f"diagnosis/{rule.name}" in recorded and said.count(f"warning: {rule.title}: ") == 1, rule.name
 
 
+@pytest.mark.slow
 def test_a_critic_that_does_not_learn(tmp_path: Path, rewards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [*ppo_settings(tmp_path), f"reward.function.path={rewards}:growing", "reward.serve=false"]
     settings += ["algorithm.rollouts_per_step=32", "algorithm.mini_batch_size=32", "critic.mini_batch_size=32", "critic.optimizer.lr=1e-9"]

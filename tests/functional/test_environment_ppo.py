@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from training_jobs import launcher, metrics_of, ppo_settings, run_job, script, series, tiny_settings, write_task
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FUNCTIONS = """
 def digits(prompts, responses, answers):

@@ -17,6 +17,7 @@ from training_jobs import ROOT, steps_of, write_task
 
 IMAGE = os.environ.get("ALIGNER_TEST_IMAGE", "")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.slurm,
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("apptainer") is None, reason="apptainer is not installed"),

@@ -16,7 +16,7 @@ from training_jobs import ROOT, steps_of
 
 from aligner.commands.slurm import LaunchOptions, launch_slurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(900)]
 SIZES = ["num_processes=2", "cluster.gpus_per_node=8", "cluster.device=gpu", "slurm.preflight=false", "slurm.memory="]
 PATIENCE_SECONDS = 240.0
 

@@ -135,6 +135,13 @@ class Job:
         return processes_with_variable(self._mark)
 
 
+def run_aligner(*arguments: object, cwd: Path = ROOT, timeout: float = 400.0, **variables: str) -> tuple[int, str]:
+    """`aligner ARGUMENTS` to its end, by a fork of the preloaded process: exit code and output."""
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    return preloaded().run(["-m", "aligner.cli", *map(str, arguments)], environment, cwd, timeout=timeout)
+
+
 def run_job(command: tuple[str, ...], directory: Path, settings: list[str]) -> str:
     """Run to a good end; the output."""
     with Job(command, directory, settings) as job:

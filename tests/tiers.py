@@ -1,0 +1,120 @@
+"""The two tiers of tests: `make test` leaves the mark `slow` out and says so, `make test-all` runs everything and records how long each took.
+
+usage: python tests/tiers.py    (writes the slowest tests of tests/durations.json into CONTRIBUTING.md)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from preloaded import preloaded
+
+ROOT = Path(__file__).resolve().parents[1]
+DURATIONS, PAGE = ROOT / "tests" / "durations.json", ROOT / "CONTRIBUTING.md"
+BEGIN, END = "<!-- table: tests/tiers.py -->", "<!-- end of table -->"
+SLOW = "slow"
+LIMIT_SECONDS = 60.0  # a test that costs more has the mark
+RECORDED_SECONDS = 5.0  # less is not recorded
+NUM_SHOWN = 30
+_TICKS = os.sysconf("SC_CLK_TCK")
+_CPU_FIELDS = slice(13, 17)  # of /proc/PID/stat: user and system time, of the process and of its children that have ended
+
+
+def cost(test: str, wall: float, cpu: float) -> float:
+    """Seconds of a core that a test costs, however busy the machine was. What Slurm's nodes compute is not seen: half of what they last."""
+    return max(cpu, wall / 2) if "test_slurm_" in test else cpu
+
+
+def durations() -> dict[str, tuple[float, float]]:
+    """Seconds of each recorded test, setup included, by node id: on the clock, and of the CPU."""
+    return {test: (wall, cpu) for test, (wall, cpu) in json.loads(DURATIONS.read_text()).items()}
+
+
+def cpu_seconds() -> float:
+    """Of this process and of what it has started that has ended. Slurm's nodes reap their own processes: those are not in it."""
+    total = sum(os.times()[:4])
+    if preloaded.cache_info().currsize:
+        fields = Path(f"/proc/{preloaded().pid}/stat").read_text().rpartition(")")[2].split()
+        total += sum(int(field) for field in fields[_CPU_FIELDS.start - 2 : _CPU_FIELDS.stop - 2]) / _TICKS
+    return total
+
+
+class Tiers:
+    """The plugin: counts what a tier leaves out, and adds up seconds. Under xdist a worker counts, and the process that reports has all."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._left_out = 0
+        self._before = cpu_seconds()
+        self._seconds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        if SLOW in self._config.option.markexpr:
+            self._left_out += sum(item.get_closest_marker(SLOW) is not None for item in items)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[None]:
+        report: Any = yield
+        now = cpu_seconds()
+        report.cpu_seconds, self._before = now - self._before, now
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        for index, seconds in enumerate((report.duration, report.cpu_seconds)):
+            self._seconds[report.nodeid][index] += seconds
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput["left_out"] = self._left_out
+        elif self._config.option.record_durations:
+            record(self._seconds)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._left_out = max(self._left_out, getattr(node, "workeroutput", {}).get("left_out", 0))  # each has collected everything
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._left_out:
+            terminalreporter.line(f"not run: {self._left_out} tests of the tier `{SLOW}`; `make test-all` runs them", yellow=True)
+        reasons: Counter[str] = Counter()
+        for report in terminalreporter.stats.get("skipped", ()):
+            reasons[str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr).removeprefix("Skipped: ")] += 1
+        for reason, count in reasons.most_common():
+            terminalreporter.line(f"not run: {count} tests that need what is not here: {reason}", yellow=True)
+
+
+def record(found: Mapping[str, list[float]]) -> None:
+    """Write tests/durations.json: what was found, beside what is known of other tests that still exist."""
+    rounded = {test: [round(seconds, 1) for seconds in pair] for test, pair in found.items() if max(pair) >= RECORDED_SECONDS}
+    kept = {test: list(pair) for test, pair in durations().items() if test not in found and exists(test)}
+    lines = [f"{json.dumps(test)}: {json.dumps(pair)}" for test, pair in sorted((kept | rounded).items())]
+    DURATIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def exists(test: str) -> bool:
+    """Whether the file of a node id has such a function."""
+    file, _, name = test.partition("::")
+    return (ROOT / file).is_file() and f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
+
+
+def table(found: Mapping[str, tuple[float, float]]) -> str:
+    """The slowest tests, in Markdown."""
+    slowest = sorted(found.items(), key=lambda one: -cost(one[0], *one[1]))[:NUM_SHOWN]
+    lines = [f"| `{test.removeprefix('tests/')}` | {wall:.0f} | {cpu:.0f} |" for test, (wall, cpu) in slowest]
+    return "\n".join(["| test | seconds | of the CPU |", "|---|---|---|", *lines])
+
+
+def page(text: str, found: Mapping[str, tuple[float, float]]) -> str:
+    """CONTRIBUTING.md with the table of today."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(), durations()))
