@@ -145,6 +145,11 @@ def _flush() -> None:
 def _forget_the_origin() -> None:
     """What an interpreter of its own would not share with the one that it was forked from."""
     import numpy
+    from huggingface_hub import constants, hf_api
+
+    if any(name.startswith("HF_") for name in os.environ):  # read when they were imported
+        importlib.reload(constants)
+        hf_api.api.endpoint = constants.ENDPOINT
 
     random.seed()
     numpy.random.seed()

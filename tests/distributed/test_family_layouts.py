@@ -41,7 +41,7 @@ MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2_ep2": (2, {"tp": 2, "ep": 2, "sequence_parallel": True}, {}),
     "pp2_shared_prompts": (2, {"pp": 2}, PACKED | {"share_prompts": True}),
 }
-SLOW = ("tp2", "pp2_selective", "cp2_packed_recompute", "cp2_packed", "tp2_ep2", "pp2_shared_prompts")
+SLOW = ("tp2", "tp2_pp2_shared_prompts", "cp2_packed_recompute", "cp2_packed", "tp2_ep2", "pp2_shared_prompts")
 
 
 def each(layouts: Iterable[str]) -> pytest.MarkDecorator:

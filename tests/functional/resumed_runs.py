@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,18 @@ def kill_all(job: Job) -> None:
         for pid in processes:
             kill(pid)
         job.process.poll()
+
+
+def ready_server(directory: Path, component: str, *, after: int = 0) -> int:
+    """The pid of a run's server, once it answers; `after`: of the one that follows this process."""
+    registration = directory / "services" / f"{component}.json"
+
+    def ready() -> bool:
+        said = json.loads(registration.read_text()) if registration.exists() else {"state": "", "pid": 0}
+        return said["state"] == "ready" and said["pid"] != after
+
+    assert eventually(ready, 120)
+    return json.loads(registration.read_text())["pid"]
 
 
 def weights(directory: Path) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_jobs import Job, eventually, kill, run_job, script
+from training_jobs import Job, eventually, kill, run_job, train
 
 pytestmark = pytest.mark.timeout(600)
 PRINCIPLES = [{"name": name, "critique_request": f"{name}?", "revision_request": "Mend.", "question": "Better?"} for name in ("one", "two")]
@@ -38,7 +38,7 @@ def write_judge(folder: Path) -> None:
     """A model of the same shape with other weights, in folder/judge/export."""
     (folder / "sft.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     one = ["run.seed=3", "loop.max_steps=1", "algorithm.batch_size=1", "data.max_length=40", f"data.train={folder / 'sft.jsonl'}"]
-    run_job(script("train_sft.py"), folder / "judge", [*model_settings(folder), *one])
+    run_job(train("sft"), folder / "judge", [*model_settings(folder), *one])
 
 
 def job_settings(folder: Path) -> list[str]:
@@ -66,7 +66,7 @@ def test_killed_on_the_way(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     write_judge(tmp_path)
     whole, killed, common = tmp_path / "whole", tmp_path / "killed", job_settings(tmp_path)
-    command = script("constitution.py")
+    command = train("constitution")
     output = run_job(command, whole, common)
     with Job(command, killed, common) as job:
         second = killed / "written" / "parts" / "part_000001.jsonl"

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_jobs import SAYS_77, grpo_settings, launcher, ppo_settings, run_job, script, write_task
+from training_jobs import SAYS_77, grpo_settings, launcher, ppo_settings, run_job, train, write_task
 
 from aligner import cli
 from aligner.reporting.diagnosis_rules import RULES
@@ -101,7 +101,7 @@ def rewards(tmp_path: Path) -> Path:
 def test_a_run_that_fails_in_silence(name: str, tmp_path: Path, rewards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected, *settings = PROVOKED[name]
     own = [setting.format(rewards=rewards, prompts=tmp_path / "prompts.jsonl") for setting in settings]
-    said = run_job(script("train_grpo.py"), tmp_path / "run", [*grpo_settings(tmp_path), *own, *GOES_ON])
+    said = run_job(train("grpo"), tmp_path / "run", [*grpo_settings(tmp_path), *own, *GOES_ON])
     assert expected <= diagnosed(tmp_path / "run", capsys)
     recorded = {metric for line in read_metrics(tmp_path / "run" / "metrics.jsonl") for metric in line.values}
     for rule in RULES:

@@ -11,12 +11,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from resumed_runs import kill_after, kill_when, optimizer_and_weights, same_tensors, weights
-from training_jobs import Job, launcher, run_job, script, series, steps_of, tiny_settings, without_times, write_task
+from training_jobs import Job, launcher, run_job, train, series, steps_of, tiny_settings, without_times, write_task
 
 from aligner.models.checkpoint.files import WRITING
 
 pytestmark = pytest.mark.timeout(600)
-TEACH, LEARN = script("write_teacher_logprobs.py"), script("distill.py")
+TEACH, LEARN = train("teacher_logprobs"), train("distill")
 
 
 def model_settings(folder: Path) -> list[str]:
@@ -32,7 +32,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(10) for b in range(6)]
     (folder / "sft.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     settings = [*model_settings(folder), f"data.train={folder / 'sft.jsonl'}", "data.max_length=16"]
-    run_job(script("train_sft.py"), folder / "sft", [*settings, "algorithm.batch_size=20", "loop.max_steps=40"])
+    run_job(train("sft"), folder / "sft", [*settings, "algorithm.batch_size=20", "loop.max_steps=40"])
     return folder
 
 
@@ -99,7 +99,7 @@ def test_on_the_students_own_samples(task: Path, student: Path) -> None:
         *("algorithm.prompts_per_step=16", "algorithm.mini_batch_size=8", "algorithm.top_k=6", f"teacher.path={student / 'export'}"),
         *(f"data.validation={task / 'prompts.jsonl'}", "loop.validate_every=4"),
     ]
-    whole, parts, program = task / "online_whole", task / "online_parts", script("train_online_distill.py")
+    whole, parts, program = task / "online_whole", task / "online_parts", train("online_distill")
     run_job(program, whole, [*settings, "loop.max_steps=8"])
     run_job(program, parts, [*settings, "loop.max_steps=3"])
     assert "resumed after step 3" in run_job(program, parts, [*settings, "loop.max_steps=8"])

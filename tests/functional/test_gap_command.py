@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from preloaded import preloaded
-from training_jobs import SAYS_77, Job, grpo_settings, script, series, write_task
+from training_jobs import SAYS_77, Job, grpo_settings, train, series, write_task
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,7 +31,7 @@ def test_alarm_validation_and_attribution(tmp_path: Path) -> None:
         *("validation.num_samples=2", "checkpoint.best_metric=validation/pass@2"),
         *("guard.logprob_gap.stop=1e-12", "guard.logprob_gap.statistic=p99", "guard.logprob_gap.patience=2"),
     ]
-    with Job(script("train_grpo.py"), run, settings) as job:
+    with Job(train("grpo"), run, settings) as job:
         output = job.finish(78)
     assert "guard.logprob_gap.stop=1e-12 (2 steps in a row)" in output and f"aligner gap {run}" in output
     assert len(series(run, "rollout/logprob_gap_p99")) == 2 and (run / "checkpoints" / "policy" / "step_000002").is_dir()

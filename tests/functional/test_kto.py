@@ -12,10 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from resumed_runs import optimizer_and_weights, same_tensors, weights
-from training_jobs import metrics_of, run_job, script, steps_of, tiny_settings, without_times, write_task
+from training_jobs import metrics_of, run_job, train, steps_of, tiny_settings, without_times, write_task
 
 pytestmark = pytest.mark.timeout(600)
-TRAIN = script("train_kto.py")
+TRAIN = train("kto")
 NUM_STEPS, FIRST = 12, 5
 
 

@@ -77,7 +77,7 @@ def deepspeed_chat_sft(model: Path, data: Path) -> str:  # training/step1_superv
     ("quickstart", "suffix", "loss"),
     [
         (trl_dpo, ".yaml", "preference/loss"),
-        (llama_factory_sft, ".sh", "sft/loss"),
+        pytest.param(llama_factory_sft, ".sh", "sft/loss", marks=pytest.mark.slow),
         pytest.param(openrlhf_sft, ".sh", "sft/loss", marks=pytest.mark.slow),
         pytest.param(verl_sft, ".yaml", "sft/loss", marks=pytest.mark.slow),
         pytest.param(nemo_aligner_dpo, ".sh", "preference/loss", marks=pytest.mark.slow),

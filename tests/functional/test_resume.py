@@ -11,10 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_jobs import Job, checkpoint_steps, grpo_settings, run_job, script, slow_reward, steps_of, without_times, write_task
+from training_jobs import Job, checkpoint_steps, grpo_settings, run_job, train, slow_reward, steps_of, without_times, write_task
 
 pytestmark = pytest.mark.timeout(600)
-TRAIN = script("train_grpo.py")
+TRAIN = train("grpo")
 
 
 def weights(directory: Path) -> bytes:

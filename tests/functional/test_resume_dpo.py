@@ -12,10 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from resumed_runs import kill_after, kill_when, optimizer_and_weights, same_tensors, weights
-from training_jobs import Job, run_job, script, steps_of, tiny_settings, without_times, write_task
+from training_jobs import Job, run_job, train, steps_of, tiny_settings, without_times, write_task
 
 pytestmark = pytest.mark.timeout(600)
-TRAIN = script("train_dpo.py")
+TRAIN = train("dpo")
 NUM_STEPS = 60
 
 
@@ -53,6 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return whole, killed
 
 
+@pytest.mark.slow
 def test_the_policies_are_equal_to_the_last_bit(runs: tuple[Path, Path]) -> None:
     whole, killed = runs
     assert weights(killed) == weights(whole)
@@ -60,6 +61,7 @@ def test_the_policies_are_equal_to_the_last_bit(runs: tuple[Path, Path]) -> None
     same_tensors(optimizer_and_weights(killed / last), optimizer_and_weights(whole / last))
 
 
+@pytest.mark.slow
 def test_the_metrics_are_equal(runs: tuple[Path, Path]) -> None:
     """Also the log-ratios: the reference of the resumed run is the model that the run began with, not the checkpoint."""
     whole, killed = runs

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from resumed_runs import optimizer_and_weights, same_tensors, weights
-from training_jobs import checkpoint_steps, run_job, script, series, slow_reward, steps_of, tiny_settings, without_times, write_task
+from training_jobs import checkpoint_steps, run_job, train, series, slow_reward, steps_of, tiny_settings, without_times, write_task
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -24,7 +24,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_two_parts(task: Path, recipe: str, settings: list[str], *, first: int, last: int) -> Path:
     """The directory of a run that was resumed after step `first`, once it is found equal to one that was not."""
-    whole, parts, program = task / f"{recipe}_whole", task / f"{recipe}_parts", script(f"train_{recipe}.py")
+    whole, parts, program = task / f"{recipe}_whole", task / f"{recipe}_parts", train(recipe)
     common = [*tiny_settings(task), *settings, slow_reward(task, 0.0), "algorithm.prompts_per_step=24"]  # of 64: step 3 straddles epochs
     run_job(program, whole, [*common, f"loop.max_steps={last}"])
     run_job(program, parts, [*common, f"loop.max_steps={first}"])

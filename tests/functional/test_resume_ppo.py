@@ -13,11 +13,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from resumed_runs import kill_after, optimizer_and_weights, same_tensors, weights
+from resumed_runs import kill_after, optimizer_and_weights, ready_server, same_tensors, weights
 from training_jobs import (
     Job,
     checkpoint_steps,
-    eventually,
     kill,
     launcher,
     ppo_settings,
@@ -76,11 +75,11 @@ def wounded(whole: Path) -> Path:
     folder = whole.parent
     directory, restarts = folder / "wounded", ["local_launcher.max_server_restarts=2", "critic.server.transport=http"]
     with Job(LAUNCH, directory, [*settings(folder, 0.3), *restarts]) as job:
-        for step in (1, 3):
+        pid = 0
+        for step in (1, 3, 3):
             job.reached(step)
-            kill(ready_critic(directory))
-        pid = ready_critic(directory)
-        kill(pid)
+            pid = ready_server(directory, "critic", after=pid)
+            kill(pid)
         assert job.wait() == 128 + signal.SIGKILL
         output = job.output()
         assert job.processes() == {}
@@ -103,17 +102,6 @@ def wounded(whole: Path) -> Path:
     assert checkpoint_steps(policy) == checkpoint_steps(critic)
     assert not list(policy.glob("unpaired_*"))  # kept, under another name, until the run was there again
     return directory
-
-
-def ready_critic(directory: Path) -> int:
-    """The pid of the critic's server, once it answers."""
-    registration = directory / "services" / "critic.json"
-
-    def ready() -> bool:
-        return registration.exists() and json.loads(registration.read_text())["state"] == "ready"
-
-    assert eventually(ready, 60)
-    return json.loads(registration.read_text())["pid"]
 
 
 @pytest.fixture(params=["wounded", pytest.param("resumed", marks=pytest.mark.slow)])

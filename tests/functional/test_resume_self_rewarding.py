@@ -10,10 +10,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from resumed_runs import kept, kill_after, kill_when, same_iterations
-from training_jobs import Job, checkpoint_steps, metrics_of, run_job, script, series, slow_reward, tiny_settings, write_task
+from training_jobs import Job, checkpoint_steps, metrics_of, run_job, train, series, slow_reward, tiny_settings, write_task
 
 pytestmark = pytest.mark.timeout(600)
-TRAIN = script("train_self_rewarding.py")
+TRAIN = train("self_rewarding")
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_killed_while_it_samples_judges_and_trains(task: Path) -> None:
     """Iterations of 24 of 64 prompts in six steps; responses and judgements in files of four prompts."""
     whole, killed = task / "whole", task / "killed"

@@ -11,10 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from resumed_runs import kept, kill_after, kill_when, same_iterations
-from training_jobs import Job, checkpoint_steps, run_job, script, series, tiny_settings, write_task
+from training_jobs import Job, checkpoint_steps, run_job, train, series, tiny_settings, write_task
 
 pytestmark = pytest.mark.timeout(600)
-TRAIN = script("train_spin.py")
+TRAIN = train("spin")
 
 
 def settings(folder: Path) -> list[str]:

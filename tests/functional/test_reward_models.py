@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from resumed_runs import kill_after, optimizer_and_weights, same_tensors, weights
-from training_jobs import Job, grpo_settings, launcher, run_job, script, steps_of, tiny_settings, without_times, write_task
+from training_jobs import Job, grpo_settings, launcher, run_job, train, steps_of, tiny_settings, without_times, write_task
 
 pytestmark = pytest.mark.timeout(600)
 ATTRIBUTES = "data.attributes=[sum,digits]"
@@ -49,7 +49,7 @@ def runs(task: Path) -> dict[str, Path]:
 
 
 def killed_on_the_way(task: Path, kind: str) -> Path:
-    whole, killed, program = task / f"{kind}_whole", task / f"{kind}_killed", script(f"train_{kind}_reward_model.py")
+    whole, killed, program = task / f"{kind}_whole", task / f"{kind}_killed", train(f"{kind}_reward_model")
     given = [*settings(task, kind), f"loop.max_steps={NUM_STEPS}", "loop.save_every=3"]
     run_job(program, whole, given)
     with Job(program, killed, given) as job:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from training_jobs import ROOT, Job, eventually, kill, run_job
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SHOWN = ["logging.tensorboard=false", "logging.progress=plain"]
 KILLED = ("labels", "response")  # run directories: of one job of each kind that writes
 

@@ -20,20 +20,22 @@ from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.servers.processes import processes_with_variable
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "examples" / "nlp"
 MARK = "ALIGNER_TEST_RUN"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SAYS_77 = ("reward.function.path=aligner.rewards.builtin:fixed_string", '+reward.function.arguments.target="7-"')
 
 
-def script(name: str) -> tuple[str, ...]:
-    """The command of an entry script."""
-    return (sys.executable, "-u", str(SCRIPTS / name))
+ALIGNER = (sys.executable, "-u", "-m", "aligner.cli")
+
+
+def train(recipe: str) -> tuple[str, ...]:
+    """The command of a run in one process."""
+    return (*ALIGNER, "train", recipe)
 
 
 def launcher(recipe: str) -> tuple[str, ...]:
     """The command that starts every component of a run."""
-    return (sys.executable, "-u", "-m", "aligner.cli", "launch", "local", recipe)
+    return (*ALIGNER, "launch", "local", recipe)
 
 
 def write_task(folder: Path) -> None:
@@ -137,7 +139,7 @@ class Job:
 
 def run_aligner(*arguments: object, cwd: Path = ROOT, timeout: float = 400.0, **variables: str) -> tuple[int, str]:
     """`aligner ARGUMENTS` to its end, by a fork of the preloaded process: exit code and output."""
-    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES and not key.startswith("HF_")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     return preloaded().run(["-m", "aligner.cli", *map(str, arguments)], environment, cwd, timeout=timeout)
 
