@@ -63,7 +63,6 @@ test: $(STAMP) ## every behaviour once: all tests without the mark `slow`, on th
 
 test-all: ## all tests, the long and exhaustive too; writes how long each took into tests/durations.json and CONTRIBUTING.md (an hour)
 	@$(MAKE) test TIER='slow or not slow' ARGS='--record-durations $(ARGS)'
-	@$(BIN)/python tests/tiers.py
 
 test-versions: ## every recipe and a resume with the oldest and newest torch, transformers, Megatron-Core, numpy and Python (ARGS='newest-3.11' chooses; up to ten minutes each)
 	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10 to 3.13 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS / name) for name in ("", "functional", "distributed", "fakes")]  # what tests share
 import slurm_cluster  # noqa: E402
 import tiers  # noqa: E402
 from preloaded import ForkedProcess, Preloaded  # noqa: E402

@@ -1,6 +1,6 @@
-"""The two tiers of tests: `make test` leaves the mark `slow` out and says so, `make test-all` runs everything and records how long each took.
+"""The two tiers of tests: `make test` leaves the mark `slow` out and says so, `make test-all` runs everything and records its seconds.
 
-usage: python tests/tiers.py    (writes the slowest tests of tests/durations.json into CONTRIBUTING.md)
+With `--record-durations` a run writes tests/durations.json and the table of the slowest in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,12 @@ RECORDED_SECONDS = 5.0  # less is not recorded
 NUM_SHOWN = 30
 _TICKS = os.sysconf("SC_CLK_TCK")
 _CPU_FIELDS = slice(13, 17)  # of /proc/PID/stat: user and system time, of the process and of its children that have ended
+
+
+def cases(names: Iterable[str], *, fast: Collection[str]) -> list[Any]:
+    """The names as parameters of a test: those that are not `fast` have the mark."""
+    assert set(fast) <= set(names := list(names)), fast
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def cost(test: str, wall: float, cpu: float) -> float:
@@ -90,11 +96,12 @@ class Tiers:
 
 
 def record(found: Mapping[str, list[float]]) -> None:
-    """Write tests/durations.json: what was found, beside what is known of other tests that still exist."""
-    rounded = {test: [round(seconds, 1) for seconds in pair] for test, pair in found.items() if max(pair) >= RECORDED_SECONDS}
+    """Write what was found, beside what is known of other tests that still exist, into tests/durations.json and CONTRIBUTING.md."""
+    rounded = {test: [round(seconds, 1) for seconds in pair] for test, pair in found.items() if cost(test, *pair) >= RECORDED_SECONDS}
     kept = {test: list(pair) for test, pair in durations().items() if test not in found and exists(test)}
     lines = [f"{json.dumps(test)}: {json.dumps(pair)}" for test, pair in sorted((kept | rounded).items())]
     DURATIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    PAGE.write_text(page(PAGE.read_text(), durations()))
 
 
 def exists(test: str) -> bool:
@@ -114,7 +121,3 @@ def page(text: str, found: Mapping[str, tuple[float, float]]) -> str:
     """CONTRIBUTING.md with the table of today."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{rest.partition(END)[2]}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(), durations()))

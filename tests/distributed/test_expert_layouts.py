@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import cases
 
 FOLDER = Path(__file__).parent
 PACKED = {
@@ -43,7 +44,7 @@ PADDED_LAYOUTS |= {  # not ep with etp: ranks then gather unequal numbers of tok
 LAYOUTS = {name: (parallel, {}) for name, parallel in PADDED_LAYOUTS.items()}
 # Replicas would pack other rows together, whose load-balancing loss is another.
 LAYOUTS |= {f"{name}_packed": (parallel, PACKED) for name, parallel in PADDED_LAYOUTS.items() if "_dp" not in name and "4" not in name}
-EACH = pytest.mark.parametrize("layout", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
+EACH = pytest.mark.parametrize("layout", cases(LAYOUTS, fast=FAST))
 
 
 def _load(name: str) -> ModuleType:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hf_models import VOCAB, write
 from safetensors.torch import load_file
+from tiers import cases
 
 JOB = Path(__file__).with_name("family_job.py")
 NAMES = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn"]
@@ -41,11 +42,8 @@ MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2_ep2": (2, {"tp": 2, "ep": 2, "sequence_parallel": True}, {}),
     "pp2_shared_prompts": (2, {"pp": 2}, PACKED | {"share_prompts": True}),
 }
-SLOW = ("tp2", "tp2_pp2_shared_prompts", "cp2_packed_recompute", "cp2_packed", "tp2_ep2", "pp2_shared_prompts")
-
-
-def each(layouts: Iterable[str]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in layouts])
+EACH = pytest.mark.parametrize("layout", cases(LAYOUTS, fast=("tp2_sp_recompute", "pp2_selective", "cp2")))
+EACH_OF_MIXTURES = pytest.mark.parametrize("layout", cases(MIXTURE_LAYOUTS, fast=("tp2_etp2_packed", "ep2_pp2_recompute", "cp2_selective")))
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +92,18 @@ def by_expert(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
             yield from ((f"{block}.experts.{expert}.{part}_proj.weight", each) for part, each in parts.items())
 
 
-@each(MIXTURE_LAYOUTS)
+@EACH_OF_MIXTURES
 def test_a_layout_of_mixtures_equals_transformers(layout, model, tmp_path, run_distributed):
     check(MIXTURES, MIXTURE_LAYOUTS[layout], model, tmp_path, run_distributed)
 
 
 @pytest.mark.slow
-@each(MIXTURE_LAYOUTS)
+@EACH_OF_MIXTURES
 def test_a_layout_of_variants_equals_transformers(layout, model, tmp_path, run_distributed):
     check(VARIANTS, MIXTURE_LAYOUTS[layout], model, tmp_path, run_distributed)
 
 
-@each(LAYOUTS)
+@EACH
 def test_a_layout_equals_transformers(layout, model, tmp_path, run_distributed):
     check(NAMES, LAYOUTS[layout], model, tmp_path, run_distributed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,13 @@ def kept(run: Path, folder: str) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in sorted((run / folder).rglob("*.json"))}
 
 
-def same_iterations(one: Path, other: Path, folder: str, *, last_step: int) -> None:
-    """Raise AssertionError where two runs have not sampled, learnt and reported the same."""
-    assert kept(one, folder) == kept(other, folder)
-    assert weights(one) == weights(other)
-    last = f"checkpoints/policy/step_{last_step:06d}"
-    same_tensors(optimizer_and_weights(one / last), optimizer_and_weights(other / last))
+def same_runs(one: Path, other: Path, last_step: int, *, components: Sequence[str] = ("policy",)) -> None:
+    """Raise AssertionError where two runs have not exported, saved and reported the same."""
     assert without_times(one) == without_times(other)
+    assert weights(one) == weights(other)
+    for component in components:
+        last = f"checkpoints/{component}/step_{last_step:06d}"
+        same_tensors(optimizer_and_weights(one / last), optimizer_and_weights(other / last))
 
 
 def optimizer_and_weights(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from preloaded import preloaded
-from training_jobs import ROOT, SAYS_77, Job, grpo_settings, launcher, ppo_settings, run_aligner, write_task
+from safetensors.torch import save
+from training_jobs import ROOT, SAYS_77, Job, grpo_settings, launcher, ppo_settings, run_aligner
 
 from aligner.models.config import Architecture
 from aligner.models.families import architecture_to_hf, weight_names
@@ -87,19 +83,17 @@ REFUSED: dict[str, tuple[tuple[str, ...], list[str], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bad_input")
-    write_task(folder)
+def task(task: Path) -> Path:
     plain = Architecture(num_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, ffn_hidden_size=64, vocab_size=18)
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     small = save({name: torch.zeros(18, 32) for name in weight_names(plain).find(EMBEDDING).hf_names})
     ntk = {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}
     for name, weights, change in (("pointer", pointer, {}), ("small", small, {}), ("ntk", small, ntk)):
-        shutil.copytree(folder / "tokenizer", folder / name)
-        (folder / name / "config.json").write_text(json.dumps(architecture_to_hf(plain) | change))
-        (folder / name / "model.safetensors").write_bytes(weights)
-    (folder / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="\n{"prompt": "3+3="}\n')
-    return folder
+        shutil.copytree(task / "tokenizer", task / name)
+        (task / name / "config.json").write_text(json.dumps(architecture_to_hf(plain) | change))
+        (task / name / "model.safetensors").write_bytes(weights)
+    (task / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="\n{"prompt": "3+3="}\n')
+    return task
 
 
 def good(task: Path, command: tuple[str, ...]) -> list[str]:

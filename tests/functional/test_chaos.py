@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from chaos import WEIGHTS, Chaos, Kill, Left, Report, role, table
 
 NUM_KILLS = 2

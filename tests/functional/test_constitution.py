@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import Job, eventually, kill, run_job, train
 
 pytestmark = pytest.mark.timeout(600)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import SAYS_77, grpo_settings, launcher, ppo_settings, run_job, train, write_task
 
 from aligner import cli

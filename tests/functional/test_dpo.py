@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import checkpoint_steps, launcher, metrics_of, run_job, train, series, tiny_settings, write_task
+from training_jobs import checkpoint_steps, launcher, metrics_of, run_job, series, tiny_settings, train, write_task
 
 pytestmark = pytest.mark.timeout(600)
 TRAIN = train("dpo")

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from preloaded import preloaded
+from training_jobs import Job, grpo_settings, run_job, series, train, write_task
 
 from aligner.data.tokenizer import load_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import Job, grpo_settings, run_job, train, series, write_task
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import grpo_settings, metrics_of, run_job, train, series, write_task
+from training_jobs import grpo_settings, metrics_of, run_job, series, train, write_task
 
 from aligner.telemetry.recording import read_spans
 

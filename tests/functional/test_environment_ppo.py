@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import launcher, metrics_of, ppo_settings, run_job, train, series, tiny_settings, write_task
+from training_jobs import launcher, metrics_of, ppo_settings, run_job, series, tiny_settings, train, write_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from preloaded import preloaded
-from training_jobs import SAYS_77, Job, grpo_settings, train, series, write_task
+from training_jobs import SAYS_77, Job, grpo_settings, series, train, write_task
 
 pytestmark = pytest.mark.timeout(300)
 

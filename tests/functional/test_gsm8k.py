@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import ROOT, run_job, train
 
 from aligner.algorithms.grpo import TrainGRPO

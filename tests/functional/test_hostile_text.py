@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from terminals import COLOUR, DRAWN, HOSTILE_NAMES, LIVE, on_a_terminal
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import ROOT, grpo_settings, write_task
 
 REWARD = """

@@ -11,7 +11,6 @@ import sysconfig
 import venv
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 from slurm_cluster import SlurmCluster
 from training_jobs import ROOT, run_aligner, tiny_settings, write_task

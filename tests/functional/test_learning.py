@@ -14,9 +14,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import ROOT, launcher, run_job
 
 from aligner.losses.advantages import Estimator

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import run_job, series
 
 from aligner.commands.migrate.command import Options, migrate

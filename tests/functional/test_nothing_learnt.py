@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import SAYS_77, Job, run_job, train, steps_of, tiny_settings, write_task
+from training_jobs import SAYS_77, Job, run_job, steps_of, tiny_settings, train
 
 pytestmark = pytest.mark.timeout(300)
 ALL_CUT = "rollout.sampling.min_response_length=8"  # as long as a response may be: none ends by itself
@@ -19,11 +15,9 @@ SELF_REWARDING = ("algorithm.judge=reward", "algorithm.batch_size=4", "algorithm
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("nothing_learnt")
-    write_task(folder)
-    (folder / "sft.jsonl").write_text("".join(json.dumps({"prompt": f"{a}+1=", "response": str(a + 1)}) + "\n" for a in range(8)))
-    return folder
+def task(task: Path) -> Path:
+    (task / "sft.jsonl").write_text("".join(json.dumps({"prompt": f"{a}+1=", "response": str(a + 1)}) + "\n" for a in range(8)))
+    return task
 
 
 def ends_for_good(command: tuple[str, ...], run: Path, settings: list[str]) -> str:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import SAYS_77, grpo_settings, launcher, run_job, train, series, tiny_settings, without_times, write_task
+from training_jobs import SAYS_77, grpo_settings, launcher, run_job, series, tiny_settings, train, without_times
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.cpu]
 DATA = ("data/share/sums", "data/share/rest", "data/epoch/sums", "data/epoch/rest", "learnt/tokens", "learnt/samples")
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mixture")
-    write_task(folder)
+def task(task: Path) -> Path:
     records = [{"prompt": f"{a}+{b}=", "response": f"{a + b}"[: 1 + b % 2] * (1 + a)} for a in range(6) for b in range(5)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[:10]))
-    (folder / "rest.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[10:]))
-    return folder
+    (task / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[:10]))
+    (task / "rest.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[10:]))
+    return task
 
 
 def sft_settings(task: Path, max_steps: int) -> list[str]:

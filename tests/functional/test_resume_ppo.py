@@ -6,14 +6,10 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from resumed_runs import kill_after, optimizer_and_weights, ready_server, same_tensors, weights
+from resumed_runs import kill_after, ready_server, same_runs
 from training_jobs import (
     Job,
     checkpoint_steps,
@@ -29,7 +25,7 @@ from training_jobs import (
 )
 
 pytestmark = pytest.mark.timeout(600)
-NUM_STEPS = 5
+NUM_STEPS = 7
 LAUNCH = launcher("ppo")
 
 
@@ -76,7 +72,7 @@ def wounded(whole: Path) -> Path:
     directory, restarts = folder / "wounded", ["local_launcher.max_server_restarts=2", "critic.server.transport=http"]
     with Job(LAUNCH, directory, [*settings(folder, 0.3), *restarts]) as job:
         pid = 0
-        for step in (1, 3, 3):
+        for step in (1, 3, 5):
             job.reached(step)
             pid = ready_server(directory, "critic", after=pid)
             kill(pid)
@@ -92,11 +88,11 @@ def wounded(whole: Path) -> Path:
     assert noticed.startswith("error: critic") and f"(pid {pid} on" in noticed and "actor did not end" not in output
     assert f"its process {pid} no longer exists" in noticed or "nobody will start it again: critic was killed by SIGKILL" in noticed
     last, policy, critic = steps_of(directory)[-1], directory / "checkpoints" / "policy", directory / "checkpoints" / "critic"
-    assert 3 <= last < NUM_STEPS and checkpoint_steps(policy) == sorted({*range(2, last + 1, 2), last})
+    assert 5 <= last < NUM_STEPS and checkpoint_steps(policy) == sorted({*range(2, last + 1, 2), last})
     pair = last - last % 2
     assert checkpoint_steps(critic) == list(range(2, last + 1, 2))
 
-    output = run_job(LAUNCH, directory, settings(folder, 0.0))
+    output = run_job(LAUNCH, directory, [*settings(folder, 0.0), *restarts])
     lacks = f"there is no critic checkpoint of step {last}: the run resumes after step {pair}, the newest that has both"
     assert f"resumed after step {pair}" in output and (lacks in output) == (last != pair)
     assert checkpoint_steps(policy) == checkpoint_steps(critic)
@@ -110,14 +106,13 @@ def other(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-def test_the_policies_are_equal_to_the_last_bit(whole: Path, other: Path) -> None:
-    assert weights(other) == weights(whole)
-
-
-@pytest.mark.parametrize("component", ["policy", "critic"])
-def test_the_last_checkpoints_hold_the_same_weights_and_moments(whole: Path, other: Path, component: str) -> None:
-    one, another = (optimizer_and_weights(run / "checkpoints" / component / f"step_{NUM_STEPS:06d}") for run in (whole, other))
-    same_tensors(another, one)
+def test_they_are_equal_to_the_last_bit(whole: Path, other: Path) -> None:
+    """Also the adaptive coefficient's path, and what the critic says of the step before a checkpoint."""
+    assert steps_of(other) == list(range(1, NUM_STEPS + 1))
+    same_runs(other, whole, NUM_STEPS, components=["policy", "critic"])
+    assert len(set(series(whole, "policy/kl_coef"))) == NUM_STEPS
+    losses = [line["critic/loss"] for line in without_times(whole)[1:]]  # of the step before, saved in between or not
+    assert len(set(losses)) == NUM_STEPS - 1
 
 
 def test_the_critic_was_trained_once_on_each_step(whole: Path, other: Path) -> None:
@@ -129,13 +124,4 @@ def test_the_critic_was_trained_once_on_each_step(whole: Path, other: Path) -> N
         policy = json.loads((run / "checkpoints" / "policy" / f"step_{NUM_STEPS:06d}" / "state.json").read_text())
         assert policy["loop"]["critic_mark"] == ledger["mark"]
         # What the newest two pairs of checkpoints do not need is no longer in the journal.
-        assert sorted(path.name[:8] for path in (run / "journal" / "critic").iterdir()) == ["00000005"]
-
-
-def test_the_metrics_are_equal(whole: Path, other: Path) -> None:
-    """Also the adaptive coefficient's path, and what the critic says of the step before a checkpoint."""
-    assert steps_of(other) == list(range(1, NUM_STEPS + 1))
-    assert without_times(other) == without_times(whole)
-    assert len(set(series(whole, "policy/kl_coef"))) == NUM_STEPS
-    losses = [line["critic/loss"] for line in without_times(whole)[1:]]  # of the step before, saved in between or not
-    assert len(set(losses)) == NUM_STEPS - 1
+        assert sorted(path.name[:8] for path in (run / "journal" / "critic").iterdir()) == ["00000007"]

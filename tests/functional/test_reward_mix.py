@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import grpo_settings, run_job, train, series, write_task
+from training_jobs import grpo_settings, run_job, series, train, write_task
 
 pytestmark = pytest.mark.timeout(300)
 

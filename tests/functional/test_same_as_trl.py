@@ -16,10 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import ROOT, run_job, train, series
+from training_jobs import ROOT, run_job, series, train
 
 from aligner.commands.migrate.command import Options, migrate
 

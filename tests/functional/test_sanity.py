@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import SAYS_77, grpo_settings, run_job, train, series, write_task
+from training_jobs import SAYS_77, grpo_settings, run_job, series, train, write_task
 
 pytestmark = pytest.mark.timeout(300)
 

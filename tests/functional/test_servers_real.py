@@ -6,15 +6,11 @@ import contextlib
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from server_processes import ROOT, TRANSPORTS, ToyServer, eventually, toy_server
 from toy_server import RUN
 

@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import Job, SlurmCluster, missing_for_accounting
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from slurm_runs import ENVIRONMENT, SlurmRun, run_settings
-from training_jobs import ROOT, steps_of, write_task
+from training_jobs import ROOT, steps_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
 PATIENCE_SECONDS = 240.0
@@ -28,13 +25,6 @@ ACCOUNTS = (
     ("modify", "qos", "normal", "set", f"gracetime={GRACE_SECONDS}"),
     ("modify", "user", "root", "set", "qos=normal,urgent"),
 )
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("slurm_accounting")
-    write_task(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from slurm_runs import ENVIRONMENT, SlurmRun, run_settings
 from training_jobs import ROOT, steps_of, write_task
 

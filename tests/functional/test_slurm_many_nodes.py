@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import Job, SlurmCluster, can_isolate
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from slurm_runs import ENVIRONMENT
 from training_jobs import ROOT
 

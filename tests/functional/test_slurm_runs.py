@@ -15,14 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from resumed_runs import same_runs
 from slurm_cluster import Job, SlurmCluster
 from slurm_job import kill
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from resumed_runs import optimizer_and_weights, same_tensors, weights
 from slurm_runs import ENVIRONMENT, KINDS, SMOKE, SlurmRun, run_settings
-from training_jobs import ROOT, launcher, run_job, series, steps_of, without_times, write_task
+from training_jobs import ROOT, launcher, run_job, series, steps_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
 NUM_KILLS = 30
@@ -63,13 +60,6 @@ def test_smoke(slurm: SlurmCluster, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("slurm_runs")
-    write_task(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def undisturbed(task: Path) -> Callable[[int], Path]:
     """`undisturbed(num_steps)`: the directory of a run of as many steps as processes of this machine."""
 
@@ -83,13 +73,8 @@ def undisturbed(task: Path) -> Callable[[int], Path]:
 
 
 def same_result(run: SlurmRun, num_steps: int, undisturbed: Path) -> None:
-    """Weights and moments of policy and critic, the export, and every metric of every step."""
-    for component in ("policy", "critic"):
-        last = f"checkpoints/{component}/step_{num_steps:06d}"
-        same_tensors(optimizer_and_weights(run.directory / last), optimizer_and_weights(undisturbed / last))
-    assert weights(run.directory) == weights(undisturbed)
     assert steps_of(run.directory) == list(range(1, num_steps + 1))
-    assert without_times(run.directory) == without_times(undisturbed)
+    same_runs(run.directory, undisturbed, num_steps, components=["policy", "critic"])
 
 
 def progress(run: SlurmRun, job: Job, *, beyond: int) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from slurm_cluster import Job, SlurmCluster
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from slurm_runs import ENVIRONMENT
 from training_jobs import ROOT, steps_of
 

@@ -15,22 +15,12 @@ from pathlib import Path
 import pytest
 from slurm_cluster import Job, SlurmCluster
 from slurm_job import kill
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from slurm_runs import ENVIRONMENT, SlurmRun, run_settings
-from training_jobs import ROOT, steps_of, write_task
+from training_jobs import ROOT, steps_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
 PATIENCE_SECONDS = 240.0
 NUM_STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("slurm_sites")
-    write_task(folder)
-    return folder
 
 
 def launched(slurm: SlurmCluster, run: SlurmRun, *settings: str, **variables: str) -> Job:

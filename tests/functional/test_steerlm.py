@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import ROOT, Job, eventually, kill, run_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import ROOT, launcher, run_job, series
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared, pytest.mark.timeout(600)]

@@ -7,9 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import ROOT, run_job, train
 
 from aligner import cli

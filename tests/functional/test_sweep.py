@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from training_jobs import run_aligner, tiny_settings, write_task
 
 from aligner.algorithms.registry import recipes

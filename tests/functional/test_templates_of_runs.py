@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import run_job, train, tiny_settings, write_task
+from training_jobs import run_job, tiny_settings, train, write_task
 
 from aligner.data.config import SFTDataConfig
 from aligner.data.encoding import encode_conversation
