@@ -146,6 +146,9 @@ def _forget_the_origin() -> None:
     """What an interpreter of its own would not share with the one that it was forked from."""
     import numpy
     from huggingface_hub import constants, hf_api
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
 
     if any(name.startswith("HF_") for name in os.environ):  # read when they were imported
         importlib.reload(constants)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from preloaded import preloaded
-from training_jobs import Job, grpo_settings, run_job, series, train, write_task
+from training_jobs import Job, grpo_settings, run_aligner, run_job, series, train, write_task
 
 from aligner.data.tokenizer import load_tokenizer
 
@@ -76,8 +74,7 @@ def test_all_ends_from_stage_to_stage(tmp_path, beside):
     check(tmp_path / "seen1")
     assert series(run, "rollout/logprob_gap_max")[0] < 1e-4  # though ids that stand for no token had a part of the probability
     converted = tmp_path / "converted"
-    arguments = ["-m", "aligner.cli", "convert", "--from-megatron", str(run / "checkpoints" / "policy"), "--to-hf", str(converted)]
-    code, output = preloaded().run(arguments, os.environ, Path.cwd(), timeout=200)
+    code, output = run_aligner("convert", "--from-megatron", run / "checkpoints" / "policy", "--to-hf", converted)
     assert code == 0, output
     for folder in (run / "export", converted):
         assert (folder / "generation_config.json").read_text() == GENERATION

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_processes import ROOT, TRANSPORTS, ToyServer, eventually, toy_server
+from server_processes import ROOT, TRANSPORTS, ToyServer, toy_server
 from toy_server import RUN
+from training_jobs import eventually
 
 from aligner.errors import RequestRejected, ServerUnreachable
 from aligner.servers import wire
