@@ -194,12 +194,14 @@ def _program(command: object) -> tuple[list[str], int | None] | None:
 
 
 class _ForkingPopen(subprocess.Popen):
-    """Popen that forks for Python programs of this project."""
+    """Popen that forks for Python programs of this project, where this process has joined no world that a fork would share."""
 
     def _execute_child(self, *given: object) -> None:
+        import torch.distributed
+
         options = inspect.signature(super()._execute_child).bind(*given).arguments
         program = _program(options["args"])
-        if program is None or options["preexec_fn"] or options["pass_fds"]:
+        if program is None or options["preexec_fn"] or options["pass_fds"] or torch.distributed.is_initialized():
             super()._execute_child(*given)
             return
         _flush()

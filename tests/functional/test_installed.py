@@ -48,10 +48,6 @@ def run(installed: Path, folder: Path, *arguments: str, code: int = 0) -> str:
 
 
 def test_a_wheel_trains(installed: Path, tmp_path: Path) -> None:
-    where = subprocess.run(
-        [installed / "python", "-c", "import aligner; print(aligner.__file__)"], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert Path(where.stdout.strip()).is_relative_to(installed.parent)
     write_task(tmp_path)
     settings = [*tiny_settings(tmp_path), "reward.function.path=aligner.rewards.builtin:length", "loop.max_steps=1", "run.directory=run"]
     settings += ["algorithm.prompts_per_step=4", "algorithm.group_size=2", "algorithm.mini_batch_size=8"]

@@ -15,10 +15,10 @@ def test_two_learning_rates(tmp_path: Path) -> None:
     (tmp_path / "sft.jsonl").write_text('{"prompt": "3+4=", "response": "7"}\n' * 8)
     settings = [one for one in tiny_settings(tmp_path) if one.startswith(("model.", "logging."))]
     settings += [f"data.train={tmp_path / 'sft.jsonl'}", "data.max_length=16", "algorithm.batch_size=4", "loop.max_steps=2"]
-    swept = ["optimizer.lr=1e-3,2e-3", "run.seed=1", "run.export_hf=false", f"run.directory={tmp_path / 'run'}"]
+    swept = ["optimizer.lr=1e-3,2e-3", "run.export_hf=false", f"run.directory={tmp_path / 'run'}"]
     code, shown = run_aligner("train", "sft", "--multirun", *swept, *settings)
     assert code == 0, shown
-    names = [f"optimizer.lr={lr},run.seed=1" for lr in (0.001, 0.002)]
+    names = [f"optimizer.lr={lr}" for lr in (0.001, 0.002)]
     losses = {name: read_metrics(tmp_path / "run" / "sweep" / name / "metrics.jsonl")[-1].values["sft/loss"] for name in names}
     assert len(set(losses.values())) == 2
     table = shown[shown.rindex(" settings") :].splitlines()
