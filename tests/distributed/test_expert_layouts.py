@@ -3,13 +3,11 @@ are those of a single process, and would not be if a rank took padding for token
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import experts_job as job
 import pytest
 import torch
 from tiers import cases
@@ -45,18 +43,6 @@ LAYOUTS = {name: (parallel, {}) for name, parallel in PADDED_LAYOUTS.items()}
 # Replicas would pack other rows together, whose load-balancing loss is another.
 LAYOUTS |= {f"{name}_packed": (parallel, PACKED) for name, parallel in PADDED_LAYOUTS.items() if "_dp" not in name and "4" not in name}
 EACH = pytest.mark.parametrize("layout", cases(LAYOUTS, fast=FAST))
-
-
-def _load(name: str) -> ModuleType:
-    if name not in sys.modules:  # dataclasses look their module up there
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-_load("layout_job")
-job = _load("experts_job")
 
 
 @pytest.fixture(scope="module")

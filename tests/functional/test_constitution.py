@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from builders import load_module
 from training_jobs import Job, eventually, kill, run_job, train
 
 pytestmark = pytest.mark.timeout(600)
@@ -15,9 +15,7 @@ PRINCIPLES = [{"name": name, "critique_request": f"{name}?", "revision_request":
 
 def write_tokenizer(folder: Path) -> None:
     """One token per printable character, as the unit tests have it."""
-    spec = importlib.util.spec_from_file_location("character_tokenizer", Path(__file__).parents[1] / "unit" / "data" / "conftest.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(Path(__file__).parents[1] / "unit" / "data" / "conftest.py", "character_tokenizer")
     module.write_tokenizer(folder, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 

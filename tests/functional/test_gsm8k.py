@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from builders import load_module
 from training_jobs import ROOT, run_job, train
 
 from aligner.algorithms.grpo import TrainGRPO
@@ -21,10 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def gsm8k() -> ModuleType:
     """examples/nlp/data/gsm8k.py."""
-    spec = importlib.util.spec_from_file_location("gsm8k_converter", ROOT / "examples" / "nlp" / "data" / "gsm8k.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(ROOT / "examples" / "nlp" / "data" / "gsm8k.py", "gsm8k_converter")
 
 
 def test_records_become_prompts(gsm8k: ModuleType, tmp_path: Path) -> None:

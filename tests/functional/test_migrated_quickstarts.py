@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from training_jobs import run_job, series
+from training_jobs import ALIGNER, run_job, series
 
 from aligner.commands.migrate.command import Options, migrate
 
 pytestmark = [pytest.mark.shared, pytest.mark.timeout(600)]
 STORIES = ["Lily had a red ball.", "Tom saw a big dog in the park.", "The cat sat on a mat.", "One day, a bird found a stone."]
 SAYS = "Once upon a time, "
-ALIGNER = (sys.executable, "-u", "-m", "aligner.cli")
 
 
 def trl_dpo(model: Path, data: Path) -> str:  # README.md

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from builders import load_module
 from preloaded import preloaded
 
 from aligner.errors import DataError
@@ -40,12 +40,8 @@ def launcher(recipe: str) -> tuple[str, ...]:
 
 def write_task(folder: Path) -> None:
     """The character tokenizer (18 tokens) in folder/tokenizer, and 64 prompts like `3+4=` in folder/prompts.jsonl."""
-    spec = importlib.util.spec_from_file_location("demo_arithmetic", ROOT / "examples" / "demo" / "arithmetic.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
     folder.mkdir(parents=True, exist_ok=True)
-    module.write_tokenizer(folder / "tokenizer")
+    load_module(ROOT / "examples" / "demo" / "arithmetic.py", "demo_arithmetic").write_tokenizer(folder / "tokenizer")
     records = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
