@@ -85,11 +85,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mixed(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Files of tests that start runs, which mostly wait, evenly among those that compute: so some process always has work for a core."""
+    """Files of tests that start runs, which mostly wait, evenly among those that compute: so some process always has work for a core.
+    What has taken longest comes first, so that no process is left with it at the end."""
     kinds: tuple[dict[Path, list[pytest.Item]], ...] = ({}, {})
     for item in items:
         kinds[item.path.parent in ON_CPU].setdefault(item.path, []).append(item)
-    placed = [((number + 0.5) / len(files), own) for files in kinds for number, own in enumerate(files.values())]
+    spent = tiers.seconds_of_files()
+    ordered = [sorted(files.items(), key=lambda file: -spent[str(file[0].relative_to(ROOT))]) for files in kinds]
+    placed = [((number + 0.5) / len(files), own) for files in ordered for number, (_, own) in enumerate(files)]
     return [item for _, own in sorted(placed, key=lambda pair: pair[0]) for item in own]
 
 

@@ -23,7 +23,7 @@ LIMIT_SECONDS = 60.0  # a test that costs more has the mark
 RECORDED_SECONDS = 5.0  # less is not recorded
 NUM_SHOWN = 30
 _TICKS = os.sysconf("SC_CLK_TCK")
-_CPU_FIELDS = slice(13, 17)  # of /proc/PID/stat: user and system time, of the process and of its children that have ended
+_CPU_FIELDS = slice(11, 15)  # of /proc/PID/stat, after the name: user and system time of the process and of its children that have ended
 
 
 def cases(names: Iterable[str], *, fast: Collection[str]) -> list[Any]:
@@ -42,12 +42,20 @@ def durations() -> dict[str, tuple[float, float]]:
     return {test: (wall, cpu) for test, (wall, cpu) in json.loads(DURATIONS.read_text()).items()}
 
 
+def seconds_of_files() -> defaultdict[str, float]:
+    """What the recorded tests of each file cost together."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for test, (wall, cpu) in durations().items():
+        spent[test.partition("::")[0]] += cost(test, wall, cpu)
+    return spent
+
+
 def cpu_seconds() -> float:
     """Of this process and of what it has started that has ended. Slurm's nodes reap their own processes: those are not in it."""
     total = sum(os.times()[:4])
-    if preloaded.cache_info().currsize:
-        fields = Path(f"/proc/{preloaded().pid}/stat").read_text().rpartition(")")[2].split()
-        total += sum(int(field) for field in fields[_CPU_FIELDS.start - 2 : _CPU_FIELDS.stop - 2]) / _TICKS
+    status = Path(f"/proc/{preloaded().pid}/stat") if preloaded.cache_info().currsize else None
+    if status is not None and status.exists():
+        total += sum(map(int, status.read_text().rpartition(")")[2].split()[_CPU_FIELDS])) / _TICKS
     return total
 
 
@@ -68,7 +76,9 @@ class Tiers:
     def pytest_runtest_makereport(self) -> Iterator[None]:
         report: Any = yield
         now = cpu_seconds()
-        report.cpu_seconds, self._before = now - self._before, now
+        # At the end of a session its last test would get all that servers and Slurm's nodes have computed for the others.
+        report.cpu_seconds = now - self._before if report.when != "teardown" else 0.0
+        self._before = now
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:

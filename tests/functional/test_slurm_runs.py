@@ -82,20 +82,40 @@ def progress(run: SlurmRun, job: Job, *, beyond: int) -> None:
     job.until(lambda: run.step() > beyond, f"a step after {beyond}", PATIENCE_SECONDS)
 
 
-def test_a_signal_and_a_lost_node(slurm: SlurmCluster, task: Path, undisturbed: Callable[[int], Path]) -> None:
-    """One run, three jobs: told to stop, a node lost, and to the end. Each but the first was submitted by the one before."""
-    num_steps = 24
-    run = SlurmRun(slurm, task, "disturbed", run_settings(task, num_steps))
+def test_a_signal(slurm: SlurmCluster, task: Path, undisturbed: Callable[[int], Path]) -> None:
+    """One run, two jobs: told to stop, and to the end. The second was submitted by the first."""
+    num_steps = 12
+    run = SlurmRun(slurm, task, "told", run_settings(task, num_steps))
     run.set_pace(0.5)
     told = run.submit()
     progress(run, told, beyond=2)
     told.signal(signal.SIGUSR1)
     told.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)  # it has handed over
-    stopped = run.saved()
-    assert run.step() == stopped >= 3
+    assert run.step() == run.saved() >= 3
     assert told.orphans() == []
+    run.set_pace(0.0)
+    last = told.next_of_run(timeout_seconds=30)
+    last.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
+    assert last.orphans() == []
+    same_result(run, num_steps, undisturbed(num_steps))
 
-    lost = told.next_of_run(timeout_seconds=30)
+
+@pytest.mark.slow
+def test_a_time_limit_and_a_lost_node(slurm: SlurmCluster, task: Path, undisturbed: Callable[[int], Path]) -> None:
+    """Three jobs: out of time, a node lost, and to the end."""
+    num_steps = 60
+    run = SlurmRun(slurm, task, "disturbed", run_settings(task, num_steps))
+    run.set_pace(3.0)
+    limited = run.submit()
+    progress(run, limited, beyond=1)
+    limited.end_in_two_minutes()  # Slurm warns 60 s before that, or a little earlier
+    limited.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
+    stopped = run.saved()
+    assert num_steps > run.step() == stopped > 1
+    assert limited.orphans() == []
+
+    lost = limited.next_of_run(timeout_seconds=30)
+    run.set_pace(0.5)
     progress(run, lost, beyond=stopped)
     node = lost.components()[1].nodes
     slurm.kill_node(node)
@@ -107,22 +127,6 @@ def test_a_signal_and_a_lost_node(slurm: SlurmCluster, task: Path, undisturbed: 
     last = lost.next_of_run(timeout_seconds=60)
     last.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
     assert last.orphans() == []
-    same_result(run, num_steps, undisturbed(num_steps))
-
-
-@pytest.mark.slow
-def test_a_time_limit(slurm: SlurmCluster, task: Path, undisturbed: Callable[[int], Path]) -> None:
-    num_steps = 24
-    run = SlurmRun(slurm, task, "limited", run_settings(task, num_steps))
-    run.set_pace(3.0)
-    limited = run.submit()
-    progress(run, limited, beyond=1)
-    limited.end_in_two_minutes()  # Slurm warns 60 s before that, or a little earlier
-    limited.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
-    assert num_steps > run.saved() == run.step() > 1
-    assert limited.orphans() == []
-    run.set_pace(0.0)
-    limited.next_of_run(timeout_seconds=30).wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
     same_result(run, num_steps, undisturbed(num_steps))
 
 
