@@ -5,8 +5,10 @@ With `--record-durations` a run writes tests/durations.json and the table of the
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -40,6 +42,11 @@ def cost(test: str, wall: float, cpu: float) -> float:
 def durations() -> dict[str, tuple[float, float]]:
     """Seconds of each recorded test, setup included, by node id: on the clock, and of the CPU."""
     return {test: (wall, cpu) for test, (wall, cpu) in json.loads(DURATIONS.read_text()).items()}
+
+
+def last_whole_run() -> str:
+    """When all tests of both tiers were last run, at which commit, and how many passed."""
+    return PAGE.read_text().partition(f"{BEGIN}\n\nThe last whole run: ")[2].partition(".\n")[0] or "none yet"
 
 
 def seconds_of_files() -> defaultdict[str, float]:
@@ -82,14 +89,17 @@ class Tiers:
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        for index, seconds in enumerate((report.duration, report.cpu_seconds)):
+        for index, seconds in enumerate((report.duration, getattr(report, "cpu_seconds", 0.0))):
             self._seconds[report.nodeid][index] += seconds
 
     def pytest_sessionfinish(self) -> None:
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput["left_out"] = self._left_out
         elif self._config.option.record_durations:
-            record(self._seconds)
+            options, counted = self._config.option, self._config.pluginmanager.get_plugin("terminalreporter").stats
+            whole = self._config.args_source is pytest.Config.ArgsSource.TESTPATHS and not options.keyword and not self._left_out
+            told = ", ".join(f"{len(counted[kind])} {kind}" for kind in ("passed", "failed", "error", "skipped") if counted.get(kind))
+            record(self._seconds, f"{datetime.date.today()} at {commit()}: {told}" if whole else last_whole_run())
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -105,13 +115,17 @@ class Tiers:
             terminalreporter.line(f"not run: {count} tests that need what is not here: {reason}", yellow=True)
 
 
-def record(found: Mapping[str, list[float]]) -> None:
+def commit() -> str:
+    return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def record(found: Mapping[str, list[float]], last: str) -> None:
     """Write what was found, beside what is known of other tests that still exist, into tests/durations.json and CONTRIBUTING.md."""
     rounded = {test: [round(seconds, 1) for seconds in pair] for test, pair in found.items() if cost(test, *pair) >= RECORDED_SECONDS}
     kept = {test: list(pair) for test, pair in durations().items() if test not in found and exists(test)}
     lines = [f"{json.dumps(test)}: {json.dumps(pair)}" for test, pair in sorted((kept | rounded).items())]
     DURATIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    PAGE.write_text(page(PAGE.read_text(), durations()))
+    PAGE.write_text(page(PAGE.read_text(), last, durations()))
 
 
 def exists(test: str) -> bool:
@@ -127,7 +141,7 @@ def table(found: Mapping[str, tuple[float, float]]) -> str:
     return "\n".join(["| test | seconds | of the CPU |", "|---|---|---|", *lines])
 
 
-def page(text: str, found: Mapping[str, tuple[float, float]]) -> str:
-    """CONTRIBUTING.md with the table of today."""
+def page(text: str, last: str, found: Mapping[str, tuple[float, float]]) -> str:
+    """CONTRIBUTING.md with the last whole run and the table of today."""
     before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n\nThe last whole run: {last}.\n\n{table(found)}\n\n{END}{rest.partition(END)[2]}"
