@@ -138,7 +138,7 @@ OVERLAPPED = {  # name: (ranks, spec)
 }
 
 
-@pytest.mark.parametrize("name", cases(OVERLAPPED, fast=("dp2", "cp2_dp2", "tied_pp2_dp2", "ep2_dp2", "host_dp2_bfloat16")))
+@pytest.mark.parametrize("name", cases(OVERLAPPED, fast=("dp2", "tied_pp2_dp2", "ep2_dp2", "host_dp2_bfloat16")))
 def test_overlapped_exchange_of_weights_changes_no_bit_and_nothing_reads_early(name, run_distributed, tmp_path):
     ranks, spec = OVERLAPPED[name]
     run_distributed(OVERLAP_JOB, ranks, json.dumps(spec), tmp_path, timeout=300)
