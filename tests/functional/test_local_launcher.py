@@ -382,7 +382,7 @@ def test_user_code_that_a_process_died_in_is_named(tmp_path: Path) -> None:
     dies = f"""
 import os, pathlib, signal, sys
 sys.path.insert(0, {str(_ROOT)!r})
-from aligner import user_code
+from aligner.settings import user_code
 health = pathlib.Path(os.environ["ALIGNER_LEASE"]).parent / "health"
 user_code.record_in(health / "actor.0.calls")
 with user_code.calling("reward function rewards.py:crashes"):
