@@ -25,10 +25,11 @@ ARGS ?=
 # process more than there are cores: tests of servers and of Slurm mostly wait. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 PYTEST = $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+TIER := not slow
 HAS_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 NO_TESTS := 5# pytest's exit code where ARGS choose none
 
-.PHONY: help settings house chaos test-versions test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
+.PHONY: help settings house chaos test-versions test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test test-all mutants preflight bench bench-full transformer-engine lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -52,13 +53,16 @@ learn: $(STAMP) ## every estimator trained on small sums, with a table; fails wh
 learn-supervised: $(STAMP) ## supervised, preference and reward recipes from a pretrained model, with a table (needs ../shared/data; about 20 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/learning/supervised.py $(ARGS)
 
-test: $(STAMP) ## all tests, on the GPU where there is one and the test does not mean the CPU (ARGS='-k name' to choose)
+test: $(STAMP) ## every behaviour once: all tests without the mark `slow`, on the GPU where there is one and the test does not mean the CPU (ARGS='-k name')
 	@if $(HAS_GPU); then \
 	  failed=0; \
-	  $(RUN_ENV) $(PYTEST) -m 'not cpu' $(ARGS) || [ $$? = $(NO_TESTS) ] || failed=1; \
-	  $(RUN_ENV) CUDA_VISIBLE_DEVICES= $(PYTEST) -m cpu $(ARGS) || [ $$? = $(NO_TESTS) ] || failed=1; \
+	  $(RUN_ENV) $(PYTEST) -m 'not cpu and ($(TIER))' $(ARGS) || [ $$? = $(NO_TESTS) ] || failed=1; \
+	  $(RUN_ENV) CUDA_VISIBLE_DEVICES= $(PYTEST) -m 'cpu and ($(TIER))' $(ARGS) || [ $$? = $(NO_TESTS) ] || failed=1; \
 	  exit $$failed; \
-	else $(RUN_ENV) $(PYTEST) $(ARGS); fi
+	else $(RUN_ENV) $(PYTEST) -m '$(TIER)' $(ARGS); fi
+
+test-all: ## all tests, the long and exhaustive too; writes how long each took into tests/durations.json and CONTRIBUTING.md (an hour)
+	@$(MAKE) test TIER='slow or not slow' ARGS='--record-durations $(ARGS)'
 
 test-versions: ## every recipe and a resume with the oldest and newest torch, transformers, Megatron-Core, numpy and Python (ARGS='newest-3.11' chooses; up to ten minutes each)
 	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10 to 3.13 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi

@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS / name) for name in ("", "functional", "distributed", "fakes")]  # what tests share
 import slurm_cluster  # noqa: E402
+import tiers  # noqa: E402
 from preloaded import ForkedProcess, Preloaded  # noqa: E402
 from preloaded import preloaded as preloaded_process  # noqa: E402
 
@@ -59,6 +61,14 @@ def _missing(mark: str) -> str | None:
     return None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="write how long each test took into tests/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(tiers.Tiers(config), "tiers")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons: dict[str, str | None] = {}
@@ -75,11 +85,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mixed(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Files of tests that start runs, which mostly wait, evenly among those that compute: so some process always has work for a core."""
+    """Files of tests that start runs, which mostly wait, evenly among those that compute: so some process always has work for a core.
+    What has taken longest comes first, so that no process is left with it at the end."""
     kinds: tuple[dict[Path, list[pytest.Item]], ...] = ({}, {})
     for item in items:
         kinds[item.path.parent in ON_CPU].setdefault(item.path, []).append(item)
-    placed = [((number + 0.5) / len(files), own) for files in kinds for number, own in enumerate(files.values())]
+    spent = tiers.seconds_of_files()
+    ordered = [sorted(files.items(), key=lambda file: -spent[str(file[0].relative_to(ROOT))]) for files in kinds]
+    placed = [((number + 0.5) / len(files), own) for files in ordered for number, (_, own) in enumerate(files)]
     return [item for _, own in sorted(placed, key=lambda pair: pair[0]) for item in own]
 
 

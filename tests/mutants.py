@@ -36,7 +36,7 @@ AREAS = tuple(
 )
 COPIED = "aligner tests conf examples slurm docker docs benchmarks tools pyproject.toml setup.py README.md Makefile".split()
 _SURVIVED, _NOT_RUN = "**survived**", "not run yet"  # in the table
-PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "--tb=short")
+PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "--tb=short", "-m", "not slow")  # what `make test` runs must notice
 # What Megatron-Core was patched from: can be imported once in a process. A fault in one of these gets an interpreter of its own.
 ONCE = ("aligner/parallel/mcore.py", "aligner/parallel/cpu_platform.py")
 

@@ -36,6 +36,10 @@ class Preloaded:
             start_new_session=True,
         )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path) -> ForkedProcess:
         """Run `python ARGUMENTS` (a script, or -m and a module); stdout and stderr go to `log`."""
         request = {"arguments": list(arguments), "environment": dict(environment), "log": str(log), "cwd": str(cwd)}

@@ -145,6 +145,14 @@ def _flush() -> None:
 def _forget_the_origin() -> None:
     """What an interpreter of its own would not share with the one that it was forked from."""
     import numpy
+    from huggingface_hub import constants, hf_api
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
+
+    if any(name.startswith("HF_") for name in os.environ):  # read when they were imported
+        importlib.reload(constants)
+        hf_api.api.endpoint = constants.ENDPOINT
 
     random.seed()
     numpy.random.seed()
@@ -181,17 +189,19 @@ def _program(command: object) -> tuple[list[str], int | None] | None:
         rest, number = rest[4:], signal.SIGTERM
         while rest[0] in _OPTIONS:
             rest = rest[1:]
-    ours = rest and rest[0].endswith(".py") and any(folder in Path(rest[0]).parents for folder in _PROGRAMS)
-    return (rest, number) if ours else None
+    script = rest and rest[0].endswith(".py") and any(folder in Path(rest[0]).parents for folder in _PROGRAMS)
+    return (rest, number) if script or rest[:2] == ["-m", "aligner.cli"] else None
 
 
 class _ForkingPopen(subprocess.Popen):
-    """Popen that forks for Python programs of this project."""
+    """Popen that forks for Python programs of this project, where this process has joined no world that a fork would share."""
 
     def _execute_child(self, *given: object) -> None:
+        import torch.distributed
+
         options = inspect.signature(super()._execute_child).bind(*given).arguments
         program = _program(options["args"])
-        if program is None or options["preexec_fn"] or options["pass_fds"]:
+        if program is None or options["preexec_fn"] or options["pass_fds"] or torch.distributed.is_initialized():
             super()._execute_child(*given)
             return
         _flush()

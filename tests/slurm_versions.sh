@@ -61,5 +61,5 @@ for one in "$@"; do
 done
 if command -v slurmctld >/dev/null; then
   echo "== $(slurmctld -V), 64 nodes"
-  ALIGNER_LONG_TESTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -p no:cacheprovider tests/functional/test_slurm_many_nodes.py
+  OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -p no:cacheprovider tests/functional/test_slurm_many_nodes.py
 fi

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
-from collections.abc import Mapping, Sequence
+import select
+from collections.abc import Sequence
 from pathlib import Path
+
+from preloaded import preloaded
+
+ROOT = Path(__file__).resolve().parents[1]
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 DRAWN = re.compile(r"\x1b\[(?:[0-9;]*m|2K|\d*A|\?25[hl])|\r")  # what a live view is drawn with
@@ -16,17 +20,20 @@ LIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u
 HOSTILE_NAMES = (r"\u001b[2J\u001b]0;T\u0007", r"\u001b[\u00002J", r"\u009b2J", r"\u202e", r"\u0008\r", r"\ud800", r"\u001b[8m", r"\n[run]")
 
 
-def on_a_terminal(command: Sequence[str], cwd: Path, environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """The command's exit code, and what a terminal is sent by it."""
+def on_a_terminal(arguments: Sequence[str], cwd: Path) -> tuple[int, str]:
+    """The exit code of `aligner ARGUMENTS`, by a fork of the preloaded process, and what a terminal is sent by it."""
     reader, writer = pty.openpty()
-    environment = {**environ, "TERM": "xterm-256color"}
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer, env=environment, cwd=cwd)
-    os.close(writer)
-    seen = b""
-    try:
-        while data := os.read(reader, 65536):
-            seen += data
-    except OSError:  # EIO: the last writer is gone
-        pass
-    os.close(reader)
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = preloaded().start(["-m", "aligner.cli", *arguments], environment, Path(os.ttyname(writer)), cwd)
+    seen, ended = b"", False
+    while True:
+        readable = select.select([reader], [], [], 0.0 if ended else 0.05)[0]
+        if readable:
+            seen += os.read(reader, 65536)
+        elif ended:
+            break
+        else:
+            ended = process.poll() is not None
+    for end in (reader, writer):
+        os.close(end)
     return process.wait(timeout=60), seen.decode(errors="replace").replace("\r\n", "\n")

@@ -1,6 +1,6 @@
-"""Plans a layer of every model of `hf_models` on two tensor-parallel ranks, on fake tensors.
+"""Plans a layer of models of `hf_models` on two tensor-parallel ranks, on fake tensors.
 
-usage: family_plan_job.py    (prints a line of JSON: by model the bytes that a layer keeps, and the elements of a rank's weights)
+usage: family_plan_job.py OUTPUT NAME...    (a JSON object: by model the bytes that a layer keeps, and the elements of a rank's weights)
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main() -> None:
     from aligner.planner.workload import Component, Head, Phase, Work
 
     found = {}
-    for name, fields in HF_MODELS.items():
-        config = json.loads(AutoConfig.for_model(**(SIZES | fields)).to_json_string(use_diff=False))
+    for name in sys.argv[2:]:
+        config = json.loads(AutoConfig.for_model(**(SIZES | HF_MODELS[name])).to_json_string(use_diff=False))
         component = Component(
             name="trainer",
             head=Head.language,
@@ -39,7 +39,7 @@ def main() -> None:
         )
         kept = [dry_run.measure_block(component, 2, 64, device).layer for device in (Device.cpu, Device.gpu)]
         found[name] = [*kept, sum(one.numel for part in dry_run.shard_parameters(component, 0) for one in part)]
-    print(json.dumps(found))
+    Path(sys.argv[1]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 
+import checkpoint_job as job
 import pytest
 import torch
 
 JOB = Path(__file__).parent / "checkpoint_job.py"
 
 
-def _load_job() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("checkpoint_job", JOB)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-job = _load_job()
 STEPS = 5
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from engine_job import converse  # noqa: E402
 
 from aligner.types import LabeledBatch, Prompt, SamplingConfig

@@ -3,19 +3,16 @@ are those of a single process, and would not be if a rank took padding for token
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import experts_job as job
 import pytest
 import torch
+from tiers import cases
 
 FOLDER = Path(__file__).parent
-LONG = bool(os.environ.get("ALIGNER_LONG_TESTS"))  # every pair, padded and packed
 PACKED = {
     "micro_batch_tokens": 64,
     "packing": True,
@@ -27,38 +24,25 @@ PADDED_LAYOUTS: dict[str, dict[str, Any]] = {  # of four ranks; what tp, pp and 
     "tp2_sp_cp2_etp2": SP | {"cp": 2, "etp": 2},
     "ep2_dp4": {"ep": 2},
 }
-PACKED_LAYOUTS = {name: PADDED_LAYOUTS[name] for name in ("tp2_sp_pp2_ep2", "pp2_vpp2_cp2_ep2")}
-if LONG:  # not ep with etp: ranks then gather unequal numbers of tokens, which gloo cannot
-    PADDED_LAYOUTS |= {
-        "tp2_sp_pp2_etp2": SP | {"pp": 2, "etp": 2},
-        "tp2_sp_pp2_vpp2_etp2": SP | {"pp": 2, "vpp": 2, "etp": 2},
-        "tp2_sp_cp2_ep2": SP | {"cp": 2, "ep": 2},
-        "tp2_sp_cp2_ep4": SP | {"cp": 2, "ep": 4},
-        "tp2_sp_ep2_dp2": SP | {"ep": 2},
-        "tp2_sp_etp2_dp2": SP | {"etp": 2},
-        "pp2_ep2_dp2": {"pp": 2, "ep": 2},
-        "pp2_dp2": {"pp": 2},
-        "cp2_ep2_dp2": {"cp": 2, "ep": 2},
-        "cp2_dp2": {"cp": 2},
-        "cp4_ep2": {"cp": 4, "ep": 2},
-        "ep4": {"ep": 4},
-    }
-    # Replicas would pack other rows together, whose load-balancing loss is another.
-    PACKED_LAYOUTS = {name: parallel for name, parallel in PADDED_LAYOUTS.items() if "_dp" not in name and "4" not in name}
+FAST = {*PADDED_LAYOUTS, "tp2_sp_pp2_ep2_packed", "pp2_vpp2_cp2_ep2_packed"}
+PADDED_LAYOUTS |= {  # not ep with etp: ranks then gather unequal numbers of tokens, which gloo cannot
+    "tp2_sp_pp2_etp2": SP | {"pp": 2, "etp": 2},
+    "tp2_sp_pp2_vpp2_etp2": SP | {"pp": 2, "vpp": 2, "etp": 2},
+    "tp2_sp_cp2_ep2": SP | {"cp": 2, "ep": 2},
+    "tp2_sp_cp2_ep4": SP | {"cp": 2, "ep": 4},
+    "tp2_sp_ep2_dp2": SP | {"ep": 2},
+    "tp2_sp_etp2_dp2": SP | {"etp": 2},
+    "pp2_ep2_dp2": {"pp": 2, "ep": 2},
+    "pp2_dp2": {"pp": 2},
+    "cp2_ep2_dp2": {"cp": 2, "ep": 2},
+    "cp2_dp2": {"cp": 2},
+    "cp4_ep2": {"cp": 4, "ep": 2},
+    "ep4": {"ep": 4},
+}
 LAYOUTS = {name: (parallel, {}) for name, parallel in PADDED_LAYOUTS.items()}
-LAYOUTS |= {f"{name}_packed": (parallel, PACKED) for name, parallel in PACKED_LAYOUTS.items()}
-
-
-def _load(name: str) -> ModuleType:
-    if name not in sys.modules:  # dataclasses look their module up there
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-_load("layout_job")
-job = _load("experts_job")
+# Replicas would pack other rows together, whose load-balancing loss is another.
+LAYOUTS |= {f"{name}_packed": (parallel, PACKED) for name, parallel in PADDED_LAYOUTS.items() if "_dp" not in name and "4" not in name}
+EACH = pytest.mark.parametrize("layout", cases(LAYOUTS, fast=FAST))
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +57,17 @@ def found(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def many(found, run_distributed) -> dict[str, dict]:
-    """What four processes make of it, layout by layout; the job runs once."""
+def many(found, run_distributed, request) -> dict[str, dict]:
+    """What four processes make of it, layout by layout; the job runs once, on those that tests were chosen of."""
     if not found.exists():
         found.write_text("")  # a job that fails once is not run for every test
-        run_distributed(FOLDER / "experts_job.py", 4, json.dumps(LAYOUTS), found, timeout=600)
+        chosen = {item.callspec.params["layout"] for item in request.session.items if item.path == request.path}
+        given = {name: LAYOUTS[name] for name in LAYOUTS if name in chosen}
+        run_distributed(FOLDER / "experts_job.py", 4, json.dumps(given), found, timeout=600)
     return torch.load(found)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH
 def test_experts_equal_a_single_process(layout, one, many):
     expected, got = one[layout.endswith("packed")], many[layout]
     assert expected["metrics"]["moe/load_balancing_loss"] > 1
@@ -97,7 +83,7 @@ def test_experts_equal_a_single_process(layout, one, many):
         torch.testing.assert_close(got["biases"][name], bias, rtol=0, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH
 def test_padding_taken_for_tokens_would_show(layout, many):
     """In the router's gradient of every layer, so that equal numbers above are no accident."""
     right, wrong = many[layout], many[layout]["unmasked"]

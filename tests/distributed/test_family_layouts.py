@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import pytest
 import torch
 from hf_models import VOCAB, write
 from safetensors.torch import load_file
+from tiers import cases
 
 JOB = Path(__file__).with_name("family_job.py")
-LONG = bool(os.environ.get("ALIGNER_LONG_TESTS"))  # every mixture in every layout
 NAMES = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn"]
 NAMES += ["mistral", "qwen2_windows", "qwen3_layer_types"]
 NAMES += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
@@ -30,36 +30,38 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes,
     "cp2_packed_recompute": (2, {"cp": 2}, PACKED | {"recompute": "full"}),
     "tp2_pp2_shared_prompts": (4, {"tp": 2, "pp": 2}, PACKED | {"share_prompts": True}),
 }
-
-
 MIXTURES = ["deepseek_v2_groups", "deepseek_v3", "qwen2_moe", "gpt_oss", "llama4_text", "qwen3_next"]
-if LONG:
-    MIXTURES += ["deepseek_v2", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "qwen2_moe_normalized"]
-    MIXTURES += ["qwen2_moe_windows", "qwen3_moe_dense_layers"]
-    MIXTURES += ["gpt_oss_tied", "llama4_text_tied", "qwen3_next_tied", "qwen3_5_moe_text"]
+VARIANTS = ["deepseek_v2", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "qwen2_moe_normalized", "qwen2_moe_windows"]
+VARIANTS += ["qwen3_moe_dense_layers", "gpt_oss_tied", "llama4_text_tied", "qwen3_next_tied", "qwen3_5_moe_text"]
 SPLIT_EXPERTS = {"tp": 2, "etp": 2, "sequence_parallel": True}
 MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2_etp2_packed": (2, SPLIT_EXPERTS, PACKED),
     "ep2_pp2_recompute": (4, {"ep": 2, "pp": 2}, {"recompute": "full"}),
     "cp2_selective": (2, {"cp": 2}, {"recompute": "selective"}),
+    "cp2_packed": (2, {"cp": 2}, PACKED),
+    "tp2_ep2": (2, {"tp": 2, "ep": 2, "sequence_parallel": True}, {}),
+    "pp2_shared_prompts": (2, {"pp": 2}, PACKED | {"share_prompts": True}),
 }
-if LONG:
-    MIXTURE_LAYOUTS["cp2_packed"] = (2, {"cp": 2}, PACKED)
-    MIXTURE_LAYOUTS["tp2_ep2"] = (2, {"tp": 2, "ep": 2, "sequence_parallel": True}, {})
-    MIXTURE_LAYOUTS["pp2_shared_prompts"] = (2, {"pp": 2}, PACKED | {"share_prompts": True})
+EACH = pytest.mark.parametrize("layout", cases(LAYOUTS, fast=("tp2_sp_recompute", "pp2_selective", "cp2")))
+EACH_OF_MIXTURES = pytest.mark.parametrize("layout", cases(MIXTURE_LAYOUTS, fast=("tp2_etp2_packed", "ep2_pp2_recompute", "cp2_selective")))
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
-    """The models, and what transformers makes of them."""
+def model(tmp_path_factory) -> Callable[[str], tuple[Path, dict]]:
+    """`model(name)`: its directory, beside `tokens.pt`, and what transformers makes of it."""
     folder = tmp_path_factory.mktemp("families")
     tokens = torch.randint(3, VOCAB, (4, 24), generator=torch.Generator().manual_seed(5))
     torch.save(tokens, folder / "tokens.pt")
-    for name in NAMES + MIXTURES:
+
+    @functools.cache
+    def make(name: str) -> tuple[Path, dict]:
         write(name, folder / name)
-    config = json.loads((folder / "gemma2_plain" / "config.json").read_text())  # ties the two, but the file has another output layer
-    (folder / "gemma2_plain" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    return folder, {name: theirs(folder / name, tokens) for name in NAMES + MIXTURES}
+        if name == "gemma2_plain":  # its config ties the two, but the file has another output layer
+            config = json.loads((folder / name / "config.json").read_text())
+            (folder / name / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        return folder / name, theirs(folder / name, tokens)
+
+    return make
 
 
 def theirs(directory: Path, tokens: torch.Tensor) -> dict:
@@ -90,33 +92,41 @@ def by_expert(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
             yield from ((f"{block}.experts.{expert}.{part}_proj.weight", each) for part, each in parts.items())
 
 
-@pytest.mark.parametrize("layout", MIXTURE_LAYOUTS)
-def test_a_layout_of_mixtures_equals_transformers(layout, models, tmp_path, run_distributed):
-    check(MIXTURES, MIXTURE_LAYOUTS[layout], models, tmp_path, run_distributed)
+@EACH_OF_MIXTURES
+def test_a_layout_of_mixtures_equals_transformers(layout, model, tmp_path, run_distributed):
+    check(MIXTURES, MIXTURE_LAYOUTS[layout], model, tmp_path, run_distributed)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_equals_transformers(layout, models, tmp_path, run_distributed):
-    check(NAMES, LAYOUTS[layout], models, tmp_path, run_distributed)
+@pytest.mark.slow
+@EACH_OF_MIXTURES
+def test_a_layout_of_variants_equals_transformers(layout, model, tmp_path, run_distributed):
+    check(VARIANTS, MIXTURE_LAYOUTS[layout], model, tmp_path, run_distributed)
 
 
-def check(names, layout, models, tmp_path, run_distributed):
-    nproc, parallel, model = layout
+@EACH
+def test_a_layout_equals_transformers(layout, model, tmp_path, run_distributed):
+    check(NAMES, LAYOUTS[layout], model, tmp_path, run_distributed)
+
+
+def check(names, layout, model, tmp_path, run_distributed):
+    nproc, parallel, settings = layout
     unsplit = ("qwen3_next", "qwen3_5") if "cp" in parallel else ()  # whose delta nets' sequences are whole
     names = [name for name in names if not name.startswith(unsplit)]
-    folder, expected = models
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    run_distributed(JOB, nproc, json.dumps({"parallel": parallel, "model": model}), tmp_path, *names, timeout=400)
     for name in names:
-        got, source = torch.load(tmp_path / f"{name}.pt"), load_file(folder / name / "model.safetensors")
+        shutil.copytree(model(name)[0], tmp_path / name)
+    shutil.copy(model(names[0])[0].parent / "tokens.pt", tmp_path)
+    run_distributed(JOB, nproc, json.dumps({"parallel": parallel, "model": settings}), tmp_path, *names, timeout=400)
+    for name in names:
+        folder, expected = model(name)
+        got, source = torch.load(tmp_path / f"{name}.pt"), load_file(folder / "model.safetensors")
         assert got["weights"].keys() == source.keys() and all(torch.equal(got["weights"][key], tensor) for key, tensor in source.items())
-        torch.testing.assert_close(got["logprobs"], expected[name]["logprobs"], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-        norm = torch.stack([gradient.norm() for gradient in expected[name]["gradients"].values()]).norm()
+        torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        norm = torch.stack([gradient.norm() for gradient in expected["gradients"].values()]).norm()
         assert abs(got["norm"] / norm - 1) < 1e-4, name
-        assert got["gradients"].keys() == expected[name]["gradients"].keys(), name
-        for key, gradient in expected[name]["gradients"].items():
+        assert got["gradients"].keys() == expected["gradients"].keys(), name
+        for key, gradient in expected["gradients"].items():
             error = (got["gradients"][key] - gradient).norm() / gradient.norm()
             assert error < 1e-4 or gradient.norm() < 1e-6, f"{name}: gradient of {key}: {error}"
-        for number, row in enumerate(expected[name]["responses"]):
+        for number, row in enumerate(expected["responses"]):
             tokens, logprobs = got["responses"][number]
             assert list(tokens) == row and len(logprobs) == 12, f"{name}: {number}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ JOB = Path(__file__).parent / "long_context_job.py"
 ARCHITECTURE = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 ARCHITECTURE |= {"ffn_hidden_size": 256, "vocab_size": 512, "max_position_embeddings": 131072}
 ONE_HEAD = ARCHITECTURE | {"num_attention_heads": 1}
-LENGTH = 131072 if os.environ.get("ALIGNER_LONG_TESTS") else 65536  # of 128k tokens it takes minutes of CPU time as it is
 
 
 def run(run_distributed, folder: Path, length: int, cp: int, architecture: dict) -> tuple[dict, list[dict]]:
@@ -32,8 +30,9 @@ def assert_as_predicted(predicted: dict, ranks: list[dict]) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_a_long_context_over_four_ranks(run_distributed, tmp_path: Path) -> None:
-    predicted, ranks = run(run_distributed, tmp_path, LENGTH, 4, ONE_HEAD)
+@pytest.mark.parametrize("length", [32768, pytest.param(131072, marks=pytest.mark.slow)])
+def test_a_long_context_over_four_ranks(length: int, run_distributed, tmp_path: Path) -> None:
+    predicted, ranks = run(run_distributed, tmp_path, length, 4, ONE_HEAD)
     assert_as_predicted(predicted, ranks)
     first = ranks[0]
     assert first["loss"] == pytest.approx(math.log(512), rel=0.02)  # random weights

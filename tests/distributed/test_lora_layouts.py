@@ -3,27 +3,14 @@ format and from another layout's checkpoint."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import layout_job
+import lora_job as job
 import pytest
 import torch
 
 FOLDER = Path(__file__).parent
-
-
-def _load(name: str) -> ModuleType:
-    if name not in sys.modules:  # dataclasses look their module up there
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-layout_job = _load("layout_job")
-job = _load("lora_job")
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
+from tiers import cases
 
 JOB = Path(__file__).parent / "optimizer_state_job.py"
 OVERLAP_JOB = Path(__file__).parent / "overlap_job.py"
@@ -58,7 +58,7 @@ LAYOUTS = {  # name: (ranks, spec, the layouts that go on: (ranks, fields of Par
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cases(LAYOUTS, fast=("dp2", "tied_pp2_dp2", "tp2_ep2", "value_bfloat16_dp2", "lora_dp3")))
 def test_saved_state_is_the_state_in_memory_and_training_goes_on_the_same(name, run):
     ranks, spec, others = LAYOUTS[name]
     saved, result = run(ranks, **spec)
@@ -69,12 +69,7 @@ def test_saved_state_is_the_state_in_memory_and_training_goes_on_the_same(name, 
         goes_on(run, saved, result, number, parallel, spec)
 
 
-LONG = pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="a minute: ALIGNER_LONG_TESTS=1 runs it")
-
-
-@pytest.mark.parametrize(
-    "name", ["dp3_bfloat16", "value_pp2_dp3", pytest.param("lora_dp3", marks=LONG), pytest.param("ep2_dp3", marks=LONG)]
-)
+@pytest.mark.parametrize("name", cases(["dp3_bfloat16", "value_pp2_dp3", "lora_dp3", "ep2_dp3"], fast=["dp3_bfloat16"]))
 def test_an_optimizer_on_the_host_has_the_same_state_and_numbers(name, run):
     """And its ranks go on from the other one's checkpoint, and these from its, to the bit."""
     ranks, spec, _ = LAYOUTS[name]
@@ -104,7 +99,7 @@ def goes_on(run, saved: Path, result: dict, ranks: int, parallel: dict, spec: di
         assert got == pytest.approx(wanted, rel=tolerance), parallel
 
 
-@pytest.mark.parametrize("draw", range(4))
+@pytest.mark.parametrize("draw", [0, *(pytest.param(draw, marks=pytest.mark.slow) for draw in range(1, 4))])
 def test_layouts_sizes_and_buckets_drawn_at_random(draw, run):
     """One in four is a mixture of experts, one in three has adapters; a rank may hold nothing but padding."""
     random = Random(f"{draw}")
@@ -143,7 +138,7 @@ OVERLAPPED = {  # name: (ranks, spec)
 }
 
 
-@pytest.mark.parametrize("name", OVERLAPPED)
+@pytest.mark.parametrize("name", cases(OVERLAPPED, fast=("dp2", "tied_pp2_dp2", "ep2_dp2", "host_dp2_bfloat16")))
 def test_overlapped_exchange_of_weights_changes_no_bit_and_nothing_reads_early(name, run_distributed, tmp_path):
     ranks, spec = OVERLAPPED[name]
     run_distributed(OVERLAP_JOB, ranks, json.dumps(spec), tmp_path, timeout=300)

@@ -10,6 +10,7 @@ import pytest
 JOB = Path(__file__).parent / "plan_search_job.py"
 
 
+@pytest.mark.slow
 def test_the_best_of_everything(run_distributed, tmp_path: Path):
     out = run_distributed(JOB, 1, tmp_path, timeout=400)
     found = json.loads((tmp_path / "result.json").read_text())

@@ -1,11 +1,10 @@
 """`aligner preflight` on two ranks: all is well; versions differ and a check hangs on one; one never comes."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from builders import load_module
 
 HERE = Path(__file__).parent
 JOB = HERE / "preflight_job.py"
@@ -14,12 +13,8 @@ JOB = HERE / "preflight_job.py"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """`tokenizer/` and `prompts.jsonl` of the demo's sums."""
-    spec = importlib.util.spec_from_file_location("preflight_arithmetic", HERE.parents[1] / "examples" / "demo" / "arithmetic.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
     folder = tmp_path_factory.mktemp("preflight")
-    module.write_tokenizer(folder / "tokenizer")
+    load_module(HERE.parents[1] / "examples" / "demo" / "arithmetic.py").write_tokenizer(folder / "tokenizer")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(8)))
     return folder
 

@@ -78,13 +78,10 @@ def folder(topology, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder, topology, inputs) -> dict[str, dict]:
     """By model: what one process samples before and after the training step."""
-    import sys
+    import reshard_job
 
     from aligner.losses.sft import sft_loss
     from aligner.parallel.topology import ParallelConfig
-
-    sys.path.insert(0, str(JOB.parent))
-    import reshard_job
 
     results = {}
     for name in architectures():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,18 @@ def kill_all(job: Job) -> None:
         job.process.poll()
 
 
+def ready_server(directory: Path, component: str, *, after: int = 0) -> int:
+    """The pid of a run's server, once it answers; `after`: of the one that follows this process."""
+    registration = directory / "services" / f"{component}.json"
+
+    def ready() -> bool:
+        said = json.loads(registration.read_text()) if registration.exists() else {"state": "", "pid": 0}
+        return said["state"] == "ready" and said["pid"] != after
+
+    assert eventually(ready, 120)
+    return json.loads(registration.read_text())["pid"]
+
+
 def weights(directory: Path) -> bytes:
     """The exported model's file."""
     return (directory / "export" / "model.safetensors").read_bytes()
@@ -40,13 +53,13 @@ def kept(run: Path, folder: str) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in sorted((run / folder).rglob("*.json"))}
 
 
-def same_iterations(one: Path, other: Path, folder: str, *, last_step: int) -> None:
-    """Raise AssertionError where two runs have not sampled, learnt and reported the same."""
-    assert kept(one, folder) == kept(other, folder)
-    assert weights(one) == weights(other)
-    last = f"checkpoints/policy/step_{last_step:06d}"
-    same_tensors(optimizer_and_weights(one / last), optimizer_and_weights(other / last))
+def same_runs(one: Path, other: Path, last_step: int, *, components: Sequence[str] = ("policy",)) -> None:
+    """Raise AssertionError where two runs have not exported, saved and reported the same."""
     assert without_times(one) == without_times(other)
+    assert weights(one) == weights(other)
+    for component in components:
+        last = f"checkpoints/{component}/step_{last_step:06d}"
+        same_tensors(optimizer_and_weights(one / last), optimizer_and_weights(other / last))
 
 
 def optimizer_and_weights(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -6,8 +6,7 @@ import os
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -91,13 +90,3 @@ def toy_server(kind: str, services_dir: Path, **options: object) -> Iterator[Toy
         yield server
     finally:
         server.end()
-
-
-def eventually(condition: Callable[[], bool], timeout_seconds: float) -> bool:
-    """Whether the condition came true in time."""
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

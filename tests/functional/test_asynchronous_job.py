@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import SAYS_77, grpo_settings, launcher, run_job, series, steps_of, write_task
 
 pytestmark = pytest.mark.timeout(300)

@@ -5,28 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from preloaded import preloaded
-from training_jobs import ROOT, SAYS_77, Job, grpo_settings, launcher, ppo_settings, script, write_task
+from safetensors.torch import save
+from training_jobs import ROOT, SAYS_77, Job, grpo_settings, launcher, ppo_settings, run_aligner
 
 from aligner.models.config import Architecture
 from aligner.models.families import architecture_to_hf, weight_names
 from aligner.models.families.mapping import EMBEDDING
 
 pytestmark = pytest.mark.timeout(300)
-GRPO, CRITIC, REWARD, SFT = "train_grpo.py", "serve_critic.py", "serve_reward_model.py", "train_sft.py"
+GRPO, CRITIC, REWARD, SFT = ("train", "grpo"), ("serve", "critic", "ppo"), ("serve", "reward", "ppo"), ("train", "sft")
 SMALL_VOCABULARY = "model.architecture.vocab_size=17"  # the tokenizer has 18
-# name: (script, settings on top of a good run's, what the line must say); {} is the task's folder
-REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
+# name: (command, settings on top of a good run's, what the line must say); {} is the task's folder
+REFUSED: dict[str, tuple[tuple[str, ...], list[str], list[str]]] = {
     "no model directory": (GRPO, ["model.path={}/nothing"], ["model.path={}/nothing: no such directory"]),
     "a directory that holds no model": (GRPO, ["model.path={}"], ["model.path={}: neither a Hugging Face model", "nor a checkpoint"]),
     "neither model nor tokenizer": (GRPO, ["model.tokenizer="], ["model.tokenizer=''", "or give model.path"]),
@@ -88,26 +83,24 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bad_input")
-    write_task(folder)
+def task(task: Path) -> Path:
     plain = Architecture(num_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, ffn_hidden_size=64, vocab_size=18)
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     small = save({name: torch.zeros(18, 32) for name in weight_names(plain).find(EMBEDDING).hf_names})
     ntk = {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}
     for name, weights, change in (("pointer", pointer, {}), ("small", small, {}), ("ntk", small, ntk)):
-        shutil.copytree(folder / "tokenizer", folder / name)
-        (folder / name / "config.json").write_text(json.dumps(architecture_to_hf(plain) | change))
-        (folder / name / "model.safetensors").write_bytes(weights)
-    (folder / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="\n{"prompt": "3+3="}\n')
-    return folder
+        shutil.copytree(task / "tokenizer", task / name)
+        (task / name / "config.json").write_text(json.dumps(architecture_to_hf(plain) | change))
+        (task / name / "model.safetensors").write_bytes(weights)
+    (task / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="\n{"prompt": "3+3="}\n')
+    return task
 
 
-def good(task: Path, name: str) -> list[str]:
-    """Settings with which the script would run."""
-    if name == GRPO:
+def good(task: Path, command: tuple[str, ...]) -> list[str]:
+    """Settings with which the command would run."""
+    if command == GRPO:
         return [*grpo_settings(task), *SAYS_77]
-    if name == SFT:
+    if command == SFT:
         drop = ("rollout.", "data.")
         return [setting for setting in grpo_settings(task) if not setting.startswith((*drop, "algorithm."))]
     return [*ppo_settings(task), "reward.function.path=aligner.rewards.builtin:length"]
@@ -117,21 +110,17 @@ def good(task: Path, name: str) -> list[str]:
 def refusals(task: Path) -> dict[str, dict[str, object]]:
     """Exit code and stderr of every case."""
     jobs = []
-    for index, (name, settings, _) in enumerate(REFUSED.values()):
+    for index, (command, settings, _) in enumerate(REFUSED.values()):
         given = [setting.format(task) for setting in settings]
         removed = [setting.removeprefix("~") for setting in given if setting.startswith("~")]
-        base = [setting for setting in good(task, name) if not any(setting.lstrip("+").startswith(key) for key in removed)]
+        base = [setting for setting in good(task, command) if not any(setting.lstrip("+").startswith(key) for key in removed)]
         given = [setting for setting in given if not setting.startswith("~")]
-        jobs.append([name, [*base, f"run.directory={task / f'run{index}'}", *given]])
+        jobs.append([*command, *base, f"run.directory={task / f'run{index}'}", *given])
     (task / "jobs.json").write_text(json.dumps(jobs))
-    command = [str(Path(__file__).parent / "refused_jobs.py"), str(task / "jobs.json"), str(task / "results.json")]
-    code, output = preloaded().run(command, environment(), ROOT, timeout=250)
+    program = [str(Path(__file__).parent / "refused_jobs.py"), str(task / "jobs.json"), str(task / "results.json")]
+    code, output = preloaded().run(program, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, ROOT, timeout=250)
     assert code == 0, output[-3000:]
     return dict(zip(REFUSED, json.loads((task / "results.json").read_text()), strict=True))
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -144,20 +133,15 @@ def test_refused_with_one_line(case: str, refusals, task: Path) -> None:
         assert text.format(task) in stderr  # a bad data file has a line for each bad record
 
 
-def start(command: tuple[str, ...], *settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*command, *settings], capture_output=True, text=True, timeout=200, env=environment(), cwd=ROOT)
-
-
 def test_a_misspelt_key_as_a_user_types_it() -> None:
-    done = start(script("train_grpo.py"), "++algorithm.group_sise=4")
-    assert done.returncode == 2
-    assert done.stderr == "error: unknown setting algorithm.group_sise in '++algorithm.group_sise=4': did you mean algorithm.group_size?\n"
+    refused = "error: unknown setting algorithm.group_sise in '++algorithm.group_sise=4': did you mean algorithm.group_size?\n"
+    assert run_aligner(*GRPO, "++algorithm.group_sise=4") == (2, refused)
 
 
 def test_three_way_tensor_parallelism_of_two_ranks(task: Path) -> None:
-    done = start(launcher("grpo"), *good(task, GRPO), "parallel.tp=3", "num_processes=2", f"run.directory={task / 'tp3'}")
-    assert done.returncode == 2
-    assert done.stderr == "error: parallel.tp=3 does not divide the 2 ranks of this component; allowed: 1, 2\n"
+    given = [*good(task, GRPO), "parallel.tp=3", "num_processes=2", f"run.directory={task / 'tp3'}"]
+    refused = "error: parallel.tp=3 does not divide the 2 ranks of this component; allowed: 1, 2\n"
+    assert run_aligner("launch", "local", "grpo", *given) == (2, refused)
     assert not (task / "tp3").exists()  # nothing was started
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = ["--rounds", "1", "--prompt-length", "8", "--response-length", "8"]
 

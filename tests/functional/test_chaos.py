@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from chaos import WEIGHTS, Chaos, Kill, Left, Report, role, table
 
 NUM_KILLS = 2
 
 
-@pytest.mark.skipif(
-    not os.environ.get("ALIGNER_LONG_TESTS"), reason="three minutes, as random kills under Slurm: ALIGNER_LONG_TESTS=1 runs it"
-)
+@pytest.mark.slow
 @pytest.mark.pytriton
 @pytest.mark.timeout(1200)
 def test_a_run_that_is_hit_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import Job, eventually, kill, run_job, script, trainer
+from builders import load_module
+from training_jobs import Job, eventually, kill, run_job, train
 
 pytestmark = pytest.mark.timeout(600)
 PRINCIPLES = [{"name": name, "critique_request": f"{name}?", "revision_request": "Mend.", "question": "Better?"} for name in ("one", "two")]
@@ -19,9 +15,7 @@ PRINCIPLES = [{"name": name, "critique_request": f"{name}?", "revision_request":
 
 def write_tokenizer(folder: Path) -> None:
     """One token per printable character, as the unit tests have it."""
-    spec = importlib.util.spec_from_file_location("character_tokenizer", Path(__file__).parents[1] / "unit" / "data" / "conftest.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(Path(__file__).parents[1] / "unit" / "data" / "conftest.py", "character_tokenizer")
     module.write_tokenizer(folder, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
@@ -38,7 +32,7 @@ def write_judge(folder: Path) -> None:
     """A model of the same shape with other weights, in folder/judge/export."""
     (folder / "sft.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     one = ["run.seed=3", "loop.max_steps=1", "algorithm.batch_size=1", "data.max_length=40", f"data.train={folder / 'sft.jsonl'}"]
-    run_job(script("train_sft.py"), folder / "judge", [*model_settings(folder), *one])
+    run_job(train("sft"), folder / "judge", [*model_settings(folder), *one])
 
 
 def job_settings(folder: Path) -> list[str]:
@@ -66,7 +60,7 @@ def test_killed_on_the_way(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     write_judge(tmp_path)
     whole, killed, common = tmp_path / "whole", tmp_path / "killed", job_settings(tmp_path)
-    command = trainer("constitution")
+    command = train("constitution")
     output = run_job(command, whole, common)
     with Job(command, killed, common) as job:
         second = killed / "written" / "parts" / "part_000001.jsonl"

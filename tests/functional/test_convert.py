@@ -1,23 +1,27 @@
-"""`aligner convert`: a Hugging Face model through a Megatron-Core checkpoint and back gives the same logits; what it refuses."""
+"""`aligner convert`: a Hugging Face model through a Megatron-Core checkpoint and back gives the same logits; what
+Megatron-LM and NeMo saved at TP2 x PP2, and the archive of the same; what it refuses."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from preloaded import preloaded
+from safetensors.torch import load_file
+from training_jobs import run_aligner
 
 from aligner.cli import main
+from aligner.data.tokenizer import load_tokenizer
 
+SAVER = Path(__file__).with_name("megatron_saver.py")
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "stories260k"
 
 
-def convert(*arguments: object) -> None:
-    """In a process of its own: a conversion makes a torch.distributed world."""
-    code, output = preloaded().run(["-m", "aligner.cli", "convert", *map(str, arguments)], os.environ, Path.cwd(), timeout=200)
+def convert(*arguments: object) -> str:
+    """What it prints, in a process of its own: a conversion makes a torch.distributed world."""
+    code, output = run_aligner("convert", *arguments)
     assert code == 0, output
+    return output
 
 
 def random_model(folder: Path) -> Path:
@@ -110,3 +114,37 @@ def test_a_target_that_holds_something(tmp_path: Path, checkpoint: Path, capsys:
     assert "holds a checkpoint already" in refusal(capsys, "--from-hf", source, "--to-megatron", checkpoint)
     (checkpoint / "aligner.json").write_text('{"format": 1, "kind": "language", "step": 7}\n')
     assert "holds a model already" in refusal(capsys, "--from-megatron", checkpoint, "--to-hf", source)
+
+
+def test_every_layout_and_form_is_the_same_model(run_distributed, tmp_path: Path) -> None:
+    """Whole with its padding; cut to the tokenizer's 61 tokens where one is at hand, in the archive or named."""
+    run_distributed(SAVER, 1, tmp_path)
+    run_distributed(SAVER, 4, tmp_path)
+    said = convert("--from-megatron", tmp_path / "split" / "iter_0000007", "--to-hf", tmp_path / "hf_split")
+    assert "no tokenizer written: give --tokenizer DIR" in said
+    convert("--from-megatron", tmp_path / "model.nemo", "--to-megatron", tmp_path / "checkpoints")
+    convert("--from-megatron", tmp_path / "checkpoints", "--to-hf", tmp_path / "hf_nemo")
+    convert("--from-megatron", tmp_path / "whole", "--to-hf", tmp_path / "hf_whole", "--tokenizer", tmp_path / "hf_nemo")
+    assert load_tokenizer(tmp_path / "hf_nemo").encode("abba") == [59, 1, 0]
+    split, nemo, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("hf_split", "hf_nemo", "hf_whole"))
+    assert split.keys() == nemo.keys() == whole.keys() and len(split) == 41
+    for name, tensor in split.items():
+        rows = 61 if "embed_tokens" in name or "lm_head" in name else len(tensor)
+        assert torch.equal(tensor[:rows], nemo[name]) and torch.equal(nemo[name], whole[name]), name
+    for name in ("hf_nemo", "hf_whole"):
+        assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in (tmp_path / name).iterdir()}
+
+
+def test_archives_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    archive = tmp_path / "model.nemo"
+    archive.write_bytes(b"\0" * 600)
+    assert "metadata.json is missing" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "out")
+    archive.write_bytes(b"no tar" * 200)
+    assert "model.nemo: not a NeMo archive, or damaged" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "out")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert "holds a model already" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "model")
+    wrong = refusal(capsys, "--from-hf", tmp_path, "--to-megatron", tmp_path / "out", "--tokenizer", tmp_path)
+    assert "--tokenizer" in wrong and "others bring their own" in wrong
+    assert "no such directory" in refusal(capsys, "--from-megatron", tmp_path / "none.nemo", "--to-hf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

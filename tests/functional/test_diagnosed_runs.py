@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import SAYS_77, grpo_settings, launcher, ppo_settings, run_job, script, write_task
+from training_jobs import SAYS_77, grpo_settings, launcher, ppo_settings, run_job, train, write_task
 
 from aligner import cli
 from aligner.reporting.diagnosis_rules import RULES
@@ -96,11 +92,12 @@ def rewards(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROVOKED)
 def test_a_run_that_fails_in_silence(name: str, tmp_path: Path, rewards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected, *settings = PROVOKED[name]
     own = [setting.format(rewards=rewards, prompts=tmp_path / "prompts.jsonl") for setting in settings]
-    said = run_job(script("train_grpo.py"), tmp_path / "run", [*grpo_settings(tmp_path), *own, *GOES_ON])
+    said = run_job(train("grpo"), tmp_path / "run", [*grpo_settings(tmp_path), *own, *GOES_ON])
     assert expected <= diagnosed(tmp_path / "run", capsys)
     recorded = {metric for line in read_metrics(tmp_path / "run" / "metrics.jsonl") for metric in line.values}
     for rule in RULES:
@@ -108,6 +105,7 @@ def test_a_run_that_fails_in_silence(name: str, tmp_path: Path, rewards: Path, c
             assert f"diagnosis/{rule.name}" in recorded and said.count(f"warning: {rule.title}: ") == 1, rule.name
 
 
+@pytest.mark.slow
 def test_a_critic_that_does_not_learn(tmp_path: Path, rewards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [*ppo_settings(tmp_path), f"reward.function.path={rewards}:growing", "reward.serve=false"]
     settings += ["algorithm.rollouts_per_step=32", "algorithm.mini_batch_size=32", "critic.mini_batch_size=32", "critic.optimizer.lr=1e-9"]

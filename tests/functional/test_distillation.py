@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from resumed_runs import kill_after, kill_when, optimizer_and_weights, same_tensors, weights
-from training_jobs import Job, launcher, run_job, script, series, steps_of, tiny_settings, trainer, without_times, write_task
+from resumed_runs import kill_after, kill_when, same_runs
+from training_jobs import Job, launcher, run_job, series, steps_of, tiny_settings, train, without_times
 
 from aligner.models.checkpoint.files import WRITING
 
 pytestmark = pytest.mark.timeout(600)
-TEACH, LEARN = trainer("teacher_logprobs"), trainer("distill")
+TEACH, LEARN = train("teacher_logprobs"), train("distill")
 
 
 def model_settings(folder: Path) -> list[str]:
@@ -25,15 +21,13 @@ def model_settings(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task(task: Path) -> Path:
     """`sft.jsonl` with 60 sums, and `sft/export`, a model that has seen them."""
-    folder = tmp_path_factory.mktemp("distillation")
-    write_task(folder)
     records = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(10) for b in range(6)]
-    (folder / "sft.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    settings = [*model_settings(folder), f"data.train={folder / 'sft.jsonl'}", "data.max_length=16"]
-    run_job(script("train_sft.py"), folder / "sft", [*settings, "algorithm.batch_size=20", "loop.max_steps=40"])
-    return folder
+    (task / "sft.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = [*model_settings(task), f"data.train={task / 'sft.jsonl'}", "data.max_length=16"]
+    run_job(train("sft"), task / "sft", [*settings, "algorithm.batch_size=20", "loop.max_steps=40"])
+    return task
 
 
 def teacher_settings(task: Path) -> list[str]:
@@ -84,10 +78,7 @@ def test_a_student_that_is_killed(task: Path, teacher: Path, student: Path) -> N
     with Job(LEARN, killed, settings) as job:
         kill_after(job, 29)
     assert "resumed after step" in run_job(LEARN, killed, settings)
-    assert weights(killed) == weights(whole)
-    last = "checkpoints/policy/step_000060"
-    same_tensors(optimizer_and_weights(killed / last), optimizer_and_weights(whole / last))
-    assert without_times(killed) == without_times(whole)
+    same_runs(killed, whole, 60)
     losses, agreement = series(whole, "distillation/loss"), series(whole, "distillation/agreement")
     assert losses[-1] < losses[0] / 4 and agreement[-1] > agreement[0] + 0.2
 
@@ -99,12 +90,11 @@ def test_on_the_students_own_samples(task: Path, student: Path) -> None:
         *("algorithm.prompts_per_step=16", "algorithm.mini_batch_size=8", "algorithm.top_k=6", f"teacher.path={student / 'export'}"),
         *(f"data.validation={task / 'prompts.jsonl'}", "loop.validate_every=4"),
     ]
-    whole, parts, program = task / "online_whole", task / "online_parts", trainer("online_distill")
+    whole, parts, program = task / "online_whole", task / "online_parts", train("online_distill")
     run_job(program, whole, [*settings, "loop.max_steps=8"])
     run_job(program, parts, [*settings, "loop.max_steps=3"])
     assert "resumed after step 3" in run_job(program, parts, [*settings, "loop.max_steps=8"])
-    assert without_times(parts) == without_times(whole)
-    assert weights(parts) == weights(whole)
+    same_runs(parts, whole, 8)
     apart = [line["validation/reverse_kl"] for line in without_times(whole) if "validation/reverse_kl" in line]
     losses = series(whole, "distillation/loss")
     assert apart[1] < apart[0] and losses[-1] < losses[0] / 2

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import checkpoint_steps, launcher, metrics_of, run_job, script, series, tiny_settings, write_task
+from training_jobs import checkpoint_steps, launcher, metrics_of, run_job, series, tiny_settings, train, write_task
 
 pytestmark = pytest.mark.timeout(600)
-TRAIN = script("train_dpo.py")
+TRAIN = train("dpo")
 BETA = 0.1
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import Job, grpo_settings, launcher, script, write_task
+from training_jobs import Job, grpo_settings, launcher, train, write_task
 
 pytestmark = pytest.mark.timeout(300)
 REWARDS = {
@@ -29,7 +25,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return {name: [*base, f"reward.function.path={folder / name}.py:reward"] for name in REWARDS}
 
 
-@pytest.mark.parametrize("command", [script("train_grpo.py"), launcher("grpo")], ids=["directly", "launcher"])
+@pytest.mark.parametrize("command", [train("grpo"), launcher("grpo")], ids=["directly", "launcher"])
 def test_a_reward_function_that_calls_exit(command: tuple[str, ...], settings, tmp_path: Path) -> None:
     with Job(command, tmp_path / "run", settings["exits"]) as job:
         output = job.finish(1)
@@ -39,7 +35,7 @@ def test_a_reward_function_that_calls_exit(command: tuple[str, ...], settings, t
 
 
 def test_a_reward_file_that_ends_the_program_when_it_is_imported(settings, tmp_path: Path) -> None:
-    with Job(script("train_grpo.py"), tmp_path / "run", settings["import"]) as job:
+    with Job(train("grpo"), tmp_path / "run", settings["import"]) as job:
         output = job.finish(2)
     assert "import.py: SystemExit: it ended the program (sys.exit(0) at " in output
     assert not (tmp_path / "run" / "done.json").exists()

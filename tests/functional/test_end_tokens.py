@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
-from preloaded import preloaded
+from training_jobs import Job, grpo_settings, run_aligner, run_job, series, train, write_task
 
 from aligner.data.tokenizer import load_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import Job, grpo_settings, run_job, script, series, trainer, write_task
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -76,19 +70,18 @@ def test_all_ends_from_stage_to_stage(tmp_path, beside):
     model = write_model(tmp_path / "model", tmp_path / "model" if beside else tmp_path / "tokenizer")
     tokenizer = "" if beside else str(tmp_path / "tokenizer")
     run = tmp_path / "run"
-    run_job(script("train_grpo.py"), run, settings_of(tmp_path, model, tokenizer, tmp_path / "seen1"))
+    run_job(train("grpo"), run, settings_of(tmp_path, model, tokenizer, tmp_path / "seen1"))
     check(tmp_path / "seen1")
     assert series(run, "rollout/logprob_gap_max")[0] < 1e-4  # though ids that stand for no token had a part of the probability
     converted = tmp_path / "converted"
-    arguments = ["-m", "aligner.cli", "convert", "--from-megatron", str(run / "checkpoints" / "policy"), "--to-hf", str(converted)]
-    code, output = preloaded().run(arguments, os.environ, Path.cwd(), timeout=200)
+    code, output = run_aligner("convert", "--from-megatron", run / "checkpoints" / "policy", "--to-hf", converted)
     assert code == 0, output
     for folder in (run / "export", converted):
         assert (folder / "generation_config.json").read_text() == GENERATION
         config = json.loads((folder / "config.json").read_text())
         assert (config["eos_token_id"], config["pad_token_id"], config["bos_token_id"]) == (OF_CONFIG, 14, 1)
         assert load_tokenizer(folder).end_ids == (2, 7, 9, 11)
-    run_job(script("train_grpo.py"), tmp_path / "next", settings_of(tmp_path, run / "checkpoints" / "policy", "", tmp_path / "seen2"))
+    run_job(train("grpo"), tmp_path / "next", settings_of(tmp_path, run / "checkpoints" / "policy", "", tmp_path / "seen2"))
     check(tmp_path / "seen2")
 
 
@@ -96,7 +89,7 @@ def test_an_end_that_is_no_id_of_the_model_is_refused(tmp_path):
     write_task(tmp_path)
     model = write_model(tmp_path / "model", tmp_path / "model")
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 32]}')
-    with Job(script("train_grpo.py"), tmp_path / "run", settings_of(tmp_path, model, "", tmp_path / "seen")) as job:
+    with Job(train("grpo"), tmp_path / "run", settings_of(tmp_path, model, "", tmp_path / "seen")) as job:
         output = job.finish(expected=2)
     assert "generation_config.json: eos_token_id is [2, 32], allowed: an id below 32 (vocab_size of config.json), a list of ids" in output
 
@@ -106,7 +99,7 @@ def test_a_job_that_writes_responses_leaves_every_end_out(tmp_path):
     write_task(tmp_path)
     model = write_model(tmp_path / "model", tmp_path / "model")
     where = [f"model.path={model}", f"data.train={tmp_path / 'prompts.jsonl'}", "data.max_prompt_length=8"]
-    run_job(trainer("generate"), tmp_path / "run", [*where, "rollout.sampling.max_response_length=8", "algorithm.num_samples=8"])
+    run_job(train("generate"), tmp_path / "run", [*where, "rollout.sampling.max_response_length=8", "algorithm.num_samples=8"])
     records = [json.loads(line) for line in (tmp_path / "run" / "written" / "records.jsonl").read_text().splitlines()]
     assert len(records) == 512 and {one["finish_reason"] for one in records} == {"stop", "length"}
     assert not any(set(one["response"]) & set("357") for one in records)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import grpo_settings, metrics_of, run_job, script, series, write_task
+from training_jobs import grpo_settings, metrics_of, run_job, series, train, write_task
 
 from aligner.telemetry.recording import read_spans
 
@@ -28,7 +24,7 @@ def test_grpo_with_a_calculator(tmp_path: Path) -> None:
         *(f"data.validation={tmp_path / 'prompts.jsonl'}", "data.num_validation_prompts=4", "loop.validate_every=2"),
         *("loop.max_steps=2", "loop.table_every=1", "run.export_hf=false"),
     ]
-    output = run_job(script("train_grpo.py"), tmp_path / "run", settings)
+    output = run_job(train("grpo"), tmp_path / "run", settings)
     run = tmp_path / "run"
     assert "samples of step 2" in output
     assert all(1.1 < turns < 3 for turns in series(run, "rollout/turns"))

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
+from training_jobs import launcher, metrics_of, ppo_settings, run_job, series, tiny_settings, train, write_task
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import launcher, metrics_of, ppo_settings, run_job, script, series, tiny_settings, write_task
-
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FUNCTIONS = """
 def digits(prompts, responses, answers):
@@ -27,7 +23,7 @@ def train_reward_model(folder: Path) -> Path:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     kept = [setting for setting in tiny_settings(folder) if not setting.startswith(("data.", "rollout."))]
     settings = [*kept, f"data.train={folder / 'pairs.jsonl'}", "data.max_length=32", "algorithm.batch_size=32", "loop.max_steps=3"]
-    run_job(script("train_reward_model.py"), folder / "rm", settings)
+    run_job(train("reward_model"), folder / "rm", settings)
     return folder / "rm" / "checkpoints" / "reward_model"
 
 

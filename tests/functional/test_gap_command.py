@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from preloaded import preloaded
-from training_jobs import SAYS_77, Job, grpo_settings, script, series, write_task
+from training_jobs import SAYS_77, Job, grpo_settings, run_aligner, series, train, write_task
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def gap(*arguments: object) -> tuple[int, str]:
-    return preloaded().run(["-m", "aligner.cli", "gap", *map(str, arguments)], os.environ, Path.cwd(), timeout=200)
 
 
 def test_alarm_validation_and_attribution(tmp_path: Path) -> None:
@@ -31,18 +21,18 @@ def test_alarm_validation_and_attribution(tmp_path: Path) -> None:
         *("validation.num_samples=2", "checkpoint.best_metric=validation/pass@2"),
         *("guard.logprob_gap.stop=1e-12", "guard.logprob_gap.statistic=p99", "guard.logprob_gap.patience=2"),
     ]
-    with Job(script("train_grpo.py"), run, settings) as job:
+    with Job(train("grpo"), run, settings) as job:
         output = job.finish(78)
     assert "guard.logprob_gap.stop=1e-12 (2 steps in a row)" in output and f"aligner gap {run}" in output
     assert len(series(run, "rollout/logprob_gap_p99")) == 2 and (run / "checkpoints" / "policy" / "step_000002").is_dir()
     assert all(0 < ess <= 1 for ess in series(run, "rollout/effective_sample_size"))
     assert len(series(run, "validation/pass@2")) == 2 and (run / "checkpoints" / "policy" / "best").exists()
 
-    code, output = gap(run, "--tokens", 6, "--json", tmp_path / "gap.json")
+    code, output = run_aligner("gap", run, "--tokens", 6, "--json", tmp_path / "gap.json")
     assert code == 0, output
     assert "engine and trainer agree within rounding" in output
     report = json.loads((tmp_path / "gap.json").read_text())
     assert report["agrees"] and report["num_rollouts"] == 16 and set(report["paths"]) == {"prefill", "decode"}
-    code, output = gap(run, "rollout.kernels=torch", "--random-prompts", "--prompts", 2, "--ulps", 1e-6)
+    code, output = run_aligner("gap", run, "rollout.kernels=torch", "--random-prompts", "--prompts", 2, "--ulps", 1e-6)
     assert code == 1, output
     assert "first difference beyond rounding: layer 0, " in output

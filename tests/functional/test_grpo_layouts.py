@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import SAYS_77, grpo_settings, launcher, run_job, without_times, write_task
 
 pytestmark = pytest.mark.timeout(600)

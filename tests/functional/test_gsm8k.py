@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import ROOT, run_job, script
+from builders import load_module
+from training_jobs import ROOT, run_job, train
 
 from aligner.algorithms.grpo import TrainGRPO
 from aligner.errors import DataError
@@ -25,10 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def gsm8k() -> ModuleType:
     """examples/nlp/data/gsm8k.py."""
-    spec = importlib.util.spec_from_file_location("gsm8k_converter", ROOT / "examples" / "nlp" / "data" / "gsm8k.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(ROOT / "examples" / "nlp" / "data" / "gsm8k.py", "gsm8k_converter")
 
 
 def test_records_become_prompts(gsm8k: ModuleType, tmp_path: Path) -> None:
@@ -60,14 +53,13 @@ def test_the_tiny_model_runs_through_it(gsm8k: ModuleType, tmp_path: Path, share
         records = gsm8k.convert(tmp_path / f"{split}.raw", plain=True)
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     settings = [
-        "config=grpo_gsm8k_tiny",
         f"model.path={shared_data / 'stories260k'}",
         "logging.tensorboard=false",
         "logging.progress=plain",
     ]
     settings += [f"data.train={tmp_path / 'train.jsonl'}", f"data.validation={tmp_path / 'test.jsonl'}", "loop.max_steps=2"]
     settings += ["guard.learnt_nothing=warn"]  # a model of children's stories solves none of these
-    run_job(script("train_grpo.py"), tmp_path / "run", settings)
+    run_job(train("grpo_gsm8k_tiny"), tmp_path / "run", settings)
     first, one, two = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert 0 <= first.values["validation/accuracy"] <= 1 and 0 <= two.values["validation/accuracy"] <= 1
     assert [0 <= step.values["rollout/reward"] <= 1 for step in (one, two)] == [True, True]

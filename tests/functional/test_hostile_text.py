@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from terminals import COLOUR, DRAWN, HOSTILE_NAMES, LIVE, on_a_terminal
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import ROOT, grpo_settings, launcher, write_task
+from training_jobs import ROOT, grpo_settings, write_task
 
 REWARD = """
 import os, sys
@@ -30,7 +26,7 @@ def job(task: Path, progress: str) -> list[str]:
     (task / "prompts.jsonl").write_text("\n".join([*hostile, *records[len(hostile) :]]) + "\n")
     settings = [one for one in grpo_settings(task) if not one.startswith("logging.progress")]
     return [
-        *(*launcher("grpo"), *settings, f"logging.progress={progress}", "loop.max_steps=1"),
+        *("launch", "local", "grpo", *settings, f"logging.progress={progress}", "loop.max_steps=1"),
         *(f"run.directory={task / 'run'}", f"reward.function.path={task / 'hostile.py'}:reward"),
     ]
 

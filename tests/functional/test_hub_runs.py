@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
 from fake_hub import FakeHub
-from training_jobs import write_task
+from training_jobs import run_aligner, write_task
 
 pytestmark = pytest.mark.cpu
 ROWS = "".join(f'{{"prompt": "{a}+{b}=", "response": "{a + b}"}}\n' for a in range(4) for b in range(4))
@@ -34,15 +28,14 @@ def model_files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, clean_environment: Callable[..., dict[str, str]]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`start(hub, *arguments, home="home")`: `aligner ...` with that Hub and a cache of that name."""
+def start(tmp_path: Path) -> Callable[..., str]:
+    """`start(hub, *arguments, home="home", code=0)`: what `aligner ...` prints with that Hub and a cache of that name."""
 
-    def run(hub: FakeHub, *arguments: object, home: str = "home", **extra: str) -> subprocess.CompletedProcess[str]:
+    def run(hub: FakeHub, *arguments: object, home: str = "home", code: int = 0, **extra: str) -> str:
         places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / home), "HF_HUB_DISABLE_XET": "1", **extra}
-        inherited = {name: value for name, value in os.environ.items() if name.startswith("HF_")}
-        environment = {name: value for name, value in clean_environment(places).items() if name not in inherited or name in places}
-        command = [sys.executable, "-m", "aligner.cli", *map(str, arguments)]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+        found, shown = run_aligner(*arguments, cwd=tmp_path, **places)
+        assert found == code, shown
+        return shown
 
     return run
 
@@ -56,37 +49,34 @@ def test_a_run_by_names_downloads_once_and_resumes_on_its_commits(tmp_path: Path
         sizes = ["algorithm.batch_size=8", "model.micro_batch_size=4", "model.make_vocab_divisible_by=2", "loop.save_every=1"]
         names = ["model.path=tiny/adder", "data.train=tiny/sums", "data.validation=tiny/sums", "loop.validate_every=1"]
         run = ["launch", "local", "sft", "num_processes=2", "run.directory=run", *names, *sizes]
-        done = start(hub, *run, "loop.max_steps=1")
-        assert done.returncode == 0, done.stdout + done.stderr
+        said = start(hub, *run, "loop.max_steps=1")
         assert [hub.downloads(file) for file in ("config.json", "model.safetensors", "tokenizer.json", "train.jsonl")] == [1, 1, 1, 1]
         assert hub.downloads("pytorch_model.bin") == 0
-        assert f"model.path=tiny/adder: commit {model}" in done.stdout
+        assert f"model.path=tiny/adder: commit {model}" in said
         for place in ("run/config.yaml", "run/checkpoints/policy/step_000001/config.yaml"):
             recorded = yaml.safe_load((tmp_path / place).read_text())
             assert (recorded["model"]["path"], recorded["data"]["train"]) == (f"tiny/adder@{model}", f"tiny/sums@{data}")
 
         hub.add("tiny/adder", {**files, "model.safetensors": b"damaged"})  # the branch moves on
         hub.add("tiny/sums", {"train.jsonl": b"damaged"}, kind="datasets")
-        done = start(hub, *run, "loop.max_steps=2", home="other home")
-        assert done.returncode == 0, done.stdout + done.stderr
+        start(hub, *run, "loop.max_steps=2", home="other home")
         assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["path"] == f"tiny/adder@{model}"
 
-        done = start(hub, "convert", "--from-hf", "run/export", "--push-to-hub", "tiny/result", HF_TOKEN=hub.token)
-        assert done.returncode == 0 and f"pushed to {hub.url}/tiny/result/commit/" in done.stdout, done.stdout + done.stderr
+        said = start(hub, "convert", "--from-hf", "run/export", "--push-to-hub", "tiny/result", HF_TOKEN=hub.token)
+        assert f"pushed to {hub.url}/tiny/result/commit/" in said, said
         pushed = hub.files("tiny/result")
         assert set(pushed) == {file.name for file in (tmp_path / "run" / "export").iterdir()} | {"README.md"}
         assert pushed["model.safetensors"] == (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
         card = pushed["README.md"].decode()
         assert "base_model: tiny/adder\n" in card and "recipe `sft` for 2 steps" in card and "## Evaluation" in card
         options = ["--from-megatron", "run/checkpoints/policy", "--to-hf", "out", "--push-to-hub", "tiny/again"]
-        done = start(hub, "convert", *options, HF_TOKEN=hub.token)
-        assert done.returncode == 0, done.stdout + done.stderr
+        start(hub, "convert", *options, HF_TOKEN=hub.token)
         assert hub.files("tiny/again")["model.safetensors"] == pushed["model.safetensors"]
         assert f"revision `{model}`" in hub.files("tiny/again")["README.md"].decode()
 
         count = len(hub.requests)
-        done = start(hub, "preflight", "sft", *names, *sizes, "run.directory=run", "cluster.device=cpu", HF_HUB_OFFLINE="1")
-        assert done.returncode == 0 and f"model.path: tiny/adder@{model}" in done.stdout, done.stdout + done.stderr
+        said = start(hub, "preflight", "sft", *names, *sizes, "run.directory=run", "cluster.device=cpu", HF_HUB_OFFLINE="1")
+        assert f"model.path: tiny/adder@{model}" in said, said
         assert len(hub.requests) == count
 
 
@@ -96,13 +86,11 @@ def test_commands_take_names_and_a_refusal_is_one_line(tmp_path: Path, start) ->
         hub.add("tiny/adder", files, ref="v1")
         hub.add("tiny/gated", files, gated=True)
         (tmp_path / "sums.jsonl").write_text(ROWS)
-        done = start(hub, "data", "validate", "sums.jsonl", "--kind", "sft", "--tokenizer", "tiny/adder@v1")
-        assert done.returncode == 0 and hub.downloads("model.safetensors") == 0, done.stdout + done.stderr
-        done = start(hub, "convert", "--from-hf", "tiny/adder@v1", "--to-megatron", "megatron")
-        assert done.returncode == 0 and (tmp_path / "megatron" / "step_000000" / "aligner.json").exists(), done.stdout + done.stderr
-        done = start(hub, "train", "sft", "model.path=tiny/gated", "data.train=sums.jsonl", "run.directory=run")
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert done.stderr == (
+        start(hub, "data", "validate", "sums.jsonl", "--kind", "sft", "--tokenizer", "tiny/adder@v1")
+        assert hub.downloads("model.safetensors") == 0
+        start(hub, "convert", "--from-hf", "tiny/adder@v1", "--to-megatron", "megatron")
+        assert (tmp_path / "megatron" / "step_000000" / "aligner.json").exists()
+        assert start(hub, "train", "sft", "model.path=tiny/gated", "data.train=sums.jsonl", "run.directory=run", code=2) == (
             "error: model.path=tiny/gated: the model is gated, and no token is set: "
             f"accept its terms at {hub.url}/tiny/gated and set HF_TOKEN, or run `hf auth login`\n"
         )

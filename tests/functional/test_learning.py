@@ -14,9 +14,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import ROOT, launcher, run_job
 
 from aligner.losses.advantages import Estimator
@@ -49,6 +46,7 @@ def launch(recipe: str, directory: Path, settings: Sequence[str]) -> float:
     return 0.0
 
 
+@pytest.mark.slow
 def test_a_short_case_learns(learning: ModuleType, tmp_path: Path) -> None:
     case = next(case for case in learning.CASES if case.name == "reinforce")
     short = replace(case, settings=(*case.settings, f"loop.max_steps={STEPS}", "optimizer.lr=6e-4"), margin=0.02)

@@ -14,9 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import ROOT, launcher, run_job
 
 pytestmark = pytest.mark.timeout(600)

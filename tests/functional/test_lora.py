@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import grpo_settings, launcher, metrics_of, run_job, series, tiny_settings, write_task
 
 pytestmark = pytest.mark.timeout(600)

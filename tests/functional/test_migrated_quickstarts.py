@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import run_job, series
+from training_jobs import ALIGNER, run_job, series
 
 from aligner.commands.migrate.command import migrate
 from aligner.commands.parts import MigrateOptions
 
 pytestmark = [pytest.mark.shared, pytest.mark.timeout(600)]
-LONG = pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="four more runs: ALIGNER_LONG_TESTS=1 runs them")
 STORIES = ["Lily had a red ball.", "Tom saw a big dog in the park.", "The cat sat on a mat.", "One day, a bird found a stone."]
 SAYS = "Once upon a time, "
-ALIGNER = (sys.executable, "-u", "-m", "aligner.cli")
 
 
 def trl_dpo(model: Path, data: Path) -> str:  # README.md
@@ -80,11 +73,11 @@ def deepspeed_chat_sft(model: Path, data: Path) -> str:  # training/step1_superv
     ("quickstart", "suffix", "loss"),
     [
         (trl_dpo, ".yaml", "preference/loss"),
-        (llama_factory_sft, ".sh", "sft/loss"),
-        pytest.param(openrlhf_sft, ".sh", "sft/loss", marks=LONG),
-        pytest.param(verl_sft, ".yaml", "sft/loss", marks=LONG),
-        pytest.param(nemo_aligner_dpo, ".sh", "preference/loss", marks=LONG),
-        pytest.param(deepspeed_chat_sft, ".yaml", "sft/loss", marks=LONG),
+        pytest.param(llama_factory_sft, ".sh", "sft/loss", marks=pytest.mark.slow),
+        pytest.param(openrlhf_sft, ".sh", "sft/loss", marks=pytest.mark.slow),
+        pytest.param(verl_sft, ".yaml", "sft/loss", marks=pytest.mark.slow),
+        pytest.param(nemo_aligner_dpo, ".sh", "preference/loss", marks=pytest.mark.slow),
+        pytest.param(deepspeed_chat_sft, ".yaml", "sft/loss", marks=pytest.mark.slow),
     ],
 )
 def test_quickstart(quickstart: Callable[[Path, Path], str], suffix: str, loss: str, tmp_path: Path, shared_data: Path) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import SAYS_77, Job, run_job, script, steps_of, tiny_settings, trainer, write_task
+from training_jobs import SAYS_77, Job, run_job, steps_of, tiny_settings, train
 
 pytestmark = pytest.mark.timeout(300)
 ALL_CUT = "rollout.sampling.min_response_length=8"  # as long as a response may be: none ends by itself
@@ -19,11 +15,9 @@ SELF_REWARDING = ("algorithm.judge=reward", "algorithm.batch_size=4", "algorithm
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("nothing_learnt")
-    write_task(folder)
-    (folder / "sft.jsonl").write_text("".join(json.dumps({"prompt": f"{a}+1=", "response": str(a + 1)}) + "\n" for a in range(8)))
-    return folder
+def task(task: Path) -> Path:
+    (task / "sft.jsonl").write_text("".join(json.dumps({"prompt": f"{a}+1=", "response": str(a + 1)}) + "\n" for a in range(8)))
+    return task
 
 
 def ends_for_good(command: tuple[str, ...], run: Path, settings: list[str]) -> str:
@@ -36,12 +30,12 @@ def ends_for_good(command: tuple[str, ...], run: Path, settings: list[str]) -> s
 def test_rejection_sampling_where_every_response_is_cut(task: Path) -> None:
     """Ended after so many empty steps; or, at will, warned of, and then it says at its end what it learnt from."""
     settings = [*tiny_settings(task), *REJECTION, *SAYS_77, ALL_CUT, "loop.max_steps=4", "guard.learnt_nothing_steps=2"]
-    output = ends_for_good(trainer("rejection_sampling"), task / "stop", settings)
+    output = ends_for_good(train("rejection_sampling"), task / "stop", settings)
     said = "nothing was learnt in the last 2 steps, to step 2: of 16 samples 100.0% cut at the length limit"
     assert f"error: {said} (guard.learnt_nothing=stop, guard.learnt_nothing_steps=2)" in output
     assert steps_of(task / "stop") == [1, 2]
 
-    output = run_job(trainer("rejection_sampling"), task / "warn", [*settings, "guard.learnt_nothing=warn"])
+    output = run_job(train("rejection_sampling"), task / "warn", [*settings, "guard.learnt_nothing=warn"])
     assert output.count(f"warning: {said}") == 1 and "warning: nothing was learnt in the whole run, to step 4: of 32 samples" in output
     assert (task / "warn" / "done.json").exists()
 
@@ -51,7 +45,7 @@ def test_self_rewarding_where_every_response_is_cut(task: Path) -> None:
     settings = [*tiny_settings(task), *SELF_REWARDING, *SAYS_77, ALL_CUT, "loop.max_steps=2"]
     said = "error: nothing was learnt in the whole run, to step 2: of 16 samples 100.0% cut at the length limit"
     for _ in range(2):
-        output = ends_for_good(trainer("self_rewarding"), task / "self_rewarding", settings)
+        output = ends_for_good(train("self_rewarding"), task / "self_rewarding", settings)
         assert said in output and "nothing is exported" in output
     assert "resumed after step 2" in output
 
@@ -59,8 +53,8 @@ def test_self_rewarding_where_every_response_is_cut(task: Path) -> None:
 def test_a_learning_rate_too_small_to_change_a_weight_and_one_that_is_not(task: Path) -> None:
     model = [one for one in tiny_settings(task) if not one.startswith(("rollout.", "data."))]
     settings = [*model, f"data.train={task / 'sft.jsonl'}", "data.max_length=16", "algorithm.batch_size=4", "loop.max_steps=2"]
-    output = ends_for_good(script("train_sft.py"), task / "small", [*settings, "optimizer.lr=1e-30"])
+    output = ends_for_good(train("sft"), task / "small", [*settings, "optimizer.lr=1e-30"])
     assert "error: no weight changed in 2 updates to step 2: optimizer.lr is too small" in output
 
-    output = run_job(script("train_sft.py"), task / "learns", settings)
+    output = run_job(train("sft"), task / "learns", settings)
     assert "learnt from 8 samples, 16 tokens, 2 updates\n" in output

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preloaded import preloaded
+from training_jobs import run_aligner
 
-ROOT = Path(__file__).parents[2]
 OFFLOAD = ("rollout.offload=true", "optimizer.offload=true", "critic.optimizer.offload=true")
 
 
 def plan(folder: Path, *settings: str) -> tuple[dict[str, Any], str]:
     """The JSON and the text of a plan of PPO of 8B."""
-    command = ["-m", "aligner.cli", "plan", "ppo_8b", "num_processes=8", *settings, "--json", str(folder / "plan.json")]
-    _, said = preloaded().run(command, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, folder, timeout=240)
+    _, said = run_aligner("plan", "ppo_8b", "num_processes=8", *settings, "--json", folder / "plan.json", cwd=folder)
     return json.loads((folder / "plan.json").read_text()), said
 
 

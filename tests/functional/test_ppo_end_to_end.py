@@ -1,20 +1,13 @@
-"""PPO with a critic server and a reward server in processes of their own: it learns, and it survives the death of its critic."""
+"""PPO with a critic server and a reward server in processes of their own: it learns. What deaths do is in test_resume_ppo.py."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import (
     SAYS_77,
     Job,
@@ -22,10 +15,8 @@ from training_jobs import (
     launcher,
     metrics_of,
     ppo_settings,
-    run_job,
+    run_aligner,
     series,
-    slow_reward,
-    steps_of,
     write_task,
 )
 
@@ -111,14 +102,14 @@ def test_its_trace_and_its_plan_are_written(finished, tmp_path: Path, capsys) ->
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"actor", "critic", "reward"}
-    command = [sys.executable, "-m", "aligner.cli", "plan", "--against", str(finished[0]), "--html", str(tmp_path / "plan.html")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout[done.stdout.index("plan against run") :].splitlines()]
+    command = ["plan", "--against", finished[0], "--html", tmp_path / "plan.html"]
+    code, shown = run_aligner(*command)
+    assert code == 0, shown
+    lines = [line.split() for line in shown[shown.index("plan against run") :].splitlines()]
     for row in (["actor", "generate"], ["actor", "train"], ["critic", "values"], ["critic", "train"], ["job", "step"]):
         (found,) = (line for line in lines if line[:2] == row)
         assert found[3] in ("ms", "s") and found[5] in ("ms", "s") and float(found[6]) > 0  # planned, measured, their ratio
-    assert "peak memory of a rank: planned" in done.stdout and "</html>" in (tmp_path / "plan.html").read_text()
+    assert "peak memory of a rank: planned" in shown and "</html>" in (tmp_path / "plan.html").read_text()
 
 
 def test_the_export_loads_in_transformers_and_says_the_string(finished) -> None:
@@ -136,43 +127,6 @@ def test_nothing_is_left_running(finished) -> None:
     assert left == {}
     assert not list((directory / "services").glob("*.json"))
     assert "FAILED" not in output
-
-
-def test_the_death_of_the_critic(tmp_path: Path) -> None:
-    """kill -9 in the middle: the actor says what died, saves the last whole step and stops; the same command goes on from there."""
-    write_task(tmp_path)
-    settings = [*ppo_settings(tmp_path), slow_reward(tmp_path, 0.2), "loop.max_steps=12", "loop.save_every=3"]
-    run, policy, critic = tmp_path / "run", tmp_path / "run" / "checkpoints" / "policy", tmp_path / "run" / "checkpoints" / "critic"
-    with Job(launcher("ppo"), run, settings) as job:
-        job.reached(4)
-        pid = json.loads((run / "services" / "critic.json").read_text())["pid"]
-        os.kill(pid, signal.SIGKILL)
-        assert job.wait() == 128 + signal.SIGKILL
-        output = job.output()
-        assert job.processes() == {}
-    assert "critic was killed by SIGKILL" in output
-    assert "FAILED: component critic, rank 0, was killed by SIGKILL" in output
-    # The actor noticed by itself, within the launcher's grace period, and said which server, where, and why.
-    actor = (run / "logs" / "actor.0.log").read_text()
-    # Two witnesses, whichever was first: the process is gone, or the launcher had already told that it will not start it again.
-    told = actor.splitlines()[-1]
-    assert told.startswith("error: critic") and f"(pid {pid} on" in told
-    assert f"its process {pid} no longer exists" in told or "nobody will start it again: critic was killed by SIGKILL" in told
-    assert "actor did not end" not in output
-
-    last = steps_of(run)[-1]
-    assert 4 <= last < 12
-    assert checkpoint_steps(policy) == sorted({*range(3, last + 1, 3), last})
-    assert checkpoint_steps(critic) == list(range(3, last + 1, 3))
-
-    output = run_job(launcher("ppo"), run, settings)
-    pair = last - last % 3
-    assert f"resumed after step {pair}" in output
-    told = f"there is no critic checkpoint of step {last}: the run resumes after step {pair}, the newest that has both"
-    assert (told in output) == (last % 3 != 0)
-    assert steps_of(run) == list(range(1, 13))
-    assert checkpoint_steps(policy) == checkpoint_steps(critic) == [3, 6, 9, 12]
-    assert not list(policy.glob("unpaired_*"))  # kept, under another name, until the run was there again
 
 
 def test_components_that_are_started_one_by_one_end_with_the_run(tmp_path: Path) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import transformers
 from training_jobs import ROOT, write_task

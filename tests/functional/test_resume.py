@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import Job, checkpoint_steps, grpo_settings, run_job, script, slow_reward, steps_of, without_times, write_task
+from resumed_runs import same_runs, weights
+from training_jobs import Job, checkpoint_steps, grpo_settings, run_job, slow_reward, steps_of, train, without_times
 
 pytestmark = pytest.mark.timeout(600)
-TRAIN = script("train_grpo.py")
-
-
-def weights(directory: Path) -> bytes:
-    return (directory / "export" / "model.safetensors").read_bytes()
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    write_task(folder)
-    return folder
+TRAIN = train("grpo")
 
 
 def settings(task: Path, *, max_steps: int = 6) -> list[str]:
@@ -53,8 +39,7 @@ def test_three_steps_and_three_more_equal_six(task: Path, uninterrupted: Path) -
     assert steps_of(run) == [1, 2, 3]
     output = run_job(TRAIN, run, [*settings(task), slow_reward(task, 0.0)])
     assert "resumed after step 3" in output and "settings changed since step_000003: loop.max_steps: 3 -> 6" in output
-    assert without_times(run) == without_times(uninterrupted)
-    assert weights(run) == weights(uninterrupted)
+    same_runs(run, uninterrupted, 6)
     assert weights(run) != three
 
 
@@ -81,8 +66,7 @@ def test_a_signal_saves_and_kill_9_loses_only_the_unsaved_steps(task: Path, unin
     output = run_job(TRAIN, run, [*settings(task), slow])
     assert f"resumed after step {last}" in output
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
-    assert without_times(run) == without_times(uninterrupted)
-    assert weights(run) == weights(uninterrupted)
+    same_runs(run, uninterrupted, 6)
 
 
 def test_checkpoints_by_time_of_a_run_by_epochs(task: Path, uninterrupted: Path) -> None:
@@ -103,8 +87,7 @@ def test_checkpoints_by_time_of_a_run_by_epochs(task: Path, uninterrupted: Path)
     said = "the run ends after 6 steps (loop.epochs=2.25) of 24 samples: 144 samples, 2.25 epochs of 64, responses of at most 8 tokens"
     assert said in output
     assert checkpoint_steps(run / "checkpoints" / "policy") == [5, 6]
-    assert without_times(run) == without_times(uninterrupted)
-    assert weights(run) == weights(uninterrupted)
+    same_runs(run, uninterrupted, 6)
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_says_so_at_its_start_and_end(task: Path, uninterrupted: Path) -> None:

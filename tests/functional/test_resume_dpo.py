@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from resumed_runs import kill_after, kill_when, optimizer_and_weights, same_tensors, weights
-from training_jobs import Job, run_job, script, steps_of, tiny_settings, without_times, write_task
+from resumed_runs import kill_after, kill_when, same_runs
+from training_jobs import Job, run_job, steps_of, tiny_settings, train, without_times, write_task
 
 pytestmark = pytest.mark.timeout(600)
-TRAIN = script("train_dpo.py")
+TRAIN = train("dpo")
 NUM_STEPS = 60
 
 
@@ -37,34 +33,20 @@ def settings(folder: Path) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The directories of a run that was left alone and of one that was killed after step 23 (or soon after: a step takes little)."""
-    folder = tmp_path_factory.mktemp("resume_dpo")
-    write_task(folder)
-    whole, killed = folder / "whole", folder / "killed"
-    run_job(TRAIN, whole, settings(folder))
-    with Job(TRAIN, killed, settings(folder)) as job:
+@pytest.mark.slow
+def test_killed_on_the_way(tmp_path: Path) -> None:
+    """After step 23 (or soon after: a step takes little). Also the log-ratios: the reference of the resumed run is the model that the run
+    began with, not the checkpoint."""
+    write_task(tmp_path)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_job(TRAIN, whole, settings(tmp_path))
+    with Job(TRAIN, killed, settings(tmp_path)) as job:
         kill_after(job, 23)
     assert steps_of(killed)[-1] < NUM_STEPS
-    output = run_job(TRAIN, killed, settings(folder))
+    output = run_job(TRAIN, killed, settings(tmp_path))
     (resumed,) = (int(line.rsplit(" ", 1)[1]) for line in output.splitlines() if "resumed after step" in line)
-    assert 10 <= resumed < NUM_STEPS
-    return whole, killed
-
-
-def test_the_policies_are_equal_to_the_last_bit(runs: tuple[Path, Path]) -> None:
-    whole, killed = runs
-    assert weights(killed) == weights(whole)
-    last = f"checkpoints/policy/step_{NUM_STEPS:06d}"
-    same_tensors(optimizer_and_weights(killed / last), optimizer_and_weights(whole / last))
-
-
-def test_the_metrics_are_equal(runs: tuple[Path, Path]) -> None:
-    """Also the log-ratios: the reference of the resumed run is the model that the run began with, not the checkpoint."""
-    whole, killed = runs
-    assert steps_of(killed) == list(range(1, NUM_STEPS + 1))
-    assert without_times(killed) == without_times(whole)
+    assert 10 <= resumed < NUM_STEPS and steps_of(killed) == list(range(1, NUM_STEPS + 1))
+    same_runs(killed, whole, NUM_STEPS)
     assert without_times(whole)[-1]["preference/margin"] > 0.01
 
 
@@ -86,8 +68,7 @@ def test_killed_while_the_reference_is_stored_and_after_it(tmp_path: Path) -> No
     output = run_job(TRAIN, killed, common)
     assert "resumed after step" in output and "the reference's log-probs of" not in output  # of the training; nothing is left to compute
     assert stored(killed) == stored(whole)
-    assert weights(killed) == weights(whole)
-    assert without_times(killed) == without_times(whole)
+    same_runs(killed, whole, 14)
 
 
 def stored(run: Path) -> dict[str, bytes]:

@@ -1,22 +1,18 @@
-"""PPO with a critic server, killed with SIGKILL and resumed, or with its critic alone killed and started again in the middle, equals one
-that was left alone: policy, critic and metrics.
+"""PPO with a critic server, killed with SIGKILL and resumed, or with its critic alone killed and started again until it may not be, equals
+one that was left alone: policy, critic and metrics.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import signal
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from resumed_runs import kill_after, optimizer_and_weights, same_tensors, weights
+from resumed_runs import kill_after, ready_server, same_runs
 from training_jobs import (
     Job,
     checkpoint_steps,
-    eventually,
     kill,
     launcher,
     ppo_settings,
@@ -29,7 +25,7 @@ from training_jobs import (
 )
 
 pytestmark = pytest.mark.timeout(600)
-NUM_STEPS = 5
+NUM_STEPS = 7
 LAUNCH = launcher("ppo")
 
 
@@ -70,41 +66,55 @@ def resumed(whole: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wounded(whole: Path) -> Path:
-    """Of one whose critic was killed twice: before there was any checkpoint, and after step 3 with the checkpoint of step 2.
-
-    It answered without Triton; the others take it where it is installed.
-    """
-    directory = whole.parent / "wounded"
-    restarts = ("local_launcher.max_server_restarts=2", "critic.server.transport=http")
-    with Job(LAUNCH, directory, [*settings(whole.parent, 0.3), *restarts]) as job:
-        for step in (1, 3):
+    """Of one whose critic, which answered without Triton, was killed three times: before there was any checkpoint, after step 3, and once
+    more than it may be started again, which ends the run with a checkpoint of the policy; the same command continued it."""
+    folder = whole.parent
+    directory, restarts = folder / "wounded", ["local_launcher.max_server_restarts=2", "critic.server.transport=http"]
+    with Job(LAUNCH, directory, [*settings(folder, 0.3), *restarts]) as job:
+        pid = 0
+        for step in (1, 3, 5):
             job.reached(step)
-            registration = directory / "services" / "critic.json"
-            assert eventually(lambda path=registration: path.exists() and json.loads(path.read_text())["state"] == "ready", 60)
-            kill(json.loads(registration.read_text())["pid"])
-        output = job.finish()
+            pid = ready_server(directory, "critic", after=pid)
+            kill(pid)
+        assert job.wait() == 128 + signal.SIGKILL
+        output = job.output()
         assert job.processes() == {}
-    assert output.count("starting it again") == 2
-    assert output.count("rank(s), transport http\n") == 3
-    assert output.count("is sent again what it lacks: step") == 2
-    assert "critic: resumed after step 2" in output and "resumed after step 2\n" not in (directory / "logs" / "actor.0.log").read_text()
+    assert output.count("starting it again") == 2 and output.count("is sent again what it lacks: step") >= 1
+    served = [line for line in output.splitlines() if line.startswith("[critic] server: critic at ")]
+    assert len(served) == 3 and all(line.endswith("rank(s), transport http") for line in served)
+    assert "critic: resumed after step 2" in output or "critic: resumed after step 4" in output
+    assert "FAILED: component critic, rank 0, was killed by SIGKILL" in output
+    # The actor noticed by itself, within the launcher's grace period. Two witnesses, whichever was first: the process is gone, or the
+    # launcher had already told that it will not start it again.
+    noticed = (directory / "logs" / "actor.0.log").read_text().splitlines()[-1]
+    assert noticed.startswith("error: critic") and f"(pid {pid} on" in noticed and "actor did not end" not in output
+    assert f"its process {pid} no longer exists" in noticed or "nobody will start it again: critic was killed by SIGKILL" in noticed
+    last, policy, critic = steps_of(directory)[-1], directory / "checkpoints" / "policy", directory / "checkpoints" / "critic"
+    assert 5 <= last < NUM_STEPS and checkpoint_steps(policy) == sorted({*range(2, last + 1, 2), last})
+    pair = last - last % 2
+    assert checkpoint_steps(critic) == list(range(2, last + 1, 2))
+
+    output = run_job(LAUNCH, directory, [*settings(folder, 0.0), *restarts])
+    lacks = f"there is no critic checkpoint of step {last}: the run resumes after step {pair}, the newest that has both"
+    assert f"resumed after step {pair}" in output and (lacks in output) == (last != pair)
+    assert checkpoint_steps(policy) == checkpoint_steps(critic)
+    assert not list(policy.glob("unpaired_*"))  # kept, under another name, until the run was there again
     return directory
 
 
-@pytest.fixture(params=["resumed", "wounded"])
+@pytest.fixture(params=["wounded", pytest.param("resumed", marks=pytest.mark.slow)])
 def other(request: pytest.FixtureRequest) -> Path:
     """A run that ought to equal the one that was left alone."""
     return request.getfixturevalue(request.param)
 
 
-def test_the_policies_are_equal_to_the_last_bit(whole: Path, other: Path) -> None:
-    assert weights(other) == weights(whole)
-
-
-@pytest.mark.parametrize("component", ["policy", "critic"])
-def test_the_last_checkpoints_hold_the_same_weights_and_moments(whole: Path, other: Path, component: str) -> None:
-    one, another = (optimizer_and_weights(run / "checkpoints" / component / f"step_{NUM_STEPS:06d}") for run in (whole, other))
-    same_tensors(another, one)
+def test_they_are_equal_to_the_last_bit(whole: Path, other: Path) -> None:
+    """Also the adaptive coefficient's path, and what the critic says of the step before a checkpoint."""
+    assert steps_of(other) == list(range(1, NUM_STEPS + 1))
+    same_runs(other, whole, NUM_STEPS, components=["policy", "critic"])
+    assert len(set(series(whole, "policy/kl_coef"))) == NUM_STEPS
+    losses = [line["critic/loss"] for line in without_times(whole)[1:]]  # of the step before, saved in between or not
+    assert len(set(losses)) == NUM_STEPS - 1
 
 
 def test_the_critic_was_trained_once_on_each_step(whole: Path, other: Path) -> None:
@@ -116,13 +126,4 @@ def test_the_critic_was_trained_once_on_each_step(whole: Path, other: Path) -> N
         policy = json.loads((run / "checkpoints" / "policy" / f"step_{NUM_STEPS:06d}" / "state.json").read_text())
         assert policy["loop"]["critic_mark"] == ledger["mark"]
         # What the newest two pairs of checkpoints do not need is no longer in the journal.
-        assert sorted(path.name[:8] for path in (run / "journal" / "critic").iterdir()) == ["00000005"]
-
-
-def test_the_metrics_are_equal(whole: Path, other: Path) -> None:
-    """Also the adaptive coefficient's path, and what the critic says of the step before a checkpoint."""
-    assert steps_of(other) == list(range(1, NUM_STEPS + 1))
-    assert without_times(other) == without_times(whole)
-    assert len(set(series(whole, "policy/kl_coef"))) == NUM_STEPS
-    losses = [line["critic/loss"] for line in without_times(whole)[1:]]  # of the step before, saved in between or not
-    assert len(set(losses)) == NUM_STEPS - 1
+        assert sorted(path.name[:8] for path in (run / "journal" / "critic").iterdir()) == ["00000007"]

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from resumed_runs import kept, kill_after, kill_when, same_iterations
-from training_jobs import Job, checkpoint_steps, metrics_of, run_job, series, slow_reward, tiny_settings, trainer, write_task
+from resumed_runs import kept, kill_after, kill_when, same_runs
+from training_jobs import Job, checkpoint_steps, metrics_of, run_job, series, slow_reward, tiny_settings, train
 
 pytestmark = pytest.mark.timeout(600)
-TRAIN = trainer("self_rewarding")
+TRAIN = train("self_rewarding")
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task(task: Path) -> Path:
     """A judge's template that the eighteen tokens of the model can say; its score is the last digit."""
-    folder = tmp_path_factory.mktemp("self_rewarding")
-    write_task(folder)
-    (folder / "template.txt").write_text("{prompt}{response}=")
-    return folder
+    (task / "template.txt").write_text("{prompt}{response}=")
+    return task
 
 
+@pytest.mark.slow
 def test_killed_while_it_samples_judges_and_trains(task: Path) -> None:
     """Iterations of 24 of 64 prompts in six steps; responses and judgements in files of four prompts."""
     whole, killed = task / "whole", task / "killed"
@@ -45,7 +40,8 @@ def test_killed_while_it_samples_judges_and_trains(task: Path) -> None:
     with Job(TRAIN, killed, common) as job:
         kill_after(job, 14)
     assert "resumed after step 12" in run_job(TRAIN, killed, common)
-    same_iterations(killed, whole, "self_rewarding", last_step=15)
+    same_runs(killed, whole, 15)
+    assert kept(killed, "self_rewarding") == kept(whole, "self_rewarding")
     assert kept(whole, "self_rewarding") and checkpoint_steps(killed / "checkpoints" / "reference")[-1] == 12
     assert min(series(whole, "preference/loss")) > 0
     first = metrics_of(whole)[0].values  # of the step that begins the first iteration

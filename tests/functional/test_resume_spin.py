@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from resumed_runs import kept, kill_after, kill_when, same_iterations
-from training_jobs import Job, checkpoint_steps, run_job, series, tiny_settings, trainer, write_task
+from resumed_runs import kept, kill_after, kill_when, same_runs
+from training_jobs import Job, checkpoint_steps, run_job, series, tiny_settings, train, write_task
 
 pytestmark = pytest.mark.timeout(600)
-TRAIN = trainer("spin")
+TRAIN = train("spin")
 
 
 def settings(folder: Path) -> list[str]:
@@ -41,7 +37,8 @@ def test_killed_at_several_points(tmp_path: Path) -> None:
     with Job(TRAIN, killed, common) as job:  # in the middle of the second
         kill_after(job, 31)
     assert "resumed after step" in run_job(TRAIN, killed, common)
-    same_iterations(killed, whole, "spin", last_step=50)
+    same_runs(killed, whole, 50)
+    assert kept(killed, "spin") == kept(whole, "spin")
     assert checkpoint_steps(killed / "checkpoints" / "reference")[-1] == 40
     assert set(series(whole, "spin/iteration")) == {1.0, 2.0, 3.0}
     margins = series(whole, "preference/margin")

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import grpo_settings, run_job, script, series, write_task
+from training_jobs import grpo_settings, run_job, series, train, write_task
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,7 +61,7 @@ def test_two_functions_and_an_endpoint(tmp_path, judge):
         f"reward.functions.ones={{url:'{url}',weight:-0.25}}",
         *("loop.max_steps=2", "algorithm.kl_coef=0", "run.seed=5"),
     ]
-    output = run_job(script("train_grpo.py"), tmp_path / "run", settings)
+    output = run_job(train("grpo"), tmp_path / "run", settings)
 
     rows = 16 * 8
     responses = [response for request in seen for response in request]

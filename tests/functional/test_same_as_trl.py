@@ -16,10 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import ROOT, run_job, script, series
+from training_jobs import ROOT, run_job, series, train
 
 from aligner.commands.migrate.command import migrate
 from aligner.commands.parts import MigrateOptions
@@ -91,7 +88,7 @@ def test_sft(tmp_path: Path, shared_data: Path) -> None:
     data = records(tmp_path, *({"prompt": PROMPT, "completion": f" {text}"} for text in CHOSEN))
     settings = SETTINGS | {"model_name_or_path": str(shared_data / "stories260k"), "dataset_name": data, "max_length": 64}
     theirs = first_step_of_trl("sft", settings, tmp_path)
-    assert first_step_here("sft", "sft/loss", tmp_path, script("train_sft.py")) == pytest.approx(theirs, rel=TOLERANCE)
+    assert first_step_here("sft", "sft/loss", tmp_path, train("sft")) == pytest.approx(theirs, rel=TOLERANCE)
     assert theirs[0] > 1 and theirs[1] > 1
 
 
@@ -100,7 +97,7 @@ def test_dpo(tmp_path: Path, shared_data: Path) -> None:
     data = records(tmp_path, *({"prompt": PROMPT, "chosen": f" {one}", "rejected": f" {other}"} for one, other in pairs))
     settings = SETTINGS | {"model_name_or_path": str(shared_data / "stories260k"), "dataset_name": data, "max_length": 64, "beta": 0.3}
     theirs = first_step_of_trl("dpo", settings, tmp_path)
-    assert first_step_here("dpo", "preference/loss", tmp_path, script("train_dpo.py")) == pytest.approx(theirs, rel=TOLERANCE)
+    assert first_step_here("dpo", "preference/loss", tmp_path, train("dpo")) == pytest.approx(theirs, rel=TOLERANCE)
     assert theirs[1] > 1
 
 

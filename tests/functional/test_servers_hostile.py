@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "servers"))
 
 from malformed import Case, malformed, send

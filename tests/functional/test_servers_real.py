@@ -6,17 +6,14 @@ import contextlib
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from server_processes import ROOT, TRANSPORTS, ToyServer, eventually, toy_server
+from server_processes import ROOT, TRANSPORTS, ToyServer, toy_server
 from toy_server import RUN
+from training_jobs import eventually
 
 from aligner.errors import RequestRejected, ServerUnreachable
 from aligner.servers import wire

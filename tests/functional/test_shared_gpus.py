@@ -5,19 +5,13 @@ devices of their own: policy, critic and metrics, to the last bit.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from resumed_runs import optimizer_and_weights, same_tensors, weights
+from resumed_runs import ready_server, same_runs, weights
 from training_jobs import (
     Job,
     checkpoint_steps,
-    eventually,
     grpo_settings,
     kill,
     launcher,
@@ -32,6 +26,7 @@ from training_jobs import (
 pytestmark = pytest.mark.timeout(600)
 NUM_STEPS = 4
 LAUNCH = launcher("ppo")
+BOTH = ["placement=colocated", "critic.with_reward=true"]
 
 
 def reward_model(task: Path) -> Path:
@@ -69,31 +64,22 @@ def separate(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
     return directory
 
 
-@pytest.fixture
-def same_as_separate(separate: Path) -> Callable[[Path], None]:
-    def compare(run: Path) -> None:
-        assert weights(run) == weights(separate)
-        assert without_times(run) == without_times(separate)
-        for component in ("policy", "critic"):
-            assert checkpoint_steps(run / "checkpoints" / component) == [2, 4]
-            last = f"checkpoints/{component}/step_{NUM_STEPS:06d}"
-            same_tensors(optimizer_and_weights(run / last), optimizer_and_weights(separate / last))
-
-    return compare
-
-
-def test_colocated_components(settings: list[str], same_as_separate: Callable[[Path], None], tmp_path: Path) -> None:
-    run_job(LAUNCH, tmp_path / "run", [*settings, "placement=colocated"])
-    assert (tmp_path / "run" / "turn").read_text().startswith("actor")  # which has the devices at the end
-    same_as_separate(tmp_path / "run")
+@pytest.mark.parametrize(
+    "chosen",
+    [BOTH, pytest.param(BOTH[:1], marks=pytest.mark.slow), pytest.param(BOTH[1:], marks=pytest.mark.slow)],
+    ids=["both", "colocated", "with_reward"],
+)
+def test_equal_to_components_of_their_own(settings: list[str], separate: Path, tmp_path: Path, chosen: list[str]) -> None:
+    """A critic that serves the reward model too, on the devices of the actor; in the other tier, each of the two alone."""
+    run = tmp_path / "run"
+    run_job(LAUNCH, run, [*settings, *chosen])
+    if "placement=colocated" in chosen:
+        assert (run / "turn").read_text().startswith("actor")  # which has the devices at the end
+    assert (run / "logs" / "reward.0.log").exists() == ("critic.with_reward=true" not in chosen)
+    same(run, separate)
 
 
-def test_a_critic_that_serves_the_reward_model(settings: list[str], same_as_separate: Callable[[Path], None], tmp_path: Path) -> None:
-    run_job(LAUNCH, tmp_path / "run", [*settings, "critic.with_reward=true"])
-    assert not (tmp_path / "run" / "logs" / "reward.0.log").exists()
-    same_as_separate(tmp_path / "run")
-
-
+@pytest.mark.slow
 def test_a_reward_model_on_the_gpus_of_grpo(settings: list[str], tmp_path: Path) -> None:
     (served,) = (setting for setting in settings if setting.startswith("reward.model.path="))
     task = Path(served.partition("=")[2]).parents[2]
@@ -104,15 +90,20 @@ def test_a_reward_model_on_the_gpus_of_grpo(settings: list[str], tmp_path: Path)
     assert without_times(tmp_path / "colocated") == without_times(tmp_path / "separate")
 
 
-def test_a_colocated_critic_with_the_reward_dies(settings: list[str], same_as_separate: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_colocated_critic_with_the_reward_dies(settings: list[str], separate: Path, tmp_path: Path) -> None:
     """Its turn is free then; the next one waits for it with its weights, and gets from the journal what it lacks."""
     directory = tmp_path / "run"
-    given = [*settings, "placement=colocated", "critic.with_reward=true", "checkpoint.asynchronous=true"]
-    with Job(LAUNCH, directory, [*given, "local_launcher.max_server_restarts=1"]) as job:
-        registration = directory / "services" / "critic.json"
+    given = [*settings, *BOTH, "checkpoint.asynchronous=true", "local_launcher.max_server_restarts=1"]
+    with Job(LAUNCH, directory, given) as job:
         job.reached(1)
-        assert eventually(lambda: registration.exists() and json.loads(registration.read_text())["state"] == "ready", 60)
-        kill(json.loads(registration.read_text())["pid"])
+        kill(ready_server(directory, "critic"))
         output = job.finish()
     assert "starting it again" in output
-    same_as_separate(directory)
+    same(directory, separate)
+
+
+def same(run: Path, separate: Path) -> None:
+    for component in ("policy", "critic"):
+        assert checkpoint_steps(run / "checkpoints" / component) == [2, 4]
+    same_runs(run, separate, NUM_STEPS, components=["policy", "critic"])

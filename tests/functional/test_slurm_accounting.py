@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import tempfile
@@ -11,14 +10,10 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import Job, SlurmCluster, missing_for_accounting
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from slurm_runs import ENVIRONMENT, SlurmRun, run_settings
-from training_jobs import ROOT, steps_of, write_task
+from training_jobs import ROOT, steps_of
 
-pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
-LONG = pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="a minute and a half: ALIGNER_LONG_TESTS=1 runs it")
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
 PATIENCE_SECONDS = 240.0
 NUM_STEPS = 8
 GRACE_SECONDS = 120
@@ -30,13 +25,6 @@ ACCOUNTS = (
     ("modify", "qos", "normal", "set", f"gracetime={GRACE_SECONDS}"),
     ("modify", "user", "root", "set", "qos=normal,urgent"),
 )
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("slurm_accounting")
-    write_task(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +45,7 @@ def shown(cluster: SlurmCluster, job: Job, field: str) -> set[str]:
     return {word.partition("=")[2] for word in words if word.startswith(f"{field}=")}
 
 
-@pytest.mark.parametrize("accounted", [pytest.param(True, id="warned"), pytest.param(False, id="terminated", marks=LONG)], indirect=True)
+@pytest.mark.parametrize("accounted", [pytest.param(True, id="warned"), pytest.param(False, id="terminated")], indirect=True)
 def test_a_better_job_takes_the_nodes(accounted: SlurmCluster, task: Path) -> None:
     """The run saves within the grace time, and goes on when the nodes are free again: no step is lost, none is done twice."""
     run = SlurmRun(accounted, task, f"preempted{accounted.settings.preemption_warns}", run_settings(task, NUM_STEPS))
@@ -85,7 +73,6 @@ def test_an_account_that_is_not_the_users(accounted: SlurmCluster) -> None:
         assert done.returncode != 0 and "Invalid account or account/partition combination specified" in done.stderr
 
 
-@LONG
 @pytest.mark.parametrize("accounted", [True], indirect=True, ids=["warned"])
 def test_limits_on_the_number_of_jobs(accounted: SlurmCluster, task: Path) -> None:
     """No following job may be submitted: the run says so at its start, stops with a checkpoint, and goes on when it is submitted again."""

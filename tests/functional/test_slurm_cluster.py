@@ -100,6 +100,7 @@ def test_mpi_over_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
         assert len(refused) == 2 and all("srun --mpi=pmix started this process, which speaks PMIx" in line for line in refused)
 
 
+@pytest.mark.slow
 def test_a_killed_node_ends_all_components_and_the_follow_up_runs(slurm: SlurmCluster, tmp_path: Path) -> None:
     script = HETEROGENEOUS + "for g in 0 1 2; do srun --het-group=$g sleep 1000 & done; wait\n"
     job = slurm.submit(script, directory=tmp_path)
@@ -120,6 +121,7 @@ def test_a_killed_node_ends_all_components_and_the_follow_up_runs(slurm: SlurmCl
     assert again.wait("COMPLETED", timeout_seconds=30).output == "n2\n"
 
 
+@pytest.mark.slow
 def test_signals_and_what_a_job_leaves_behind(slurm: SlurmCluster, tmp_path: Path) -> None:
     """USR1 reaches the batch script alone; a task that left its session survives its step, and is found."""
     script = "#!/bin/bash\ntrap 'echo saving; exit 0' USR1\nsrun bash -c '(setsid sleep 2000 >&- 2>&- <&- &)'\nsleep 1000 & wait $!\n"
@@ -132,6 +134,7 @@ def test_signals_and_what_a_job_leaves_behind(slurm: SlurmCluster, tmp_path: Pat
     assert ("sleep", "2000") in [process.command for process in left]
 
 
+@pytest.mark.slow
 def test_partitioned_node(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Slurm takes it for dead; it comes back."""
     if not slurm.settings.isolated:
@@ -152,6 +155,7 @@ def test_only_for_test_phantom_nodes_judge_big_jobs(slurm: SlurmCluster, tmp_pat
         slurm.accepts(script)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_test_process(tmp_path: Path) -> None:
     """SIGKILL to the process that holds the cluster, while a task runs that has left its session."""
     code = f"""

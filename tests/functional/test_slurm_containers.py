@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from slurm_runs import ENVIRONMENT, SlurmRun, run_settings
 from training_jobs import ROOT, steps_of, write_task
 
 IMAGE = os.environ.get("ALIGNER_TEST_IMAGE", "")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.slurm,
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("apptainer") is None, reason="apptainer is not installed"),

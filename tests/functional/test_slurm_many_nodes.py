@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import tempfile
@@ -12,9 +11,6 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import Job, SlurmCluster, can_isolate
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from slurm_runs import ENVIRONMENT
 from training_jobs import ROOT
 
@@ -25,7 +21,7 @@ from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig, to_j
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="six minutes: ALIGNER_LONG_TESTS=1 runs it"),
+    pytest.mark.slow,
 ]
 SIZES = {"actor": 32, "critic": 16, "reward": 16}
 MAX_STEPS = 100000  # it ends when it is told

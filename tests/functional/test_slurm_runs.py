@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import random
 import signal
 import sys
@@ -11,21 +11,18 @@ import sysconfig
 import time
 import venv
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from resumed_runs import same_runs
 from slurm_cluster import Job, SlurmCluster
 from slurm_job import kill
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from resumed_runs import optimizer_and_weights, same_tensors, weights
 from slurm_runs import ENVIRONMENT, KINDS, SMOKE, SlurmRun, run_settings
-from training_jobs import ROOT, launcher, run_job, series, steps_of, without_times, write_task
+from training_jobs import ROOT, launcher, run_job, series, steps_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
-NUM_STEPS = 90
-NUM_KILLS = 30 if os.environ.get("ALIGNER_LONG_TESTS") else 7
+NUM_KILLS = 30
 # From one end of a component to the next step: three starts on a busy machine of two cores.
 PATIENCE_SECONDS = 240.0
 
@@ -63,28 +60,21 @@ def test_smoke(slurm: SlurmCluster, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("slurm_runs")
-    write_task(folder)
-    return folder
+def undisturbed(task: Path) -> Callable[[int], Path]:
+    """`undisturbed(num_steps)`: the directory of a run of as many steps as processes of this machine."""
+
+    @functools.cache
+    def make(num_steps: int) -> Path:
+        run = SlurmRun(None, task, f"undisturbed{num_steps}", run_settings(task, num_steps))
+        run_job(launcher("ppo_smoke_cpu"), run.directory, [*run.settings, f"loop.save_every={num_steps}"])
+        return run.directory
+
+    return make
 
 
-@pytest.fixture(scope="module")
-def undisturbed(task: Path) -> Path:
-    """The same run as processes of this machine."""
-    run = SlurmRun(None, task, "undisturbed", run_settings(task, NUM_STEPS))
-    run_job(launcher("ppo_smoke_cpu"), run.directory, [*run.settings, f"loop.save_every={NUM_STEPS}"])
-    return run.directory
-
-
-def same_result(run: SlurmRun, undisturbed: Path) -> None:
-    """Weights and moments of policy and critic, the export, and every metric of every step."""
-    for component in ("policy", "critic"):
-        last = f"checkpoints/{component}/step_{NUM_STEPS:06d}"
-        same_tensors(optimizer_and_weights(run.directory / last), optimizer_and_weights(undisturbed / last))
-    assert weights(run.directory) == weights(undisturbed)
-    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
-    assert without_times(run.directory) == without_times(undisturbed)
+def same_result(run: SlurmRun, num_steps: int, undisturbed: Path) -> None:
+    assert steps_of(run.directory) == list(range(1, num_steps + 1))
+    same_runs(run.directory, undisturbed, num_steps, components=["policy", "critic"])
 
 
 def progress(run: SlurmRun, job: Job, *, beyond: int) -> None:
@@ -92,29 +82,41 @@ def progress(run: SlurmRun, job: Job, *, beyond: int) -> None:
     job.until(lambda: run.step() > beyond, f"a step after {beyond}", PATIENCE_SECONDS)
 
 
-def test_signals_time_limits_and_lost_nodes(slurm: SlurmCluster, task: Path, undisturbed: Path) -> None:
-    """One run, four jobs: told to stop, out of time, a node lost, and to the end. Each but the first was submitted by the one before."""
-    run = SlurmRun(slurm, task, "disturbed", run_settings(task, NUM_STEPS))
+def test_a_signal(slurm: SlurmCluster, task: Path, undisturbed: Callable[[int], Path]) -> None:
+    """One run, two jobs: told to stop, and to the end. The second was submitted by the first."""
+    num_steps = 12
+    run = SlurmRun(slurm, task, "told", run_settings(task, num_steps))
     run.set_pace(0.5)
     told = run.submit()
     progress(run, told, beyond=2)
     told.signal(signal.SIGUSR1)
     told.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)  # it has handed over
-    stopped = run.saved()
-    assert run.step() == stopped >= 3
+    assert run.step() == run.saved() >= 3
     assert told.orphans() == []
+    run.set_pace(0.0)
+    last = told.next_of_run(timeout_seconds=30)
+    last.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
+    assert last.orphans() == []
+    same_result(run, num_steps, undisturbed(num_steps))
 
-    limited = told.next_of_run(timeout_seconds=30)
-    progress(run, limited, beyond=stopped)
+
+@pytest.mark.slow
+def test_a_time_limit_and_a_lost_node(slurm: SlurmCluster, task: Path, undisturbed: Callable[[int], Path]) -> None:
+    """Three jobs: out of time, a node lost, and to the end."""
+    num_steps = 60
+    run = SlurmRun(slurm, task, "disturbed", run_settings(task, num_steps))
     run.set_pace(3.0)
+    limited = run.submit()
+    progress(run, limited, beyond=1)
     limited.end_in_two_minutes()  # Slurm warns 60 s before that, or a little earlier
     limited.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
-    assert run.saved() == run.step() > stopped
+    stopped = run.saved()
+    assert num_steps > run.step() == stopped > 1
     assert limited.orphans() == []
 
     lost = limited.next_of_run(timeout_seconds=30)
     run.set_pace(0.5)
-    progress(run, lost, beyond=run.step())
+    progress(run, lost, beyond=stopped)
     node = lost.components()[1].nodes
     slurm.kill_node(node)
     lost.wait("NODE_FAIL", "FAILED", timeout_seconds=PATIENCE_SECONDS)
@@ -125,13 +127,14 @@ def test_signals_time_limits_and_lost_nodes(slurm: SlurmCluster, task: Path, und
     last = lost.next_of_run(timeout_seconds=60)
     last.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
     assert last.orphans() == []
-    same_result(run, undisturbed)
+    same_result(run, num_steps, undisturbed(num_steps))
 
 
-def test_kill_9_at_random(slurm: SlurmCluster, task: Path, undisturbed: Path) -> None:
-    """Kills of any process of any component. Half of them hit a run that has gone on since, the others one under repair."""
-    draw = random.Random(5)
-    run = SlurmRun(slurm, task, "killed", run_settings(task, NUM_STEPS))
+@pytest.mark.slow
+def test_kill_9_at_random(slurm: SlurmCluster, task: Path, undisturbed: Callable[[int], Path]) -> None:
+    """Kills of any process of any component. Half of them hit a run that has made progress since, the others one under repair."""
+    draw, num_steps = random.Random(5), 90
+    run = SlurmRun(slurm, task, "killed", run_settings(task, num_steps))
     run.set_pace(0.3)
     job = run.submit()
     kinds = [*KINDS * (NUM_KILLS // len(KINDS)), *draw.sample(KINDS, NUM_KILLS % len(KINDS))]
@@ -142,16 +145,16 @@ def test_kill_9_at_random(slurm: SlurmCluster, task: Path, undisturbed: Path) ->
             job = _progress_in_any_job(run, job, beyond=run.step())
         else:
             time.sleep(draw.uniform(0.0, 4.0))
-        assert run.step() < NUM_STEPS, f"the run was done after {number} kills"
+        assert run.step() < num_steps, f"the run was done after {number} kills"
         job = _kill_one(run, job, kind, draw)
         killed[kind] += 1
     assert sum(killed.values()) == NUM_KILLS and set(killed) == set(KINDS)
     run.set_pace(0.0)
-    job = _progress_in_any_job(run, job, beyond=NUM_STEPS - 1)
+    job = _progress_in_any_job(run, job, beyond=num_steps - 1)
     job = _newest(job)
     job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
     assert job.orphans() == []
-    same_result(run, undisturbed)
+    same_result(run, num_steps, undisturbed(num_steps))
 
 
 def _newest(job: Job) -> Job:
@@ -187,10 +190,11 @@ def _kill_one(run: SlurmRun, job: Job, kind: str, draw: random.Random) -> Job:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_stalled_rank_is_named(slurm: SlurmCluster, task: Path) -> None:
     """SIGSTOP to one of two ranks of the actor: the job ends, says who it was, and leaves the other's stack."""
     settings = [
-        *run_settings(task, NUM_STEPS),
+        *run_settings(task, 90),
         "num_processes=2",
         "cluster.gpus_per_node=2",
         "run.stall_timeout_seconds=60",

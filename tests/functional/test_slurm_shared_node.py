@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from slurm_cluster import Job, SlurmCluster
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from slurm_runs import ENVIRONMENT
 from training_jobs import ROOT, steps_of
 
 from aligner.commands.parts import LaunchOptions
 from aligner.commands.slurm import launch_slurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(900)]
 SIZES = ["num_processes=2", "cluster.gpus_per_node=8", "cluster.device=gpu", "slurm.preflight=false", "slurm.memory="]
 PATIENCE_SECONDS = 240.0
 

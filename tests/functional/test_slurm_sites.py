@@ -15,22 +15,12 @@ from pathlib import Path
 import pytest
 from slurm_cluster import Job, SlurmCluster
 from slurm_job import kill
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from slurm_runs import ENVIRONMENT, SlurmRun, run_settings
-from training_jobs import ROOT, steps_of, write_task
+from training_jobs import ROOT, steps_of
 
-pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
 PATIENCE_SECONDS = 240.0
 NUM_STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("slurm_sites")
-    write_task(folder)
-    return folder
 
 
 def launched(slurm: SlurmCluster, run: SlurmRun, *settings: str, **variables: str) -> Job:
@@ -51,10 +41,6 @@ def launched(slurm: SlurmCluster, run: SlurmRun, *settings: str, **variables: st
     return slurm.job(number, run.directory.parent, run.directory / "logs")
 
 
-LONG = pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="one to five minutes: ALIGNER_LONG_TESTS=1 runs it")
-
-
-@LONG
 def test_a_site_where_nothing_is_exported(slurm: SlurmCluster, task: Path) -> None:
     """`--export=NONE` by rule: the choices of the submitter, the preflight, servers and the next job all get what they need."""
     run = SlurmRun(slurm, task, "nothing", run_settings(task, NUM_STEPS))
@@ -136,7 +122,6 @@ def asked_of(slurm: SlurmCluster, job: Job) -> list[dict[str, str]]:
     return found
 
 
-@LONG
 def test_following_jobs_ask_for_what_the_first_one_did(slurm: SlurmCluster, task: Path) -> None:
     """After a hand-over, and after a crash: the job goes on with every wish of whoever submitted it."""
     run = SlurmRun(slurm, task, "wishes", [*run_settings(task, NUM_STEPS), "slurm.on_actor_failure=end"])
@@ -164,7 +149,6 @@ def test_following_jobs_ask_for_what_the_first_one_did(slurm: SlurmCluster, task
     assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
 
 
-@LONG
 @pytest.mark.parametrize("other_cluster", [{"scheduler": "sched/builtin", "num_phantoms": 0}], indirect=True)
 def test_a_site_without_heterogeneous_jobs(other_cluster: SlurmCluster, task: Path) -> None:
     """`--separate`: a job for each component. They begin, hand over, crash and end together."""
@@ -207,7 +191,6 @@ def running(cluster: SlurmCluster) -> list[Job]:
     return [cluster.job(int(number), cluster.settings.directory) for _, number in found]
 
 
-@LONG
 @pytest.mark.parametrize("other_cluster", [{"cgroups": True, "num_phantoms": 0}], indirect=True)
 def test_a_site_that_holds_jobs_to_their_memory(other_cluster: SlurmCluster, task: Path) -> None:
     """A server that takes more than the job asked for is killed by the kernel: the run says so, and goes on with a new one."""
@@ -257,7 +240,6 @@ SITES = {
 }
 
 
-@LONG
 @pytest.mark.parametrize("site", SITES)
 def test_the_smoke_job_at_every_kind_of_site(_slurm_cluster: SlurmCluster, tmp_path: Path, site: str) -> None:
     """`sbatch slurm/smoke_cpu.sub` from the checkout, preflight included."""
@@ -296,7 +278,6 @@ def written(kind: str) -> list[str]:
     return [shlex.split(found)[0] for found in re.findall(rf'`("?{kind}[^`]*)`', text) if "=" in found]
 
 
-@LONG
 def test_the_settings_of_the_documentation_word_for_word(slurm: SlurmCluster, task: Path) -> None:
     """Every one is taken by `aligner launch slurm --test-only`, and those that this cluster has are those of a run."""
     found = written("slurm")

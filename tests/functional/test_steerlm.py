@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from builders import load_module
+from training_jobs import ROOT, Job, eventually, kill, run_job, train
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import ROOT, Job, eventually, kill, run_job
-
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SHOWN = ["logging.tensorboard=false", "logging.progress=plain"]
 KILLED = ("labels", "response")  # run directories: of one job of each kind that writes
 
 
-def program():
-    """examples/learning/steerlm.py as a module."""
-    spec = importlib.util.spec_from_file_location("learning_steerlm", ROOT / "examples" / "learning" / "steerlm.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
 def launch(recipe: str, directory: Path, settings: Sequence[str]) -> None:
     """One job; those in KILLED are killed when their first part is there, and started again."""
-    command, settings = (sys.executable, "-u", "-m", "aligner.cli", "train", recipe), [*settings, *SHOWN]
+    command, settings = train(recipe), [*settings, *SHOWN]
     if directory.name in KILLED:
         settings.append("algorithm.part_size=20")
         part = directory / "written" / "parts" / "part_000000.jsonl"
@@ -48,7 +35,7 @@ def launch(recipe: str, directory: Path, settings: Sequence[str]) -> None:
 
 def test_the_requested_attribute_moves(tmp_path: Path) -> None:
     """Labels are the rule's for most stories; SteerLM 1 moves the attribute, and SteerLM 2, on what it sampled, moves it further."""
-    steerlm = program()
+    steerlm = load_module(ROOT / "examples" / "learning" / "steerlm.py", "learning_steerlm")
     found = steerlm.run(tmp_path, launch)
     labelled = [record["conversations"][-1] for record in steerlm.read(tmp_path / "labels" / "written" / "records.jsonl")]
     right = sum(turn["label"] == f"joy:{steerlm.joy(turn['value'])}" for turn in labelled)

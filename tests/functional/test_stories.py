@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from training_jobs import ROOT, launcher, run_job, series
 
-pytestmark = [pytest.mark.shared, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.shared, pytest.mark.timeout(600)]
 LENGTH, KL_COEF = 48, 0.02
 SETTINGS = [
     f"data.train={ROOT / 'examples' / 'nlp' / 'data' / 'story_prompts.jsonl'}",

@@ -7,10 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import ROOT, run_job, script
+from training_jobs import ROOT, run_job, train
 
 from aligner import cli
 from aligner.data.tokenizer import load_tokenizer
@@ -29,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
     settings = ["+experiment=stories", f"data.train={PROMPTS}", f"data.validation={PROMPTS}", "logging.tensorboard=false"]
     settings += [f"model.path={shared_data / 'stories260k'}", f"loop.max_steps={STEPS}", f"loop.validate_every={STEPS}"]
     settings += [f"rollout.sampling.max_response_length={LENGTH}"]
-    run_job(script("train_grpo.py"), directory, settings)
+    run_job(train("grpo"), directory, settings)
     return directory
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from training_jobs import run_job, script, tiny_settings, write_task
+from training_jobs import run_job, tiny_settings, train, write_task
 
 from aligner.data.config import SFTDataConfig
 from aligner.data.encoding import encode_conversation
@@ -36,7 +32,7 @@ def test_the_next_stage_reads_the_same(tmp_path: Path) -> None:
     settings = [one for one in tiny_settings(tmp_path) if not one.startswith(("data.", "rollout."))]
     settings += [f"data.train={tmp_path / 'chats.jsonl'}", f"data.chat_template={tmp_path / 'new.jinja'}", "data.max_length=16"]
     run = tmp_path / "run"
-    run_job(script("train_sft.py"), run, [*settings, "algorithm.batch_size=1", "loop.max_steps=1"])
+    run_job(train("sft"), run, [*settings, "algorithm.batch_size=1", "loop.max_steps=1"])
     expected = encode_conversation(
         load_tokenizer(tmp_path / "tokenizer").chatting(SFTDataConfig(train="x", chat_template=str(tmp_path / "new.jinja"))), TURNS
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from builders import load_module
 from preloaded import preloaded
 
 from aligner.errors import DataError
@@ -20,35 +20,28 @@ from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.servers.processes import processes_with_variable
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "examples" / "nlp"
 MARK = "ALIGNER_TEST_RUN"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SAYS_77 = ("reward.function.path=aligner.rewards.builtin:fixed_string", '+reward.function.arguments.target="7-"')
 
 
-def script(name: str) -> tuple[str, ...]:
-    """The command of an entry script."""
-    return (sys.executable, "-u", str(SCRIPTS / name))
+ALIGNER = (sys.executable, "-u", "-m", "aligner.cli")
 
 
-def trainer(recipe: str) -> tuple[str, ...]:
-    """The command that runs a recipe on one rank."""
-    return (sys.executable, "-u", "-m", "aligner.cli", "train", recipe)
+def train(recipe: str) -> tuple[str, ...]:
+    """The command of a run in one process."""
+    return (*ALIGNER, "train", recipe)
 
 
 def launcher(recipe: str) -> tuple[str, ...]:
     """The command that starts every component of a run."""
-    return (sys.executable, "-u", "-m", "aligner.cli", "launch", "local", recipe)
+    return (*ALIGNER, "launch", "local", recipe)
 
 
 def write_task(folder: Path) -> None:
     """The character tokenizer (18 tokens) in folder/tokenizer, and 64 prompts like `3+4=` in folder/prompts.jsonl."""
-    spec = importlib.util.spec_from_file_location("demo_arithmetic", ROOT / "examples" / "demo" / "arithmetic.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
     folder.mkdir(parents=True, exist_ok=True)
-    module.write_tokenizer(folder / "tokenizer")
+    load_module(ROOT / "examples" / "demo" / "arithmetic.py", "demo_arithmetic").write_tokenizer(folder / "tokenizer")
     records = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -138,6 +131,13 @@ class Job:
     def processes(self) -> dict[int, str]:
         """Pid and command line of everything that this job started and that still runs."""
         return processes_with_variable(self._mark)
+
+
+def run_aligner(*arguments: object, cwd: Path = ROOT, timeout: float = 400.0, **variables: str) -> tuple[int, str]:
+    """`aligner ARGUMENTS` to its end, by a fork of the preloaded process: exit code and output."""
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES and not key.startswith("HF_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    return preloaded().run(["-m", "aligner.cli", *map(str, arguments)], environment, cwd, timeout=timeout)
 
 
 def run_job(command: tuple[str, ...], directory: Path, settings: list[str]) -> str:

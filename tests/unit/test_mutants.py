@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from mutants import AREAS, ONCE, ROOT, Fault, killer, read_faults, read_table, table
 
 FAULTS = read_faults()

@@ -184,7 +184,7 @@ def test_commands_on_a_terminal(arguments: tuple[str, ...], tmp_path: Path) -> N
     lines = [f'{{"prompt": "{number}+1=", "response": "2", "{key}": 1}}' for number, key in enumerate(HOSTILE_NAMES)]
     file.write_text("\n".join([*lines, '{"prompt": 1, "\\u001b[2J": 1}', '{"\\u001b[2J'.replace("\\u001b", "\x1b")]) + "\n")
     filled = [one.replace("{file}", str(file)).replace("{digits}", str(DIGITS)) for one in arguments]
-    _, shown = on_a_terminal([sys.executable, "-m", "aligner.cli", *filled], ROOT)
+    _, shown = on_a_terminal(filled, ROOT)
     assert shown and not LIVE.search(COLOUR.sub("", shown)), shown
     if "{file}" in arguments and "\x1b[2J" not in arguments:
         assert "\\x1b[2J\\x1b]0;T\\x07 (1 records)" in shown, shown

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from aligner.data.supervised import PreferencePair
 
 from aligner.data.collate import preference_batch, rollout_batch, supervised_batch, token_batch
 from aligner.data.config import PromptDataConfig, SFTDataConfig
 from aligner.data.prompts import load_prompts
-from aligner.data.supervised import answered, load_supervised
+from aligner.data.supervised import PreferencePair, answered, load_supervised
 from aligner.errors import DataError
 from aligner.types import FinishReason, LogprobKind, Prompt, Rollout, Routes, RowTensor, SamplingConfig, ValueBatch
 from aligner.types.extras import KINDS, continued, from_json, to_json
@@ -206,10 +205,9 @@ def test_the_engine_is_asked_with_them_and_episodes_join_what_it_recorded(topolo
 
 
 def test_servers_and_their_journal(tmp_path: Path) -> None:
-    from aligner.servers.ledger import Journal
-
     from aligner.servers import wire
     from aligner.servers.config import RequestLimits
+    from aligner.servers.ledger import Journal
     from aligner.servers.payloads import START, TrainIdentity, ValuesRequest, digest_of
 
     limits = RequestLimits(vocab_size=16, max_sequence_length=8)

@@ -7,6 +7,7 @@ to harm, and each program ends with its reason.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -28,12 +29,12 @@ PARTS = (
     *("__init__.py", "version.py", "errors.py", "rewards/__init__.py"),
     *("rewards/sandbox.py", "rewards/surroundings.py", "rewards/jail.py"),
 )
-LONG = bool(os.environ.get("ALIGNER_LONG_TESTS"))  # all users with all isolations: two minutes
 OTHER = 1000
 AS_OTHER = {"user": OTHER, "group": OTHER, "extra_groups": []}
 USERS = {"this user": [], "an ordinary user": [], "root of its own namespace": ["unshare", "--user", "--map-root-user"]}
 ISOLATIONS = ("bubblewrap", "landlock")
-RUNS = [(user, isolation) for user in USERS for isolation in ISOLATIONS if LONG or "namespace" not in user or isolation == "landlock"]
+SLOW = ("root of its own namespace", "bubblewrap")
+RUNS = [pytest.param(*run, marks=[pytest.mark.slow] * (run == SLOW)) for run in itertools.product(USERS, ISOLATIONS)]
 
 
 @pytest.fixture(scope="module")
