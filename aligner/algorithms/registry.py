@@ -16,7 +16,7 @@ from typing import Any
 
 from aligner import algorithms
 from aligner.errors import ConfigError
-from aligner.files import configs
+from aligner.files import conf_directory, configs
 from aligner.run.recipe import Recipe
 from aligner.settings.compose import compose, search_path
 from aligner.settings.explain import built_on, find_file
@@ -46,13 +46,22 @@ def recipes() -> Mapping[str, Recipe[Any]]:
     return MappingProxyType(found)
 
 
+def built_in(name: str) -> Recipe[Any] | None:
+    """The recipe of this package with this name, which is also its module's; the other recipes are not imported."""
+    if name not in [one.name for one in pkgutil.iter_modules(algorithms.__path__)]:
+        return None
+    recipe = getattr(importlib.import_module(f"{algorithms.__name__}.{name}"), "RECIPE", None)
+    return recipe if isinstance(recipe, Recipe) else None
+
+
 def recipe_of(name: str, overrides: Sequence[str] = ()) -> Recipe[Any]:
     """The recipe that a config belongs to: `ppo_70b` in conf/ppo/ to `ppo`; one in a `--config-dir` to that of the config that its
     `defaults` begin with. Raises ConfigError if there is no such config, or no recipe that it builds on.
     """
     base, seen = name, []
     while base and base not in seen:
-        for recipe in recipes().values():
+        own = built_in(base) or next(filter(None, (built_in(file.parent.name) for file in conf_directory().glob(f"*/{base}.yaml"))), None)
+        for recipe in [own] if own else recipes().values():
             if base == recipe.name or (recipe.folders()[0] / f"{base}.yaml").is_file():
                 return recipe
         seen.append(base)

@@ -11,7 +11,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from aligner.algorithms.registry import recipe_of, recipes
+from aligner.algorithms.registry import built_in, recipe_of, recipes
 from aligner.cluster.exit_codes import ExitCode
 from aligner.errors import ConfigError
 from aligner.run.program import entrypoint
@@ -43,7 +43,7 @@ def start(recipe: Recipe[Any], config: JobRun) -> int:
 
 def program(name: str) -> Callable[..., None]:
     """The program of a recipe: reads the command line and runs it. See `aligner.run.program.entrypoint`."""
-    recipe = recipes()[name]
+    recipe = built_in(name) or recipes()[name]
     return entrypoint(recipe.config, name, recipe.folders(), recipe.columns)(lambda config: start(recipe, config))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -105,3 +107,12 @@ def test_a_config_of_ones_own_is_of_the_recipe_that_it_builds_on(tmp_path) -> No
             registry.recipe_of(name, where)
     with pytest.raises(ConfigError, match=r"^there is no config 'mine': did you mean .*\?|^there is no config 'mine': there are "):
         registry.recipe_of("mine")
+
+
+def test_a_recipe_of_the_package_is_found_without_the_others() -> None:
+    program = (
+        "import sys; from aligner.algorithms.registry import recipe_of; print(recipe_of('grpo_70b').name);"
+        "print(*sorted(name for name in sys.modules if name.startswith('aligner.algorithms.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["grpo", "aligner.algorithms.grpo", "aligner.algorithms.registry"]
