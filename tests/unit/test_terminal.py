@@ -150,7 +150,7 @@ def test_notes_phases_and_prints_beside_a_view(progress: Progress, monkeypatch: 
 
 PROGRAM = """
 import sys
-from aligner import terminal
+from aligner.telemetry import terminal
 terminal.guard(); terminal.guard()
 print("a\\x1b[2J", "\\x1b[31mb\\x1b[0m", "\\ud800", flush=True)
 sys.stderr.write("\\x9b2Jc\\n"); sys.stdout.writelines(["d\\x1b]0;", "x\\x07\\n"])

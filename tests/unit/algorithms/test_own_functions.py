@@ -129,7 +129,7 @@ def test_a_pair_loss_by_hand(own) -> None:
         (lambda: DPOConfig(loss="dpo"), "algorithm.loss=dpo: allowed: sigmoid, .* or path/to/file.py:name"),
         (
             lambda: GRPOConfig(advantage_estimator="nowhere.py:f").resolved_estimator(),
-            "algorithm.advantage_estimator 'nowhere.py:f': there is no file",
+            "algorithm.advantage_estimator 'nowhere.py:f': no such file",
         ),
         (
             lambda: GRPOConfig(advantage_estimator=TRUNCATED).resolved_estimator(),

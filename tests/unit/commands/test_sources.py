@@ -60,7 +60,7 @@ def test_a_model_of_the_hub_is_pinned_by_its_commit(topology, tmp_path):
     assert pinned(session(run), "model", first) == first
     shutil.rmtree(tmp_path / "cache" / "models--org--name" / "snapshots" / ("a" * 40))
     assert pinned(session(run), "model", elsewhere) == elsewhere
-    with pytest.raises(ConfigError, match=r"model.path=org/name@b+: this run began with org/name@a+ and would go on"):
+    with pytest.raises(ConfigError, match=r"model.path=org/name@b+: this run began with org/name@a+ and would continue"):
         pinned(session(run), "model", other)
     assert model_digest(Path(elsewhere.path)) == model_digest(Path(first.path)) != model_digest(Path(other.path))
 
