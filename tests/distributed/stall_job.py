@@ -26,6 +26,8 @@ class Config:
     """As much of a job's config as a session needs."""
 
     run: RunConfig = field(default_factory=RunConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    sampler: None = None
     num_processes: int = 1
 
     def servers(self) -> tuple[()]:

@@ -145,6 +145,6 @@ def test_archives_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "model" / "config.json").write_text("{}")
     assert "holds a model already" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "model")
     wrong = refusal(capsys, "--from-hf", tmp_path, "--to-megatron", tmp_path / "out", "--tokenizer", tmp_path)
-    assert "--tokenizer" in wrong and "others bring their own" in wrong
+    assert "--tokenizer" in wrong and "only for --from-megatron" in wrong
     assert "no such directory" in refusal(capsys, "--from-megatron", tmp_path / "none.nemo", "--to-hf", tmp_path / "out")
     assert not (tmp_path / "out").exists()

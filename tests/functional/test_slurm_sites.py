@@ -274,7 +274,7 @@ def finishes(cluster: SlurmCluster, folder: Path, *options: str, variables: dict
 
 def written(kind: str) -> list[str]:
     """Settings as docs/slurm.md has them, as a shell reads them."""
-    text = (ROOT / "docs" / "sites.md").read_text()
+    text = (ROOT / "docs" / "slurm.md").read_text().partition("## Site requirements")[2]
     return [shlex.split(found)[0] for found in re.findall(rf'`("?{kind}[^`]*)`', text) if "=" in found]
 
 

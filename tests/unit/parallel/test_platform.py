@@ -122,17 +122,20 @@ def test_what_components_ask_of_the_environment(monkeypatch):
     def rollout(engine: str, staleness: int = 0) -> SimpleNamespace:
         return SimpleNamespace(engine=engine, asynchronous=SimpleNamespace(max_staleness=staleness))
 
+    def run(parallel: ParallelConfig, sampler: SimpleNamespace | None = None) -> SimpleNamespace:
+        return SimpleNamespace(parallel=parallel, sampler=sampler)
+
     actor, critic, alone = ParallelConfig(tp=2), ParallelConfig(cp=2), ParallelConfig()
     for config, parallel in (
-        (SimpleNamespace(parallel=actor), actor),
-        (SimpleNamespace(parallel=actor, rollout=rollout("megatron", 2)), actor),
-        (SimpleNamespace(parallel=actor, rollout=rollout("vllm", 2)), critic),  # which samples nothing
-        (SimpleNamespace(parallel=alone), ParallelConfig(pp=2)),
-        *((SimpleNamespace(parallel=alone, rollout=rollout(engine)), alone) for engine in ("vllm", "tensorrt_llm", "somebody's", "auto")),
+        (run(actor), actor),
+        (run(actor, rollout("megatron", 2)), actor),
+        (run(actor, rollout("vllm", 2)), critic),  # which samples nothing
+        (run(alone), ParallelConfig(pp=2)),
+        *((run(alone, rollout(engine)), alone) for engine in ("vllm", "tensorrt_llm", "somebody's", "auto")),
     ):
         session.prepare_environment(config, parallel)
     installed.append("vllm")
-    session.prepare_environment(SimpleNamespace(parallel=alone, rollout=rollout("auto")), alone)
+    session.prepare_environment(run(alone, rollout("auto")), alone)
     assert asked == [
         *((True, False, False), (True, True, False), (True, False, False), (False, False, False)),
         *((False, False, True), (False, False, True), (False, False, True), (False, False, False)),

@@ -115,14 +115,14 @@ def test_the_preflight_names_it(tmp_path, installed):
     from aligner.commands.preflight.ranks import _chosen_engine
 
     model = ModelConfig()
-    run = SimpleNamespace(rollout=config_of(), parallel=SimpleNamespace(tp=1), models=lambda: [SimpleNamespace(config=model)])
+    run = SimpleNamespace(sampler=config_of(), parallel=SimpleNamespace(tp=1), models=lambda: [SimpleNamespace(config=model)])
     assert _chosen_engine(run) == f"rollout.engine=auto: vllm; not {NEVER}{OTHERS}"
     write("qwen3_next", tmp_path / "model")
     model.path = str(tmp_path / "model")
     assert _chosen_engine(run).startswith("rollout.engine=auto: megatron; not vllm (the model's delta nets need the built-in engine)")
     model.path = str(tmp_path / "nowhere")
     assert _chosen_engine(run) == f"rollout.engine=auto: vllm; not {NEVER}{OTHERS}"
-    run.rollout = RolloutConfig(engine=EngineKind.tensorrt_llm, offload=True)
+    run.sampler = RolloutConfig(engine=EngineKind.tensorrt_llm, offload=True)
     assert "rollout.offload=true with rollout.engine=tensorrt_llm (1.2.1) decodes without CUDA graphs" in _chosen_engine(run)
-    run.rollout = RolloutConfig()
-    assert _chosen_engine(run) == "" == _chosen_engine(SimpleNamespace())
+    run.sampler = RolloutConfig()
+    assert _chosen_engine(run) == "" == _chosen_engine(SimpleNamespace(sampler=None))
