@@ -22,7 +22,6 @@ from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.data.mixture import is_mixture
 from aligner.errors import AlignerError, ConfigError
-from aligner.reporting.run_view import RunView
 from aligner.settings.command_line import override
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ class Result:
     def summary(self) -> str:
         """First, last and best value of each metric and its course, as a table of text."""
         from aligner.commands.report import all_columns
+        from aligner.reporting.run_view import RunView
 
         return RunView(self.directory).summary(all_columns()) if self.metrics else f"{self.directory}: data, and no steps"
 
@@ -55,6 +55,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         from aligner.commands.report import all_columns
+        from aligner.reporting.run_view import RunView
         from aligner.reporting.samples_report import fragment
 
         return fragment(RunView(self.directory), all_columns()) if self.metrics else escape(self.summary())
@@ -118,6 +119,7 @@ def train(
 def _train(recipe: str, given: Mapping[str, Any], overrides: Sequence[str], settings: Mapping[str, Any]) -> Result:
     from aligner.algorithms.registry import composed
     from aligner.commands.local import launch_local
+    from aligner.reporting.run_view import RunView  # torch comes with all of these
 
     named = {_SHORT[name]: value for name, value in given.items() if not _is_section(value, name)}
     sections = {name: value for name, value in given.items() if _is_section(value, name)}

@@ -28,7 +28,8 @@ class LocalLauncherConfig:
         least = {"grace_seconds": 0, "shutdown_timeout_seconds": 0, "max_server_restarts": 0, "num_failure_lines": 1}
         for name, bound in least.items():
             if not bound <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"local_launcher.{name}={getattr(self, name)}: must be finite and at least {bound}")
+                rule = "must be at least 1" if bound else "must be finite and not negative"
+                raise ConfigError(f"local_launcher.{name}={getattr(self, name)}: {rule}")
         for name in ("ready_timeout_seconds", "lease_seconds"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"local_launcher.{name}={getattr(self, name)}: must be finite and above 0")
