@@ -27,7 +27,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    sampler: None = None
+    sampler = None  # it samples nothing
     num_processes: int = 1
 
     def servers(self) -> tuple[()]:
