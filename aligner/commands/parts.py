@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,17 @@ class PathType(click.Path):
         return Path(super().convert(value, param, ctx))
 
 
+class Amount(click.FloatRange):
+    """A finite number that is not negative; click itself lets NaN through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not isfinite(number):
+            self.fail(f"{value} is not finite.", param, ctx)
+        return number
+
+
+AMOUNT = Amount(min=0)
 FILE = PathType(readable=False)
 DIRECTORY = PathType(readable=False, file_okay=False)
 CONFIG = "CONFIG: a recipe, such as ppo, or one of its configs in conf/ppo/, such as ppo_70b."
@@ -93,9 +105,7 @@ json_field = partial(option, None, "--json", "FILE", "Write all results to FILE 
 class PreflightOptions:
     only: str = option("", "--only", "A,B", "Run only these checks (ranks, config and hub always run).")
     engine: bool = option(False, "--engine", help="Also build the model and its rollout engine, refit it and generate.")
-    timeout: float = option(
-        0.0, "--timeout", "SECONDS", "Timeout per check, overriding each check's default.", type=click.FloatRange(min=0)
-    )
+    timeout: float = option(0.0, "--timeout", "SECONDS", "Timeout per check, overriding each check's default.", type=AMOUNT)
     json_path: Path | None = json_field()
 
 
@@ -108,13 +118,13 @@ class GapOptions:
         4, "--traced", "N", "Number of responses whose layers are compared, worst first.", type=click.IntRange(min=1), show_default=True
     )
     greedy: bool = option(False, "--greedy", help="Sample greedily (log-probs at temperature 1).")
-    ulps: float = option(0.0, "--ulps", "X", "Tolerance of an operation (default: 128 float32, else 16).", type=click.FloatRange(min=0))
+    ulps: float = option(0.0, "--ulps", "X", "Tolerance of an operation (default: 128 float32, else 16).", type=AMOUNT)
     gap: float = option(
         0.0,
         "--gap",
         "NATS",
         "Tolerance of the mean gap (default: 1e-4 float32, 0.05 bfloat16, 0.01 float16).",
-        type=click.FloatRange(min=0),
+        type=AMOUNT,
     )
     json_path: Path | None = json_field()
 
