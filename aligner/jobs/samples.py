@@ -162,7 +162,7 @@ class OnlineJob(Generic[C]):
         """
         session, sampling = self.session, self.config.rollout.sampling
         if reshaping := sampling.reshaping():
-            session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
+            session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/rollouts.md)")
         self.config.check_complete()
         check_installed(self.config.rollout)
         model = (pinned if with_reference else pinned_base)(session, "model", self.config.model)

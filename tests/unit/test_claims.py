@@ -126,6 +126,12 @@ def test_settings_that_the_docs_name_exist_and_take_the_values() -> None:
     assert [claim for page in PAGES for text in code(page) for claim in false_claims(page, text)] == []
 
 
+def test_pages_that_the_code_names_exist() -> None:
+    tables = [str(path.relative_to(ROOT)) for folder in ("aligner", "conf") for path in (ROOT / folder).rglob("*.yaml")]
+    found = [(source, page) for source in (*SOURCES, *tables) for page in re.findall(r"docs/[\w/]+\.md", (ROOT / source).read_text())]
+    assert len(found) > 30 and [one for one in found if not (ROOT / one[1]).is_file()] == []
+
+
 def test_settings_that_messages_name_exist_and_take_the_values() -> None:
     assert [claim for source in SOURCES for text, on in messages(source) for claim in false_claims(source, text, goes_on=on)] == []
 
