@@ -24,7 +24,8 @@ from aligner.loop.loop import Clock
 from aligner.losses.correction import Correction, CorrectionConfig
 from aligner.models.config import ModelConfig
 from aligner.models.training.optimizer import Decay, OptimizerConfig
-from aligner.online.task import OnlineTask
+from aligner.online.collect import Scorers
+from aligner.online.task import OnlineTask, Validation
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import AsynchronousConfig, RolloutConfig
 from aligner.run.settings import RunConfig
@@ -84,15 +85,12 @@ def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
     task = OnlineTask(
         engine=engine,
         reference=None,
-        reward=FunctionReward(lower_half, text_of, 60.0),
+        judges=Scorers(reward=FunctionReward(lower_half, text_of, 60.0)),
+        validation=Validation(sampling=config.rollout.sampling),
         topology=topology,
         train=[Prompt(id=index, tokens=tuple(tokens), source=f"prompt {index}") for index, tokens in enumerate(spec.prompts)],
         order=EpochSampler(len(spec.prompts), spec.prompts_per_step, spec.seed),
-        validation=[],
-        validation_sampling=config.rollout.sampling,
-        validation_scorer=None,
         decode=text_of,
-        pad_id=0,
         seed=spec.seed,
         max_response_length=spec.response_length,
     )
@@ -127,7 +125,7 @@ def run(spec: Spec, folder: str) -> dict[str, float]:
         seconds = time.perf_counter() - started
         cpu_seconds = {name: value - cpu_started[name] for name, value in thread_seconds().items()}
         algorithm.task.engine.shutdown()
-        algorithm.task.reward.close()
+        algorithm.task.judges.reward.close()
     count = spec.steps - spec.warmup_steps
     return {
         "seconds_per_step": seconds / count,

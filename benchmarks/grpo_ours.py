@@ -30,7 +30,8 @@ from aligner.data.collate import EpochSampler
 from aligner.loop.loop import Clock
 from aligner.models.config import Dtype, ModelConfig
 from aligner.models.training.optimizer import Decay, OptimizerConfig
-from aligner.online.task import OnlineTask
+from aligner.online.collect import Scorers
+from aligner.online.task import OnlineTask, Validation
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import RolloutConfig
 from aligner.run.settings import RunConfig
@@ -123,15 +124,12 @@ def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
     task = OnlineTask(
         engine=create_engine(policy, config.rollout, eos_id=EOS if spec.varied else -1),
         reference=CountedReference(ReferencePolicy(policy)) if config.algorithm.kl_coef else None,
-        reward=FunctionReward(even_tokens, text_of, 60.0),
+        judges=Scorers(reward=FunctionReward(even_tokens, text_of, 60.0)),
+        validation=Validation(sampling=sampling),
         topology=topology,
         train=[Prompt(id=index, tokens=tuple(tokens), source=f"prompt {index}") for index, tokens in enumerate(spec.prompts)],
         order=EpochSampler(len(spec.prompts), config.algorithm.prompts_per_step, spec.seed),
-        validation=[],
-        validation_sampling=sampling,
-        validation_scorer=None,
         decode=text_of,
-        pad_id=0,
         seed=spec.seed,
         max_response_length=sampling.max_response_length,
     )
@@ -184,7 +182,7 @@ def run(spec: Spec, folder: str) -> dict:
                 result = algorithm.step(step, CPUClock(clock))
             clock.current["tokens"] = round(result.metrics["rollout/response_length"] * config.algorithm.rollouts_per_step)
             clock.end_step()
-        algorithm.task.reward.close()
+        algorithm.task.judges.reward.close()
     reference = algorithm.task.reference
     steps = clock.steps[spec.warmup_steps :]
     return {

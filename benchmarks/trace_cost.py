@@ -25,7 +25,7 @@ def cost_of_a_span(directory: Path, count: int) -> float:
     recorder.open(directory / "trace" / "actor.0.jsonl", rank=0, most_bytes=1 << 30)
     begin = time.process_time()
     for number in range(count):
-        recorder.add("response", "replica 0", time.perf_counter(), {"prompt": 312, "tokens": number, "ended_by": "stop"})
+        recorder.add("response", time.perf_counter(), "replica 0", prompt=312, tokens=number, ended_by="stop")
     recorder.close()
     return (time.process_time() - begin) / count
 
