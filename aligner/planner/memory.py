@@ -271,7 +271,7 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
     """The built-in engine: its paged cache, one layer of a chunk of prompts or of a decode step, logits and the draw from them."""
     architecture, cache = component.architecture, cache_bytes(component, engine)
     states = decode_batch(component, engine) * state_bytes(component, engine)
-    # A decode step may copy a layer's pages, or its states and the new ones; so does a chunk that goes on in a prompt, for that one alone.
+    # A decode step may copy a layer's pages, or its states and the new ones; so does a chunk that continues a prompt, for that one alone.
     copied = (cache - states) // max(1, architecture.key_value_layers), 2 * states // max(1, len(architecture.linear_attention_layers))
     step = max(prefill_bytes(component, engine), *copied)
     logits = decode_batch(component, engine) * padded_vocabulary(component) * logit_bytes(component, engine)

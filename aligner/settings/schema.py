@@ -103,7 +103,7 @@ def _without_none(kind: object) -> object:
 
 
 def _first_sentence(schema: type) -> str:
-    """Of the docstring; empty where there is none (a dataclass without one gets its signature for it)."""
+    """The first sentence of the docstring; empty if the class has none, or only the signature that `dataclass` gives it."""
     text = " ".join((inspect.getdoc(schema) or "").split()) if "__doc__" in vars(schema) else ""
     return "" if text.startswith(f"{schema.__name__}(") else re.split(r"(?<=[.;:])\s", text)[0].rstrip(".;:")
 

@@ -188,11 +188,15 @@ def to_json(extras: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that `to_json` was given."""
-    return {
-        name: torch.frombuffer(bytearray(base64.b64decode(text)) or bytearray(8), dtype=getattr(torch, dtype))[: _count(shape)].view(shape)
-        for name, (dtype, shape, text) in saved.items()
-    }
+    """The tensors that `to_json` was given. Raises ValueError for a kind that is not registered, or a dtype that it does not have."""
+    found = {}
+    for name, (dtype_name, shape, text) in saved.items():
+        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in kind_of(name).dtypes}
+        if dtype_name not in dtypes:
+            raise ValueError(f"extras[{name!r}] is saved as {dtype_name}, expected {' or '.join(dtypes)}")
+        data = bytearray(base64.b64decode(text)) or bytearray(8)
+        found[name] = torch.frombuffer(data, dtype=dtypes[dtype_name])[: _count(shape)].view(shape)
+    return found
 
 
 def _text(row: Tensor) -> str:

@@ -144,7 +144,7 @@ class Allocation:
             try:
                 self.put(f"read/{self.rank}", True)
             except LaunchError:
-                pass  # rank 0 has waited long enough and is gone; all is said
+                pass  # rank 0 has already timed out and reported
             return
         deadline = time.monotonic() + _LINGER_SECONDS
         for rank in present:

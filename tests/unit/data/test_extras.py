@@ -249,3 +249,12 @@ def test_the_state_in_a_checkpoint(make_model, tmp_path: Path) -> None:
     saved = checkpoint.read_state(checkpoint.save(tmp_path, make_model("policy").model, request))["loop"]
     again = from_json(saved["waiting"])
     assert all(torch.equal(again[name], row) and again[name].dtype == row.dtype for name, row in extras.items())
+
+
+def test_saved_extras_are_verified() -> None:
+    saved = to_json({"routes": torch.zeros(2, 1, 1, dtype=torch.uint8)})
+    assert from_json(saved)["routes"].shape == (2, 1, 1)
+    with pytest.raises(ValueError, match=r"extras\['routes'\] is saved as float32, expected uint8 or int16"):
+        from_json({"routes": ["float32", *saved["routes"][1:]]})
+    with pytest.raises(ValueError, match=r"extras\['other'\]: no such kind; registered: .*routes"):
+        from_json({"other": saved["routes"]})
