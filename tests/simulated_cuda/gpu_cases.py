@@ -19,8 +19,7 @@ ROWS = ROOT / "build" / "gpu_path"
 # Where the host may wait: the start, checkpoints and exports copy every parameter, ranks that share a GPU every message.
 APART = (
     "parallel/host_collectives",
-    "models/initialise",
-    "models/async_save",
+    "models/modules/initialise",
     "models/checkpoint",
     "models/weights/weights.py",
     "parallel/collective_marks",

@@ -102,6 +102,7 @@ def published(case: dict[str, Any], folder: Path) -> Migration:
     return of(str(path))
 
 
+@pytest.mark.cpu  # the simulated GPU cannot hold a plan's fake tensors
 def test_scripts_are_planned(tmp_path: Path) -> None:
     """In a process of its own, which a plan needs: the scripts above, and a quarter of the published ones."""
     done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=600)
