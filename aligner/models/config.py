@@ -20,6 +20,7 @@ from aligner.models.architecture.architecture import ROPE_FACTORS as ROPE_FACTOR
 from aligner.models.architecture.architecture import Activation as Activation
 from aligner.models.architecture.architecture import Architecture as Architecture
 from aligner.models.architecture.architecture import Family as Family
+from aligner.models.architecture.architecture import HFArchitecture as HFArchitecture
 from aligner.models.architecture.architecture import Normalization as Normalization
 from aligner.models.architecture.architecture import ParallelResidual as ParallelResidual
 from aligner.models.architecture.architecture import PositionEmbedding as PositionEmbedding
@@ -37,6 +38,14 @@ class Dtype(str, Enum):
     def num_bytes(self) -> int:
         """Of one number; `auto` counts as float32."""
         return 2 if self in (Dtype.bfloat16, Dtype.float16) else 4
+
+
+class Implementation(str, Enum):
+    """Whose modules a model is made of; `auto` is Megatron-Core's for the families that have layers here, else `transformers`'."""
+
+    auto = "auto"
+    megatron = "megatron"
+    transformers = "transformers"
 
 
 class Layers(str, Enum):
@@ -132,6 +141,7 @@ class ModelConfig:
     path: str = ""  # Hugging Face directory, ORG/NAME[@REV] of the Hub, or a checkpoint, Megatron-LM's or NeMo's too; empty: random weights
     tokenizer: str = ""  # tokenizer directory, or ORG/NAME[@REV] of the Hub; empty: the one beside the weights
     from_hub: ClassVar[Mapping[str, Files]] = {"path": Files.model, "tokenizer": Files.settings}
+    implementation: Implementation = Implementation.auto  # megatron (tp, pp, cp, ep), transformers' modules (dp alone); auto: by the family
     architecture: Architecture = field(default_factory=Architecture)
     dtype: Dtype = Dtype.auto  # of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU; float16 scales its losses
     seq_length: int = 0  # longest sequence of the run; 0: the model's max_position_embeddings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -12,15 +13,19 @@ import torch
 from aligner.errors import ConfigError
 from aligner.hub.names import name_of
 from aligner.models.architecture import rope
+from aligner.models.architecture.divisible import check_together
 from aligner.models.checkpoint import checkpoint
 from aligner.models.checkpoint.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_json
 from aligner.models.checkpoint.weights import weights_digest
-from aligner.models.config import Architecture, ModelConfig, PositionEmbedding
-from aligner.models.families import architecture_from_hf, architecture_to_hf, weight_names
+from aligner.models.config import Architecture, HFArchitecture, Implementation, ModelConfig, PositionEmbedding
+from aligner.models.families import architecture_from_hf, architecture_to_hf, has_layers, weight_names
+from aligner.models.families.own_modules import hf_architecture
 from aligner.models.modules.build import build_language_model, build_scalar_model
-from aligner.models.modules.chunk import Chunk
+from aligner.models.modules.chunk import Chunk, LanguageChunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
+from aligner.models.modules.hf_chunk import HFChunk
+from aligner.models.modules.hf_probe import probe
 from aligner.models.modules.layer_kinds import attention_of, feed_forward_of
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import check_divisible, resolve_dtype
@@ -78,7 +83,9 @@ def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
 def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
     """The architecture of `config`: its path's, else the one written in the config with the tokenizer's vocabulary size."""
     source = source_directory(config)
-    if source is not None and is_foreign(source):
+    if source is not None and _has_own_modules(config, source):
+        architecture = hf_architecture(read_json(source / CONFIG_FILE), where=str(source / CONFIG_FILE))
+    elif source is not None and is_foreign(source):
         architecture = describe(source).architecture
     elif source is not None:
         architecture = described(source)
@@ -90,6 +97,21 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
             f"model.seq_length={config.seq_length}: the model was made for at most {architecture.max_position_embeddings} positions"
         )
     return architecture
+
+
+def _has_own_modules(config: ModelConfig, source: Path) -> bool:
+    """Whether the model in `source` is made of `transformers`' own modules. Raises ConfigError if its files are of the other kind."""
+    asked, key = config.implementation, f"model.implementation={config.implementation.value}"
+    if is_foreign(source):
+        if asked is Implementation.transformers:
+            raise ConfigError(f"{key}: {source} was written by Megatron-LM or NeMo; allowed: auto, megatron")
+        return False
+    if (source / checkpoint.MARKER).exists():
+        saved = Implementation(checkpoint.read_marker(source).get(checkpoint.IMPLEMENTATION, Implementation.megatron.value))
+        if asked not in (Implementation.auto, saved):
+            raise ConfigError(f"{key}: the checkpoint in {source} is of the other one; allowed: auto, {saved.value}, or `aligner convert`")
+        return saved is Implementation.transformers
+    return asked is Implementation.transformers or asked is Implementation.auto and not has_layers(read_json(source / CONFIG_FILE))
 
 
 def _check_family(architecture: Architecture) -> None:
@@ -137,7 +159,11 @@ def create_policy(
     _check(config, architecture, parallel, topology, is_scalar=False)
     if config.batch_invariant:
         check_arithmetic(platform.device())
-    chunks = build_language_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
+    chunks: Sequence[LanguageChunk]
+    if isinstance(architecture, HFArchitecture):
+        chunks = _own_modules(architecture, config, topology)
+    else:
+        chunks = build_language_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
     return MegatronPolicy(_ready(chunks, config, topology, training), temperature=training.temperature)
 
 
@@ -162,7 +188,7 @@ def create_value_model(
             f"reward.attribute_weights={list(output_weights)}: the critic starts from a reward model with {head.num_outputs} outputs "
             f"({', '.join(head.outputs)}), allowed: one weight for each"
         )
-    chunks = build_scalar_model(architecture, config, parallel, load=bool(config.path), head=head, seed=topology.seed)
+    chunks = _scalar_chunks(architecture, config, parallel, topology, head)
     load_source(chunks, config)
     for chunk in chunks:
         chunk.combine_outputs(output_weights if head.num_outputs > 1 else (1.0,), VALUES)
@@ -170,11 +196,31 @@ def create_value_model(
     return MegatronValueModel(TrainableModel(chunks, topology, training))
 
 
+def _scalar_chunks(
+    architecture: Architecture, config: ModelConfig, parallel: ParallelConfig, topology: Topology, head: ScalarHead
+) -> Sequence[Any]:
+    if isinstance(architecture, HFArchitecture):
+        return _own_modules(architecture, config, topology, head=head)
+    return build_scalar_model(architecture, config, parallel, load=bool(config.path), head=head, seed=topology.seed)
+
+
+def _own_modules(architecture: HFArchitecture, config: ModelConfig, topology: Topology, *, head: ScalarHead | None = None) -> list[HFChunk]:
+    """The one chunk of a model of `transformers`' own modules, probed."""
+    chunk = HFChunk(architecture, config, source=source_directory(config), head=head).to(platform.device())
+    kind = f"{config.path}: {architecture.model_type}: transformers' own modules; parallel.tp, pp, cp and ep must be 1"
+    for note in (kind, *probe(chunk, packing=config.packing)):
+        note_once(note, rank=topology.rank)
+    return [chunk]
+
+
 def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, *, is_scalar: bool) -> None:
     """Raise ConfigError for a model that cannot be built so, or whose files do not fit; log its layers, what they fuse, LongRoPE's choice,
     and which of the files' tensors are not read. Set the precision of float32 products."""
     platform.set_float32_matmul(config.float32_matmul.value)
     check_divisible(architecture, parallel)
+    if isinstance(architecture, HFArchitecture):
+        check_together(architecture, config, parallel)
+        return
     dtype, source = resolve_dtype(config.dtype), source_directory(config)
     _check_memory(architecture, config, parallel)
     if source is not None and has_weights(source):
@@ -223,7 +269,7 @@ def create_reward_model(
     """A reward model with this head; with that of `config.path` where none is given. Every rank calls it."""
     _check(config, architecture, parallel, topology, is_scalar=True)
     head = head or head_of(config) or ScalarHead()
-    chunks = build_scalar_model(architecture, config, parallel, load=bool(config.path), head=head, seed=topology.seed)
+    chunks = _scalar_chunks(architecture, config, parallel, topology, head)
     return MegatronRewardModel(_ready(chunks, config, topology, training))
 
 

@@ -300,6 +300,30 @@ class Architecture:
         return replace(self, num_layers=num_layers, **lists, **sizes)
 
 
+# Keys of a config that describe a file or a use of the model, not its arithmetic.
+_NOT_ARITHMETIC = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache", "pooling", "id2label"}
+_NOT_ARITHMETIC |= {"label2id", "problem_type", "classifier_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"}
+
+
+@dataclass(kw_only=True, slots=True)
+class HFArchitecture(Architecture):
+    """A model of `transformers`' own modules. Sizes are those of its text part, as far as its config has them."""
+
+    hf: dict[str, Any] = field(default_factory=dict)  # config.json
+
+    def __post_init__(self) -> None:
+        """Nothing is checked here: `transformers` checks its own configs, and `aligner.models.modules.hf_probe` the model."""
+
+    @property
+    def model_type(self) -> str:
+        """`transformers`' name of the kind of model."""
+        return str(self.hf.get("model_type"))
+
+    def arithmetic(self) -> dict[str, Any]:
+        """The part of the config on which the numbers depend."""
+        return {key: value for key, value in self.hf.items() if key not in _NOT_ARITHMETIC and value is not None}
+
+
 _LAYER_LISTS = ("full_attention_layers", "dense_layers", "no_rope_layers", "linear_attention_layers")
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "max_position_embeddings")
 _NUMBERS = ("norm_eps", "initializer_range", "attention_softcap", "attention_scale", "logits_softcap", "rope_local_theta")

@@ -10,12 +10,25 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.architecture import refuse
-from aligner.models.config import Activation, Architecture, Fp8Recipe, Layers, ModelConfig, Normalization, ParallelResidual
+from aligner.models.config import (
+    Activation,
+    Architecture,
+    Fp8Recipe,
+    HFArchitecture,
+    Layers,
+    LoraTarget,
+    ModelConfig,
+    Normalization,
+    ParallelResidual,
+    Recompute,
+)
 from aligner.parallel.topology import ParallelConfig
 
 
 def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> None:
     """Raise ConfigError where the model has no vocabulary, or a size of it cannot be split over the ranks; it names the values that can."""
+    if isinstance(architecture, HFArchitecture):
+        return  # nothing is split: see check_together
     if architecture.vocab_size < 1:
         raise ConfigError(f"model.architecture.vocab_size={architecture.vocab_size}: must be at least 1 (the tokenizer's size, usually)")
     _check(parallel, "tp", lambda tp: _tensor_problem(architecture, tp), architecture.num_attention_heads)
@@ -48,6 +61,8 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
 
 def check_together(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError for settings that are valid alone but not together."""
+    if isinstance(architecture, HFArchitecture):
+        return _check_own_modules(architecture, model, parallel)
     problem, experts = _variant_problem(architecture), architecture.num_experts
     overlap, invariant, cp = "parallel.tp_comm_overlap=true: needs", "model.batch_invariant=true:", parallel.cp
     sums = "the sums over a token's experts have no invariant form here; allowed: dense models"
@@ -67,6 +82,32 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
             model.share_prompts and cp > 1,
             f"model.share_prompts=true: sequences that are split over parallel.cp={cp} ranks cannot share prompts; allowed: cp=1",
         ),
+    )
+
+
+_PARALLEL = ("tp", "pp", "cp", "ep", "etp", "vpp")
+
+
+def _check_own_modules(architecture: HFArchitecture, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for a layout or a setting that `transformers`' own modules cannot have."""
+    who = f"{architecture.model_type} has transformers' own modules"
+    checks = [(getattr(parallel, name) != 1, f"parallel.{name}={getattr(parallel, name)}: {who}; allowed: 1") for name in _PARALLEL]
+    off = {
+        "layers=transformer_engine": model.layers is Layers.transformer_engine,
+        "fp8=true": model.fp8,
+        "batch_invariant=true": model.batch_invariant,
+        "share_prompts=true": model.share_prompts,
+        f"router_aux_loss_coef={model.router_aux_loss_coef}": model.router_aux_loss_coef,
+        f"router_z_loss_coef={model.router_z_loss_coef}": model.router_z_loss_coef,
+        f"router_bias_update_rate={model.router_bias_update_rate}": model.router_bias_update_rate,
+    }
+    checks += [(is_set, f"model.{setting}: {who}, which have no such setting; allowed: the default") for setting, is_set in off.items()]
+    refuse(
+        *checks,
+        (parallel.sequence_parallel, f"parallel.sequence_parallel=true: {who}; allowed: false"),
+        (model.recompute is Recompute.selective, f"model.recompute=selective: {who}; allowed: none, full"),
+        (not model.path, "model.implementation=transformers: needs model.path, whose config.json describes the model"),
+        (model.lora.is_on and LoraTarget.experts in model.lora.targets, f"model.lora.targets=[experts]: {who}; allowed: the others"),
     )
 
 

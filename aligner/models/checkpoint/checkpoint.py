@@ -45,11 +45,13 @@ from aligner.models.checkpoint.weights import kind_of, load_same, read, sharded_
 from aligner.models.checkpoint.weights import load_source as load_source
 from aligner.models.checkpoint.weights import load_weights as load_weights
 from aligner.models.checkpoint.weights import to_marker as adapters_to_marker
+from aligner.models.config import HFArchitecture, Implementation
 from aligner.models.families import architecture_to_hf
 from aligner.models.training import finite
 from aligner.models.training.trainable import TrainableModel, generator_state, set_generator_state
 from aligner.parallel.collectives import broadcast_object, from_rank_0, gather_objects, raise_everywhere
 
+IMPLEMENTATION = "implementation"  # key of a marker: whose modules the model is made of; absent: Megatron-Core's
 WRITE_TIMEOUT_SECONDS = 1200.0
 RESERVED = ".reserved"
 RESERVED_BYTES = 16 << 20
@@ -154,6 +156,8 @@ def start_save(
     planned = [async_save.plan(state, writing / folder) for folder, state in states.items()]
     _check_room(writing, async_save.planned_bytes(planned))
     marker: dict[str, Any] = {"kind": kind_of(model.chunks), "step": request.step, files.FINITE: True}
+    if isinstance(model.chunks[0].architecture, HFArchitecture):
+        marker[IMPLEMENTATION] = Implementation.transformers.value
     marker |= adapters_to_marker(model.chunks[0])
     if model.chunks[0].head is not None:
         marker |= model.chunks[0].head.to_marker()

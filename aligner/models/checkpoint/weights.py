@@ -20,7 +20,7 @@ from aligner.models.checkpoint import sums as checkpoint_sums
 from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
-from aligner.models.config import LoraConfig, LoraTarget
+from aligner.models.config import HFArchitecture, LoraConfig, LoraTarget
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.modules.chunk import Chunk, global_name
@@ -134,8 +134,13 @@ def _heads_absent(chunk: Chunk, directory: Path) -> tuple[str, ...]:
 def _check_architecture(directory: Path, chunk: Chunk) -> None:
     """Megatron-Core accepts vocabularies of different sizes, and checks neither norms' epsilons nor rotary bases."""
     file = directory / CONFIG_FILE
-    saved = asdict(architecture_from_hf(read_json(file), where=str(file)))
-    ours = asdict(architecture_from_hf(architecture_to_hf(chunk.architecture)))
+    if isinstance(chunk.architecture, HFArchitecture):
+        saved, ours = HFArchitecture(hf=read_json(file)).arithmetic(), chunk.architecture.arithmetic()
+        ours |= dict.fromkeys(saved.keys() - ours.keys())
+        saved |= dict.fromkeys(ours.keys() - saved.keys())
+    else:
+        saved = asdict(architecture_from_hf(read_json(file), where=str(file)))
+        ours = asdict(architecture_from_hf(architecture_to_hf(chunk.architecture)))
     free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if chunk.head is not None else set())
     if differing := [
         f"{name} is {saved[name]} there and {ours[name]} here" for name in ours if saved[name] != ours[name] and name not in free

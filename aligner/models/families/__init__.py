@@ -7,10 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, Family
+from aligner.models.config import Architecture, Family, HFArchitecture
 from aligner.models.families import cohere, deepseek, gemma, glm, gpt, llama, olmo, qwen
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
+from aligner.models.families.own_modules import OWN_NAMES
 
 _LINEAGES = (llama, qwen, gemma, glm, deepseek, olmo, cohere, gpt)
 FAMILIES: dict[Family, llama.HFFamily] = {family: found for lineage in _LINEAGES for family, found in lineage.FAMILIES.items()}
@@ -53,13 +54,23 @@ def text_part(hf: dict[str, Any]) -> dict[str, Any]:
     return text | {"model_type": part, "architectures": None, "quantization_config": hf.get("quantization_config")}
 
 
+def has_layers(hf: dict[str, Any]) -> bool:
+    """Whether the model of a `config.json`, or its text part, is of a family with layers here."""
+    model_type = hf.get("model_type")
+    return isinstance(model_type, str) and (model_type in Family.__members__ or model_type in _WITH_IMAGES)
+
+
 def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face `config.json` of an architecture."""
+    if isinstance(architecture, HFArchitecture):
+        return dict(architecture.hf)
     family = FAMILIES[architecture.family]
     return family.to_hf(architecture) | {"architectures": [family.hf_class]}
 
 
 def weight_names(architecture: Architecture) -> NameTable:
     """The names of an architecture's weights, Megatron's and Hugging Face's."""
+    if isinstance(architecture, HFArchitecture):
+        return OWN_NAMES
     table = FAMILIES[architecture.family].names
     return table if isinstance(table, NameTable) else table(architecture)

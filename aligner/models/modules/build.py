@@ -22,6 +22,7 @@ from aligner.models.architecture.divisible import fp8_token_multiple
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.modules.batch_invariant import INVARIANT
 from aligner.models.modules.chunk import WeightGather
+from aligner.models.modules.heads import combined_head, linear_head
 from aligner.models.modules.initialise import initialise
 from aligner.models.modules.layer_kinds import block_spec, finish_transformer_engine
 from aligner.models.modules.layers import ORDINARY
@@ -292,30 +293,13 @@ class ScalarModel(Transformer):
             return
         device = self.output_layer.weight.device
         self.output_layer = None  # nothing is projected onto the vocabulary
-        self.score_head = self._linear(head, device)
-        generator = torch.Generator(device="cpu").manual_seed(0)  # the same head on every rank
-        with torch.no_grad():
-            noise = torch.randn(self.score_head.weight.shape, generator=generator, device="cpu") / math.sqrt(architecture.hidden_size + 1)
-            self.score_head.weight.copy_(noise)
-            if head.has_bias:
-                self.score_head.bias.zero_()
+        self.score_head = linear_head(head, architecture.vocabulary_width, device, residual=architecture.hidden_size)
 
     def combine_outputs(self, weights: Sequence[float], head: ScalarHead) -> None:
         """Replace the head by `head`, whose one output is the weighted sum of all outputs."""
-        self.head, several = head, self.head
-        if not self.post_process:
-            return
-        old = self.score_head
-        factors = torch.tensor([list(weights)], dtype=torch.float32, device=old.weight.device)
-        self.score_head = self._linear(head, old.weight.device)
-        with torch.no_grad():
-            self.score_head.weight.copy_(factors @ old.weight)
-            if head.has_bias:
-                self.score_head.bias.copy_(factors[0] @ old.bias if several.has_bias else torch.zeros_like(self.score_head.bias))
-
-    def _linear(self, head: ScalarHead, device: torch.device) -> torch.nn.Linear:
-        size = self.architecture.vocabulary_width
-        return torch.nn.Linear(size, head.num_outputs, bias=head.has_bias, dtype=torch.float32, device=device)
+        several, self.head = self.head, head
+        if self.post_process:
+            self.score_head = combined_head(self.score_head, several, weights, head)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         # GPTModel's and LanguageModule's versions expect an output layer.

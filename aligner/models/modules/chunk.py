@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,17 @@ class Chunk(Protocol):
 
     def whole_sequences(self, hidden: Tensor, *, grads_are_partial: bool) -> Tensor:
         """[S, B, H] without the split of sequence parallelism; `grads_are_partial`: ranks contribute parts of the gradient."""
+
+
+@runtime_checkable
+class WholeChunk(Chunk, Protocol):
+    """A chunk that is the whole model on every rank, and knows how its files are read and written."""
+
+    def read_files(self, directory: Path, *, with_head: bool) -> None:
+        """Fill what was not read when the chunk was made from the files of a Hugging Face directory."""
+
+    def file_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in Hugging Face's files, tensor) of the whole model with its adapters merged; the head's, by our names, last."""
 
 
 class LanguageChunk(Chunk, Protocol):

@@ -6,11 +6,14 @@ the parts, so losses never see a layout. Masks and lengths that select what is p
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from aligner.models.modules.chunk import LanguageChunk, ScalarChunk
-from aligner.models.modules.scalar_head import Pooling
+from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.models.training.placement import Placement
 from aligner.parallel.context import sum_over_ranks
 from aligner.parallel.logprobs import Projection, linear_logprobs, linear_logprobs_of, linear_topk
@@ -91,6 +94,29 @@ def step_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, m
     hidden = module.whole_sequences(hidden, grads_are_partial=False)
     selected, places = _select(hidden, placement.token_of, mask)
     return TokenOutputs(step_scores=_scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape))
+
+
+def linear_head(head: ScalarHead, size: int, device: torch.device, *, residual: int = 0) -> torch.nn.Linear:
+    """The linear layer of a head on hidden states of this size: small random weights, the same on every rank, and a bias of zero.
+    `residual`: the width of the residual stream, if that is another."""
+    made = torch.nn.Linear(size, head.num_outputs, bias=head.has_bias, dtype=torch.float32, device=device)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    with torch.no_grad():
+        made.weight.copy_(torch.randn(made.weight.shape, generator=generator, device="cpu") / math.sqrt((residual or size) + 1))
+        if head.has_bias:
+            made.bias.zero_()
+    return made
+
+
+def combined_head(old: torch.nn.Linear, several: ScalarHead, weights: Sequence[float], head: ScalarHead) -> torch.nn.Linear:
+    """The linear layer of `head`, whose one output is the weighted sum of the outputs of `several`."""
+    made = linear_head(head, old.weight.shape[1], old.weight.device)
+    factors = torch.tensor([list(weights)], dtype=torch.float32, device=old.weight.device)
+    with torch.no_grad():
+        made.weight.copy_(factors @ old.weight)
+        if head.has_bias and several.has_bias:
+            made.bias.copy_(factors[0] @ old.bias)
+    return made
 
 
 def _for_vocabulary(

@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, LoraConfig, LoraTarget
+from aligner.models.config import Architecture, HFArchitecture, LoraConfig, LoraTarget
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, Layout, Rule
+from aligner.models.families.own_modules import has_adapter
 from aligner.models.modules.chunk import global_name
 from aligner.models.modules.layer_kinds import KINDS, SPLIT_INPUTS
 from aligner.models.modules.linear import LinearWeight, linear_weight
@@ -185,7 +186,7 @@ def sites(chunk: Any, lora: LoraConfig) -> list[AdapterSite]:
     linears = {
         name.removesuffix(".weight"): chunk.get_submodule(name.removesuffix(".weight"))
         for name, _ in chunk.named_parameters()
-        if _LINEAR.fullmatch(name)
+        if _LINEAR.fullmatch(name) or isinstance(chunk.architecture, HFArchitecture) and name.endswith(".weight")
     }
     found = [site for name, module in linears.items() if (site := _site(chunk, name, module, lora)) is not None]
     if not found:
@@ -198,6 +199,11 @@ def sites(chunk: Any, lora: LoraConfig) -> list[AdapterSite]:
 
 def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarget]) -> Pairs | None:
     """The pairs of the layer with this weight (its global name); None where it gets none. Raises ConfigError for half of a projection."""
+    if isinstance(architecture, HFArchitecture):
+        if not has_adapter(weight, architecture, targets):
+            return None
+        own = weight_names(architecture).find(weight)
+        return Pairs(rule=own, parts=(_WHOLE,), trained=(_WHOLE,), splits_output=True, is_expert=False)
     match = _LINEAR.fullmatch(weight)
     if match is None:
         return None
@@ -273,7 +279,9 @@ def attach(chunk: Any, lora: LoraConfig) -> None:
         linear.register_forward_hook(_add)
 
 
-def _add(module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+def _add(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    if isinstance(output, Tensor):  # torch's linear layer
+        return output + module.adapter(inputs[0])
     product, bias = output
     return product + module.adapter(inputs[0]), bias
 

@@ -51,7 +51,7 @@ from aligner.models.families.mapping import (
     to_hf,
     to_megatron,
 )
-from aligner.models.modules.chunk import Chunk
+from aligner.models.modules.chunk import Chunk, WholeChunk
 from aligner.models.modules.lora import MergedWeights
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, read_head
 from aligner.models.weights.shards import ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
@@ -225,6 +225,9 @@ def load_hf(chunks: Sequence[Chunk], directory: Path, *, with_head: bool = True)
     No communication. Raises ModelFilesError for a tensor that is missing (anywhere in the model; every rank raises), has the wrong shape,
     or is in the files but belongs to no parameter.
     """
+    if isinstance(chunks[0], WholeChunk):
+        chunks[0].read_files(directory, with_head=with_head)
+        return
     fill(chunks, HFWeights(directory, weight_names(chunks[0].architecture)), with_head=with_head)
 
 
@@ -279,6 +282,9 @@ def export_hf(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
     A tensor is to be used, or copied, before the next one is asked for; it may be the parameter itself. Adapters are in the weights.
     """
     chunk = chunks[0]
+    if isinstance(chunk, WholeChunk):
+        yield from chunk.file_tensors()
+        return
     table = weight_names(chunk.architecture)
     stacks: dict[str, Tensor] = {}  # of experts, that are not complete
     own = MergedWeights({part.place.name: part.parameter for part in named_shards(chunks) if not part.place.is_copy}, chunks)

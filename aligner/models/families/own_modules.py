@@ -1,0 +1,148 @@
+"""Models of `transformers`' own modules: what their `config.json` tells of them, and what they cannot have here.
+
+Every model that `AutoModelForCausalLM` loads is described by its config alone, so that no list of families limits what can be trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from aligner.errors import ConfigError
+from aligner.models.config import Architecture, HFArchitecture, LoraTarget
+from aligner.models.families.mapping import NameTable, Rule, rule
+
+PREFIX = "hf."  # of the parameters in a chunk: the attribute that holds the module
+# The last part of the names of linear layers, by model.lora.targets. Whatever a model calls otherwise gets no adapter.
+_LINEARS = {
+    LoraTarget.q: ("q_proj", "query", "wq"),
+    LoraTarget.k: ("k_proj", "key", "wk"),
+    LoraTarget.v: ("v_proj", "value", "wv"),
+    LoraTarget.qkv: ("qkv_proj", "query_key_value", "Wqkv", "qkv", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj"),
+    LoraTarget.proj: ("o_proj", "out_proj", "dense", "wo"),
+    LoraTarget.gate: ("gate_proj", "w1"),
+    LoraTarget.up: ("up_proj", "w3"),
+    LoraTarget.fc1: ("gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in", "input_linear"),
+    LoraTarget.fc2: ("down_proj", "fc2", "w2", "dense_4h_to_h", "fc_out", "output_linear"),
+}
+_PARTS = {LoraTarget.qkv: (LoraTarget.q, LoraTarget.k, LoraTarget.v), LoraTarget.fc1: (LoraTarget.gate, LoraTarget.up)}
+
+
+def hf_config(hf: dict[str, Any], where: str) -> Any:
+    """The `transformers` config of a `config.json`. Raises ConfigError for a kind of model that this release does not have, and for code
+    that is in the model's directory."""
+    from transformers import CONFIG_MAPPING, AutoConfig  # takes seconds, and most models do not need it
+
+    model_type = hf.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        import transformers
+
+        own = "; its directory has code of its own (auto_map), which is not run" if hf.get("auto_map") else ""
+        raise ConfigError(
+            f"{where}: model_type={model_type!r} is neither a family with layers here nor in transformers {transformers.__version__}{own}; "
+            "a newer transformers may have it"
+        )
+    if hf.get("quantization_config"):
+        raise ConfigError(f"{where}: quantization_config: transformers' own modules are trained from unquantized weights; allowed: none")
+    try:
+        with TemporaryDirectory() as directory:  # as a file, in which a number may be an object
+            (Path(directory) / "config.json").write_text(json.dumps(hf))
+            return AutoConfig.from_pretrained(directory)
+    except Exception as error:  # of whatever kind a config raises
+        raise ConfigError(f"{where}: transformers cannot read it: {error}") from error
+
+
+def auto_class(config: Any, where: str) -> Any:
+    """The Auto class that makes a language model of a `transformers` config. Raises ConfigError if none does."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    for made_by in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in made_by._model_mapping and not config.is_encoder_decoder:
+            return made_by
+    raise ConfigError(f"{where}: model_type={config.model_type!r} has no causal language model in transformers")
+
+
+def hf_architecture(hf: dict[str, Any], *, where: str = "config.json") -> HFArchitecture:
+    """Read the `config.json` of a model of `transformers`' own modules. Raises ConfigError if `transformers` has no such model."""
+    config = hf_config(hf, where)
+    auto_class(config, where)
+    text = config.get_text_config()
+
+    def size(name: str, default: int) -> int:
+        try:
+            found = getattr(text, name, None)
+        except Exception:  # of a config whose layers differ: transformers refuses to name one value for all
+            found = text.to_dict().get(name)
+        return found if type(found) is int and found > 0 else default
+
+    hidden, heads = size("hidden_size", 0), size("num_attention_heads", 1)
+    if not hidden or not size("vocab_size", 0):
+        raise ConfigError(f"{where}: transformers' config of model_type={config.model_type!r} has no hidden_size or vocab_size")
+    return HFArchitecture(
+        num_layers=size("num_hidden_layers", 1),
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", max(1, hidden // heads)),
+        ffn_hidden_size=size("intermediate_size", 4 * hidden),
+        vocab_size=text.vocab_size,
+        max_position_embeddings=size("max_position_embeddings", 1 << 20),
+        tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        hf=hf,
+    )
+
+
+@lru_cache(maxsize=8)
+def _outline(hf: str) -> Any:
+    """The model of a config without memory for its numbers."""
+    config = hf_config(json.loads(hf), "config.json")
+    with torch.device("meta"):
+        return auto_class(config, "config.json").from_config(config)
+
+
+def outline(architecture: HFArchitecture) -> Any:
+    """The `transformers` model on the meta device: names, shapes and kinds of its modules."""
+    return _outline(json.dumps(architecture.hf, sort_keys=True))
+
+
+class OwnNames(NameTable):
+    """The names of a model whose parameters are called and stored as in its module."""
+
+    def find(self, name: str) -> Rule:
+        """The rule of a parameter: itself."""
+        return rule(name.removeprefix(PREFIX))
+
+    def names(self, architecture: Architecture) -> Iterator[str]:
+        """All parameters, in the module's order; a tied output layer is left out."""
+        assert isinstance(architecture, HFArchitecture)
+        yield from (f"{PREFIX}{name}" for name, _ in outline(architecture).named_parameters())
+
+
+OWN_NAMES = OwnNames(layer={})
+
+
+def has_adapter(weight: str, architecture: HFArchitecture, targets: Sequence[LoraTarget]) -> bool:
+    """Whether the layer with this weight (its name in a chunk) gets an adapter: a linear layer of the text part that a target names."""
+    path = weight.removeprefix(PREFIX).removesuffix(".weight")
+    *_, parent, leaf = ("", *path.split("."))
+    wanted = {name for target in targets for one in (target, *_PARTS.get(target, ())) for name in _LINEARS.get(one, ())}
+    wanted |= {"c_attn"} if LoraTarget.qkv in targets else set()
+    if leaf == "c_proj":  # GPT-2's descendants call two layers so
+        wanted |= {"c_proj"} if (LoraTarget.proj if "attn" in parent else LoraTarget.fc2) in targets else set()
+    if leaf not in wanted:
+        return False
+    model = outline(architecture)
+    inside = model.get_decoder() if is_multimodal(model) else model
+    module = model.get_submodule(path)
+    return isinstance(module, torch.nn.Linear) and any(module is one for one in inside.modules())
+
+
+def is_multimodal(model: Any) -> bool:
+    """Whether a `transformers` model has more than a text part."""
+    return model.config.get_text_config() is not model.config

@@ -1,0 +1,198 @@
+"""A model of `transformers`' own modules as the one chunk of a model here: whole on every rank, under data parallelism alone.
+
+The module is unchanged and gives hidden states; the head, the losses, Megatron-Core's DistributedDataParallel and its distributed optimizer
+are those of every model. Padded rows are padded on the right, where causal attention does not look. Of packed rows `transformers` finds the
+bounds in the positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from safetensors import safe_open
+from torch import Tensor
+
+from aligner.errors import ModelFilesError
+from aligner.models.checkpoint.hf_files import has_weights, stored_tensors
+from aligner.models.config import HFArchitecture, ModelConfig, Recompute
+from aligner.models.families.mapping import ADAPTER
+from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal
+from aligner.models.modules.chunk import WeightGather
+from aligner.models.modules.heads import combined_head, linear_head
+from aligner.models.modules.lora import MergedWeights, attach
+from aligner.models.modules.megatron_config import resolve_dtype
+from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead
+from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
+from aligner.parallel.mcore import MegatronModule, ProcessGroupCollection, ShardedTensor, TransformerConfig, parallel_state
+
+
+class HFChunk(MegatronModule):
+    """A `chunk.Chunk` around a `transformers` model. Its numbers are those of the files if `load`, else random.
+
+    Raises ModelFilesError if the files lack a tensor or have one of another shape.
+    """
+
+    def __init__(self, architecture: HFArchitecture, model: ModelConfig, *, source: Path | None, head: ScalarHead | None = None) -> None:
+        dtype = resolve_dtype(model.dtype)
+        super().__init__(
+            TransformerConfig(
+                num_layers=architecture.num_layers,
+                hidden_size=architecture.hidden_size,
+                num_attention_heads=1,
+                params_dtype=dtype,
+                pipeline_dtype=dtype,
+                bf16=dtype == torch.bfloat16,
+                fp16=dtype == torch.float16,
+                calculate_per_token_loss=True,
+                use_cpu_initialization=True,
+                batch_p2p_comm=True,
+            )
+        )
+        self.architecture, self.lora, self.head = architecture, model.lora, head
+        self.logits_chunk_size, self.float32_logits = model.logits_chunk_size, model.float32_logits
+        self.batch_invariant, self.share_embeddings_and_output_weights = False, False
+        self.gather: WeightGather | None = None
+        self.base = self.base_digest = ""
+        self.max_sequence_length = model.seq_length or architecture.max_position_embeddings
+        self.pre_process = self.post_process = True
+        self.vp_stage, self.model_type = None, ModelType.encoder_or_decoder
+        self.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        self.embedding, self.decoder = torch.nn.ModuleList(), SimpleNamespace(layers=[])
+        where = f"{source or 'config'}"
+        config = hf_config(architecture.hf, where)
+        made_by = auto_class(config, where)
+        if source is not None and has_weights(source):
+            self.hf = _from_files(made_by, source, dtype, needs_output=head is None)
+        else:  # a checkpoint fills it
+            self.hf = made_by.from_config(config, dtype=dtype)
+        self.dropouts = _without_dropout(self.hf)
+        _keep_buffers(self.hf)
+        self._backbone = [self.hf.get_decoder() if is_multimodal(self.hf) else self.hf.base_model]  # in a list: no second name
+        if is_multimodal(self.hf):  # a part that no text passes learns nothing, and must not decay
+            self.hf.requires_grad_(False)
+            for part in (self._backbone[0], self.hf.get_output_embeddings()):
+                part.requires_grad_(True)
+        if head is not None:
+            self._drop_vocabulary()
+            self.score_head = linear_head(head, architecture.hidden_size, torch.device("cpu"))
+        if model.recompute is Recompute.full:
+            self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if model.lora.is_on:
+            attach(self, model.lora)
+
+    @property
+    def backbone(self) -> Any:
+        """The module whose `last_hidden_state` the head reads: the text part of a model of text and images."""
+        return self._backbone[0]
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
+        """Tokens and positions [rows, L] -> hidden states [L, rows, H]."""
+        hidden = self.backbone(input_ids=tokens, position_ids=positions, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        return hidden.transpose(0, 1).contiguous()
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """For Megatron-Core's schedules; there is no stage before."""
+
+    def settle(self) -> None:
+        """See `chunk.Chunk`."""
+        if self.gather is not None:
+            self.gather.finish()
+
+    def whole_sequences(self, hidden: Tensor, *, grads_are_partial: bool) -> Tensor:
+        """See `chunk.Chunk`; nothing is split."""
+        return hidden
+
+    @property
+    def output_parameter(self) -> Tensor:
+        """The output layer's weight."""
+        return self.hf.get_output_embeddings().weight
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """That of the output layer."""
+        return FAST if self.float32_logits else ROUNDED
+
+    def vocabulary_weight(self) -> tuple[Tensor, int]:
+        """See `chunk.LanguageChunk`."""
+        return self.output_parameter[: self.architecture.vocab_size], 0
+
+    def combine_outputs(self, weights: Any, head: ScalarHead) -> None:
+        """Replace the head by `head`, whose one output is the weighted sum of all outputs."""
+        self.score_head, self.head = combined_head(self.score_head, self.head, weights, head), head
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
+        """For checkpoints: every parameter but adapters', whole, with the number of its copy."""
+        copy = (0, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True))
+        own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
+        return {name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=copy) for name, parameter in own.items()}
+
+    def read_files(self, directory: Path, *, with_head: bool) -> None:
+        """The head of a model that scores; everything else was read when the module was made."""
+        if self.head is None or not with_head:
+            return
+        tensors = {name: one.file for name, one in stored_tensors(directory)[0].items() if name.startswith(HF_HEADS)}
+        stored = {HEAD + name.split(".", 1)[1]: (name, file) for name, file in tensors.items()}
+        for name, parameter in self.score_head.named_parameters(prefix=HEAD.rstrip(".")):
+            if name in stored:
+                theirs, file = stored[name]
+                with safe_open(directory / file, framework="pt") as handle, torch.no_grad():
+                    parameter.copy_(handle.get_tensor(theirs))
+
+    def file_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in Hugging Face's files, tensor) of the whole model with its adapters merged, the head's last."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self.settle()
+        own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
+        merged: Mapping[str, Tensor] = MergedWeights(own, [self])
+        state = {name.removeprefix(PREFIX): merged[name].detach() for name in own if name.startswith(PREFIX)}
+        yield from revert_weight_conversion(self.hf, state).items()
+        yield from ((name, own[name].detach()) for name in own if name.startswith(HEAD))
+
+    def _drop_vocabulary(self) -> None:
+        """A model that scores has no output layer; one that is the embedding stays that."""
+        output, embedding = self.hf.get_output_embeddings(), self.hf.get_input_embeddings()
+        if output.weight is not embedding.weight:
+            (name,) = [name for name, module in self.hf.named_modules() if module is output]
+            parent, _, leaf = name.rpartition(".")
+            setattr(self.hf.get_submodule(parent), leaf, torch.nn.Identity())
+
+
+def _from_files(made_by: Any, source: Path, dtype: torch.dtype, *, needs_output: bool) -> Any:
+    try:
+        model, found = made_by.from_pretrained(source, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelFilesError(f"{source}: transformers cannot load it: {error}") from error
+    output = model.get_output_embeddings()
+    unneeded = set() if needs_output else {name for name, parameter in model.named_parameters() if parameter is output.weight}
+    wrong = [*sorted(set(found["missing_keys"]) - unneeded), *(str(one[0]) for one in found["mismatched_keys"])]
+    if wrong:
+        raise ModelFilesError(f"{source}: {len(wrong)} tensors are missing or do not have the shape in the config, e.g. {wrong[:3]}")
+    return model
+
+
+def _without_dropout(model: torch.nn.Module) -> dict[str, float]:
+    """Switch every dropout off; returns those that were on, by their names in the config or the module."""
+    found = {}
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout) and part.p:
+            found["dropout"], part.p = part.p, 0.0
+        for name, value in vars(part).items():
+            if "dropout" in name and type(value) is float and value:
+                found[name] = value
+                setattr(part, name, 0.0)
+    return found
+
+
+def _keep_buffers(model: torch.nn.Module) -> None:
+    """Persistent buffers of numbers (a router's biases) become parameters without gradient, so that checkpoints and exports have them."""
+    for part in model.modules():
+        for name, buffer in list(part._buffers.items()):
+            if buffer is not None and buffer.is_floating_point() and name not in part._non_persistent_buffers_set:
+                del part._buffers[name]
+                part.register_parameter(name, torch.nn.Parameter(buffer, requires_grad=False))
