@@ -25,6 +25,7 @@ from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.config import Architecture
 from aligner.models.families import architecture_to_hf
 from aligner.models.modules.build import LanguageModel
+from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.linear import weight_storage
 from aligner.models.training.offload import HostMemory
 from aligner.models.training.policy import MegatronPolicy
@@ -33,6 +34,7 @@ from aligner.parallel.collectives import gather_objects, together
 from aligner.parallel.transfer import block_group
 from aligner.protocols import FollowUp, Replica
 from aligner.rollout.builtin.megatron import MegatronEngine
+from aligner.rollout.builtin.own_modules import OwnModulesEngine
 from aligner.rollout.builtin.refit import MIB
 from aligner.rollout.config import ENGINES, EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine, check_settings
 from aligner.rollout.engine import ForeignEngine
@@ -69,7 +71,9 @@ def create_engine(
     gate: Gate | None = None
     if config.engine == EngineKind.auto:
         config = _chosen(policy, config)
-    if config.engine == EngineKind.megatron:
+    if config.engine == EngineKind.megatron and isinstance(chunk := policy.chunks[0], HFChunk):
+        engine, group = OwnModulesEngine(chunk, config, eos_id=end_ids[0], decode=decode), None
+    elif config.engine == EngineKind.megatron:
         if config.asynchronous.max_staleness:
             tp = config.tp or policy.chunks[0].pg_collection.tp.size()
             gate = Gate(block_group(tp, backend="gloo"), timeout_seconds=config.asynchronous.timeout_seconds)

@@ -18,6 +18,7 @@ from aligner.errors import ConfigError
 from aligner.models.config import Architecture, HFArchitecture, LoraTarget
 from aligner.models.families.mapping import NameTable, Rule, rule
 
+LEAST_RELEASE = (5, 4)  # of transformers, whose caches and conversions of files this needs
 PREFIX = "hf."  # of the parameters in a chunk: the attribute that holds the module
 # The last part of the names of linear layers, by model.lora.targets. Whatever a model calls otherwise gets no adapter.
 _LINEARS = {
@@ -37,12 +38,14 @@ _PARTS = {LoraTarget.qkv: (LoraTarget.q, LoraTarget.k, LoraTarget.v), LoraTarget
 def hf_config(hf: dict[str, Any], where: str) -> Any:
     """The `transformers` config of a `config.json`. Raises ConfigError for a kind of model that this release does not have, and for code
     that is in the model's directory."""
-    from transformers import CONFIG_MAPPING, AutoConfig  # takes seconds, and most models do not need it
+    import transformers  # takes seconds, and most models do not need it
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     model_type = hf.get("model_type")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < LEAST_RELEASE:
+        release = ".".join(map(str, LEAST_RELEASE))
+        raise ConfigError(f"{where}: model_type={model_type!r} needs transformers {release} or newer; here is {transformers.__version__}")
     if model_type not in CONFIG_MAPPING:
-        import transformers
-
         own = "; its directory has code of its own (auto_map), which is not run" if hf.get("auto_map") else ""
         raise ConfigError(
             f"{where}: model_type={model_type!r} is neither a family with layers here nor in transformers {transformers.__version__}{own}; "
@@ -135,7 +138,7 @@ def has_adapter(weight: str, architecture: HFArchitecture, targets: Sequence[Lor
     wanted |= {"c_attn"} if LoraTarget.qkv in targets else set()
     if leaf == "c_proj":  # GPT-2's descendants call two layers so
         wanted |= {"c_proj"} if (LoraTarget.proj if "attn" in parent else LoraTarget.fc2) in targets else set()
-    if leaf not in wanted:
+    if leaf not in wanted or not weight.endswith(".weight"):
         return False
     model = outline(architecture)
     inside = model.get_decoder() if is_multimodal(model) else model

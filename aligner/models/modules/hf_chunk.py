@@ -8,6 +8,7 @@ bounds in the positions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from aligner.models.modules.heads import combined_head, linear_head
 from aligner.models.modules.lora import MergedWeights, attach
 from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead
-from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
+from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic, shaped
 from aligner.parallel.mcore import MegatronModule, ProcessGroupCollection, ShardedTensor, TransformerConfig, parallel_state
 
 
@@ -121,6 +122,12 @@ class HFChunk(MegatronModule):
         """See `chunk.LanguageChunk`."""
         return self.output_parameter[: self.architecture.vocab_size], 0
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, H] -> float32 logits [N, V], as the log-probs of training have them."""
+        own = self.arithmetic.project(hidden, self.vocabulary_weight()[0]).float()
+        scale, softcap = self.architecture.logits_scale, self.architecture.logits_softcap
+        return shaped(own, scale=scale, softcap=softcap) if softcap or scale != 1 else own
+
     def combine_outputs(self, weights: Any, head: ScalarHead) -> None:
         """Replace the head by `head`, whose one output is the weighted sum of all outputs."""
         self.score_head, self.head = combined_head(self.score_head, self.head, weights, head), head
@@ -164,8 +171,10 @@ class HFChunk(MegatronModule):
 
 
 def _from_files(made_by: Any, source: Path, dtype: torch.dtype, *, needs_output: bool) -> Any:
+    options = {"dtype": dtype, "use_safetensors": True, "local_files_only": True, "output_loading_info": True}
     try:
-        model, found = made_by.from_pretrained(source, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True)
+        with _quiet():
+            model, found = made_by.from_pretrained(source, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelFilesError(f"{source}: transformers cannot load it: {error}") from error
     output = model.get_output_embeddings()
@@ -174,6 +183,22 @@ def _from_files(made_by: Any, source: Path, dtype: torch.dtype, *, needs_output:
     if wrong:
         raise ModelFilesError(f"{source}: {len(wrong)} tensors are missing or do not have the shape in the config, e.g. {wrong[:3]}")
     return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars, and a report of tensors that are looked at here."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _without_dropout(model: torch.nn.Module) -> dict[str, float]:

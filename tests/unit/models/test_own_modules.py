@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from hf_models import VOCAB
-from model_steps import adam
+from model_steps import adam, make_batch, same, save, train, weights_of
+from own_models import CONFIGS, make_directory
 from safetensors.torch import load_file
 
 from aligner.errors import ConfigError
 from aligner.losses.sft import sft_loss
-from aligner.models.config import Implementation, LoraConfig
+from aligner.models.architecture.divisible import check_together
+from aligner.models.checkpoint import checkpoint
+from aligner.models.config import Dtype, Implementation, LoraConfig, ModelConfig, Recompute
+from aligner.models.create import create_reward_model, read_architecture
+from aligner.models.modules.peft import save_peft
+from aligner.models.training.trainable import Training
+from aligner.models.weights.weights import save_hf
+from aligner.parallel.topology import ParallelConfig
 from aligner.types import LabeledBatch
 
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.15}
-ENDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-# None of them is a family with layers here.
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "smollm3": ("SmolLM3Config", ENDS),
-    "granite": ("GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "attention_multiplier": 0.2}),
-    "exaone4": ("Exaone4Config", {"sliding_window": 8, "sliding_window_pattern": 2}),
-    "ernie4_5": ("Ernie4_5Config", {}),
-    "minimax_m2": ("MiniMaxM2Config", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}),
-    "seed_oss": ("SeedOssConfig", {"head_dim": 16, "attention_dropout": 0.1, "residual_dropout": 0.1}),
-    "gemma4_text": (
-        "Gemma4TextConfig",
-        {"head_dim": 16, "sliding_window": 8, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-    ),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
-    "falcon_h1": (
-        "FalconH1Config",
-        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16},
-    ),
-}
 RECURRENT = {"lfm2", "falcon_h1"}
 LENGTHS = torch.tensor([21, 9, 14, 2, 17])
 ROWS, WIDTH = len(LENGTHS), 21
@@ -46,19 +33,7 @@ ROWS, WIDTH = len(LENGTHS), 21
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory):
-    """`directory(name)`: a random model of `CONFIGS`, written by transformers."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            kind, more = CONFIGS[name]
-            torch.manual_seed(1)
-            model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(SIZES | more)))
-            made[name] = tmp_path_factory.mktemp(name)
-            model.save_pretrained(made[name])
-        return made[name]
-
-    return make
+    return make_directory(tmp_path_factory)
 
 
 def batch() -> LabeledBatch:
@@ -101,3 +76,117 @@ def test_log_probs_and_gradients_are_those_of_transformers(name: str, packed: bo
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     for name_, gradient in gradients.items():
         assert torch.allclose(own[f"hf.{name_}"].main_grad, gradient, atol=1e-4 * largest), name_
+
+
+def test_an_export_of_untrained_weights_has_the_files_tensors(directory, load_policy, tmp_path: Path) -> None:
+    """Experts too, which `transformers` has in one tensor and its files one by one; a router's biases, which are no parameters there."""
+    policy = load_policy(directory("minimax_m2"))
+    save_hf(policy.chunks, tmp_path, writer=True)
+    before, after = load_file(directory("minimax_m2") / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "minimax_m2"
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+def test_a_resumed_run_continues_bit_for_bit(lora: bool, directory, load_policy, tmp_path: Path) -> None:
+    config = {"lora": LoraConfig(rank=4)} if lora else {}
+    whole, first, resumed = (
+        load_policy(directory("granite"), optimizer=adam(), config=config, training={"total_steps": 10}) for _ in range(3)
+    )
+    train(whole, range(4))
+    train(first, range(2))
+    checkpoint.load(resumed.model, save(first, tmp_path))
+    train(resumed, range(2, 4))
+    assert same(weights_of(whole), weights_of(resumed))
+    if not lora:
+        other = {"implementation": Implementation.megatron}
+        with pytest.raises(ConfigError, match="model.implementation=megatron: .*allowed: auto, transformers"):
+            load_policy(tmp_path / "step_000002", config=other)
+        again = load_policy(tmp_path / "step_000002")
+        assert same(weights_of(first), weights_of(again))
+
+
+@pytest.mark.parametrize("name", ["smollm3", "minimax_m2"])
+def test_adapters_are_pefts(name: str, directory, load_policy, tmp_path: Path) -> None:
+    policy = load_policy(directory(name), optimizer=adam(), config={"lora": LoraConfig(rank=4)}, training={"total_steps": 10})
+    train(policy, range(2))
+    assert {key for key, p in policy.module.named_parameters() if p.requires_grad} == {
+        key for key, _ in policy.module.named_parameters() if ".adapter." in key
+    }
+    save_peft(policy.chunks, tmp_path / "adapter", writer=True)
+    save_hf(policy.chunks, tmp_path / "merged", writer=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(directory(name), dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    ours = policy.logprobs(batch())
+    for theirs in (adapted, merged):
+        with torch.no_grad():
+            rows = torch.zeros(ROWS, WIDTH)
+            for row, length in enumerate(LENGTHS.tolist()):
+                logits = theirs(input_ids=batch().tokens[row : row + 1, :length]).logits[0]
+                rows[row, 1:length] = logits.log_softmax(-1)[:-1].gather(1, batch().tokens[row, 1:length, None])[:, 0]
+        assert torch.allclose(ours, rows, atol=2e-5)
+    again = load_policy(directory(name), config={"lora": LoraConfig(rank=4, path=str(tmp_path / "adapter"))})
+    assert torch.equal(again.logprobs(batch()), ours)
+
+
+@pytest.mark.parametrize("name", ["exaone4", "smollm3"])
+def test_reward_models_are_those_of_transformers(name: str, directory, topology, tmp_path: Path) -> None:
+    """Written, read again, and scored by the class that the export's config names."""
+
+    def made(path: Path, optimizer: Any = None) -> Any:
+        model = ModelConfig(path=str(path), dtype=Dtype.float32)
+        architecture = read_architecture(model, vocab_size=0)
+        return create_reward_model(model, architecture, ParallelConfig(), topology, Training(optimizer=optimizer, total_steps=10))
+
+    reward = made(directory(name), adam())
+    train(reward, range(2), "reward")
+    given = make_batch("reward", 5)
+    scores = reward.scores(given)
+    save_hf(reward.model.chunks, tmp_path, writer=True)
+    assert torch.equal(made(tmp_path).scores(given), scores)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32, pad_token_id=0).eval()
+    with torch.no_grad():
+        rows = [theirs(input_ids=row[None, :length]).logits[0] for row, length in zip(given.tokens, given.lengths, strict=True)]
+    assert torch.allclose(scores, torch.stack(rows), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "named"),
+    [
+        ({}, {"tp": 2}, "parallel.tp=2: granite"),
+        ({}, {"pp": 2}, "parallel.pp=2: granite"),
+        ({}, {"cp": 2}, "parallel.cp=2: granite"),
+        ({"fp8": True}, {}, "model.fp8=true: granite"),
+        ({"batch_invariant": True}, {}, "model.batch_invariant=true: granite"),
+        ({"recompute": Recompute.selective}, {}, "model.recompute=selective: granite.*allowed: none, full"),
+        ({"router_aux_loss_coef": 0.1}, {}, "model.router_aux_loss_coef=0.1: granite"),
+    ],
+)
+def test_what_they_cannot_have_is_refused_by_name(model: dict, parallel: dict, named: str, directory) -> None:
+    config = ModelConfig(path=str(directory("granite")), **model)
+    with pytest.raises(ConfigError, match=named):
+        check_together(read_architecture(config, vocab_size=0), config, ParallelConfig(**parallel))
+
+
+def test_an_unknown_model_is_refused_with_the_release(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "tomorrows_model", "auto_map": {"AutoConfig": "configuration.X"}}')
+    with pytest.raises(ConfigError, match=f"model_type='tomorrows_model' is .*transformers {transformers.__version__}.*auto_map"):
+        read_architecture(ModelConfig(path=str(tmp_path)), vocab_size=0)
+
+
+def test_gradients_with_recomputation_are_the_same(directory, load_policy) -> None:
+    norms = [
+        load_policy(directory("exaone4"), optimizer=adam(), config={"recompute": recompute}, training={"total_steps": 10})
+        .train_step(batch(), sft_loss)["optim/grad_norm"]
+        .value()
+        for recompute in (Recompute.none, Recompute.full)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_a_family_with_layers_can_be_trained_with_its_own_modules(hf_directory, load_policy) -> None:
+    ours, theirs = (
+        load_policy(hf_directory("qwen2"), config={"implementation": one}) for one in (Implementation.megatron, Implementation.transformers)
+    )
+    assert torch.allclose(ours.logprobs(batch()), theirs.logprobs(batch()), atol=1e-5)

@@ -1,0 +1,312 @@
+"""Samples with the very module that is trained, if that is `transformers`' own: `aligner.models.modules.hf_chunk`.
+
+Continuous batching over `transformers`' cache. Prompts of one length are computed together, each once for all responses to it, so that no
+layer sees padding: recurrent ones may not skip it. Running rows are aligned at their last token, with what is in front of them masked;
+finished rows make room for waiting ones. Samples depend on prompt and seed alone (`aligner.rollout.builtin.sampling`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from aligner.errors import ConfigError, EngineError
+from aligner.models.modules.hf_chunk import HFChunk
+from aligner.protocols import Replica
+from aligner.rollout.builtin.sampling import GOES_ON, STOP, Draw, Sampler
+from aligner.rollout.config import RolloutConfig
+from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Refitted, WeightForm, Work
+from aligner.types import FinishReason, LogprobKind, SamplingConfig
+
+_PART = 8  # rows leave, and prompts are computed, when this part of the seats is free
+_LEAST_ROOM = 64  # tokens for which the cache of a layer grows at a time
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values of one layer with room for more: a step writes its own and copies nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room: tuple[Tensor, Tensor] | None = None  # of which keys and values are the beginning
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """See `transformers`' DynamicLayer."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = (new[..., :0, :] for new in (key_states, value_states))
+        before, length = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
+        if self.room is None or self.room[0].shape[-2] < length:
+            size = length + max(_LEAST_ROOM, length // 2) if before else length
+            self.room = tuple(new.new_empty(*new.shape[:-2], size, new.shape[-1]) for new in (key_states, value_states))
+            for room, old in zip(self.room, (self.keys, self.values), strict=True):
+                room[..., :before, :] = old
+        for room, new in zip(self.room, (key_states, value_states), strict=True):
+            room[..., before:length, :] = new
+        self.keys, self.values = (room[..., :length, :] for room in self.room)
+        return self.keys, self.values
+
+
+def new_cache(config: Any) -> DynamicCache:
+    """An empty cache. Layers with a window keep all tokens, and their masks hide those outside of it."""
+    cache = DynamicCache(config=config)
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    cache.layers = [RoomyLayer() if type(layer) in plain else layer for layer in cache.layers]
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = RoomyLayer
+    return cache
+
+
+def _states(layer: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """(container, key, whether it has a dimension of tokens, the last but one) of each tensor with a row for each response."""
+    for name in ("keys", "values", "indexer_keys"):
+        if isinstance(getattr(layer, name, None), Tensor) and getattr(layer, name).numel():
+            yield vars(layer), name, True
+    for name in ("conv_states", "recurrent_states"):
+        for index, state in getattr(layer, name, {}).items():
+            if state is not None:
+                yield getattr(layer, name), index, False
+
+
+def _change(layer: Any, change: Callable[[Tensor, bool], Tensor]) -> None:
+    for container, key, has_tokens in list(_states(layer)):
+        container[key] = change(container[key], has_tokens)
+    layer.room = None
+
+
+def select(cache: DynamicCache, rows: Tensor, skipped: int = 0) -> None:
+    """Keep these rows, in this order and as often as they are named, without the first `skipped` tokens."""
+    for layer in cache.layers:
+        _change(layer, lambda state, has_tokens: (state[..., skipped:, :] if has_tokens else state).index_select(0, rows))
+
+
+def join(cache: DynamicCache, other: DynamicCache, width: int) -> None:
+    """Add the rows of `other`, both aligned at the right of `width` tokens."""
+
+    def widened(state: Tensor, has_tokens: bool) -> Tensor:
+        return torch.nn.functional.pad(state, (0, 0, width - state.shape[-2], 0)) if has_tokens else state
+
+    for layer, more in zip(cache.layers, other.layers, strict=True):
+        for (container, key, has_tokens), (added, _, _) in zip(list(_states(layer)), list(_states(more)), strict=True):
+            container[key] = torch.cat([widened(container[key], has_tokens), widened(added[key], has_tokens)])
+        layer.room = None
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """An unfinished response."""
+
+    request: GenRequest
+    limit: int
+    seat: int = -1
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+
+
+class OwnModulesEngine:
+    """`aligner.rollout.engine.Engine` on a model of `transformers`' own modules; every rank is a replica.
+
+    Raises ConfigError for settings of the built-in engine that need weights of the engine's own, or split ones.
+    """
+
+    def __init__(self, chunk: HFChunk, config: RolloutConfig, *, eos_id: int, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        who = f"{chunk.architecture.model_type} has transformers' own modules"
+        if config.tp > 1:
+            raise ConfigError(f"rollout.tp={config.tp}: {who}; allowed: 0, 1")
+        if config.asynchronous.max_staleness:
+            setting = f"rollout.asynchronous.max_staleness={config.asynchronous.max_staleness}"
+            raise ConfigError(f"{setting}: {who}, which the trainer changes; allowed: 0")
+        if config.records_routes:
+            raise ConfigError(f"rollout.routing_replay={config.routing_replay.value}: {who}; allowed: none")
+        self.version = 0
+        self.max_sequence_length = chunk.max_sequence_length
+        self.replica = Replica(index=dist.get_rank(), count=dist.get_world_size())
+        self.capabilities = Capabilities(
+            name="transformers",
+            max_tp=1,
+            per_request_seeds=True,
+            logprobs=LogprobKind.sampled,
+            weights=WeightForm.in_place,
+            atomic_groups=False,
+        )
+        self._chunk, self._config, self._eos_id, self._decode = chunk, config, eos_id, decode
+
+    def refit(self, version: int) -> Refitted:
+        """The weights are the policy's own: they only have to be there."""
+        started = time.monotonic()
+        self._chunk.settle()
+        self.version = version
+        return Refitted(num_bytes=0, seconds=time.monotonic() - started)
+
+    def wake(self, memory: frozenset[Memory]) -> None:
+        """Nothing is kept between generations."""
+
+    def sleep(self, memory: frozenset[Memory]) -> None:
+        """Nothing is kept between generations."""
+
+    def shutdown(self) -> None:
+        """Nothing is kept between generations."""
+
+    def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
+        """Responses to the requests of `work`, in any order, as they end.
+
+        Raises EngineError naming a request whose prompt is empty or leaves no room in the context.
+        """
+        run = _Run(self._chunk, self._config, sampling, self._eos_id, self._decode)
+        was_training = self._chunk.training
+        self._chunk.eval()
+        try:
+            while (ended := run.step(work)) is not None:
+                if ended:
+                    yield [self._result(row, stopped) for row, stopped in ended]
+        finally:
+            self._chunk.train(was_training)
+
+    def _result(self, row: _Row, stopped: bool) -> GenResult:
+        return GenResult(
+            index=row.request.index,
+            tokens=tuple(row.tokens),
+            logprobs=tuple(row.logprobs),
+            raw_logprobs=tuple(row.raw_logprobs) if row.raw_logprobs else None,
+            kind=LogprobKind.sampled,
+            finish_reason=FinishReason.stop if stopped else FinishReason.length,
+            weight_version=self.version,
+        )
+
+
+class _Run:
+    """One generation."""
+
+    def __init__(self, chunk: HFChunk, config: RolloutConfig, sampling: SamplingConfig, eos_id: int, decode: Any) -> None:
+        self.chunk, self.sampling, self.config = chunk, sampling, config
+        self.device = next(chunk.hf.parameters()).device
+        seats, vocabulary = config.max_batch_size, chunk.architecture.vocab_size
+        self.sampler = Sampler(sampling, eos_id=eos_id, vocab_size=vocabulary, num_seats=seats, device=self.device, decode=decode)
+        self.free = list(range(seats - 1, -1, -1))
+        self.refill = max(1, seats // _PART)
+        self.waiting: deque[_Row] = deque()
+        self.rows: list[_Row | None] = []  # of the cache; None: ended, and still computed
+        self.cache: DynamicCache | None = None
+        self.width, self.has_pads = 0, False  # tokens in the cache; whether some are masked
+        self.pads: Tensor = torch.zeros(0, dtype=torch.int64, device=self.device)  # masked tokens in front of each row
+        self.inputs: Tensor = self.pads  # the last drawn token of each row
+        self.seats: Tensor = self.pads
+        self.has_more_work = True
+
+    @torch.no_grad()
+    def step(self, work: Work) -> list[tuple[_Row, bool]] | None:
+        """At most one pass over prompts or running rows. Returns what ended, and whether at a stop; None after the last response."""
+        room = len(self.free)
+        if self.has_more_work and not self.waiting and (room >= self.refill or not any(self.rows)):
+            requests = work.take(room)
+            self.has_more_work = bool(requests) or work.is_open
+            self.waiting += sorted((self._row(request) for request in requests), key=lambda row: len(row.request.tokens))
+        if self.waiting:
+            return self._begin()
+        if not any(self.rows):
+            return None
+        return self._decode_step()
+
+    def _row(self, request: GenRequest) -> _Row:
+        length, context = len(request.tokens), self.chunk.max_sequence_length
+        if not 0 < length < context:
+            raise EngineError(f"request {request.index}: a prompt of {length} tokens leaves no room in the context of {context}")
+        limit = min(self.sampling.longest, context - length, *([] if request.limit is None else [request.limit]))
+        return _Row(request=request, limit=limit, seat=self.free.pop())
+
+    def _begin(self) -> list[tuple[_Row, bool]]:
+        """Compute prompts of one length, and draw the first token of all responses to them."""
+        length = len(self.waiting[0].request.tokens)
+        most = max(1, self.config.prefill_chunk_tokens // length)
+        begun: list[_Row] = []
+        prompts: dict[tuple[int, ...], int] = {}
+        while self.waiting and len(tokens := self.waiting[0].request.tokens) == length:
+            if tokens not in prompts and len(prompts) == most:
+                break
+            prompts.setdefault(tokens, len(prompts))
+            begun.append(self.waiting.popleft())
+        self._compact()
+        cache = new_cache(self.chunk.hf.config)
+        hidden = self._pass(torch.tensor(list(prompts), device=self.device), torch.arange(length, device=self.device)[None], None, cache)
+        index = torch.tensor([prompts[row.request.tokens] for row in begun], device=self.device)
+        for row in begun:
+            self.sampler.seat(row.seat, prompt=row.request.tokens, response=(), seed=row.request.seed, limit=row.limit)
+        seats = torch.tensor([row.seat for row in begun], device=self.device)
+        draw = self.sampler.draw(self.chunk.logits(hidden)[index], seats)
+        select(cache, index)
+        self._join(begun, cache, length, draw.tokens, seats)
+        return self._record(draw, first=len(self.rows) - len(begun))
+
+    def _join(self, begun: list[_Row], cache: DynamicCache, length: int, tokens: Tensor, seats: Tensor) -> None:
+        if self.cache is None:
+            self.cache, pads = cache, 0
+        else:
+            width = max(self.width, length)
+            self.pads = self.pads + (width - self.width)
+            join(self.cache, cache, width)
+            pads = width - length
+        self.width = length + pads
+        self.pads = torch.cat([self.pads, torch.full_like(seats, pads)])
+        self.has_pads = bool(self.pads.any())
+        self.inputs, self.seats = torch.cat([self.inputs, tokens]), torch.cat([self.seats, seats])
+        self.rows += begun
+
+    def _decode_step(self) -> list[tuple[_Row, bool]]:
+        self._compact(least=self.refill)
+        self.width += 1
+        mask = torch.arange(self.width, device=self.device) >= self.pads[:, None] if self.has_pads else None
+        positions = (self.width - 1 - self.pads)[:, None]
+        assert self.cache is not None
+        hidden = self._pass(self.inputs[:, None], positions, mask, self.cache)
+        draw = self.sampler.draw(self.chunk.logits(hidden), self.seats)
+        self.inputs = draw.tokens
+        return self._record(draw, first=0)
+
+    def _pass(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache) -> Tensor:
+        """Hidden states [rows, H] of the last token of each row."""
+        given = {"input_ids": tokens, "position_ids": positions.expand(tokens.shape), "attention_mask": mask}
+        return self.chunk.backbone(**given, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+
+    def _record(self, draw: Draw, first: int) -> list[tuple[_Row, bool]]:
+        """Add a draw to the rows from `first` on; returns those that it ended."""
+        found = []
+        raw = [] if draw.raw_logprobs is None else draw.raw_logprobs.tolist()
+        drawn = zip(draw.tokens.tolist(), draw.logprobs.tolist(), draw.ended.tolist(), strict=True)
+        for number, (token, logprob, ended) in enumerate(drawn):
+            row = self.rows[first + number]
+            if row is None:
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            if raw:
+                row.raw_logprobs.append(raw[number])
+            if ended != GOES_ON:
+                found.append((row, ended == STOP))
+                self.rows[first + number] = None
+                self.free.append(row.seat)
+        return found
+
+    def _compact(self, *, least: int = 1) -> None:
+        """Drop the rows that have ended, if they are at least as many."""
+        kept = [number for number, row in enumerate(self.rows) if row is not None]
+        if len(self.rows) - len(kept) < min(least, max(1, len(self.rows) // _PART)):
+            return
+        self.rows = [self.rows[number] for number in kept]
+        if not kept:
+            self.cache, self.width, self.has_pads = None, 0, False
+            self.pads = self.inputs = self.seats = self.pads[:0]
+            return
+        index = torch.tensor(kept, device=self.device)
+        self.pads, self.inputs, self.seats = self.pads[index], self.inputs[index], self.seats[index]
+        skipped = int(self.pads.min())
+        select(self.cache, index, skipped)
+        self.pads, self.width = self.pads - skipped, self.width - skipped
+        self.has_pads = bool(self.pads.any())
