@@ -109,7 +109,7 @@ def numbers_side(model: str, output: str, precision: str) -> None:
         responses = generate(algorithm.task.engine, prompts * 4, 24, temperature=1.0)
         found = {"loss": loss, "gradients": gradients, "logprobs": logprobs, "tokens": [list(r.tokens) for r in responses]}
         torch.save(found | {"product": product}, output)
-        algorithm.task.reward.close()
+        algorithm.task.judges.reward.close()
 
 
 def _product_error() -> float:
