@@ -31,8 +31,7 @@ from aligner.models.architecture.divisible import torch_layers_reason
 from aligner.models.config import Activation, Architecture, Dtype, Layers, Normalization, Recompute
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes
-from aligner.planner.workload import Component, ResponseLengths, micro_batches
+from aligner.planner.workload import BlockBytes, Component, ResponseLengths, micro_batches
 
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 

@@ -7,14 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.workload import (
     GIB,
+    BlockBytes,
     Component,
     Engine,
     Head,
     MicroBatches,
     Phase,
+    StateBytes,
     in_flight,
     micro_batches,
     padded_vocabulary,

@@ -16,7 +16,6 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run
 from aligner.planner.config import ClusterConfig
-from aligner.planner.dry_run import Parameter, StateBytes
 from aligner.planner.estimate import Scales, approximate_state_bytes, check, engine_weight_bytes, frozen_bytes, replication
 from aligner.planner.memory import (
     Sizes,
@@ -28,10 +27,10 @@ from aligner.planner.memory import (
     sequence_tokens,
     train_micro_batches,
 )
-from aligner.planner.workload import Component, Engine, Head, Phase, stage_layers
+from aligner.planner.workload import BlockBytes, Component, Engine, Head, Parameter, Phase, StateBytes, stage_layers
 
 NOTICEABLE = 0.98  # part of the peak: a change that leaves more is not offered
-NOTHING = dry_run.BlockBytes(layer=0, ends=0, backward=0, forward=0)
+NOTHING = BlockBytes(layer=0, ends=0, backward=0, forward=0)
 MAX_VPP = 4
 MIN_CHUNK_TOKENS = 512  # tokens of a context-parallel rank: shorter chunks only add communication
 ROWS_PER_MICRO_BATCH = (1, 2, 4, 8)

@@ -17,9 +17,8 @@ from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import layers, memory, report, times, workload
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import check
-from aligner.planner.workload import GIB, Component, Engine, Phase, ResponseLengths
+from aligner.planner.workload import GIB, BlockBytes, Component, Engine, Phase, ResponseLengths, StateBytes
 from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit, VLLMConfig
 from aligner.settings.compose import compose
 from aligner.types import SamplingConfig

@@ -17,10 +17,9 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run, layers, memory, report, search
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import Scales, predict, with_fitting_cache
 from aligner.planner.simulation import Simulated
-from aligner.planner.workload import GIB, Component, Engine, Phase, stage_layers
+from aligner.planner.workload import GIB, BlockBytes, Component, Engine, Phase, StateBytes, stage_layers
 from aligner.rollout.config import EngineKind, RolloutConfig, TensorRTLLMConfig
 
 GPU = ClusterConfig(device=Device.gpu, gpus_per_node=8, gpu_memory_gib=80, reserved_gib=1)
