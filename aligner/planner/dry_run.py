@@ -210,7 +210,6 @@ def dense_twin(architecture: Architecture) -> Architecture:
 
 
 def _twin_adapters(component: Component) -> ModelConfig:
-    """The component's model with the dense twin's adapters in place of its experts' adapters."""
     a, lora = component.architecture, component.model.lora
     if not a.num_experts or lora.rank == 0:
         return component.model

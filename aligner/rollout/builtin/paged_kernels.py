@@ -140,9 +140,9 @@ def attends_right(attention: FlashAttention, weight: Tensor, heads: tuple[int, i
         return torch.randn(*shape, generator=generator).to(weight)
 
     cache = PagedKV(keys=random(1, 4, size, groups, dimensions), values=random(1, 4, size, groups, dimensions))
-    tokens, pages = torch.zeros(2, dtype=torch.int64), torch.tensor([[2, 0], [1, 0]], dtype=torch.int32)
-    batch = DecodeBatch(tokens=tokens, positions=torch.tensor([size + 4, 6]), pages=pages)
-    plan = plan_decode(batch.to(weight.device), size)
+    positions = torch.tensor([size + 4, 6], device=weight.device)
+    pages = torch.tensor([[2, 0], [1, 0]], dtype=torch.int32, device=weight.device)
+    plan = plan_decode(DecodeBatch(tokens=torch.zeros_like(positions), positions=positions, pages=pages), size)
     queries = random(2, groups, share, dimensions)
     try:
         found = attention.decode(queries, cache, 0, plan)

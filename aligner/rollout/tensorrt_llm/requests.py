@@ -190,7 +190,6 @@ class Requests:
         return to_result(request, found, self.sampling, kind=self.kind, eos_id=self.eos_id, version=self.version)
 
     def _abort(self) -> None:
-        """Withdraw running requests, after an error or if the caller stops early."""
         self._running = {}
         self.link.send("abort")
         while self.link.receive(ABORT_SECONDS)[0] != "aborted":

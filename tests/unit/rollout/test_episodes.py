@@ -19,7 +19,7 @@ from aligner.environments.exchange import Converting, EnvironmentFollowUp, Episo
 from aligner.protocols import Replica
 from aligner.rollout.builtin.generation import Generation
 from aligner.rollout.builtin.sampling import Sampler
-from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Refitted, WeightForm, Work
+from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Work
 from aligner.rollout.engine.episodes import Conversing, turn_seed
 from aligner.types import FinishReason, LogprobKind, Prompt, Rollout, SamplingConfig
 
@@ -33,15 +33,13 @@ class FakeEngine:
 
     replica = Replica()
     max_sequence_length = CONTEXT
-    capabilities = Capabilities(
-        name="fake", max_tp=1, per_request_seeds=True, logprobs=LogprobKind.sampled, weights=WeightForm.in_place, atomic_groups=False
-    )
+    capabilities = Capabilities(name="fake", logprobs=LogprobKind.sampled)
 
     def __init__(self, run) -> None:
         self._run = run
 
-    def refit(self, version: int) -> Refitted:
-        return Refitted(num_bytes=0, seconds=0.0)
+    def refit(self, version: int) -> int:
+        return 0
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         return self._run(work, sampling, 0)

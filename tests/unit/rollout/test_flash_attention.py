@@ -101,10 +101,9 @@ def test_a_package_with_another_signature_is_left_alone(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert load(FLASH_2) is None
     assert caplog.messages == ["rollouts attend without flash_attn, whose flash_attn_with_kvcache has no block_table"]
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace())
-    assert load(FLASH_2) is None
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert load(FLASH_2) is None
+    for module in (types.SimpleNamespace(), None):
+        monkeypatch.setitem(sys.modules, "flash_attn", module)
+        assert load(FLASH_2) is None
 
 
 def test_a_kernel_that_fails_or_attends_otherwise_is_left_alone(monkeypatch, caplog):
@@ -150,13 +149,9 @@ def test_the_fastest_that_works_is_taken(monkeypatch):
 
 
 def test_an_older_torch_has_no_pages(monkeypatch):
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
-        raise AssertionError("not to be called")
-
-    monkeypatch.setitem(sys.modules, TORCH, types.SimpleNamespace(varlen_attn=varlen_attn))
-    assert load_torch() is None
-    monkeypatch.setitem(sys.modules, TORCH, None)
-    assert load_torch() is None
+    for module in (types.SimpleNamespace(varlen_attn=lambda query, key, value, is_causal=False: None), None):
+        monkeypatch.setitem(sys.modules, TORCH, module)
+        assert load_torch() is None
 
 
 def test_not_on_cpu():
