@@ -188,7 +188,20 @@ class PhasedEngine:
     def _rollouts(self, requests: list[GenRequest], prompts: Sequence[Prompt], sampling: SamplingConfig) -> Iterator[list[Rollout]]:
         with self._generating(), self._sharing.open(requests) as work:
             for results in self._results(work, sampling):
-                yield [_rollout(result, prompts[result.index], requests[result.index].seed) for result in results]
+                yield [
+                    Rollout(
+                        prompt=prompts[result.index],
+                        response=result.tokens,
+                        logprobs=result.logprobs,
+                        finish_reason=result.finish_reason,
+                        policy_version=result.weight_version,
+                        oldest_version=result.versions[0][1] if result.versions else None,
+                        seed=requests[result.index].seed,
+                        logprob_kind=result.kind,
+                        extras=result.extras,
+                    )
+                    for result in results
+                ]
 
     def _episodes(
         self, requests: list[GenRequest], prompts: Sequence[Prompt], sampling: SamplingConfig, conversing: Conversing
@@ -255,17 +268,3 @@ class PhasedEngine:
             raise EngineError(f"the rollout engine was asked to {what} after its shutdown: make another one")
         if self._generating_in is not None and (self.gate is None or self._generating_in == threading.get_ident()):
             raise EngineError(f"the rollout engine was asked to {what} during a generation: consume generate() to its end, or close it")
-
-
-def _rollout(result: GenResult, prompt: Prompt, seed: int) -> Rollout:
-    return Rollout(
-        prompt=prompt,
-        response=result.tokens,
-        logprobs=result.logprobs,
-        finish_reason=result.finish_reason,
-        policy_version=result.weight_version,
-        oldest_version=result.versions[0][1] if result.versions else None,
-        seed=seed,
-        logprob_kind=result.kind,
-        extras=result.extras,
-    )

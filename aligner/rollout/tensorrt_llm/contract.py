@@ -97,15 +97,13 @@ def load(name: str) -> Contract:
     """The contract of a known version."""
     data = _read(name)
     rules = data["rules"]
+    kinds = {sampler: LogprobKind(kind) for sampler, kind in rules["logprobs"].items()}
+    tags = {memory: tuple(own) for memory, own in rules["memory_tags"].items()}
     return Contract(
         version=data["version"],
         commit=data.get("commit"),
         draft=data["draft"],
-        rules=Rules(
-            cuda_graphs_with_sleep=rules["cuda_graphs_with_sleep"],
-            logprobs={sampler: LogprobKind(kind) for sampler, kind in rules["logprobs"].items()},
-            memory_tags={memory: tuple(tags) for memory, tags in rules["memory_tags"].items()},
-        ),
+        rules=Rules(**rules | {"logprobs": kinds, "memory_tags": tags}),
         sources=data["sources"],
         symbols={key: _symbol(key, entry) for key, entry in data["symbols"].items()},
     )

@@ -106,7 +106,7 @@ def test_requests_are_recorded_on_the_leading_rank(is_leader, tmp_path):
         work.ended(results[::-1])
     recording.close()
     found = [(span.name, span.lane, dict(span.arguments)) for span in recording.read_spans(tmp_path)[0]]
-    assert found == [("response", "replica 2", {"prompt": 4 - i, "tokens": 1, "ended_by": "length"}) for i in range(2)] * is_leader
+    assert found == [("response", "replica 2", {"prompt": 3 + i, "tokens": 1, "ended_by": "length"}) for i in range(2)] * is_leader
     assert not work.is_open and (idle := recorded()).take(2) and idle._taken == {}
 
 

@@ -242,15 +242,6 @@ class Buffers:
         return self._views[name, rows]
 
 
-class Matrix:
-    """A weight [outputs, inputs] for both products."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.outputs, self.inputs = weight.shape
-        self.address = weight.data_ptr()
-        self.transposed = weight.detach().t()
-
-
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -266,15 +257,15 @@ class Layer:
         self.number = number
         self.weights = weights
         self.input_norm, self.mlp_norm = _norm(weights.input_norm), _norm(weights.mlp_norm)
-        self.qkv, self.qkv_bias = Matrix(weights.qkv.weight), _address(weights.qkv.bias)
-        self.attention_out, self.attention_bias = Matrix(weights.attention_out.weight), _address(weights.attention_out.bias)
+        self.qkv, self.qkv_bias = weights.qkv.weight, _address(weights.qkv.bias)
+        self.attention_out, self.attention_bias = weights.attention_out.weight, _address(weights.attention_out.bias)
         cache = Cache(*_norm(weights.q_norm), *_norm(weights.k_norm), keys.data_ptr(), values.data_ptr())
         self.cache, self._cache = ctypes.byref(cache), cache
         self.is_dense = weights.router is None
         if self.is_dense:
             dense = weights.experts[0]
-            self.up, self.up_bias = Matrix(dense.up.weight), _address(dense.up.bias)
-            self.down, self.down_bias = Matrix(dense.down.weight), _address(dense.down.bias)
+            self.up, self.up_bias = dense.up.weight, _address(dense.up.bias)
+            self.down, self.down_bias = dense.down.weight, _address(dense.down.bias)
 
 
 class NativeDecode:
@@ -303,7 +294,7 @@ class NativeDecode:
         self._tensors = list(tensors(weights))
         self._known: tuple[int, ...] = ()
         self._layers: list[Layer] = []
-        self._output: Matrix
+        self._output: Tensor
         self._buffers: Buffers | None = None
 
     def __call__(self, batch: DecodeBatch, cache: PagedKV, vocabulary: int, tap: Tap | None = None) -> Tensor:
@@ -336,7 +327,7 @@ class NativeDecode:
         if tap is not None:
             tap(Operation.residual, len(self._layers) - 1, buffers.view("x", rows))
             tap(Operation.final_norm, len(self._layers), buffers.view("normed", rows))
-        logits = torch.empty(rows, self._output.outputs)
+        logits = torch.empty(rows, len(self._output))
         self._product(buffers, rows, "normed", self._output, logits)
         return logits
 
@@ -346,7 +337,7 @@ class NativeDecode:
             buffers.view("delta", rows).copy_(self._experts(layer.weights, layer.number, buffers.view("normed", rows)))
             return None
         self._linear(buffers, rows, "normed", layer.up, "up")
-        sizes = (rows, layer.down.inputs)
+        sizes = (rows, layer.down.shape[1])
         self._library.activate(self._model_at, *sizes, buffers.at["up"], layer.up_bias, buffers.at["inner"], buffers.threads)
         if tap is not None:
             tap(Operation.activation, layer.number, buffers.view("inner", rows))
@@ -358,18 +349,18 @@ class NativeDecode:
         at = buffers.at
         self._library.add_norm(self._model_at, rows, at["x"], *delta, *norm, at["normed"], buffers.threads)
 
-    def _linear(self, buffers: Buffers, rows: int, source: str, matrix: Matrix, target: str) -> None:
-        self._product(buffers, rows, source, matrix, buffers.view(target, rows))
+    def _linear(self, buffers: Buffers, rows: int, source: str, weight: Tensor, target: str) -> None:
+        self._product(buffers, rows, source, weight, buffers.view(target, rows))
 
-    def _product(self, buffers: Buffers, rows: int, source: str, matrix: Matrix, out: Tensor) -> None:
-        sizes = (rows, matrix.inputs, matrix.outputs)
+    def _product(self, buffers: Buffers, rows: int, source: str, weight: Tensor, out: Tensor) -> None:
+        sizes = (rows, weight.shape[1], len(weight))
         if rows <= FEW_ROWS:
-            self._library.linear(*sizes, buffers.at[source], matrix.address, out.data_ptr(), buffers.threads)
+            self._library.linear(*sizes, buffers.at[source], weight.data_ptr(), out.data_ptr(), buffers.threads)
         elif rows <= MANY_ROWS:
             columns = buffers.columns.data_ptr()
-            self._library.wide_linear(*sizes, buffers.at[source], matrix.address, out.data_ptr(), columns, buffers.threads)
+            self._library.wide_linear(*sizes, buffers.at[source], weight.data_ptr(), out.data_ptr(), columns, buffers.threads)
         else:
-            torch.mm(buffers.view(source, rows), matrix.transposed, out=out)
+            torch.mm(buffers.view(source, rows), weight.detach().t(), out=out)
 
     def _room_for(self, rows: int, threads: int) -> Buffers:
         if self._buffers is None or self._buffers.capacity < rows or self._buffers.threads != threads:
@@ -384,4 +375,4 @@ class NativeDecode:
             self._known = now
             pages = zip(cache.keys, cache.values, strict=True)
             self._layers = [Layer(number, own, *kv) for number, (own, kv) in enumerate(zip(self._weights.layers, pages, strict=True))]
-            self._output = Matrix(self._weights.output[:vocabulary])
+            self._output = self._weights.output[:vocabulary]
