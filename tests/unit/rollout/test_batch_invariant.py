@@ -137,35 +137,6 @@ def test_the_first_update_has_a_ratio_of_one_and_the_ordinary_gradient(make_poli
     assert not torch.equal(policy.logprobs(batch), batch.rollout_logprobs)
 
 
-def test_raw_logprobs_are_the_policys_at_temperature_one(make_policy):
-    from aligner.rollout.engine import GenRequest, ListedWork
-
-    policy = make_policy({})
-    requests = [GenRequest(index=prompt.id, tokens=prompt.tokens, seed=prompt.id) for prompt in mixed_prompts()]
-    sampling = SamplingConfig(temperature=0.7, max_response_length=18, min_response_length=18, raw_logprobs=True, repetition_penalty=1.2)
-    # There is room for two or three responses: the others wait, or lose their places for a while.
-    generation = engine_of(policy, max_batch_size=4, kv_cache_tokens=96, prefill_chunk_tokens=6).engine.generation
-    results = {result.index: result for part in generation.run(ListedWork(requests), sampling, version=0) for result in part}
-    assert generation.counters.preemptions > 0 and generation.counters.shared_tokens > 0
-    rollouts = [
-        Rollout(
-            prompt=prompt,
-            response=results[prompt.id].tokens,
-            logprobs=results[prompt.id].raw_logprobs,
-            finish_reason=FinishReason.length,
-            policy_version=0,
-            seed=prompt.id,
-        )
-        for prompt in mixed_prompts()
-    ]
-    batch = batch_of(rollouts)
-    policy.temperature = 1.0
-    assert torch.equal(policy.logprobs(batch)[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
-    policy.temperature = 0.7
-    heated = torch.tensor([logprob for prompt in mixed_prompts() for logprob in results[prompt.id].logprobs])
-    assert torch.equal(policy.logprobs(batch)[batch.loss_mask], heated)
-
-
 def test_what_has_no_invariant_form_is_refused(make_policy):
     with pytest.raises(ConfigError, match="model.batch_invariant=true: not for mixtures of experts"):
         make_policy({"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24})

@@ -35,12 +35,12 @@ PROMPTS = prompts(3, 12, 7, 1, 7, 20)
 SEEDS = [11, 12, 13, 14, 15, 16]
 
 
-def engine_of(policy, *, max_batch_size: int = 64, eos_id: int = EOS, **sampling):
+def engine_of(policy, *, max_batch_size: int = 64, eos_id: int = EOS, config: dict | None = None, **sampling):
     from aligner.rollout.config import RolloutConfig
     from aligner.rollout.create import create_engine
 
     settings = SamplingConfig(**({"max_response_length": 24} | sampling))
-    return create_engine(policy, RolloutConfig(sampling=settings, max_batch_size=max_batch_size), eos_id=eos_id)
+    return create_engine(policy, RolloutConfig(sampling=settings, max_batch_size=max_batch_size, **(config or {})), eos_id=eos_id)
 
 
 def generate(engine, prompts=PROMPTS, seeds=SEEDS, sampling=None) -> dict[tuple[int, int], Rollout]:
@@ -69,6 +69,20 @@ def test_logprobs_equal_recomputed_ones(name, temperature, hf_directory, load_po
     assert len({len(rollout.response) for rollout in rollouts}) > 2  # rows left the cache at different times
     batch, logprobs = as_batch(rollouts)
     assert (policy.logprobs(batch) - logprobs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied_llama3_rope", "qwen2_tied", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2"])
+def test_logprobs_of_chunked_and_evicted_responses_are_the_policys(family, hf_directory, load_policy, logprob_gap, mixed_prompts):
+    """Prompts go into the cache in pieces of 6 tokens, and there is room for two or three responses: others wait, or lose their places."""
+    temperature = {"llama": 0.3, "qwen3": 1.7, "nemotron": 0.7}.get(family, 1.0)
+    policy = load_policy(hf_directory(family), config={"seq_length": 64}, training={"micro_batch_size": 4})
+    policy.temperature = temperature
+    sampling = {"temperature": temperature, "max_response_length": 18, "min_response_length": 14, "top_k": 50, "stop_token_ids": [7]}
+    engine = engine_of(policy, max_batch_size=4, config={"prefill_chunk_tokens": 6, "kv_cache_tokens": 96}, **sampling)
+    rollouts = list(generate(engine, mixed_prompts, range(6)).values())
+    counters = engine.engine.generation.counters
+    assert counters.preemptions > 0 and counters.shared_tokens > 0 and counters.prefill_passes > 6
+    assert float(logprob_gap(policy, rollouts).max()) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -143,25 +143,6 @@ def test_a_version_that_takes_zero_log_probs_for_none_is_asked_for_one(zero_is_n
     engine.shutdown()
 
 
-def test_new_weights_are_sampled_from_and_a_sample_depends_on_its_seed(package, policy, hf_directory):
-    engine = ready(hf_directory, policy)
-    sampling = SamplingConfig(max_response_length=12)
-    first = generate(engine, sampling)
-    assert generate(engine, sampling, requests()[::-1][::-1]) == first
-    greedy = SamplingConfig(temperature=0.0, max_response_length=5)
-    once, again = (generate(engine, greedy, [GenRequest(index=0, tokens=PROMPTS[0], seed=seed)]) for seed in (1, 2))
-    assert once[0].tokens == again[0].tokens
-    with torch.no_grad():
-        for parameter in policy.chunks[0].parameters():
-            parameter.neg_()
-    refit(engine, policy, version=2)
-    second = generate(engine, sampling)
-    assert {one.weight_version for one in second.values()} == {2} and second != first
-    for one, expected in zip(requests(), policy_logprobs(policy, requests(), second), strict=True):
-        assert torch.tensor(second[one.index].logprobs).allclose(expected, atol=1e-4)
-    engine.shutdown()
-
-
 @pytest.mark.parametrize("package", VERSIONS, indirect=True)
 def test_memory_sleeps_and_wakes_by_tags_and_in_order(package, policy, hf_directory):
     engine = build(hf_directory("llama"), offload=True)
