@@ -309,14 +309,9 @@ def uses_transformer_engine(component: Component) -> bool:
     return not torch_layers_reason(architecture) and not model.batch_invariant and (model.fp8 or model.dtype is not Dtype.float32)
 
 
-def kept_tensors(component: Component, tokens: int) -> dict[str, int]:
-    """Bytes of every tensor that one layer keeps for `tokens` tokens of a micro-batch, by name, without recomputation."""
-    return _FusedLayer(component, tokens).kept()
-
-
 def block_bytes(component: Component, rows: int, length: int) -> BlockBytes:
     """The sizes of `aligner.planner.dry_run.measure_block`, with the experts' tensors, for `rows` sequences of `length` tokens."""
-    fused = _FusedLayer(component, rows * length)
+    fused = FusedLayer(component, rows * length)
     tensors, hidden = fused.kept(), fused.hidden
     layer, again = sum(tensors.values()), 0
     if component.model.recompute == Recompute.full:
@@ -328,7 +323,7 @@ def block_bytes(component: Component, rows: int, length: int) -> BlockBytes:
     return BlockBytes(layer=layer, ends=2 * hidden + fused.own * _FLOAT32, backward=again + fused.backward(), forward=fused.forward())
 
 
-class _FusedLayer:
+class FusedLayer:
     """A layer of Transformer Engine's modules on a rank, for `tokens` tokens of a micro-batch. Sizes are bytes."""
 
     def __init__(self, component: Component, tokens: int) -> None:
@@ -344,7 +339,7 @@ class _FusedLayer:
         self.hidden = self.own * a.hidden_size * self.item
 
     def kept(self) -> dict[str, int]:
-        """The tensors that wait for the backward pass, by name."""
+        """Bytes of every tensor that waits for the backward pass, by name, without recomputation."""
         a, rows, width, item = self.a, self.rows, self.width, self.item
         found = self._norm("first norm", self.kept_item) | self._attention()
         if a.num_experts:  # router and permutation keep the norm's output once

@@ -151,7 +151,6 @@ class Engine:
     """The PyExecutor."""
 
     def __init__(self, world: World, arguments: dict[str, Any]) -> None:
-        world.allocate()
         self._world = world
         self.rank = world.first_rank + len(world.building)
         world.building.append(self)

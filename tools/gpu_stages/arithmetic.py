@@ -202,7 +202,7 @@ def flash_attn(check: Check) -> Figures:
 
 def varlen_attn(check: Check) -> Figures:
     """The same by torch's own kernel."""
-    yield "varlen_attn over pages, relative error", _package_error(paged_kernels.load_torch(), "varlen_attn", check)
+    yield "varlen_attn over pages, relative error", _package_error(paged_kernels.load(paged_kernels.TORCH), "varlen_attn", check)
 
 
 def _package_error(attention: Any, name: str, check: Check) -> float:

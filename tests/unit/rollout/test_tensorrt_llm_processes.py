@@ -332,9 +332,9 @@ def test_ranks_that_follow_take_part_when_the_first_takes(monkeypatch):
     monkeypatch.setattr(tensorrt_llm_requests, "leaders_integers", lambda numbers, *, group, device: told.extend(numbers) or numbers)
     take = Take(first, "the ranks of a replica")
     take.requests(4)
-    take.heartbeat()
+    take.tell(tensorrt_llm_requests.WAIT)
     take.requests(1)
-    take.end()
+    take.tell(tensorrt_llm_requests.END)
     monkeypatch.setattr(tensorrt_llm_requests, "leaders_integers", lambda numbers, *, group, device: [told.pop(0)])
     Take(follower, "the ranks of a replica").follow()
     assert first.rooms == follower.rooms == [4, 1] and not told
