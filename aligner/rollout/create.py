@@ -149,8 +149,10 @@ def _foreign(config: RolloutConfig, chunk: LanguageModel, directory: Path, sizes
         from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
 
         return TensorRTLLMEngine(config, **given, eos_id=eos_id, tp=tp)
-    make = VLLMEngine if config.engine == EngineKind.vllm else next(iter(entry_points(group=ENGINES, name=config.engine))).load()
-    return make(config, **given, architecture=sizes, eos_id=eos_id, tp=tp)
+    if config.engine == EngineKind.vllm:
+        return VLLMEngine(config, **given, architecture=sizes, eos_id=eos_id, tp=tp)
+    (entry,) = entry_points(group=ENGINES, name=config.engine)
+    return entry.load()(config, **given, architecture=sizes, eos_id=eos_id, tp=tp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
