@@ -31,10 +31,10 @@ MODE = sys.argv.pop() if sys.argv[-1] in ("stale", "other") else ""
 class TransformersEngine(FakeForeign):
     """An engine that samples with the model of transformers, in float32 on the CPU, from the weights that it was given."""
 
-    def __init__(self, model: Any, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: Any, path: Path, max_sequence_length: int, **__: Any) -> None:
         super().__init__()
-        self.max_sequence_length = model.max_sequence_length
-        self._directory, self._first = model.directory, {}
+        self.max_sequence_length = max_sequence_length
+        self._directory, self._first = path, {}
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         super().load(bucket)

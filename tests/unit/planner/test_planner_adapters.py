@@ -18,9 +18,9 @@ from aligner.models.families import architecture_from_hf
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import layers, memory, times
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, Parameter, StateBytes, measure_block
+from aligner.planner.dry_run import measure_block
 from aligner.planner.estimate import Replication, approximate_state_bytes, state_bytes
-from aligner.planner.workload import Component, Phase
+from aligner.planner.workload import BlockBytes, Component, Parameter, Phase, StateBytes
 
 
 def test_frozen_weights_have_neither_gradients_nor_optimizer_state() -> None:
