@@ -9,9 +9,8 @@ from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig
-from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.memory import Sizes, phase_memory
-from aligner.planner.workload import Component, Engine, Head, Phase, Work
+from aligner.planner.workload import BlockBytes, Component, Engine, Head, Phase, StateBytes, Work
 
 NO_ACTIVATIONS = BlockBytes(layer=0, ends=0, backward=0, forward=0)
 

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,38 +24,7 @@ from aligner.models.config import OF_EXPERTS, Architecture, Family, Layers, Lora
 from aligner.models.families.mapping import ADAPTER
 from aligner.parallel.topology import ParallelConfig, initialize
 from aligner.planner.config import Device
-from aligner.planner.workload import Component, Head
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
-    """One parameter of a rank's shard."""
-
-    name: str
-    numel: int
-    itemsize: int  # bytes per element
-    is_expert: bool = False  # whether its replicas are the expert-data-parallel ranks
-    is_split: bool = False  # whether the tensor-parallel ranks (of an expert the expert-tensor-parallel ones) share it
-    own_bucket: bool = False  # whether it is the tied embedding
-    is_frozen: bool = False  # whether it has no buffer, no gradient and no optimizer state
-    is_adapter: bool = False  # whether it belongs to an adapter, which rollout engines merge with its linear layer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateBytes:
-    """Storage of one rank: weights, main gradients, optimizer state (moments and float32 main weights, without its scalars)."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-    def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            weights=self.weights + other.weights, gradients=self.gradients + other.gradients, optimizer=self.optimizer + other.optimizer
-        )
-
-    def __mul__(self, count: int) -> StateBytes:
-        return StateBytes(weights=self.weights * count, gradients=self.gradients * count, optimizer=self.optimizer * count)
+from aligner.planner.workload import BlockBytes, Component, Head, Parameter
 
 
 @contextmanager
@@ -162,17 +131,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockBytes:
-    """Activation bytes of transformer layers for one micro-batch on one rank."""
-
-    layer: int  # tensors of one layer that wait for the backward pass
-    ends: int  # tensors of a block of layers besides: its input and output, and the final norm's on the last stage
-    backward: int  # most that the backward pass holds besides the waiting tensors, one layer's recomputation included
-    forward: int  # most that a pass without gradient holds
-    kept: int = 0  # stays allocated after the first pass: the buffer in which sequence parallelism gathers a layer's input
-
-
 def measure_block(component: Component, rows: int, length: int, device: Device) -> BlockBytes:
     """Run one and two of the component's layers on fake tensors and measure what they keep. `length` is the whole sequence's. An expert
     layer is measured as the dense layer with the same work per token; `expert_extra_bytes` adds the routing."""
@@ -252,7 +210,6 @@ def dense_twin(architecture: Architecture) -> Architecture:
 
 
 def _twin_adapters(component: Component) -> ModelConfig:
-    """The component's model with the dense twin's adapters in place of its experts' adapters."""
     a, lora = component.architecture, component.model.lora
     if not a.num_experts or lora.rank == 0:
         return component.model

@@ -18,7 +18,6 @@ from aligner.models.architecture.divisible import check_divisible, check_togethe
 from aligner.models.config import Dtype
 from aligner.planner import dry_run, layers
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import Parameter, StateBytes
 from aligner.planner.memory import (
     PhaseMemory,
     Sizes,
@@ -33,7 +32,7 @@ from aligner.planner.memory import (
     train_micro_batches,
 )
 from aligner.planner.times import PhaseTime, phase_times
-from aligner.planner.workload import GIB, Component, MicroBatches, Phase
+from aligner.planner.workload import GIB, BlockBytes, Component, MicroBatches, Parameter, Phase, StateBytes
 from aligner.rollout.config import EngineKind, check_ahead, check_engine
 from aligner.servers.components import SERVERS, in_section
 
@@ -171,10 +170,10 @@ class Scales:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._known: dict[str, dry_run.BlockBytes] = {}
+        self._known: dict[str, BlockBytes] = {}
         self._shards: dict[str, list[tuple[Parameter, ...]]] = {}
 
-    def block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
+    def block(self, component: Component, passes: MicroBatches) -> BlockBytes:
         """The activations of the component's layers at these micro-batches: measured, or listed for Transformer Engine's modules."""
         if self.device == Device.gpu and layers.uses_transformer_engine(component):
             return layers.block_bytes(component, passes.rows, passes.length)
@@ -196,10 +195,10 @@ class Scales:
             self._shards[key] = dry_run.shard_parameters(component, stage)
         return self._shards[key]
 
-    def scaled_block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
+    def scaled_block(self, component: Component, passes: MicroBatches) -> BlockBytes:
         """As `block`, scaled from one row: activations are proportional to rows."""
         one = self.block(component, replace(passes, rows=1))
-        return dry_run.BlockBytes(**{name: size * passes.rows for name, size in asdict(one).items()})
+        return BlockBytes(**{name: size * passes.rows for name, size in asdict(one).items()})
 
 
 def plan_component(component: Component, cluster: ClusterConfig, scales: Scales) -> ComponentPlan:

@@ -62,7 +62,6 @@ class _Place:
 
     @property
     def guest_bytes(self) -> int:
-        """Device memory of guests that wait for their turn."""
         return sum(resting_bytes(*guest) for guest in self.guests)
 
 
@@ -229,7 +228,6 @@ class RoleSearch:
         return tuple(round(seconds, DIGITS) for seconds in self._columns(sampling, option.between, train))
 
     def _columns(self, sampling: Any, between: Any, train: Any) -> list[Any]:
-        """What the aim compares, of numbers or of arrays."""
         if self.aim is Aim.phases:
             return [sampling, between, train]
         return [sampling, between + train] if self.aim is Aim.ahead else [sampling + between + train]

@@ -31,8 +31,7 @@ from aligner.models.architecture.divisible import torch_layers_reason
 from aligner.models.config import Activation, Architecture, Dtype, Layers, Normalization, Recompute
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes
-from aligner.planner.workload import Component, ResponseLengths, micro_batches
+from aligner.planner.workload import BlockBytes, Component, ResponseLengths, micro_batches
 
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 
@@ -136,24 +135,36 @@ def layer_flops(component: Component, length: float) -> tuple[float, float]:
     of all layers if some are delta nets."""
     a = component.architecture
     with_keys = a.key_value_layers / a.num_layers
-    attention, values = 2 * a.hidden_size * a.head_dim * (2 * a.num_attention_heads + 2 * a.num_key_value_heads), a.head_dim
-    if a.latent_size:
-        values, read, plain = a.value_head_dim, a.query_latent_size or a.hidden_size, a.head_dim - a.rotated
-        of_heads = read * a.head_dim + a.latent_size * (plain + values) + values * a.hidden_size
-        attention = 2 * (a.num_attention_heads * of_heads + a.hidden_size * (a.query_latent_size + a.latent_size + a.rotated))
-    attention += 2 * a.hidden_size * a.head_dim * a.num_attention_heads * a.attention_gate
+    attention = sum(2 * inputs * outputs for inputs, outputs in _projections(a))
     if with_keys < 1:
         delta = sum(2 * inputs * outputs for inputs, outputs in _delta_projections(a)) + _delta_rule_flops(a)
         attention = with_keys * attention + (1 - with_keys) * delta
     feed_forward = 2 * a.hidden_size * a.token_ffn_size * (3 if a.gated_mlp else 2)
     router = 2 * a.hidden_size * a.num_experts
-    return float(attention + feed_forward + router), with_keys * a.num_attention_heads * (a.head_dim + values) * length
+    return float(attention + feed_forward + router), with_keys * a.num_attention_heads * attention_width(a) * length
 
 
-def _delta_projections(a: Architecture) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(inputs, outputs) of the projections before and after a gated delta net."""
+def attention_width(a: Architecture) -> int:
+    """Dimensions of a head's queries and values together."""
+    return a.head_dim + (a.value_head_dim if a.latent_size else a.head_dim)
+
+
+def _projections(a: Architecture, tp: int = 1) -> tuple[tuple[float, float], ...]:
+    """(inputs, outputs) of a rank's projections before and after attention."""
+    heads = a.num_attention_heads
+    if a.latent_size:
+        read, plain = a.query_latent_size or a.hidden_size, a.head_dim - a.rotated
+        latents = (a.hidden_size, a.query_latent_size + a.latent_size + a.rotated)
+        of_heads = (read, heads * a.head_dim / tp), (a.latent_size, heads * (plain + a.value_head_dim) / tp)
+        return latents, *of_heads, (heads * a.value_head_dim / tp, a.hidden_size)
+    outputs = (heads * (1 + a.attention_gate) + 2 * a.num_key_value_heads) * a.head_dim / tp
+    return (a.hidden_size, outputs), (heads * a.head_dim / tp, a.hidden_size)
+
+
+def _delta_projections(a: Architecture, tp: int = 1) -> tuple[tuple[float, float], ...]:
+    """(inputs, outputs) of a rank's projections before and after a gated delta net."""
     keys, values = a.linear_key_heads * a.linear_key_head_dim, a.linear_value_heads * a.linear_value_head_dim
-    return (a.hidden_size, 2 * keys + 2 * values + 2 * a.linear_value_heads), (values, a.hidden_size)
+    return (a.hidden_size, (2 * keys + 2 * values + 2 * a.linear_value_heads) / tp), (values / tp, a.hidden_size)
 
 
 def _delta_rule_flops(a: Architecture) -> int:
@@ -260,30 +271,21 @@ def layer_seconds(component: Component, shape: Passes, cluster: ClusterConfig, t
 def _attention_products(component: Component, tokens: float, k: Kernels, tp: int) -> float:
     """Queries, keys, values and output of an average layer, and what a delta net computes between them."""
     a = component.architecture
-    heads = a.num_attention_heads
-    if a.latent_size:
-        whole = a.query_latent_size + a.latent_size + a.rotated
-        read, plain = a.query_latent_size or a.hidden_size, a.head_dim - a.rotated
-        parts = ((a.hidden_size, whole), (read, heads * a.head_dim / tp), (a.latent_size, heads * (plain + a.value_head_dim) / tp))
-        return sum(k.product(tokens, *part) for part in (*parts, (heads * a.value_head_dim / tp, a.hidden_size)))
-    outer = (heads * (1 + a.attention_gate) + 2 * a.num_key_value_heads) * a.head_dim / tp
-    plain = k.product(tokens, a.hidden_size, outer) + k.product(tokens, heads * a.head_dim / tp, a.hidden_size)
+    plain = sum(k.product(tokens, *sizes) for sizes in _projections(a, tp))
     if not a.linear_attention_layers:
         return plain
-    (hidden, rows), (values, out) = _delta_projections(a)
-    delta = k.product(tokens, hidden, rows / tp) + k.product(tokens, values / tp, out) + tokens * _delta_rule_flops(a) / tp / k.product_rate
+    delta = sum(k.product(tokens, *sizes) for sizes in _delta_projections(a, tp)) + tokens * _delta_rule_flops(a) / tp / k.product_rate
     return (a.key_value_layers * plain + len(a.linear_attention_layers) * delta) / a.num_layers
 
 
 def _mean_attention(component: Component, tokens: float, length: float, k: Kernels) -> float:
     """The quadratic part of an average layer, all heads."""
     a = component.architecture
-    width = a.head_dim + (a.value_head_dim if a.latent_size else a.head_dim)
     keys = 0.0
     for layer in (layer for layer in range(a.num_layers) if not a.is_linear(layer)):
         window = a.window_of(layer)
         keys += length / 2 if not window or window >= length else window * (1 - window / (2 * length))
-    return k.attention(tokens, keys / a.num_layers, a.num_attention_heads, width)
+    return k.attention(tokens, keys / a.num_layers, a.num_attention_heads, attention_width(a))
 
 
 def launched_layers(component: Component, layers: int) -> float:
@@ -307,14 +309,9 @@ def uses_transformer_engine(component: Component) -> bool:
     return not torch_layers_reason(architecture) and not model.batch_invariant and (model.fp8 or model.dtype is not Dtype.float32)
 
 
-def kept_tensors(component: Component, tokens: int) -> dict[str, int]:
-    """Bytes of every tensor that one layer keeps for `tokens` tokens of a micro-batch, by name, without recomputation."""
-    return _FusedLayer(component, tokens).kept()
-
-
 def block_bytes(component: Component, rows: int, length: int) -> BlockBytes:
     """The sizes of `aligner.planner.dry_run.measure_block`, with the experts' tensors, for `rows` sequences of `length` tokens."""
-    fused = _FusedLayer(component, rows * length)
+    fused = FusedLayer(component, rows * length)
     tensors, hidden = fused.kept(), fused.hidden
     layer, again = sum(tensors.values()), 0
     if component.model.recompute == Recompute.full:
@@ -326,7 +323,7 @@ def block_bytes(component: Component, rows: int, length: int) -> BlockBytes:
     return BlockBytes(layer=layer, ends=2 * hidden + fused.own * _FLOAT32, backward=again + fused.backward(), forward=fused.forward())
 
 
-class _FusedLayer:
+class FusedLayer:
     """A layer of Transformer Engine's modules on a rank, for `tokens` tokens of a micro-batch. Sizes are bytes."""
 
     def __init__(self, component: Component, tokens: int) -> None:
@@ -342,7 +339,7 @@ class _FusedLayer:
         self.hidden = self.own * a.hidden_size * self.item
 
     def kept(self) -> dict[str, int]:
-        """The tensors that wait for the backward pass, by name."""
+        """Bytes of every tensor that waits for the backward pass, by name, without recomputation."""
         a, rows, width, item = self.a, self.rows, self.width, self.item
         found = self._norm("first norm", self.kept_item) | self._attention()
         if a.num_experts:  # router and permutation keep the norm's output once

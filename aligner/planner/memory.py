@@ -7,14 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.workload import (
     GIB,
+    BlockBytes,
     Component,
     Engine,
     Head,
     MicroBatches,
     Phase,
+    StateBytes,
     in_flight,
     micro_batches,
     padded_vocabulary,
@@ -371,7 +372,6 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
 
 
 def _beside_devices(component: Component, fullest: StateBytes, ranks: int) -> dict[str, int]:
-    """Host memory of a node's processes, and of what waits there for its turn on the devices."""
     parts = {} if component.within else {"processes": int(HOST_PROCESS_GIB * GIB) * ranks}
     if component.has_reference:
         parts["reference"] = ranks * trained_bytes(component, fullest)

@@ -16,7 +16,6 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run
 from aligner.planner.config import ClusterConfig
-from aligner.planner.dry_run import Parameter, StateBytes
 from aligner.planner.estimate import Scales, approximate_state_bytes, check, engine_weight_bytes, frozen_bytes, replication
 from aligner.planner.memory import (
     Sizes,
@@ -28,10 +27,10 @@ from aligner.planner.memory import (
     sequence_tokens,
     train_micro_batches,
 )
-from aligner.planner.workload import Component, Engine, Head, Phase, stage_layers
+from aligner.planner.workload import BlockBytes, Component, Engine, Head, Parameter, Phase, StateBytes, stage_layers
 
 NOTICEABLE = 0.98  # part of the peak: a change that leaves more is not offered
-NOTHING = dry_run.BlockBytes(layer=0, ends=0, backward=0, forward=0)
+NOTHING = BlockBytes(layer=0, ends=0, backward=0, forward=0)
 MAX_VPP = 4
 MIN_CHUNK_TOKENS = 512  # tokens of a context-parallel rank: shorter chunks only add communication
 ROWS_PER_MICRO_BATCH = (1, 2, 4, 8)
@@ -40,22 +39,13 @@ LARGEST_ENGINE_BATCH = 1024
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pieces:
-    """The parameters of a rank's embedding, of one layer, and of the modules after the last one."""
-
-    embedding: tuple[Parameter, ...]
-    layer: tuple[Parameter, ...]
-    end: tuple[Parameter, ...]
-
-
 class Estimator:
     """Quick estimates: parameters from a model of one layer, activations from one row, each measured once per way to split it."""
 
     def __init__(self, cluster: ClusterConfig, scales: Scales) -> None:
         self.cluster = cluster
         self.scales = scales
-        self._pieces: dict[str, _Pieces] = {}
+        self._pieces: dict[str, tuple[list[Parameter], list[Parameter], list[Parameter]]] = {}
 
     def peak(self, component: Component) -> int:
         """Estimated peak, even if it does not fit."""
@@ -78,17 +68,17 @@ class Estimator:
         return replace(sizes, train=train, inference=inference)
 
     def _states(self, component: Component) -> tuple[StateBytes, ...]:
-        pieces, layers = self._pieces_of(component), stage_layers(component.architecture.num_layers, component.parallel)
-        last, layer = component.parallel.pp - 1, self._state(component, pieces.layer)
+        (embedding, *others), layers = self._pieces_of(component), stage_layers(component.architecture.num_layers, component.parallel)
+        last, (layer, end) = component.parallel.pp - 1, (self._state(component, parameters) for parameters in others)
         found = []
         for stage, count in enumerate(layers):
             state = layer * count
             if stage == 0:
-                state += self._state(component, pieces.embedding)
+                state += self._state(component, embedding)
             if stage == last:
-                state += self._state(component, pieces.end)
+                state += end
             if stage == last and last and component.architecture.tied_embeddings and component.head == Head.language:
-                state += self._state(component, pieces.embedding[:1])  # the output layer's copy
+                state += self._state(component, embedding[:1])  # the output layer's copy
             found.append(state)
         return tuple(found)
 
@@ -98,11 +88,12 @@ class Estimator:
         return approximate_state_bytes(parameters, replication(component, self.cluster, stage=1))
 
     def _engine_weights(self, component: Component) -> int:
-        pieces = self._pieces_of(component)
-        layers = [pieces.layer] * component.architecture.num_layers
-        return engine_weight_bytes(component, [[pieces.embedding, *layers, pieces.end]]) if component.engine is not None else 0
+        embedding, layer, end = self._pieces_of(component)
+        layers = [layer] * component.architecture.num_layers
+        return engine_weight_bytes(component, [[embedding, *layers, end]]) if component.engine is not None else 0
 
-    def _pieces_of(self, component: Component) -> _Pieces:
+    def _pieces_of(self, component: Component) -> tuple[list[Parameter], list[Parameter], list[Parameter]]:
+        """The parameters of a rank's embedding, of one layer, and of the modules after the last one."""
         p = component.parallel
         key = repr(
             (component.architecture, component.head, p.tp, p.sequence_parallel, p.ep, p.etp, component.model.dtype, component.model.lora)
@@ -112,9 +103,8 @@ class Estimator:
             one = replace(component, parallel=split, architecture=component.architecture.with_layers(1))
             (chunk,) = dry_run.shard_parameters(one, 0)
             names = ("embedding.", "decoder.layers.")
-            embedding, layer = (tuple(q for q in chunk if q.name.startswith(name)) for name in names)
-            end = tuple(q for q in chunk if not q.name.startswith(names))
-            self._pieces[key] = _Pieces(embedding=embedding, layer=layer, end=end)
+            embedding, layer = ([q for q in chunk if q.name.startswith(name)] for name in names)
+            self._pieces[key] = embedding, layer, [q for q in chunk if not q.name.startswith(names)]
         return self._pieces[key]
 
 

@@ -112,7 +112,6 @@ class _Run(ABC):
         """Simulate; returns the number of steps whose times `phases` sums."""
 
     def simulated(self) -> Simulated:
-        """The whole run."""
         steps = self.steps()
         phases = {name: seconds / steps for name, seconds in self.phases.items()}
         step, habits = sum(phases.values()), self.habits
@@ -125,14 +124,12 @@ class _Run(ABC):
 
     @property
     def engine(self) -> Engine:
-        """The engine of a run that samples."""
         assert self.component.engine is not None
         return self.component.engine
 
     # What the trainer does from `now`; each returns when it is done.
 
     def prepared(self, now: float) -> float:
-        """The host's work for a step, and for each sequence of a replica."""
         sequences = self.work.rows / max(1, self.component.dp)
         return self.does(now, "host work", self.cluster.step_seconds + self.cluster.sequence_milliseconds * MILLI * sequences)
 
@@ -248,14 +245,12 @@ class _Run(ABC):
     # The record
 
     def does(self, now: float, name: str, seconds: float) -> float:
-        """The trainer spends `seconds` on this."""
         if seconds > 0:
             self.phases[name] = self.phases.get(name, 0.0) + seconds
             self.show(name, self.component.name, "rank 0", now, seconds)
         return now + max(0.0, seconds)
 
     def waits(self, now: float, name: str, until: float) -> float:
-        """The trainer is idle."""
         return self.does(now, name, until - now)
 
     def show(self, name: str, component: str, lane: str, start: float, seconds: float) -> None:

@@ -32,6 +32,7 @@ from aligner.planner.layers import (
     TERA,
     Kernels,
     Passes,
+    attention_width,
     kernels,
     launched_layers,
     layer_flops,
@@ -244,7 +245,7 @@ def decode_step(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
     linear, _ = layer_flops(component, 1)
     vocabulary = padded_vocabulary(component) / tp
     kv, state = kv_bytes_per_token(component, engine), 2 * state_bytes(component, engine)  # read and written
-    attention = 2.0 * a.num_attention_heads / tp * (a.head_dim + (a.value_head_dim if a.latent_size else a.head_dim)) * a.key_value_layers
+    attention = 2.0 * a.num_attention_heads / tp * attention_width(a) * a.key_value_layers
     of_experts = expert_bytes(component, sizes.engine_weights, tp)
     # Graphs on a GPU, compiled kernels on a CPU.
     is_one_by_one = cluster.device == Device.gpu and (not engine.uses_graphs or bool(a.linear_attention_layers))

@@ -1,4 +1,5 @@
-"""Input of a plan: the components of a job, each a model in a layout with the work of one training step, and how its rows are cut."""
+"""Input of a plan: the components of a job, each a model in a layout with the work of one training step, how its rows are cut, and the
+sizes that `aligner.planner.dry_run` measures."""
 
 from __future__ import annotations
 
@@ -225,6 +226,48 @@ class Component:
     def length_multiple(self) -> int:
         """Sequences are padded to a multiple of this."""
         return math.lcm(2 * self.parallel.cp if self.parallel.cp > 1 else 1, self.shards_sequences)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One parameter of a rank's shard."""
+
+    name: str
+    numel: int
+    itemsize: int  # bytes per element
+    is_expert: bool = False  # whether its replicas are the expert-data-parallel ranks
+    is_split: bool = False  # whether the tensor-parallel ranks (of an expert the expert-tensor-parallel ones) share it
+    own_bucket: bool = False  # whether it is the tied embedding
+    is_frozen: bool = False  # whether it has no buffer, no gradient and no optimizer state
+    is_adapter: bool = False  # whether it belongs to an adapter, which rollout engines merge with its linear layer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """Storage of one rank: weights, main gradients, optimizer state (moments and float32 main weights, without its scalars)."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
+            weights=self.weights + other.weights, gradients=self.gradients + other.gradients, optimizer=self.optimizer + other.optimizer
+        )
+
+    def __mul__(self, count: int) -> StateBytes:
+        return StateBytes(weights=self.weights * count, gradients=self.gradients * count, optimizer=self.optimizer * count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockBytes:
+    """Activation bytes of transformer layers for one micro-batch on one rank."""
+
+    layer: int  # tensors of one layer that wait for the backward pass
+    ends: int  # tensors of a block of layers besides: its input and output, and the final norm's on the last stage
+    backward: int  # most that the backward pass holds besides the waiting tensors, one layer's recomputation included
+    forward: int  # most that a pass without gradient holds
+    kept: int = 0  # stays allocated after the first pass: the buffer in which sequence parallelism gathers a layer's input
 
 
 def padded_vocabulary(component: Component) -> int:

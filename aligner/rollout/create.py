@@ -39,13 +39,13 @@ from aligner.rollout.builtin.refit import MIB
 from aligner.rollout.config import ENGINES, EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine, check_settings
 from aligner.rollout.engine import ForeignEngine
 from aligner.rollout.engine.episodes import Conversing
-from aligner.rollout.engine.foreign import StreamedEngine, WeightStream
+from aligner.rollout.engine.foreign import StreamedEngine
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.lifecycle import PhasedEngine
 from aligner.rollout.engine.manifest import hf_manifest
 from aligner.rollout.engine.work import WorkSharing
 from aligner.rollout.tensorrt_llm import contract as tensorrt_llm_contract
-from aligner.rollout.vllm.engine import INSTALL, VLLMEngine, VLLMModel
+from aligner.rollout.vllm.engine import INSTALL, VLLMEngine
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -89,12 +89,14 @@ def create_engine(
         engine = _streamed(policy, config, tp=tp, eos_id=end_ids[0], rows=rows)
         platform.set_float32_matmul(precision)  # starting vLLM sets its own
         group = trained if tp == trained.size() > 1 else block_group(tp)
-    fixed = not _shares(config.share_work, policy.chunks[0])
+    shares = config.share_work is ShareWork.always
+    if config.share_work is ShareWork.auto:
+        shares = platform.device().type == "cuda" or policy.chunks[0].batch_invariant
     conversing = None
     if follow_up is not None:
         ranks = dist.get_world_size() // engine.replica.count
-        conversing = Conversing(follow_up=follow_up, group=block_group(ranks, backend="gloo"), in_step=fixed)
-    sharing = WorkSharing(engine.replica, group, fixed=fixed)
+        conversing = Conversing(follow_up=follow_up, group=block_group(ranks, backend="gloo"), in_step=not shares)
+    sharing = WorkSharing(engine.replica, group, fixed=not shares)
     more: dict[str, Any] = {"conversing": conversing, "end_ids": end_ids[1:], "missing": missing}
     return PhasedEngine(engine, config.sampling, sharing, offload=config.offload, gate=gate, **more)
 
@@ -111,11 +113,6 @@ def _chosen(policy: MegatronPolicy, config: RolloutConfig) -> RolloutConfig:
     if dist.get_rank() == 0:
         print(choice, flush=True)
     return replace(config, engine=choice.engine.value)
-
-
-def _shares(choice: ShareWork, chunk: LanguageModel) -> bool:
-    """Whether replicas share one queue."""
-    return choice is ShareWork.always or choice is ShareWork.auto and (platform.device().type == "cuda" or chunk.batch_invariant)
 
 
 def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id: int, rows: int) -> StreamedEngine:
@@ -135,30 +132,31 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
         name, tensor = named
         return name, tensor[: manifest.tensors[name].shape[0]] if name in manifest.tensors else tensor
 
-    stream = WeightStream(
-        export=lambda: map(cut, policy.export_weights()),
-        manifest=manifest,
-        bucket_bytes=config.refit_bucket_mib * MIB,
-        verified=config.verify_refit == VerifyRefit.checksum,
-    )
     rank, size = dist.get_rank(), dist.get_world_size()
     replica = Replica(index=rank // tp, count=size // tp, is_leader=rank % tp == 0)
     parameters = HostMemory(kept=lambda: weight_storage(policy.chunks))
-    return StreamedEngine(foreign, stream, replica, policy=parameters if config.offload else None, at_end=directory.cleanup)
+    return StreamedEngine(
+        foreign,
+        lambda: map(cut, policy.export_weights()),
+        manifest,
+        replica,
+        bucket_bytes=config.refit_bucket_mib * MIB,
+        verified=config.verify_refit == VerifyRefit.checksum,
+        policy=parameters if config.offload else None,
+        at_end=directory.cleanup,
+    )
 
 
 def _foreign(config: RolloutConfig, chunk: LanguageModel, directory: Path, sizes: Architecture, *, tp: int, eos_id: int) -> ForeignEngine:
-    dtype, length = chunk.config.params_dtype, chunk.max_sequence_length
+    given = {"path": directory, "dtype": chunk.config.params_dtype, "max_sequence_length": chunk.max_sequence_length}
     if config.engine == EngineKind.tensorrt_llm:
         from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
 
-        return TensorRTLLMEngine(config, path=directory, dtype=dtype, eos_id=eos_id, max_sequence_length=length, tp=tp)
-    if config.engine != EngineKind.vllm:
-        (entry,) = entry_points(group=ENGINES, name=config.engine)
-        settings = {"dtype": dtype, "eos_id": eos_id, "max_sequence_length": length, "tp": tp}
-        return entry.load()(config, path=directory, architecture=sizes, **settings)
-    model = VLLMModel(directory=directory, architecture=sizes, dtype=dtype, max_sequence_length=length, eos_id=eos_id)
-    return VLLMEngine(model, config, tp=tp)
+        return TensorRTLLMEngine(config, **given, eos_id=eos_id, tp=tp)
+    if config.engine == EngineKind.vllm:
+        return VLLMEngine(config, **given, architecture=sizes, eos_id=eos_id, tp=tp)
+    (entry,) = entry_points(group=ENGINES, name=config.engine)
+    return entry.load()(config, **given, architecture=sizes, eos_id=eos_id, tp=tp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,35 +51,6 @@ def check_collectives() -> None:
     collectives.raise_everywhere(None)
 
 
-def check_two_replicas_share() -> None:
-    """Responses of 40 tokens to the first half of the prompts, of 4 to the second, two to each, on two replicas with 4 seats that step
-    together. The optimum is 88 steps and 352 tokens each; contiguous shares would take 160 steps, and 640 and 64 tokens."""
-    from aligner.parallel.collectives import all_ranks, gather_objects
-    from aligner.protocols import Replica
-    from aligner.rollout.engine import GenRequest
-    from aligner.rollout.engine.work import WorkSharing
-
-    sharing = WorkSharing(Replica(index=dist.get_rank(), count=2), None)
-    requests = [GenRequest(index=index, tokens=(index // 2, 7), seed=index) for index in range(32)]
-    for _ in range(2):  # the second generation does not begin where the first one ended
-        running: dict[int, int] = {}
-        done: list[int] = []
-        steps = tokens = 0
-        with sharing.open(requests) as work:
-            while True:
-                if room := 4 - len(running):
-                    running |= {request.index: 40 if request.index < 16 else 4 for request in work.take(room)}
-                if all_ranks(not running, torch.device("cpu")):
-                    break
-                steps, tokens = steps + 1, tokens + len(running)
-                running = {index: left - 1 for index, left in running.items()}
-                done += [index for index, left in running.items() if not left]
-                running = {index: left for index, left in running.items() if left}
-        parts = gather_objects((done, tokens))
-        assert sorted(parts[0][0] + parts[1][0]) == list(range(32))
-        assert steps <= 100 and max(tokens for _, tokens in parts) <= 400, (steps, parts)
-
-
 def check_a_failing_environment_fails_on_all_ranks(policy, inputs: dict) -> None:
     """It is called on the leading rank only; the other one hears of it."""
     from fake_environment import Repeats
@@ -396,7 +367,6 @@ def main() -> None:
         result = tensor_parallel(directory, topology, parallel, inputs)
         result["batch_invariant"] = batch_invariant(directory, topology, inputs)
     else:
-        check_two_replicas_share()
         sampled_ahead(directory, topology, parallel, inputs)
         result = data_parallel(directory, topology, parallel, inputs, output)
     torch.save(result, output / f"tp{tp}_rank{dist.get_rank()}.pt")

@@ -56,12 +56,12 @@ def generate(engine, inputs: dict) -> dict[int, tuple]:
 
 
 def describe(engine) -> dict:
-    from aligner.rollout.engine import WeightForm
+    from aligner.rollout.builtin.refit import TrainingWeights
 
     replica = engine.replica
     return {
         "replica": (replica.index, replica.count, replica.is_leader),
-        "in_place": engine.capabilities.weights is WeightForm.in_place,
+        "in_place": isinstance(engine.engine.weights, TrainingWeights),
         "layers": len(engine.engine.decoder.weights.layers),
     }
 
@@ -145,7 +145,7 @@ def check_stream(policy) -> None:
 
     from aligner.parallel.collectives import gather_objects
     from aligner.protocols import Replica
-    from aligner.rollout.engine.foreign import StreamedEngine, WeightStream
+    from aligner.rollout.engine.foreign import StreamedEngine
     from aligner.rollout.engine.lifecycle import PhasedEngine
     from aligner.rollout.engine.manifest import hf_manifest
     from aligner.rollout.engine.work import WorkSharing
@@ -154,8 +154,8 @@ def check_stream(policy) -> None:
     rank, foreign, prompts = dist.get_rank(), FakeForeign(), [Prompt(id=i, tokens=(3,), source="") for i in range(6)]
     replica = Replica(index=rank, count=dist.get_world_size())
     manifest = hf_manifest(policy.module.architecture, torch.float32)
-    stream = WeightStream(export=policy.export_weights, manifest=manifest, bucket_bytes=4000, verified=True)
-    engine = PhasedEngine(StreamedEngine(foreign, stream, replica), SamplingConfig(), WorkSharing(replica, None), offload=False)
+    streamed = StreamedEngine(foreign, policy.export_weights, manifest, replica, bucket_bytes=4000, verified=True)
+    engine = PhasedEngine(streamed, SamplingConfig(), WorkSharing(replica, None), offload=False)
     assert all(torch.equal(foreign.weights[name], tensor) for name, tensor in policy.export_weights())
     for method in ("begin", "load", "finish"):
         foreign.fails_at = method if rank == 1 else ""

@@ -86,14 +86,18 @@ def weights_only(engine) -> None:
 
 def check_refusals(tensorrt_llm, create_engine, policy, config, engine_error) -> None:
     """All ranks hear of a process that cannot start, of a rank that has no socket, and of a replica on two nodes; none waits."""
+
+    def check(message: str) -> None:
+        try:
+            create_engine(policy, config, eos_id=EOS)
+        except engine_error as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError
+
     start, host = tensorrt_llm.start_process, tensorrt_llm.socket.gethostname
     tensorrt_llm.start_process = lambda home, environment: start(home, environment | {"PYTHONPATH": str(home)})  # not installed there
-    try:
-        create_engine(policy, config, eos_id=EOS)
-    except engine_error as error:
-        assert "could not build its model: ModuleNotFoundError: No module named 'tensorrt_llm'" in str(error), error
-    else:
-        raise AssertionError
+    check("could not build its model: ModuleNotFoundError: No module named 'tensorrt_llm'")
     door = tensorrt_llm.Door
 
     def refuses(path: Path):
@@ -102,20 +106,10 @@ def check_refusals(tensorrt_llm, create_engine, policy, config, engine_error) ->
         return door(path)
 
     tensorrt_llm.Door = refuses
-    try:
-        create_engine(policy, config, eos_id=EOS)
-    except engine_error as error:
-        assert "starting tensorrt_llm failed: rank 1 has no room for a socket" in str(error), error
-    else:
-        raise AssertionError
+    check("starting tensorrt_llm failed: rank 1 has no room for a socket")
     tensorrt_llm.Door = door
     tensorrt_llm.socket.gethostname = lambda: f"node{dist.get_rank()}"
-    try:
-        create_engine(policy, config, eos_id=EOS)
-    except engine_error as error:
-        assert "rollout.tp=2: the ranks of a replica of rollout.engine=tensorrt_llm must be on one node" in str(error), error
-    else:
-        raise AssertionError
+    check("rollout.tp=2: the ranks of a replica of rollout.engine=tensorrt_llm must be on one node")
     tensorrt_llm.start_process, tensorrt_llm.socket.gethostname = start, host
 
 

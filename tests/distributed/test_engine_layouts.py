@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_job import converse  # noqa: E402
+from engine_job import converse, generate  # noqa: E402
 
-from aligner.types import LabeledBatch, Prompt, SamplingConfig
+from aligner.types import LabeledBatch
 
 JOB = Path(__file__).parent / "engine_job.py"
 VOCAB, WIDTH = 61, 20
@@ -66,28 +66,16 @@ def make_policy(directory, topology):
     return make
 
 
-def _generate(policy, inputs: dict) -> dict[int, tuple]:
-    """(tokens, log-probs, finish reason) by seed."""
-    from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.create import create_engine
-
-    sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=24, stop_token_ids=[5, 6, 7])
-    engine = create_engine(policy, RolloutConfig(sampling=sampling, max_batch_size=6), eos_id=2)
-    prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
-    rollouts = [rollout for part in engine.generate(prompts, inputs["seeds"]) for rollout in part]
-    return {r.seed: (r.response, r.logprobs, r.finish_reason.value) for r in rollouts}
-
-
 @pytest.fixture(scope="module")
 def expected(make_policy, inputs) -> dict:
     """The same by this one process."""
     from aligner.losses.sft import sft_loss
 
     policy = make_policy()
-    first = {"rollouts": _generate(policy, inputs), "logprobs": policy.logprobs(inputs["batch"])}
+    first = {"rollouts": generate(policy, inputs), "logprobs": policy.logprobs(inputs["batch"])}
     metrics = policy.train_step(inputs["batch"], sft_loss)
     first |= {"metrics": {name: metric.value() for name, metric in metrics.items()}}
-    first |= {"trained_rollouts": _generate(policy, inputs), "trained_logprobs": policy.logprobs(inputs["batch"])}
+    first |= {"trained_rollouts": generate(policy, inputs), "trained_logprobs": policy.logprobs(inputs["batch"])}
     return first | {"episodes": converse(policy, inputs)}
 
 
@@ -119,7 +107,7 @@ def test_tensor_parallel_generation_is_the_single_processs(run_distributed, dire
             assert leader[seed][1] == pytest.approx(logprobs, abs=1e-4)
     assert max(turns for *_, turns, _ in expected["episodes"].values()) == 3
     alone = make_policy(batch_invariant=True)
-    rollouts = _generate(alone, inputs)
+    rollouts = generate(alone, inputs)
     for exact in (got["batch_invariant"] for got in ranks):  # to the bit, whatever the number of ranks
         assert exact["rollouts"] == rollouts and torch.equal(exact["logprobs"], alone.logprobs(exact["batch"]))
         assert exact["grad_norms"] == pytest.approx([exact["grad_norms"][0]] * 2, rel=1e-4)

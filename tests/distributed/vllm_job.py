@@ -14,7 +14,7 @@ from aligner.models.families import architecture_to_hf
 from aligner.rollout.config import RolloutConfig, VLLMConfig
 from aligner.rollout.engine import GenRequest, ListedWork
 from aligner.rollout.engine.manifest import hf_manifest
-from aligner.rollout.vllm.engine import VLLMEngine, VLLMModel
+from aligner.rollout.vllm.engine import VLLMEngine
 from aligner.types import SamplingConfig
 
 # Heads of 32 dimensions, as vLLM's kernels want; a tied output layer, whose rows are split too.
@@ -39,9 +39,9 @@ def main(directory: Path) -> None:
         (directory / "config.json").write_text(json.dumps(architecture_to_hf(SIZES) | {"dtype": "float32"}))
     dist.barrier()
     sampling = SamplingConfig(max_response_length=6)
-    model = VLLMModel(directory=directory, architecture=SIZES, dtype=torch.float32, max_sequence_length=64, eos_id=2)
     config = RolloutConfig(sampling=sampling, max_batch_size=3, vllm=VLLMConfig(enforce_eager=True))
-    engine = VLLMEngine(model, config, tp=dist.get_world_size())
+    model = {"path": directory, "architecture": SIZES, "dtype": torch.float32, "max_sequence_length": 64, "eos_id": 2}
+    engine = VLLMEngine(config, **model, tp=dist.get_world_size())
     engine.start()
     manifest = hf_manifest(SIZES, torch.float32)
     for version in (1, 2):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenResult, Memory, WeightForm, Work
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenResult, Memory, Work
 from aligner.rollout.engine.manifest import Manifest
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
@@ -18,9 +18,7 @@ class FakeForeign:
     `log` is what was called. `fails_at`: the name of a method that raises. `damages`: the name of a weight that is stored wrong.
     """
 
-    capabilities = Capabilities(
-        name="fake", max_tp=1, per_request_seeds=True, logprobs=LogprobKind.raw, weights=WeightForm.full, atomic_groups=True
-    )
+    capabilities = Capabilities(name="fake", logprobs=LogprobKind.raw)
     max_sequence_length = 32
 
     def __init__(self) -> None:

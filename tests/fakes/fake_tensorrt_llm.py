@@ -98,13 +98,13 @@ def llm_class(world: parts.World, fields: type) -> type:
             self.given = given
             size = given.get("tensor_parallel_size", 1)
             world.building = self.engines = []
-            self._executor = given.get("executor_cls", executor_class(world)).create(
+            self._executor = given["executor_cls"].create(
                 None,
                 executor_config=None,
                 batched_logits_processor=None,
                 model_world_size=size,
                 mpi_session=Session(size) if size > 1 else None,
-                reuse_mpi_comm=world.external_mpi_comm_available(size),
+                reuse_mpi_comm=False,
                 return_logits=False,
                 postproc_worker_config=None,
                 is_llm_executor=True,
@@ -143,22 +143,6 @@ class Session:
 
     def __init__(self, n_workers: int) -> None:
         self.n_workers = n_workers
-
-
-def executor_class(world: parts.World) -> type:
-    """The package's own factory, where no other is given."""
-
-    class GenerationExecutor:
-        @staticmethod
-        def create(*args: Any, **kwargs: Any) -> Any:
-            given = world.bind("GenerationExecutor.create", *args, **kwargs)
-            if given["reuse_mpi_comm"]:
-                assert given["mpi_session"] is not None, "reuse_mpi_comm requires an external MPI session"
-            if given["model_world_size"] > 1:
-                return proxy_class(world)({"llm_args": given["llm_args"]}, given["model_world_size"], given["mpi_session"])
-            return worker_class(world)(None, llm_args=given["llm_args"])
-
-    return GenerationExecutor
 
 
 def worker_class(world: parts.World) -> type:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,6 @@ class World:
         self.zero_is_none = False  # whether logprobs=0 gives none, and not those of the sampled tokens alone
         self.asked: list[int] = []  # log-probs a token, of each request that ended
         self.error: Exception | None = None  # what every request ends with instead
-        self.cached_by_trainer = 0  # bytes of the device that training's allocator keeps
 
     def bind(self, name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return bound(self.contract.find(name), name, self.contract, args, kwargs)
@@ -45,19 +43,6 @@ class World:
     @property
     def asleep(self) -> set[str]:
         return {tag for llm in self.llms for engine in llm.engines for tag in engine.asleep}
-
-    def allocate(self) -> None:
-        if self.cached_by_trainer:
-            raise MemoryError(f"CUDA out of memory: the training process keeps {self.cached_by_trainer} bytes that it does not use")
-
-    def mpi_size(self) -> int:
-        """Of the world that MPI joins in a process with this environment."""
-        sizes = [os.environ[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS") if name in os.environ]
-        return int(sizes[0]) if sizes else 1
-
-    def external_mpi_comm_available(self, model_world_size: int) -> bool:
-        """As upstream: true also for a model of one GPU where a launcher started several processes."""
-        return self.mpi_size() == model_world_size > 1 or self.mpi_size() > 1
 
     def release_with_tag(self, *tags: str) -> int:
         return self._exchange("release", tags, asleep=True)
@@ -78,8 +63,6 @@ class World:
             raise Misuse("the cache was given back or taken with prefixes that could still be found")
         if any((tag in engine.asleep) == asleep for tag in tags):
             raise Misuse(f"{what}_with_tag: {tags} already are")
-        if not asleep:
-            self.allocate()
         engine.asleep = engine.asleep | set(tags) if asleep else engine.asleep - set(tags)
         if "model" in tags:
             engine.model_engine.model.scramble()
@@ -168,7 +151,6 @@ class Engine:
     """The PyExecutor."""
 
     def __init__(self, world: World, arguments: dict[str, Any]) -> None:
-        world.allocate()
         self._world = world
         self.rank = world.first_rank + len(world.building)
         world.building.append(self)

@@ -25,7 +25,7 @@ APART = (
     "parallel/collective_marks",
     "models/modules/build.py",
 )
-APART += ("models/training/optimizer.py", "models/modules/peft.py")
+APART += ("models/training/adam.py", "models/modules/peft.py")
 ON_CPU = {"SIMULATED_CUDA": "0", "CUDA_VISIBLE_DEVICES": ""}  # the environment of a process that is to see no GPU
 EXPERTS = ["family=mixtral", "num_experts=4", "experts_per_token=2", "ffn_hidden_size=32", "expert_ffn_hidden_size=32"]
 MOE = [f"model.architecture.{setting}" for setting in (*EXPERTS, "tied_embeddings=false")]

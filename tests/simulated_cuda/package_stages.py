@@ -21,8 +21,8 @@ from gpu_stages import layers  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from aligner.models.config import Layers, Recompute  # noqa: E402
+from aligner.rollout import create  # noqa: E402
 from aligner.rollout.engine import GenRequest, GenResult, Work  # noqa: E402
-from aligner.rollout.vllm import engine as vllm  # noqa: E402
 from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
 
 MODE = sys.argv.pop() if sys.argv[-1] in ("stale", "other") else ""
@@ -31,10 +31,10 @@ MODE = sys.argv.pop() if sys.argv[-1] in ("stale", "other") else ""
 class TransformersEngine(FakeForeign):
     """An engine that samples with the model of transformers, in float32 on the CPU, from the weights that it was given."""
 
-    def __init__(self, model: Any, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: Any, path: Path, max_sequence_length: int, **__: Any) -> None:
         super().__init__()
-        self.max_sequence_length = model.max_sequence_length
-        self._directory, self._first = model.directory, {}
+        self.max_sequence_length = max_sequence_length
+        self._directory, self._first = path, {}
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         super().load(bucket)
@@ -67,7 +67,7 @@ class TransformersEngine(FakeForeign):
 
 
 if __name__ == "__main__":
-    vllm.VLLMEngine = TransformersEngine
+    create.VLLMEngine = TransformersEngine  # where it is used
     same = {"layers": Layers.torch, "recompute": Recompute.full}
     layers.SIDES = {"torch": {"layers": Layers.torch}, "transformer_engine": same, "fp8": same}
     layers.sft_steps = lambda *_: iter(())  # a stage of its own tries these

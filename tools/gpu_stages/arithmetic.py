@@ -22,7 +22,7 @@ from trl_grpo_reference import Spec
 from aligner.models.modules.attention import all_runs, shared_attention, takes_all_runs
 from aligner.models.modules.shared_prompts import key_spans
 from aligner.parallel import mcore
-from aligner.rollout.builtin import experts, paged_kernels
+from aligner.rollout.builtin import decode_layers, paged_kernels
 from aligner.rollout.builtin.attention import DecodeBatch, GatheredAttention, PagedKV, plan_decode
 from aligner.types import PolicyBatch
 
@@ -109,7 +109,7 @@ def numbers_side(model: str, output: str, precision: str) -> None:
         responses = generate(algorithm.task.engine, prompts * 4, 24, temperature=1.0)
         found = {"loss": loss, "gradients": gradients, "logprobs": logprobs, "tokens": [list(r.tokens) for r in responses]}
         torch.save(found | {"product": product}, output)
-        algorithm.task.reward.close()
+        algorithm.task.judges.reward.close()
 
 
 def _product_error() -> float:
@@ -163,15 +163,15 @@ def grouped_experts(check: Check) -> Figures:
     up, down, x = random(count, 2 * inner, hidden) * hidden**-0.5, random(count, hidden, inner) * inner**-0.5, random(tokens, hidden)
     chosen = torch.rand(tokens, count - 1, generator=generator).topk(top_k).indices.cuda()
     weights = torch.full((tokens, top_k), 1 / top_k, device="cuda")
-    if not experts.multiplies_groups(up):
+    if not decode_layers.multiplies_groups(up):
         yield "this device multiplies no groups: experts one by one"
 
     def activate(both: Tensor) -> Tensor:
         gate, rest = both.chunk(2, -1)
         return torch.nn.functional.silu(gate) * rest
 
-    stack = experts.Stack(up=experts.Affine(weight=up, bias=None), down=experts.Affine(weight=down, bias=None))
-    found = experts.mix_grouped(x, stack, (weights, chosen), activate, biased=True)
+    stack = decode_layers.Stack(up=decode_layers.Affine(weight=up, bias=None), down=decode_layers.Affine(weight=down, bias=None))
+    found = decode_layers.mix_grouped(x, stack, (weights, chosen), activate, biased=True)
     wanted = torch.zeros(tokens, hidden)
     for number in range(count):
         one = activate(x.cpu().float() @ up[number].cpu().float().T) @ down[number].cpu().float().T
@@ -202,7 +202,7 @@ def flash_attn(check: Check) -> Figures:
 
 def varlen_attn(check: Check) -> Figures:
     """The same by torch's own kernel."""
-    yield "varlen_attn over pages, relative error", _package_error(paged_kernels.load_torch(), "varlen_attn", check)
+    yield "varlen_attn over pages, relative error", _package_error(paged_kernels.load(paged_kernels.TORCH), "varlen_attn", check)
 
 
 def _package_error(attention: Any, name: str, check: Check) -> float:

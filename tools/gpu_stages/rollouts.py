@@ -82,7 +82,7 @@ def grpo(config: Any, spec: Spec, layout: Any) -> Any:
     try:
         yield algorithm
     finally:
-        algorithm.task.reward.close()
+        algorithm.task.judges.reward.close()
         algorithm.task.engine.shutdown()
 
 

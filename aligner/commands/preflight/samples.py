@@ -219,8 +219,8 @@ def engine(context: Context) -> Trial:
     """
     from aligner.models import create  # Megatron-Core comes with it
     from aligner.parallel import topology
+    from aligner.rollout.builtin.refit import negated
     from aligner.rollout.create import create_engine
-    from aligner.rollout.engine.verify import negated
 
     config = context.config
     if not isinstance(config, OnlineRun):

@@ -7,7 +7,7 @@ A sequence's tokens lie in pages of `page_size` slots, named by its page table: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -159,11 +159,6 @@ class DecodeBatch:
         """Where the tokens go, int64 [B]."""
         page = self.pages.gather(1, (self.positions // page_size)[:, None])[:, 0].long()
         return page * page_size + self.positions % page_size
-
-    def to(self, device: torch.device) -> DecodeBatch:
-        """This batch on the device."""
-        moved = {one.name: x.to(device) for one in fields(self) if (x := getattr(self, one.name)) is not None}
-        return DecodeBatch(**moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

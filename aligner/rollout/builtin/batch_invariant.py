@@ -84,7 +84,6 @@ class BatchInvariantDecoder(Decoder):
 
 
 def _activation(architecture: Architecture) -> Callable[[Tensor], Tensor]:
-    """The inner activations from the outputs of the first matrix."""
     function = ACTIVATIONS[architecture.activation]
 
     def gated(inner: Tensor) -> Tensor:
@@ -95,7 +94,6 @@ def _activation(architecture: Architecture) -> Callable[[Tensor], Tensor]:
 
 
 def _norm(architecture: Architecture) -> Callable[[Tensor, Affine], Tensor]:
-    """The architecture's norm over the last dimension."""
     eps = architecture.norm_eps
     if architecture.normalization == Normalization.rms_norm:
         return lambda x, affine: exact.rms_norm(x, affine.weight, eps)

@@ -6,8 +6,6 @@ the modules' forward. It computes with `ModelWeights`, which may be the training
 With `kernels=auto` a decode step uses compiled kernels on CPU in float32 (`aligner.rollout.builtin.native`), FlashAttention over the pages
 on GPU if available (`aligner.rollout.builtin.paged_kernels`), else plain torch. On GPU it is a CUDA graph. Tensor parallelism: each rank
 holds its heads, its share of the MLP (of every expert) and of the vocabulary.
-
-Feed-forward layers have the arithmetic of Megatron-Core's `MLP`; mixtures of experts are in `aligner.rollout.builtin.experts`.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from aligner.models.modules.megatron_config import activation_of
 from aligner.models.modules.windowed_attention import form_of
 from aligner.models.training.tracing import Operation, Tap
 from aligner.parallel.logprobs import beside, float32_product, row_sums, shaped
+from aligner.rollout.builtin import native
 from aligner.rollout.builtin.attention import (
     DecodeBatch,
     DecodePlan,
@@ -42,11 +41,21 @@ from aligner.rollout.builtin.attention import (
     plan_prefill,
     prefill_attention,
 )
-from aligner.rollout.builtin.decode_layers import DeltaHeads, LatentHeads, Rotary, norm_of, norm_of_heads
-from aligner.rollout.builtin.experts import Stack, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
+from aligner.rollout.builtin.decode_layers import (
+    DeltaHeads,
+    LatentHeads,
+    Rotary,
+    Stack,
+    mix,
+    mix_all,
+    mix_grouped,
+    multiplies_groups,
+    norm_of,
+    norm_of_heads,
+    route,
+    stack_of,
+)
 from aligner.rollout.builtin.graphs import CudaCapture, DecodeGraphs
-from aligner.rollout.builtin.native import library as native
-from aligner.rollout.builtin.native.step import NativeDecode, Outside
 from aligner.rollout.builtin.paged_kernels import flash_attention
 from aligner.rollout.builtin.sampling import FusedDraw
 from aligner.rollout.builtin.weights import Affine, FeedForward, LayerWeights, ModelWeights, tensors
@@ -117,7 +126,10 @@ class Decoder:
         self.page_size = self.attention.page_size
         self._attentions = [self._attention_of(number) for number in range(len(weights.layers))]
         self._native = self._native_decode() if kernels == Kernels.auto else None
-        self._graphs = self._decode_graphs() if cuda_graphs and weights.embedding.is_cuda and not linear else None
+        self._graphs = None
+        if cuda_graphs and weights.embedding.is_cuda and not linear:
+            max_pages = -(-max_sequence_length // self.page_size)
+            self._graphs = DecodeGraphs(self._step, CudaCapture, max_pages=max_pages, vocab_size=architecture.vocab_size)
         self.fixed_shapes = weights.embedding.is_cuda  # of decode steps for any routing: nothing is read on the host
         self._addresses: tuple[int, ...] = ()
         self._stacks: tuple[Stack | None, ...] = (None,) * len(weights.layers)  # experts whose products are grouped
@@ -167,7 +179,6 @@ class Decoder:
         """The weights changed: forget everything computed from the old ones, here nothing."""
 
     def _look_up(self) -> None:
-        """Look up the weights' addresses, which change only between generations."""
         addresses = tuple(tensor.data_ptr() for tensor in tensors(self.weights))
         if addresses != self._addresses:
             self._addresses = addresses
@@ -208,20 +219,15 @@ class Decoder:
             return self.attention
         return FormedAttention(self.page_size, form, scale or self.head_dim**-0.5, self.weights.layers[layer].sinks)
 
-    def _decode_graphs(self) -> DecodeGraphs:
-        max_pages = -(-self.max_sequence_length // self.page_size)
-        return DecodeGraphs(self._step, CudaCapture, max_pages=max_pages, vocab_size=self.architecture.vocab_size)
-
-    def _native_decode(self) -> NativeDecode | None:
-        """Decode steps on the compiled kernels, if they support the weights and can be built."""
+    def _native_decode(self) -> native.NativeDecode | None:
         library = native.load() if native.fits(self.weights, self.architecture) else None
         if library is None:
             return None
         model = native.model_of(
             self.architecture, groups=self.groups, queries=self.queries, page_size=self.page_size, rotary=self.rotary.everywhere
         )
-        outside = Outside(embed=self._embed, reduce=self._sum, experts=self._experts)
-        return NativeDecode(library, self.weights, model, outside, max_sequence_length=self.max_sequence_length)
+        own = {"embed": self._embed, "reduce": self._sum, "experts": self._experts}
+        return native.NativeDecode(library, self.weights, model, **own, max_sequence_length=self.max_sequence_length)
 
     def _forward(self, tokens: Tensor, plan: PrefillPlan | DecodePlan, cache: PagedKV) -> Tensor:
         """Flat tokens [N] through all layers: [N, H]."""
@@ -311,7 +317,6 @@ class Decoder:
         return x + F.embedding(positions + self.architecture.position_offset, self.weights.positions)
 
     def _feed_forward(self, layer: LayerWeights, number: int, x: Tensor, *, fixed: bool) -> Tensor:
-        """The output of the MLP or the experts for normed `x`."""
         self._note(Operation.mlp_norm, number, x)
         if layer.router is not None:
             mixture = self._experts(layer, number, x, fixed=fixed)
@@ -339,7 +344,6 @@ class Decoder:
         return self._sum(add_up(tokens, layer.experts, routing, self._expand, biased=biased)).view_as(x)
 
     def _shared(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        """The experts that every token passes."""
         out = self._project(self._expand(x, layer.shared), layer.shared.down)
         return out if layer.shared_gate is None else out * F.linear(x, layer.shared_gate).sigmoid()
 

@@ -201,7 +201,6 @@ class _Loop:
             self.cache.states.reserve(seats)
 
     def _grow(self, wanted: int) -> None:
-        """Provide at least this many pages."""
         pool, owner = self.scheduler.pool, self.owner
         if self.cache is not None:  # a shared queue gives one part at a time: do not copy for each part
             wanted = max(wanted, min(2 * pool.num_pages, owner.max_batch_size * (self.most_pages + 1)))
@@ -278,7 +277,6 @@ class _Loop:
         self.running.drop_exhausted()
 
     def _decode(self) -> None:
-        """One more token of every running response."""
         self._find_pages()
         if not len(self.running):
             return

@@ -21,15 +21,6 @@ WARM_UPS = 2
 Capture = Callable[[Callable[[], object]], Callable[[], None]]  # records the kernels of a function, and returns their replay
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recorded:
-    """A step of one size: fill `inputs`, replay, read `logits`."""
-
-    inputs: DecodeBatch
-    logits: Tensor
-    replay: Callable[[], None]
-
-
 @dataclass(eq=False)
 class DecodeGraphs:
     """Decode steps by graph. Every rank of a replica makes the same calls, so all record and replay together."""
@@ -39,7 +30,8 @@ class DecodeGraphs:
     _: KW_ONLY
     max_pages: int
     vocab_size: int
-    _recorded: dict[tuple[int, int], Recorded] = field(default_factory=dict, init=False)
+    # By size: fill the inputs, replay, read the logits.
+    _recorded: dict[tuple[int, int], tuple[DecodeBatch, Callable[[], None], Tensor]] = field(default_factory=dict, init=False)
     _addresses: tuple[int, ...] = field(default=(), init=False)
     _logits: Tensor | None = field(default=None, init=False)
 
@@ -56,15 +48,14 @@ class DecodeGraphs:
         size = round_rows(rows), min(round_pages(columns), self.max_pages)
         if size not in self._recorded:
             self._recorded[size] = self._record(size, batch, cache)
-        recorded = self._recorded[size]
-        inputs = recorded.inputs
+        inputs, replay, logits = self._recorded[size]
         inputs.tokens[:rows].copy_(batch.tokens)
         inputs.positions[:rows].copy_(batch.positions)
         inputs.pages[:rows, :columns].copy_(batch.pages)
         inputs.positions[rows:].zero_()
         inputs.pages[rows:].fill_(cache.scratch_page)
-        recorded.replay()
-        return recorded.logits[:rows]
+        replay()
+        return logits[:rows]
 
     def release(self) -> None:
         """Forget all graphs, and release their memory."""
@@ -73,7 +64,7 @@ class DecodeGraphs:
             self._capture = self.new_capture()  # a pool whose graphs are all gone accepts no others
         self._addresses, self._logits = (), None
 
-    def _record(self, size: tuple[int, int], batch: DecodeBatch, cache: PagedKV) -> Recorded:
+    def _record(self, size: tuple[int, int], batch: DecodeBatch, cache: PagedKV) -> tuple[DecodeBatch, Callable[[], None], Tensor]:
         """Recording runs the step, on rows that all write to the scratch page."""
         inputs = DecodeBatch(
             tokens=batch.tokens.new_zeros(size[0]),
@@ -81,7 +72,7 @@ class DecodeGraphs:
             pages=batch.pages.new_full(size, cache.scratch_page),
         )
         logits = self._logits_of(size[0], batch.tokens.device)
-        return Recorded(inputs=inputs, logits=logits, replay=self._capture(lambda: self.step(inputs, cache, logits)))
+        return inputs, self._capture(lambda: self.step(inputs, cache, logits)), logits
 
     def _logits_of(self, rows: int, device: torch.device) -> Tensor:
         """The first rows of the buffer. Graphs recorded before it grew keep the smaller one; it at least doubles, so there are few."""

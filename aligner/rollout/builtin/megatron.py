@@ -5,7 +5,6 @@ Every rank of the component generates, whatever its place in the training layout
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
@@ -17,9 +16,9 @@ from aligner.protocols import Replica
 from aligner.rollout.builtin.batch_invariant import BatchInvariantDecoder
 from aligner.rollout.builtin.decode import Decoder
 from aligner.rollout.builtin.generation import Generation
-from aligner.rollout.builtin.refit import MIB, TrainingWeights, rollout_weights
+from aligner.rollout.builtin.refit import MIB, rollout_weights
 from aligner.rollout.config import RolloutConfig
-from aligner.rollout.engine import Capabilities, GenResult, Memory, Refitted, WeightForm, Work
+from aligner.rollout.engine import Capabilities, GenResult, Memory, Work
 from aligner.rollout.engine.gate import Gate
 from aligner.types import LogprobKind, SamplingConfig
 
@@ -83,25 +82,17 @@ class MegatronEngine:
         # The blocks are of consecutive ranks in training's tensor-parallel groups too, which vary fastest.
         count = self.shards.count
         self.replica = Replica(index=dist.get_rank() // count, count=dist.get_world_size() // count, is_leader=self.shards.index == 0)
-        self.capabilities = Capabilities(
-            name="megatron",
-            max_tp=None,
-            per_request_seeds=True,
-            logprobs=LogprobKind.sampled,
-            weights=WeightForm.in_place if isinstance(self.weights, TrainingWeights) else WeightForm.resharded,
-            atomic_groups=False,
-        )
+        self.capabilities = Capabilities(name="megatron", logprobs=LogprobKind.sampled)
 
-    def refit(self, version: int) -> Refitted:
+    def refit(self, version: int) -> int:
         """Take the policy's current weights. Raises EngineError, on every rank, if some are missing, damaged or not what was sent."""
-        started = time.monotonic()
         for chunk in self._chunks:
             chunk.settle()
         num_bytes = self.weights.fill()
         self.decoder.refitted()
         self.version = version
         platform.synchronize()
-        return Refitted(num_bytes=num_bytes, seconds=time.monotonic() - started)
+        return num_bytes
 
     def wake(self, memory: frozenset[Memory]) -> None:
         """Allocate the engine's own weights. The cache is made when something is generated, as large as the requests need."""

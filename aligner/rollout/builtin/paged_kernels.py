@@ -30,7 +30,7 @@ TOLERANCE = 3e-2  # of outputs of the size 1, in bfloat16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """A module with `flash_attn_with_kvcache`, its name for the page table, and its preferred page size."""
+    """A module with paged attention, its name for the page table, and its preferred page size."""
 
     module: str
     table: str
@@ -39,8 +39,7 @@ class Package:
 
 FLASH_3 = Package(module="flash_attn_interface", table="page_table", page_size=128)
 FLASH_2 = Package(module="flash_attn", table="block_table", page_size=256)
-TORCH = "torch.nn.attention.varlen"
-TORCH_PAGE_SIZE = 256
+TORCH = Package(module="torch.nn.attention.varlen", table="block_table", page_size=256)
 
 
 class FlashAttention(GatheredAttention):
@@ -74,9 +73,6 @@ class FlashAttention(GatheredAttention):
 class TorchFlashAttention(FlashAttention):
     """Attention by torch's `varlen_attn`, whose queries lie one sequence after the other."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__(Package(module=TORCH, table="block_table", page_size=TORCH_PAGE_SIZE), function)
-
     def _attend(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan | Continued) -> Tensor:
         out = self._function(
             queries.flatten(2, 3).flatten(0, 1),
@@ -94,27 +90,20 @@ class TorchFlashAttention(FlashAttention):
 
 
 def load(package: Package) -> FlashAttention | None:
-    """The package's attention; None if it is not installed, or if its function lacks a parameter (logged)."""
-    function, missing = _function(package.module, "flash_attn_with_kvcache", {"cache_seqlens", "causal", package.table})
-    if missing:
-        _log.warning("rollouts attend without %s, whose flash_attn_with_kvcache has no %s", package.module, ", ".join(sorted(missing)))
-    return None if function is None else FlashAttention(package, function)
-
-
-def load_torch() -> TorchFlashAttention | None:
-    """Torch's own attention, None if this version does not accept pages."""
-    function, _ = _function(TORCH, "varlen_attn", {"window_size", "enable_gqa", "seqused_k", "block_table"})
-    return None if function is None else TorchFlashAttention(function)
-
-
-def _function(module: str, name: str, parameters: set[str]) -> tuple[Callable[..., Tensor] | None, set[str]]:
-    """(the module's function with these parameters, or None; the parameters that it lacks)."""
+    """The package's attention; None if it is not installed, or if its function lacks a parameter (logged), as torch's does in versions
+    without pages."""
+    is_torch, name, used = package is TORCH, "flash_attn_with_kvcache", {"cache_seqlens", "causal"}
+    if is_torch:
+        name, used = "varlen_attn", {"window_size", "enable_gqa", "seqused_k"}
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(package.module), name)
     except (ImportError, AttributeError):
-        return None, set()
-    missing = parameters - set(inspect.signature(function).parameters)
-    return (None if missing else function), missing
+        return None
+    if missing := (used | {package.table}) - set(inspect.signature(function).parameters):
+        if not is_torch:
+            _log.warning("rollouts attend without %s, whose %s has no %s", package.module, name, ", ".join(sorted(missing)))
+        return None
+    return (TorchFlashAttention if is_torch else FlashAttention)(package, function)
 
 
 def flash_attention(weight: Tensor, heads: tuple[int, int, int]) -> FlashAttention | None:
@@ -124,7 +113,7 @@ def flash_attention(weight: Tensor, heads: tuple[int, int, int]) -> FlashAttenti
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16) or dimensions > MOST_DIMENSIONS or dimensions % 8:
         return None
     is_hopper = torch.cuda.get_device_capability(weight.device)[0] == HOPPER
-    for candidate in (load(FLASH_3) if is_hopper else None, load(FLASH_2), load_torch()):
+    for candidate in (load(FLASH_3) if is_hopper else None, load(FLASH_2), load(TORCH)):
         if candidate is not None and attends_right(candidate, weight, heads):
             return candidate
     return None
@@ -140,9 +129,9 @@ def attends_right(attention: FlashAttention, weight: Tensor, heads: tuple[int, i
         return torch.randn(*shape, generator=generator).to(weight)
 
     cache = PagedKV(keys=random(1, 4, size, groups, dimensions), values=random(1, 4, size, groups, dimensions))
-    tokens, pages = torch.zeros(2, dtype=torch.int64), torch.tensor([[2, 0], [1, 0]], dtype=torch.int32)
-    batch = DecodeBatch(tokens=tokens, positions=torch.tensor([size + 4, 6]), pages=pages)
-    plan = plan_decode(batch.to(weight.device), size)
+    positions = torch.tensor([size + 4, 6], device=weight.device)
+    pages = torch.tensor([[2, 0], [1, 0]], dtype=torch.int32, device=weight.device)
+    plan = plan_decode(DecodeBatch(tokens=torch.zeros_like(positions), positions=positions, pages=pages), size)
     queries = random(2, groups, share, dimensions)
     try:
         found = attention.decode(queries, cache, 0, plan)

@@ -13,7 +13,9 @@ that setting.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -26,13 +28,12 @@ from aligner.models.modules.lora import MergedWeights
 from aligner.models.training.offload import HostMemory
 from aligner.parallel import platform
 from aligner.parallel.collectives import together
-from aligner.parallel.reshard import Move, plan
-from aligner.parallel.transfer import Lanes, Refill, block_group
+from aligner.parallel.reshard import Move, Sharding, pieces, plan
+from aligner.parallel.transfer import Lanes, Refill, block_group, sum_over_holders
 from aligner.rollout.builtin.decode import Shards
 from aligner.rollout.builtin.weights import ModelWeights, by_role, moves, named_parameters, usable_in_place
 from aligner.rollout.config import VerifyRefit, check_splits
-from aligner.rollout.engine import verify
-from aligner.rollout.engine.manifest import Manifest, Receipt, TensorSpec, global_manifest, named_few
+from aligner.rollout.engine.manifest import Manifest, Receipt, TensorSpec, along, global_manifest, named_few, not_finite
 
 MIB = 2**20
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
@@ -49,10 +50,10 @@ class TrainingWeights:
         self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=groups.tp)
 
     def allocate(self) -> None:
-        """Nothing to do: the weights are in place."""
+        """They are always there."""
 
     def release(self) -> None:
-        """Nothing to do: the weights belong to the policy."""
+        """They are always there."""
 
     def fill(self) -> int:
         """Moves 0 bytes. Raises EngineError for numbers that are not finite, if `checked`."""
@@ -61,32 +62,23 @@ class TrainingWeights:
         return 0
 
 
-class SnapshotWeights:
+class SnapshotWeights(TrainingWeights):
     """A copy of the training parameters in their own layout: a refit copies them on each rank. The constructor is collective."""
 
-    def __init__(self, chunk: LanguageModel, *, verified: bool) -> None:
-        groups = chunk.pg_collection
-        self._named = named_parameters([chunk])
-        self._verified = verified
-        self._tensors = allocated(
-            {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self._named.items()}, stacked=_stacks()
-        )
-        self.model: ModelWeights = by_role(self._tensors, chunk.architecture)
+    def __init__(self, chunk: LanguageModel, *, checked: bool) -> None:
+        super().__init__(chunk, checked=checked)
+        specs = {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self._named.items()}
+        self._tensors = allocated(specs, stacked=_stacks())
+        self.model = by_role(self._tensors, chunk.architecture)
         # A group of their own: in training's the collectives of the two threads would meet.
-        self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=block_group(groups.tp.size()))
-
-    def allocate(self) -> None:
-        """They are always there."""
-
-    def release(self) -> None:
-        """They are needed while the policy trains."""
+        self.shards = replace(self.shards, group=block_group(self.shards.count))
 
     @torch.no_grad()
     def fill(self) -> int:
         """Copy the policy's weights; returns the copied bytes. Raises EngineError naming weights that are not finite."""
         torch._foreach_copy_(list(self._tensors.values()), [parameter.detach() for parameter in self._named.values()])
         _refuse_not_finite(self._tensors)
-        differs = [name for name, copy in self._tensors.items() if self._verified and not torch.equal(copy, self._named[name])]
+        differs = [name for name, copy in self._tensors.items() if self._checked and not torch.equal(copy, self._named[name])]
         if differs:
             raise EngineError(f"{named_few(differs)} of {len(self._tensors)} tensors are not what training holds")
         return sum(tensor.nbytes for tensor in self._tensors.values())
@@ -143,7 +135,7 @@ class OwnWeights:
         merged = MergedWeights(sources, self._chunks)
         self._refill.run(merged, self._tensors)
         held = {move.name: self._tensors[move.name].narrow(move.dim, 0, move.target.size(self.shards.index)) for move in self._moves}
-        wanted = verify.expected(self._moves, merged, self._lanes) if self._verified else None
+        wanted = expected(self._moves, merged, self._lanes) if self._verified else None
         together(lambda: self._check_arrived(held, wanted), "checking the weights that arrived", error=EngineError)
         if self._training is not None:
             self._training.move_out()
@@ -153,7 +145,7 @@ class OwnWeights:
         _refuse_not_finite(held)
         if wanted is None:
             return
-        differs = wanted[:, self.shards.index] != verify.found(self._moves, held, self.shards.index)
+        differs = wanted[:, self.shards.index] != found(self._moves, held, self.shards.index)
         if names := [move.name for move, bad in zip(self._moves, differs.tolist(), strict=True) if bad]:
             raise EngineError(f"{named_few(names)} of {len(self._moves)} tensors arrived with a different checksum")
 
@@ -188,7 +180,7 @@ def rollout_weights(
     verify_refit: VerifyRefit = VerifyRefit.none,
     takes_turns: bool = False,
     apart: bool = False,
-) -> TrainingWeights | SnapshotWeights | OwnWeights:
+) -> TrainingWeights | OwnWeights:
     """The policy's weights for `tp` ranks that share the model in generation (0: as many as in training), not filled yet. Collective.
 
     `takes_turns`: only the engine's own weights or the policy's are on the device. `apart`: the engine's do not change while the policy
@@ -199,27 +191,74 @@ def rollout_weights(
     check_splits(chunk.architecture, tp=tp, world_size=dist.get_world_size())
     verified = verify_refit == VerifyRefit.checksum
     if usable_in_place(chunk, tp=tp):
-        return SnapshotWeights(chunk, verified=verified) if apart else TrainingWeights(chunk, checked=verified)
+        return (SnapshotWeights if apart else TrainingWeights)(chunk, checked=verified)
     return OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes, verified=verified, takes_turns=takes_turns, apart=apart)
 
 
-def check_moves(found: Sequence[Move], chunks: Sequence[LanguageModel]) -> None:
+def check_moves(moved: Sequence[Move], chunks: Sequence[LanguageModel]) -> None:
     """Raise EngineError unless the moves cover the tensors of the architecture, each once and whole."""
     receipt = Receipt(global_manifest(chunks[0].architecture, chunks[0].config.params_dtype), "the plan of the refit")
-    for move in found:
+    for move in moved:
         full = (*move.shape[: move.dim], move.target.extent, *move.shape[move.dim + 1 :])
         receipt.take([(move.name, torch.empty(full, dtype=move.dtype, device="meta"))])
     receipt.complete()
 
 
-def check_sources(found: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes) -> None:
+def check_sources(moved: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes) -> None:
     """Raise EngineError unless this rank's training shards are the ones that the moves begin with."""
-    held = {move.name: TensorSpec(shape=move.shape, dtype=move.dtype) for move in found if lanes.holds(move)}
+    held = {move.name: TensorSpec(shape=move.shape, dtype=move.dtype) for move in moved if lanes.holds(move)}
     receipt = Receipt(Manifest(tensors=held), "the training weights of this rank")
     receipt.take(sources.items())
     receipt.complete()
 
 
 def _refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
-    if bad := verify.not_finite(tensors):
+    if bad := not_finite(tensors):
         raise EngineError(f"the weights are not finite: {named_few(bad)} of {len(tensors)} tensors")
+
+
+def expected(moves: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes) -> Tensor:
+    """Checksums of the parts that each rank of the new split must get, int64 [moves, ranks], from the training shards.
+
+    Collective over the world; every rank gets all of them.
+    """
+    ranks = max(len(move.target.shards) for move in moves)
+    device = next(iter(sources.values())).device
+    sums = torch.zeros(len(moves), ranks, dtype=torch.int64, device=device)
+    for row, move in zip(sums, moves, strict=True):
+        group = lanes.tp if move.expert_rank is None else lanes.expert_tp
+        if not lanes.holds(move) or (len(move.source.shards) == 1 and group.rank()):  # only the first of equal copies counts
+            continue
+        own = along(sources[move.name], move.dim, _indices(move.source, group.rank(), device))
+        for rank in range(ranks):
+            for piece in pieces(move.source, move.target, rank, peers=(group.rank(),)):
+                row[rank] += own[piece.start : piece.start + piece.length].sum()
+    is_expert = torch.tensor([move.expert_rank is not None for move in moves], device=device)
+    return sum_over_holders(sums, is_expert, lanes)
+
+
+def found(moves: Sequence[Move], targets: Mapping[str, Tensor], index: int) -> Tensor:
+    """Checksums of the parts that this rank, `index` in the new split, holds: int64 [moves]."""
+    sums = []
+    for move in moves:
+        target = targets[move.name].narrow(move.dim, 0, move.target.size(index))
+        sums.append(along(target, move.dim, _indices(move.target, index, target.device)).sum())
+    return torch.stack(sums)
+
+
+def _indices(sharding: Sharding, index: int, device: torch.device) -> Tensor:
+    """The indices of the full tensor in a shard, int64, in the shard's order."""
+    held = [torch.arange(start, stop, device=device) for start, stop in sharding.held_by(index)]
+    return torch.cat(held)
+
+
+@contextmanager
+def negated(chunks: Sequence[LanguageModel]) -> Iterator[None]:
+    """In the block all parameters of the policy have the opposite sign: after a refit the engine must sample as this policy does. Not
+    while an engine has the policy's place in memory."""
+    parameters = {parameter.data_ptr(): parameter.data for chunk in chunks for parameter in chunk.parameters()}  # a tied one once
+    torch._foreach_neg_(list(parameters.values()))
+    try:
+        yield
+    finally:
+        torch._foreach_neg_(list(parameters.values()))

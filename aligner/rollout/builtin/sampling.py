@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,12 +37,7 @@ PARTIAL = "\ufffd"  # what bytes that are not a whole character decode to
 MOST_BYTES = 4  # of a character, so the most tokens over which one can be split
 
 
-class FusedDraw(Protocol):
-    """A draw from the softmax itself (temperature 0: its peak) in one kernel."""
-
-    def __call__(
-        self, logits: Tensor, uniforms: Tensor, temperature: float, *, raw: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None]: ...  # int64 tokens [B], logprobs [B], raw log-probs [B] where asked for
+FusedDraw = Callable[..., tuple[Tensor, Tensor, Tensor | None]]  # `aligner.rollout.builtin.native.Library.draw`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

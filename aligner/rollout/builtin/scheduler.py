@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from aligner.rollout.engine import GenRequest
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _ROOT = -1  # the page before a sequence's first
 

@@ -176,14 +176,9 @@ def _latent(prefix: str, affine: Callable[..., Affine], tensors: Mapping[str, Te
 
 
 def _delta(prefix: str, tensors: Mapping[str, Tensor]) -> DeltaWeights:
-    return DeltaWeights(
-        qkvz=tensors[prefix + "linear_qkvz.weight"],
-        ba=tensors[prefix + "linear_ba.weight"],
-        conv=tensors[prefix + "conv_weight"],
-        a_log=tensors[prefix + "A_log"],
-        dt_bias=tensors[prefix + "dt_bias"],
-        norm=tensors[prefix + "out_norm.weight"],
-    )
+    names = {"qkvz": "linear_qkvz.weight", "ba": "linear_ba.weight", "conv": "conv_weight", "norm": "out_norm.weight"}
+    names |= {"a_log": "A_log", "dt_bias": "dt_bias"}
+    return DeltaWeights(**{role: tensors[prefix + name] for role, name in names.items()})
 
 
 def named_parameters(chunks: Sequence[LanguageModel]) -> dict[str, Tensor]:

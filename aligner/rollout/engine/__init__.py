@@ -32,32 +32,12 @@ class Memory(str, Enum):
 ALL_MEMORY = frozenset(Memory)
 
 
-class WeightForm(str, Enum):
-    """The way in which an engine receives the policy's weights."""
-
-    in_place = "in_place"  # it reads the training parameters: nothing moves
-    resharded = "resharded"  # it has its own, in its own split, filled bucket by bucket from the training shards
-    full = "full"  # Hugging Face names and full tensors, streamed
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """The capabilities of an engine, for checks of a run's configuration."""
+    """An engine's name, and the kind of its log-probs, which a run's configuration must fit."""
 
     name: str
-    max_tp: int | None  # ranks that can share one replica; None: as many as the model's sizes allow
-    per_request_seeds: bool  # whether a sample depends on its prompt and seed alone
     logprobs: LogprobKind
-    weights: WeightForm
-    atomic_groups: bool  # whether tensors that the engine fuses (q, k, v; gate, up; a layer's experts) must arrive in one bucket
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refitted:
-    """The work of one refit on this rank."""
-
-    num_bytes: int  # copied into the engine's weights; 0 if it reads the policy's in place
-    seconds: float  # until this rank's device was done
 
 
 @dataclass(kw_only=True, slots=True)
@@ -165,11 +145,9 @@ class Engine(Sampling, Protocol):
 
     replica: Replica
 
-    def refit(self, version: int) -> Refitted:
-        """Take the policy's current weights, of optimizer step `version`. Called with the weights awake, outside a generation.
-
-        Raises if it fails; then the weights are mixed.
-        """
+    def refit(self, version: int) -> int:
+        """Take the policy's current weights, of optimizer step `version`; returns the bytes copied on this rank. Called with the weights
+        awake, outside a generation. Raises if it fails; then the weights are mixed."""
 
 
 class ForeignEngine(Sampling, Protocol):

@@ -77,7 +77,6 @@ class _Episode:
         self._extend(tokens, [0.0] * len(tokens), is_written=False)
 
     def request(self, index: int) -> GenRequest:
-        """The request for the next turn."""
         tokens = (*self.prompt.tokens, *self.tokens)
         seed = turn_seed(self.seed, len(self.turns) + 1)
         return GenRequest(index=index, tokens=tokens, seed=seed, limit=self.room, extras=self.prompt.extras)

@@ -10,7 +10,6 @@ one tensor each, and some need all parts of a fused tensor at once: such a group
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
@@ -23,8 +22,8 @@ from aligner.models.training.offload import HostMemory
 from aligner.parallel import platform
 from aligner.parallel.collectives import together
 from aligner.protocols import Replica
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, ForeignEngine, GenResult, Memory, Refitted, Work, verify
-from aligner.rollout.engine.manifest import Manifest, Receipt, named_few
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, ForeignEngine, GenResult, Memory, Work
+from aligner.rollout.engine.manifest import Manifest, Receipt, checksum, magnitudes, named_few
 from aligner.types import SamplingConfig
 
 Bucket = list[tuple[str, Tensor]]
@@ -68,7 +67,6 @@ def weight_buckets(named: Iterator[tuple[str, Tensor]], *, bucket_bytes: int, ma
 
 
 def _last_names(manifest: Manifest, bucket_bytes: int) -> frozenset[str]:
-    """The tensor that ends each bucket."""
     ends: list[str] = []
     size, last = 0, ""
     for _, group in groupby(manifest.tensors.items(), key=lambda item: fusion_group(item[0])):
@@ -94,27 +92,17 @@ def _kept_together(named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, T
         del tensor
 
 
-Export = Callable[[], Iterator[tuple[str, Tensor]]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightStream:
-    """The source of a foreign engine's weights: `Policy.export_weights`, its manifest, and the bucket size."""
-
-    export: Export
-    manifest: Manifest
-    bucket_bytes: int
-    verified: bool = False  # whether the engine's weights are compared with those sent
-
-
 @dataclass(eq=False)
 class StreamedEngine:
     """`aligner.rollout.engine.Engine` around a `ForeignEngine`, which it starts. Collective over the component."""
 
     foreign: ForeignEngine
-    stream: WeightStream
+    export: Callable[[], Iterator[tuple[str, Tensor]]]  # `Policy.export_weights`
+    manifest: Manifest
     replica: Replica
     _: KW_ONLY
+    bucket_bytes: int
+    verified: bool = False  # whether the engine's weights are compared with those sent
     policy: HostMemory | None = None  # holds the policy's weights while the engine is awake; None: they stay, the engine never sleeps
     at_end: Callable[[], None] = lambda: None  # called at shutdown
 
@@ -137,23 +125,22 @@ class StreamedEngine:
     def max_sequence_length(self) -> int:
         return self.foreign.max_sequence_length
 
-    def refit(self, version: int) -> Refitted:
+    def refit(self, version: int) -> int:
         """Stream the policy's current weights into the engine. Raises EngineError on every rank if it failed on any, also if it should be
         verified and the engine cannot read its weights back."""
-        started = time.monotonic()
-        delivery = _Delivery(self.foreign, self.stream)
+        delivery = _Delivery(self)
         try:
             together(delivery.run, "streaming the weights", error=EngineError)
             together(lambda: self.foreign.finish_refit(version), "finishing the refit", error=EngineError)
         except EngineError:
             self.foreign.abort_refit()
             raise
-        if self.stream.verified:
+        if self.verified:
             together(delivery.compare, "verifying the refit", error=EngineError)
         if self.policy is not None:
             self.policy.move_out()
         platform.synchronize()
-        return Refitted(num_bytes=self.stream.manifest.num_bytes, seconds=time.monotonic() - started)
+        return self.manifest.num_bytes
 
     def wake(self, memory: frozenset[Memory]) -> None:
         """Releases first the memory that torch still keeps from training."""
@@ -176,10 +163,8 @@ class StreamedEngine:
 class _Delivery:
     """One refit on this rank: the stream, its receipt, and its failure."""
 
-    def __init__(self, engine: ForeignEngine, stream: WeightStream) -> None:
-        self._engine = engine
-        self._stream = stream
-        self._receipt = Receipt(stream.manifest)
+    def __init__(self, stream: StreamedEngine) -> None:
+        self._engine, self._stream, self._receipt = stream.foreign, stream, Receipt(stream.manifest)
         self._largest: dict[str, Tensor] = {}  # a scalar on the device for each tensor, finite if the whole tensor is
         self._sent: dict[str, Tensor] = {}  # checksums
 
@@ -204,29 +189,25 @@ class _Delivery:
         self._refuse_not_finite()
 
     def compare(self) -> None:
-        """Raise EngineError naming the engine's weights that differ from those sent."""
         names = list(self._sent)
         held = {name: tensor for name in names if (tensor := self._engine.read_back(name)) is not None}
         if not held:
             name = self._engine.capabilities.name
             raise ConfigError(f"rollout.verify_refit=checksum: {name} cannot read its weights back; allowed: none")
-        differs = [name for name, tensor in held.items() if not _same(self._sent[name], tensor, self._stream.manifest.tensors[name].shape)]
+        shapes = {name: self._stream.manifest.tensors[name].shape for name in held}
+        differs = [name for name, own in held.items() if tuple(own.shape) != shapes[name] or int(checksum(own)) != int(self._sent[name])]
         if differs:
             raise EngineError(f"{named_few(differs)} of {len(held)} tensors that were read back are not what was sent")
 
     def _load(self, bucket: Bucket) -> None:
         self._receipt.take(bucket)
         names, tensors = [name for name, _ in bucket], [tensor for _, tensor in bucket]
-        self._largest |= zip(names, verify.magnitudes(tensors), strict=True)
+        self._largest |= zip(names, magnitudes(tensors), strict=True)
         if self._stream.verified:
-            self._sent |= {name: verify.checksum(tensor) for name, tensor in bucket}
+            self._sent |= {name: checksum(tensor) for name, tensor in bucket}
         self._engine.load(bucket)
 
     def _refuse_not_finite(self) -> None:
         finite = torch.stack([largest.isfinite() for largest in self._largest.values()]).tolist()
         if bad := [name for name, good in zip(self._largest, finite, strict=True) if not good]:
             raise EngineError(f"the weights are not finite: {named_few(bad)} of {len(finite)} tensors")
-
-
-def _same(sent: Tensor, held: Tensor, shape: tuple[int, ...]) -> bool:
-    return tuple(held.shape) == shape and int(verify.checksum(held)) == int(sent)

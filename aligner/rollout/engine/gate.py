@@ -103,7 +103,6 @@ class Gate:
         return self._ended == self._expected
 
     def _agreed(self, number: int) -> int:
-        """The leading rank's number on all ranks of the replica."""
         return number if self._group is None else leaders_integers((number,), group=self._group, device=torch.device("cpu"))[0]
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:

@@ -2,9 +2,9 @@
 
     wake(weights) -> refit -> wake(kv_cache) -> generate -> sleep
 
-`wake()` performs the first three if they are due, so an algorithm calls `refit`, `wake`, `generate`, `sleep`. Without `rollout.offload`
-nothing is ever released: a refit happens at once, and `wake` and `sleep` do nothing. A refit that fails on any rank fails on all, and
-leaves weights of two versions: nothing is generated until another one succeeds.
+`wake()` performs the first three, so an algorithm calls `refit`, `wake`, `generate`, `sleep`. Without `rollout.offload` nothing is ever
+released: a refit happens at once, and `wake` and `sleep` do nothing. A refit that fails on any rank fails on all, and leaves weights of two
+versions: nothing is generated until another one succeeds.
 
 With a `Gate`, another thread may generate meanwhile: a refit then comes between two of its steps, and `wake` waits for its generations.
 """
@@ -20,7 +20,7 @@ from dataclasses import fields
 from aligner.errors import EngineError
 from aligner.parallel.collectives import together
 from aligner.protocols import Replica
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, EngineSampling, GenRequest, GenResult, Memory, Refitted, Work
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, EngineSampling, GenRequest, GenResult, Memory, Work
 from aligner.rollout.engine.episodes import Conversing, Episodes, EpisodeWork
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.work import WorkSharing
@@ -87,7 +87,7 @@ class PhasedEngine:
         self.sampling = sampling
         self._end_ids, self._missing = tuple(end_ids), frozenset(missing)
         self.version = 0
-        self.refitted = Refitted(num_bytes=0, seconds=0.0)  # the last refit
+        self.refitted_bytes = 0  # copied by the last refit
         self._sharing = sharing
         self._offload = offload
         self._awake = frozenset() if offload else ALL_MEMORY
@@ -123,41 +123,28 @@ class PhasedEngine:
             if Memory.weights in self._awake:
                 self._refill()
 
-    def wake(self, memory: frozenset[Memory] = ALL_MEMORY) -> None:
-        """Allocate device memory; with the cache, be ready to generate from the policy's current weights. Awake memory is unchanged. Waits
-        for the expected generations of another thread.
-
-        Waking everything refits if that is due. Raises EngineError if the cache would wake before the weights are awake and refitted.
-        """
+    def wake(self) -> None:
+        """Allocate the released memory, and be ready to generate from the policy's current weights. Waits for the expected generations of
+        another thread."""
         self._refuse_unless_idle("wake")
         if self.gate is not None:
             together(self.gate.drain, "waiting for the rollout engine", error=EngineError)
-        if Memory.weights in memory - self._awake:
+        if Memory.weights not in self._awake:
             together(lambda: self.engine.wake(_WEIGHTS), "waking the rollout engine's weights", error=EngineError)
             self._awake |= _WEIGHTS
-        if Memory.kv_cache not in memory - self._awake:
+        if self._awake == ALL_MEMORY:
             return
-        if Memory.weights not in self._awake:
-            raise EngineError("the rollout engine's cache was asked to wake while its weights are asleep: wake the weights first")
         if self._is_due:
-            if Memory.weights not in memory:
-                raise EngineError("call refit() before waking the rollout engine's cache: its weights are not the policy's current ones")
             self._refill()
         together(lambda: self.engine.wake(_CACHE), "waking the rollout engine's cache", error=EngineError)
         self._awake |= _CACHE
 
-    def sleep(self, memory: frozenset[Memory] = ALL_MEMORY) -> None:
-        """Release device memory, if `rollout.offload` is set. Raises EngineError during a generation, and if the weights would sleep
-        before the cache."""
+    def sleep(self) -> None:
+        """Release device memory, if `rollout.offload` is set. Raises EngineError during a generation."""
         self._refuse_unless_idle("sleep")
-        given = memory & self._awake
-        if not self._offload or not given:
-            return
-        if Memory.kv_cache in self._awake - given:
-            raise EngineError("the rollout engine's weights were asked to sleep while its cache is awake: put the cache to sleep first")
-        together(lambda: self.engine.sleep(given), "putting the rollout engine to sleep", error=EngineError)
-        self._awake -= given
-        self._is_due |= Memory.weights in given
+        if self._offload and self._awake:
+            together(lambda: self.engine.sleep(self._awake), "putting the rollout engine to sleep", error=EngineError)
+            self._awake, self._is_due = frozenset(), True
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig | None = None) -> Iterator[list[Rollout]]:
         """One response per (prompt, seed), yielded as they end, in any order. One replica yields each, on all of its ranks, or for episodes
@@ -201,7 +188,20 @@ class PhasedEngine:
     def _rollouts(self, requests: list[GenRequest], prompts: Sequence[Prompt], sampling: SamplingConfig) -> Iterator[list[Rollout]]:
         with self._generating(), self._sharing.open(requests) as work:
             for results in self._results(work, sampling):
-                yield [_rollout(result, prompts[result.index], requests[result.index].seed) for result in results]
+                yield [
+                    Rollout(
+                        prompt=prompts[result.index],
+                        response=result.tokens,
+                        logprobs=result.logprobs,
+                        finish_reason=result.finish_reason,
+                        policy_version=result.weight_version,
+                        oldest_version=result.versions[0][1] if result.versions else None,
+                        seed=requests[result.index].seed,
+                        logprob_kind=result.kind,
+                        extras=result.extras,
+                    )
+                    for result in results
+                ]
 
     def _episodes(
         self, requests: list[GenRequest], prompts: Sequence[Prompt], sampling: SamplingConfig, conversing: Conversing
@@ -220,7 +220,6 @@ class PhasedEngine:
                 yield ended
 
     def _results(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        """The engine's results, checked for ids and weight version."""
         requests = RecordedWork(work, self.replica)
         for results in self.engine.generate(requests, sampling):
             requests.ended(results)
@@ -256,10 +255,9 @@ class PhasedEngine:
     def _refill(self) -> None:
         try:
             with recording.span("refit", version=self.version) as said:
-                self.refitted = together(
+                self.refitted_bytes = said["bytes"] = together(
                     lambda: self.engine.refit(self.version), f"the refit with the weights of version {self.version}", error=EngineError
                 )
-                said["bytes"] = self.refitted.num_bytes
         except EngineError as error:
             self._poison = str(error)
             raise
@@ -270,17 +268,3 @@ class PhasedEngine:
             raise EngineError(f"the rollout engine was asked to {what} after its shutdown: make another one")
         if self._generating_in is not None and (self.gate is None or self._generating_in == threading.get_ident()):
             raise EngineError(f"the rollout engine was asked to {what} during a generation: consume generate() to its end, or close it")
-
-
-def _rollout(result: GenResult, prompt: Prompt, seed: int) -> Rollout:
-    return Rollout(
-        prompt=prompt,
-        response=result.tokens,
-        logprobs=result.logprobs,
-        finish_reason=result.finish_reason,
-        policy_version=result.weight_version,
-        oldest_version=result.versions[0][1] if result.versions else None,
-        seed=seed,
-        logprob_kind=result.kind,
-        extras=result.extras,
-    )

@@ -217,7 +217,9 @@ class WorkSharing:
         if not division.queue or self._replica.count == 1:
             yield ListedWork(division.opening[self._replica.index] + division.queue)
             return
-        queue = Queue(self._connection(), str(self._num_opened), self._replica.count)
+        if self._store is None:
+            self._store = _get_default_store().clone()  # a connection of its own: a wait may occupy the first one
+        queue = Queue(self._store, str(self._num_opened), self._replica.count)
         work = SharedWork(division, self._replica, queue, self._group)
         try:
             yield work
@@ -227,8 +229,3 @@ class WorkSharing:
         finally:
             if self._replica.is_leader:
                 queue.leave()
-
-    def _connection(self) -> dist.Store:
-        if self._store is None:
-            self._store = _get_default_store().clone()  # a connection of its own: a wait may occupy the first one
-        return self._store

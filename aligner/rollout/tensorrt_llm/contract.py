@@ -9,7 +9,6 @@ here, since the import starts MPI.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 from collections.abc import Mapping
@@ -47,7 +46,8 @@ class Symbol:
 
     def parameters(self) -> inspect.Signature:
         """The recorded signature, without `self`."""
-        return _signature(self.signature or "(self)")
+        found = inspect.signature(eval(f"lambda {(self.signature or '()')[1:-1]}: None"))  # the package's own file
+        return found.replace(parameters=[one for name, one in found.parameters.items() if name != "self"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,6 @@ class Rules:
     """Rules that signatures do not express."""
 
     cuda_graphs_with_sleep: bool  # whether graphs survive a release of memory
-    per_request_seeds: Mapping[str, bool]  # by sampler
     logprobs: Mapping[str, LogprobKind]  # by sampler
     memory_tags: Mapping[str, tuple[str, ...]]  # for weights and kv_cache
 
@@ -98,16 +97,13 @@ def load(name: str) -> Contract:
     """The contract of a known version."""
     data = _read(name)
     rules = data["rules"]
+    kinds = {sampler: LogprobKind(kind) for sampler, kind in rules["logprobs"].items()}
+    tags = {memory: tuple(own) for memory, own in rules["memory_tags"].items()}
     return Contract(
         version=data["version"],
         commit=data.get("commit"),
         draft=data["draft"],
-        rules=Rules(
-            cuda_graphs_with_sleep=rules["cuda_graphs_with_sleep"],
-            per_request_seeds=rules["per_request_seeds"],
-            logprobs={sampler: LogprobKind(kind) for sampler, kind in rules["logprobs"].items()},
-            memory_tags={memory: tuple(tags) for memory, tags in rules["memory_tags"].items()},
-        ),
+        rules=Rules(**rules | {"logprobs": kinds, "memory_tags": tags}),
         sources=data["sources"],
         symbols={key: _symbol(key, entry) for key, entry in data["symbols"].items()},
     )
@@ -173,19 +169,3 @@ def graphs_lost(kind: CudaGraphs, *, offload: bool) -> str:
         f"rollout.offload=true with rollout.engine=tensorrt_llm ({contract.version}) decodes without CUDA graphs, each kernel launched by "
         "itself; with them: rollout.offload=false, or rollout.engine=megatron"
     )
-
-
-def _signature(text: str) -> inspect.Signature:
-    """`(self, a, b=1, *rest, c=2, **more)` as a signature, without `self`."""
-    arguments = ast.parse(f"def f{text}: ...").body[0].args
-    kinds = inspect.Parameter
-    names = [*arguments.posonlyargs, *arguments.args]
-    defaults = [kinds.empty] * (len(names) - len(arguments.defaults)) + [ast.literal_eval(one) for one in arguments.defaults]
-    made = [kinds(one.arg, kinds.POSITIONAL_OR_KEYWORD, default=default) for one, default in zip(names, defaults, strict=True)]
-    if arguments.vararg:
-        made.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
-    for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        made.append(kinds(one.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else ast.literal_eval(default)))
-    if arguments.kwarg:
-        made.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
-    return inspect.Signature([one for one in made if one.name != "self"])

@@ -26,7 +26,7 @@ from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.transfer import block_group
 from aligner.rollout.config import CudaGraphs, RolloutConfig, Sampler, TensorRTLLMConfig
-from aligner.rollout.engine import Capabilities, GenResult, Memory, WeightForm, Work
+from aligner.rollout.engine import Capabilities, GenResult, Memory, Work
 from aligner.rollout.engine.manifest import Manifest
 from aligner.rollout.tensorrt_llm.contract import Contract, gate
 from aligner.rollout.tensorrt_llm.link import (
@@ -63,15 +63,7 @@ class TensorRTLLMEngine:
         self._settings = settings = config.tensorrt_llm
         contract = gate(allow_drafts=settings.allow_drafts)
         settings.check_sampling(config.sampling)
-        sampler = settings.sampler.value
-        self.capabilities = Capabilities(
-            name="tensorrt_llm",
-            max_tp=None,
-            per_request_seeds=contract.rules.per_request_seeds[sampler],
-            logprobs=contract.rules.logprobs[sampler],
-            weights=WeightForm.full,
-            atomic_groups=True,
-        )
+        self.capabilities = Capabilities(name="tensorrt_llm", logprobs=contract.rules.logprobs[settings.sampler.value])
         self.max_sequence_length = max_sequence_length
         self._config = config
         self._path, self._dtype, self._eos_id = path, dtype, eos_id

@@ -72,7 +72,7 @@ def to_result(request: GenRequest, answer: Answer, sampling: SamplingConfig, *, 
 BEAT_SECONDS = 5.0  # between messages from the leading rank to the others
 ASK_SECONDS = 0.05  # between requests for more work while some may follow
 ABORT_SECONDS = 60.0  # for the package's process to withdraw requests
-_WAIT, _END = 0, -1
+WAIT, END = 0, -1
 
 
 class Take:
@@ -92,25 +92,18 @@ class Take:
 
     def requests(self, room: int) -> Sequence[GenRequest]:
         """On the first rank: up to `room` (at least 1) more; none if nothing is left."""
-        self._tell(room)
+        self.tell(room)
         return self._work.take(room)
-
-    def heartbeat(self) -> None:
-        """On the first rank, while it waits: shows the others that it is alive."""
-        self._tell(_WAIT)
-
-    def end(self) -> None:
-        """On the first rank, at its end or after an error."""
-        self._tell(_END)
 
     def follow(self) -> None:
         """On the other ranks, until the first one ends: take part in collective calls of `take`."""
-        while (room := self._tell(_END)) != _END:
-            if room != _WAIT:
+        while (room := self.tell(END)) != END:
+            if room != WAIT:
                 self._work.take(room)
 
-    def _tell(self, number: int) -> int:
-        """The first rank's number, on all ranks. Waits up to the group's timeout."""
+    def tell(self, number: int) -> int:
+        """The first rank's number on all ranks: its room, WAIT to show that it is alive, END also after an error. Waits up to the group's
+        timeout."""
         return number if self._group is None else leaders_integers((number,), group=self._group, device=torch.device("cpu"))[0]
 
 
@@ -149,7 +142,7 @@ class Requests:
                 if self._running and not self.link.is_lost:
                     self._abort()
             finally:
-                take.end()
+                take.tell(END)
 
     def _submit(self, requests: Sequence[GenRequest]) -> None:
         asked = []
@@ -174,7 +167,7 @@ class Requests:
                 ended.append(self._collect())
             return ended
         if time.monotonic() - self._heard < self.timeout_seconds:
-            take.heartbeat()
+            take.tell(WAIT)
             return []
         named = ", ".join(str(index) for index in list(self._running)[:5])
         raise EngineError(
@@ -190,7 +183,6 @@ class Requests:
         return to_result(request, found, self.sampling, kind=self.kind, eos_id=self.eos_id, version=self.version)
 
     def _abort(self) -> None:
-        """Withdraw running requests, after an error or if the caller stops early."""
         self._running = {}
         self.link.send("abort")
         while self.link.receive(ABORT_SECONDS)[0] != "aborted":

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import count
 from operator import attrgetter
@@ -28,7 +27,7 @@ from aligner.errors import ConfigError, EngineError
 from aligner.models.config import Architecture, Family
 from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, WeightForm, Work, missing_ids
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, Work, missing_ids
 from aligner.rollout.engine.manifest import Manifest, hf_manifest, named_few
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
@@ -58,29 +57,29 @@ _REASONS = {"stop": FinishReason.stop, "length": FinishReason.length}
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VLLMModel:
-    """The model to sample from. `directory` has the model's Hugging Face config.json; its weights are not read."""
-
-    directory: Path
-    architecture: Architecture
-    dtype: torch.dtype
-    max_sequence_length: int
-    eos_id: int
-
-
 class VLLMEngine:
-    """`aligner.rollout.engine.ForeignEngine`, which describes the methods. `tp` consecutive ranks share a replica."""
+    """`aligner.rollout.engine.ForeignEngine`, which describes the methods. `tp` consecutive ranks share a replica.
 
-    def __init__(self, model: VLLMModel, config: RolloutConfig, *, tp: int) -> None:
-        self.max_sequence_length = model.max_sequence_length
-        self._model, self._config, self._tp = model, config, tp
+    path: a directory with the Hugging Face config.json of a model of this `architecture`; weights in it are not read.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        path: Path,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        eos_id: int,
+        max_sequence_length: int,
+        tp: int,
+    ) -> None:
+        self._config, self._path, self._architecture, self._dtype = config, path, architecture, dtype
+        self._eos_id, self.max_sequence_length, self._tp = eos_id, max_sequence_length, tp
         # Whether vLLM computes log-probs after applying the temperature (and all else), not before.
         self._scaled = config.sampling.temperature not in (0.0, 1.0) and not config.sampling.reshaping()
         kind = self._kind(config.sampling)
-        self.capabilities = Capabilities(
-            name="vLLM", max_tp=None, per_request_seeds=True, logprobs=kind, weights=WeightForm.full, atomic_groups=True
-        )
+        self.capabilities = Capabilities(name="vLLM", logprobs=kind)
         self._llm: Any = None
         self._manifest, self._loaded, self._version = Manifest(tensors={}), set(), 0
         self._wanted: set[str] = set()  # parameters of vLLM's model in an update
@@ -113,29 +112,29 @@ class VLLMEngine:
         client._finalizer.detach()
 
     def _settings(self) -> dict[str, Any]:
-        model, config = self._model, self._config
+        sizes, config = self._architecture, self._config
         launcher = {}
         if dist.is_initialized():
             os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(platform.device().index or 0)}
             launcher = {"distributed_executor_backend": "external_launcher"}
         memory = {"gpu_memory_utilization": self._memory_share()} if torch.cuda.is_available() else {}
         own: dict[str, Any] = {}
-        if model.architecture.family == Family.cohere2 and model.architecture.sliding_window:  # vLLM's windows are one token longer
-            own = {"hf_overrides": {"sliding_window": model.architecture.sliding_window - 1}}
-        if model.architecture.no_rope_layers:  # else vLLM decides by the context's length, whatever the model's config says
-            own |= {"override_generation_config": {"attn_temperature_tuning": model.architecture.attention_temperature > 0}}
+        if sizes.family == Family.cohere2 and sizes.sliding_window:  # vLLM's windows are one token longer
+            own = {"hf_overrides": {"sliding_window": sizes.sliding_window - 1}}
+        if sizes.no_rope_layers:  # else vLLM decides by the context's length, whatever the model's config says
+            own |= {"override_generation_config": {"attn_temperature_tuning": sizes.attention_temperature > 0}}
         return (
             launcher
             | memory
             | own
             | {
-                "model": str(model.directory),
+                "model": str(self._path),
                 "load_format": "dummy",
-                "dtype": str(model.dtype).removeprefix("torch."),
+                "dtype": str(self._dtype).removeprefix("torch."),
                 "skip_tokenizer_init": True,
                 "generation_config": "vllm",
                 "tensor_parallel_size": self._tp,
-                "max_model_len": model.max_sequence_length,
+                "max_model_len": self.max_sequence_length,
                 "max_num_seqs": config.max_batch_size,
                 "max_num_batched_tokens": max(config.prefill_chunk_tokens, config.max_batch_size),
                 "kv_cache_memory_bytes": self._cache_bytes(),
@@ -156,7 +155,7 @@ class VLLMEngine:
         """
         torch.cuda.empty_cache()  # vLLM counts the device's free memory, without what training's allocator could reuse
         free, total = torch.cuda.mem_get_info()
-        weights, cache = hf_manifest(self._model.architecture, self._model.dtype).num_bytes // self._tp, self._cache_bytes()
+        weights, cache = hf_manifest(self._architecture, self._dtype).num_bytes // self._tp, self._cache_bytes()
         if weights + cache > free:
             sizes = {"weights": weights, "cache": cache, "free": free, "total": total}
             gib = {name: f"{size / 2**30:.1f}" for name, size in sizes.items()}
@@ -168,12 +167,11 @@ class VLLMEngine:
         return (weights + cache) / total
 
     def _cache_bytes(self) -> int:
-        """Bytes of one rank's keys and values, for the configured number of tokens."""
-        sizes, pages = self._model.architecture, -(-self.max_sequence_length // LARGEST_PAGE)
+        sizes, pages = self._architecture, -(-self.max_sequence_length // LARGEST_PAGE)
         tokens = self._config.kv_cache_tokens or pages * self._config.max_batch_size * LARGEST_PAGE
         groups = max(sizes.num_key_value_heads // self._tp, 1)
         # vLLM keeps one page for itself.
-        return (tokens + LARGEST_PAGE) * 2 * sizes.num_layers * groups * sizes.head_dim * self._model.dtype.itemsize
+        return (tokens + LARGEST_PAGE) * 2 * sizes.num_layers * groups * sizes.head_dim * self._dtype.itemsize
 
     def begin_refit(self, manifest: Manifest) -> None:
         self._manifest, self._loaded = manifest, set()
@@ -212,7 +210,7 @@ class VLLMEngine:
         held = self._parameters().get(".".join([*parents, fused, kind]))
         start = sum(self._manifest.tensors[each].shape[0] for each in group[: group.index(name)])
         end = start + self._manifest.tensors[name].shape[0]
-        if self._tp > 1 or held is None or held.dtype != self._model.dtype or held.shape[:1] < (end,):
+        if self._tp > 1 or held is None or held.dtype != self._dtype or held.shape[:1] < (end,):
             return None  # a part of it, or packed for a kernel
         return held[start:end]
 
@@ -276,7 +274,7 @@ class VLLMEngine:
             **({"logit_bias": dict.fromkeys(gaps, LEAST_BIAS)} if (gaps := missing_ids(sampling)) else {}),
             min_tokens=min(sampling.min_response_length, room, request.limit or room),
             max_tokens=min(sampling.longest, room, request.limit or room),
-            stop_token_ids=sorted({self._model.eos_id, *sampling.stop_token_ids}.intersection(range(self._model.architecture.vocab_size))),
+            stop_token_ids=sorted({self._eos_id, *sampling.stop_token_ids}.intersection(range(self._architecture.vocab_size))),
             ignore_eos=True,  # vLLM's own; this run's is a stop token
             seed=request.seed,
             logprobs=0,  # of the sampled token only
@@ -285,7 +283,6 @@ class VLLMEngine:
         )
 
     def _kind(self, sampling: SamplingConfig) -> LogprobKind:
-        """The kind of the log-probs."""
         self._config.vllm.check(sampling)
         if self._scaled and (refused := sampling.reshaping()):  # then vLLM's log-probs are after reshaping
             scaled = f"where rollouts have temperature={self._config.sampling.temperature}"
@@ -319,7 +316,6 @@ class VLLMEngine:
             gc.collect()
 
     def _parameters(self) -> dict[str, Tensor]:
-        """The parameters of the model in this rank's worker."""
         found: list[dict[str, Tensor]] = self._llm.apply_model(lambda model: dict(model.named_parameters()))
         return found[0]
 

@@ -15,7 +15,7 @@ from aligner.loop.loop import Clock
 from aligner.online.rollout_source import OnPolicyRolloutSource
 from aligner.protocols import Replica
 from aligner.rollout.config import AsynchronousConfig
-from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Refitted, WeightForm, Work
+from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Work
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 LENGTH = 6  # steps of a generation, tokens of a response
@@ -29,14 +29,7 @@ class StepEngine:
     """An engine whose tokens are the versions of the weights that sampled them. It takes no step that `may_step` does not allow."""
 
     def __init__(self) -> None:
-        self.capabilities = Capabilities(
-            name="steps",
-            max_tp=None,
-            per_request_seeds=True,
-            logprobs=LogprobKind.sampled,
-            weights=WeightForm.resharded,
-            atomic_groups=False,
-        )
+        self.capabilities = Capabilities(name="steps", logprobs=LogprobKind.sampled)
         self.replica = Replica()
         self.max_sequence_length = 64
         self.gate = None
@@ -52,9 +45,9 @@ class StepEngine:
 
     def shutdown(self) -> None: ...
 
-    def refit(self, version: int) -> Refitted:
+    def refit(self, version: int) -> int:
         self.version = version
-        return Refitted(num_bytes=0, seconds=0.0)
+        return 0
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         requests = work.take(64)

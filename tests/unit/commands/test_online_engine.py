@@ -9,12 +9,12 @@ from aligner.errors import ConfigError
 from aligner.jobs.samples import compares_logprobs
 from aligner.losses.correction import Correction, CorrectionConfig
 from aligner.rollout.config import RolloutConfig
-from aligner.rollout.engine import Capabilities, WeightForm
+from aligner.rollout.engine import Capabilities
 from aligner.types import LogprobKind, SamplingConfig
 
 
 def capabilities(kind: LogprobKind) -> Capabilities:
-    return Capabilities(name="tensorrt_llm", max_tp=1, per_request_seeds=True, logprobs=kind, weights=WeightForm.full, atomic_groups=True)
+    return Capabilities(name="tensorrt_llm", logprobs=kind)
 
 
 def run_of(temperature: float, correction: Correction = Correction.none) -> TrainGRPO:

@@ -153,7 +153,7 @@ def test_the_loss_is_given_them(make_model) -> None:
 
 def test_the_engine_is_asked_with_them_and_episodes_join_what_it_recorded(topology) -> None:
     from aligner.protocols import Replica, Reply
-    from aligner.rollout.engine import GenRequest, GenResult, Refitted
+    from aligner.rollout.engine import GenRequest, GenResult
     from aligner.rollout.engine.episodes import Episodes
     from aligner.rollout.engine.lifecycle import PhasedEngine
     from aligner.rollout.engine.work import WorkSharing
@@ -171,7 +171,7 @@ def test_the_engine_is_asked_with_them_and_episodes_join_what_it_recorded(topolo
         replica, max_sequence_length = Replica(), 64
 
         def refit(self, version):
-            return Refitted(num_bytes=0, seconds=0.0)
+            return 0
 
         def generate(self, work, sampling):
             while taken := work.take(4):

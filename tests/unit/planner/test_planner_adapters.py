@@ -18,9 +18,9 @@ from aligner.models.families import architecture_from_hf
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import layers, memory, times
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, Parameter, StateBytes, measure_block
+from aligner.planner.dry_run import measure_block
 from aligner.planner.estimate import Replication, approximate_state_bytes, state_bytes
-from aligner.planner.workload import Component, Phase
+from aligner.planner.workload import BlockBytes, Component, Parameter, Phase, StateBytes
 
 
 def test_frozen_weights_have_neither_gradients_nor_optimizer_state() -> None:
@@ -70,6 +70,7 @@ def test_the_reference_and_what_is_exchanged_are_the_adapters_alone() -> None:
     assert times.model_flops(component(4), 10, 64) == 10 * (2 * (2 * linear + 3 * quadratic) + 2 * head)
 
 
+@pytest.mark.cpu  # the simulated GPU cannot hold a plan's fake tensors
 def test_the_dense_twins_of_mixtures_have_adapters_where_the_experts_have() -> None:
     """In a process of its own: the layers are run in a fake world. Families whose files have no dense feed-forward layer included."""
     done = subprocess.run(

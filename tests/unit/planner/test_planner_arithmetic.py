@@ -15,11 +15,10 @@ from aligner.models.config import Dtype, Recompute
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import layers, memory, report, times, workload
+from aligner.planner import layers, memory, times, workload
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import check
-from aligner.planner.workload import GIB, Component, Engine, Phase, ResponseLengths
+from aligner.planner.workload import GIB, BlockBytes, Component, Engine, Phase, ResponseLengths, StateBytes
 from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit, VLLMConfig
 from aligner.settings.compose import compose
 from aligner.types import SamplingConfig
@@ -169,11 +168,6 @@ def test_memory_of_every_phase() -> None:
     copying = memory.host_memory(replace(offloading, saves_asynchronously=True), sizes, CLUSTER)
     assert copying["checkpoint being read or written"] == 24 * GIB + 8 * GIB // own.dp  # and the weights, shared among dp
     assert "checkpoint being read or written" not in memory.host_memory(replace(own, optimizer=None), sizes, CLUSTER)
-
-
-def test_flops_of_a_layer() -> None:
-    # q and output: 2 x 64 x 64 each, k and v: 64 x 32 each, three matrices of 64 x 128; 2 FLOPs each. Attention: 2 x 8 heads x 8 x length.
-    assert layers.layer_flops(component(), 100) == (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128), 2 * 64 * 100)
 
 
 def test_links_and_collectives() -> None:
@@ -359,11 +353,6 @@ def test_refused_sizes_name_the_component() -> None:
     foreign = RolloutConfig(engine=EngineKind.tensorrt_llm, verify_refit=VerifyRefit.checksum)  # and so no search proposes it
     with pytest.raises(ConfigError, match="^actor: rollout.verify_refit=checksum: rollout.engine=tensorrt_llm reads no"):
         check(component(engine=plan_parts.engine(tp=2, max_batch_size=1, settings=foreign)))
-
-
-@pytest.mark.parametrize("value, text", [(0.5, "0.50 s"), (34.4, "34 s"), (310, "5 min 10 s"), (7500, "2 h 05 min")])
-def test_shown_times(value: float, text: str) -> None:
-    assert report.seconds(value) == text
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aligner.planner.dry_run import Parameter, StateBytes
 from aligner.planner.estimate import Replication, approximate_state_bytes, lay_out, state_bytes
+from aligner.planner.workload import Parameter, StateBytes
 
 
 def parameters(*sizes: int, itemsize: int = 2, **marks: bool) -> list[Parameter]:

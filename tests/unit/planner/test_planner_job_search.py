@@ -12,13 +12,12 @@ from plan_parts import architecture, work
 from aligner.models.config import ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import Scales
 from aligner.planner.job_search import COMMUNICATORS, Aim, Arrangement, JobSearch, Option, RoleSearch, step_seconds
 from aligner.planner.memory import host_memory
 from aligner.planner.search import Estimator, Space
 from aligner.planner.times import phase_times
-from aligner.planner.workload import GIB, Component, Head, Phase
+from aligner.planner.workload import GIB, BlockBytes, Component, Head, Phase, StateBytes
 
 GPUS = 6
 PARAMETERS = 1_200_000_000  # of each model

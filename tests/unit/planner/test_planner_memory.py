@@ -17,10 +17,9 @@ from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run, layers, memory, report, search
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, StateBytes
 from aligner.planner.estimate import Scales, predict, with_fitting_cache
 from aligner.planner.simulation import Simulated
-from aligner.planner.workload import GIB, Component, Engine, Phase, stage_layers
+from aligner.planner.workload import GIB, BlockBytes, Component, Engine, Phase, StateBytes, stage_layers
 from aligner.rollout.config import EngineKind, RolloutConfig, TensorRTLLMConfig
 
 GPU = ClusterConfig(device=Device.gpu, gpus_per_node=8, gpu_memory_gib=80, reserved_gib=1)
@@ -47,22 +46,26 @@ def component(architecture: Architecture, **changes) -> Component:
     return plan_parts.component(**{"architecture": architecture, "work": WORK} | changes)
 
 
+def kept_tensors(own: Component, tokens: int) -> dict[str, int]:
+    return layers.FusedLayer(own, tokens).kept()
+
+
 def test_a_layer_of_gpt_keeps_what_is_published() -> None:
     """34 s b h / t less the two masks of what is dropped, which is nothing here; statistics and log-sum-exps come to 0.1 % of it."""
     s, h, t = 2048, 12288, 8
-    tensors = layers.kept_tensors(component(GPT, parallel={"tp": t, "sequence_parallel": True}), s)
+    tensors = kept_tensors(component(GPT, parallel={"tp": t, "sequence_parallel": True}), s)
     small = {name for name in tensors if "statistics" in name or name == "log-sum-exp"}
     assert sum(size for name, size in tensors.items() if name not in small) == (34 - 2) * s * h // t
     assert sum(tensors[name] for name in small) == 2 * 2 * 4 * s // t + 4 * s * 96 // t
     # Equation 2 without sequence parallelism: 10 + 24 / t, less the same masks.
-    whole = layers.kept_tensors(component(GPT, parallel={"tp": t}), s)
+    whole = kept_tensors(component(GPT, parallel={"tp": t}), s)
     assert sum(size for name, size in whole.items() if name not in small) == (10 - 2) * s * h + 24 * s * h // t
 
 
 def test_tensors_of_grouped_queries_and_swiglu() -> None:
     """100 tokens on two ranks with sequence parallelism: 50 between the layers; 4 heads and a group of 8 numbers, 96 of 192 inner ones."""
     own = component(LLAMA, parallel={"tp": 2, "sequence_parallel": True})
-    assert layers.kept_tensors(own, 100) == {
+    assert kept_tensors(own, 100) == {
         "first norm's input": 50 * 64 * 2,
         "first norm's output": 50 * 64 * 2,
         "first norm's statistics": 50 * 4,
@@ -77,25 +80,25 @@ def test_tensors_of_grouped_queries_and_swiglu() -> None:
         "first product's output": 100 * 2 * 96 * 2,
         "second product's input": 100 * 96 * 2,
     }
-    kept = sum(layers.kept_tensors(own, 100).values())
+    kept = sum(kept_tensors(own, 100).values())
     normed = replace(own, architecture=replace(LLAMA, qk_norm=True))
-    assert sum(layers.kept_tensors(normed, 100).values()) - kept == 100 * (4 + 1) * (8 * 2 + 4)
+    assert sum(kept_tensors(normed, 100).values()) - kept == 100 * (4 + 1) * (8 * 2 + 4)
     gelu = replace(own, architecture=replace(LLAMA, activation=Activation.gelu_tanh))  # which is not fused
-    assert sum(layers.kept_tensors(gelu, 100).values()) - kept == 100 * 96 * 2
+    assert sum(kept_tensors(gelu, 100).values()) - kept == 100 * 96 * 2
     eight = replace(own, model=replace(own.model, fp8=True))  # three inputs of products in half the bytes, the projection's besides
-    assert kept - sum(layers.kept_tensors(eight, 100).values()) == 2 * 50 * 64 + 100 * 96 - 100 * 4 * 8
+    assert kept - sum(kept_tensors(eight, 100).values()) == 2 * 50 * 64 + 100 * 96 - 100 * 4 * 8
     sharing = {"packing": True, "micro_batch_tokens": 514, "share_prompts": True}
     shared = replace(own, model=replace(own.model, **sharing))  # 129 tokens of prompt for every 128 of a response
-    assert sum(layers.kept_tensors(shared, 100).values()) - kept == 2 * (200 - 100) * 8 * 2
+    assert sum(kept_tensors(shared, 100).values()) - kept == 2 * (200 - 100) * 8 * 2
 
 
 def test_tensors_of_experts() -> None:
     """100 tokens on two ranks with sequence parallelism: 50 on a rank, each with 4 of 16 experts, 48 wide and whole on their ranks."""
-    found = layers.kept_tensors(component(MIXTURE, parallel={"tp": 2, "sequence_parallel": True, "ep": 2}), 100)
+    found = kept_tensors(component(MIXTURE, parallel={"tp": 2, "sequence_parallel": True, "ep": 2}), 100)
     assert found["permuted tokens"] == 200 * 64 * 2 and found["permuted probabilities"] == 200 * 4
     assert found["first product's output"] == 200 * 2 * 48 * 2 and found["second product's input"] == 200 * 48 * 2
     assert found["router's logits and probabilities"] == 50 * 16 * 8 and found["routes and places of rows"] == 50 * 16 * 5
-    split = layers.kept_tensors(component(MIXTURE, parallel={"tp": 2, "sequence_parallel": True, "etp": 2}), 100)
+    split = kept_tensors(component(MIXTURE, parallel={"tp": 2, "sequence_parallel": True, "etp": 2}), 100)
     assert split["permuted tokens"] == 400 * 64 * 2 and split["first product's output"] == 400 * 2 * 24 * 2
 
 

@@ -11,9 +11,8 @@ from plan_parts import work
 
 from aligner.models.config import Architecture
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.dry_run import StateBytes
 from aligner.planner.simulation import Habits, Part, simulate
-from aligner.planner.workload import Head, Phase, ResponseLengths
+from aligner.planner.workload import Head, Phase, ResponseLengths, StateBytes
 
 NOTHING = StateBytes(weights=0, gradients=0, optimizer=0)
 SIZES = plan_parts.sizes()

@@ -88,6 +88,7 @@ def test_the_host_updates_where_it_may():
     assert found(replace(space("optimizer.cpu_offload"), host_updates=True)) == {False}
 
 
+@pytest.mark.cpu  # the simulated GPU cannot hold a plan's fake tensors
 def test_all_weights_of_70b_fit_on_two_nodes_with_the_optimizer_on_the_host():
     """In a process of its own: plans have a world."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

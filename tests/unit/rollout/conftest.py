@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+import rollout_parts
 
 from aligner.types import Prompt
 
@@ -15,8 +15,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 
 @pytest.fixture
 def mixed_prompts() -> list[Prompt]:
-    """Six prompts of 1 to 23 tokens: two are the same, and one begins like them."""
-    generator = torch.Generator().manual_seed(12)
-    rows = [torch.randint(3, 61, (length,), generator=generator).tolist() for length in (3, 22, 1, 9, 22, 6)]
-    rows[4], rows[5] = rows[1], rows[1][:17] + rows[5]
-    return [Prompt(id=number, tokens=tuple(row), source=f"prompt {number}") for number, row in enumerate(rows)]
+    return rollout_parts.mixed_prompts()

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from rollout_parts import mixed_prompts
 
 from aligner.errors import ConfigError
 from aligner.models.config import Activation, Layers, ModelConfig, Normalization, PositionEmbedding, Recompute
-from aligner.types import FinishReason, LossOutput, Prompt, Rollout, SamplingConfig
+from aligner.types import FinishReason, LossOutput, Rollout, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("topology")
 
@@ -48,7 +49,6 @@ ENGINES = (
     {"max_batch_size": 1},
     {"kv_cache_tokens": 96, "prefill_chunk_tokens": 6, "max_batch_size": 4},
 )
-LENGTHS = (3, 22, 1, 9, 22, 6)
 SHAPE = ("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts")
 
 
@@ -65,14 +65,6 @@ def make_policy(make_model):
     return make
 
 
-def prompts() -> list[Prompt]:
-    """Two are the same, and one begins like them."""
-    generator = torch.Generator().manual_seed(12)
-    rows = [torch.randint(3, 61, (length,), generator=generator).tolist() for length in LENGTHS]
-    rows[4], rows[5] = rows[1], rows[1][:17] + rows[5]
-    return [Prompt(id=number, tokens=tuple(row), source=f"prompt {number}") for number, row in enumerate(rows)]
-
-
 def engine_of(policy, **config):
     from aligner.rollout.config import RolloutConfig
     from aligner.rollout.create import create_engine
@@ -83,7 +75,7 @@ def engine_of(policy, **config):
 
 def generate(policy, **config) -> list[Rollout]:
     """In the order of the prompts."""
-    rollouts = [rollout for part in engine_of(policy, **config).generate(prompts(), list(range(len(LENGTHS)))) for rollout in part]
+    rollouts = [rollout for part in engine_of(policy, **config).generate(mixed_prompts(), list(range(6))) for rollout in part]
     return sorted(rollouts, key=lambda rollout: rollout.seed)
 
 
@@ -143,35 +135,6 @@ def test_the_first_update_has_a_ratio_of_one_and_the_ordinary_gradient(make_poli
     after = batch_of(generate(policy))  # of the new weights
     assert torch.equal(policy.logprobs(after)[after.loss_mask], after.rollout_logprobs[after.loss_mask])
     assert not torch.equal(policy.logprobs(batch), batch.rollout_logprobs)
-
-
-def test_raw_logprobs_are_the_policys_at_temperature_one(make_policy):
-    from aligner.rollout.engine import GenRequest, ListedWork
-
-    policy = make_policy({})
-    requests = [GenRequest(index=prompt.id, tokens=prompt.tokens, seed=prompt.id) for prompt in prompts()]
-    sampling = SamplingConfig(temperature=0.7, max_response_length=18, min_response_length=18, raw_logprobs=True, repetition_penalty=1.2)
-    # There is room for two or three responses: the others wait, or lose their places for a while.
-    generation = engine_of(policy, max_batch_size=4, kv_cache_tokens=96, prefill_chunk_tokens=6).engine.generation
-    results = {result.index: result for part in generation.run(ListedWork(requests), sampling, version=0) for result in part}
-    assert generation.counters.preemptions > 0 and generation.counters.shared_tokens > 0
-    rollouts = [
-        Rollout(
-            prompt=prompt,
-            response=results[prompt.id].tokens,
-            logprobs=results[prompt.id].raw_logprobs,
-            finish_reason=FinishReason.length,
-            policy_version=0,
-            seed=prompt.id,
-        )
-        for prompt in prompts()
-    ]
-    batch = batch_of(rollouts)
-    policy.temperature = 1.0
-    assert torch.equal(policy.logprobs(batch)[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
-    policy.temperature = 0.7
-    heated = torch.tensor([logprob for prompt in prompts() for logprob in results[prompt.id].logprobs])
-    assert torch.equal(policy.logprobs(batch)[batch.loss_mask], heated)
 
 
 def test_what_has_no_invariant_form_is_refused(make_policy):

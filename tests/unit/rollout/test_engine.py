@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from rollout_parts import prompts
 
 from aligner.data.collate import rollout_batch
-from aligner.errors import EngineError
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Dtype
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import FinishReason, LabeledBatch, Prompt, Rollout, SamplingConfig
+from aligner.types import FinishReason, LabeledBatch, Rollout, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("topology")
 
@@ -31,22 +31,16 @@ NEW += ["gpt2_scaled", "phi3", "phi3_window", "phi3_longrope", "phi3_longrope_sh
 NEW += ["gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
 
 
-def make_prompts(lengths: Sequence[int]) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(2)
-    rows = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
-    return [Prompt(id=i, tokens=tuple(row), source=f"prompts.jsonl:{i + 1}") for i, row in enumerate(rows)]
-
-
-PROMPTS = make_prompts([3, 12, 7, 1, 7, 20])
+PROMPTS = prompts(3, 12, 7, 1, 7, 20)
 SEEDS = [11, 12, 13, 14, 15, 16]
 
 
-def engine_of(policy, *, max_batch_size: int = 64, eos_id: int = EOS, **sampling):
+def engine_of(policy, *, max_batch_size: int = 64, eos_id: int = EOS, config: dict | None = None, **sampling):
     from aligner.rollout.config import RolloutConfig
     from aligner.rollout.create import create_engine
 
     settings = SamplingConfig(**({"max_response_length": 24} | sampling))
-    return create_engine(policy, RolloutConfig(sampling=settings, max_batch_size=max_batch_size), eos_id=eos_id)
+    return create_engine(policy, RolloutConfig(sampling=settings, max_batch_size=max_batch_size, **(config or {})), eos_id=eos_id)
 
 
 def generate(engine, prompts=PROMPTS, seeds=SEEDS, sampling=None) -> dict[tuple[int, int], Rollout]:
@@ -77,6 +71,20 @@ def test_logprobs_equal_recomputed_ones(name, temperature, hf_directory, load_po
     assert (policy.logprobs(batch) - logprobs).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("family", ["llama", "llama_tied_llama3_rope", "qwen2_tied", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2"])
+def test_logprobs_of_chunked_and_evicted_responses_are_the_policys(family, hf_directory, load_policy, logprob_gap, mixed_prompts):
+    """Prompts go into the cache in pieces of 6 tokens, and there is room for two or three responses: others wait, or lose their places."""
+    temperature = {"llama": 0.3, "qwen3": 1.7, "nemotron": 0.7}.get(family, 1.0)
+    policy = load_policy(hf_directory(family), config={"seq_length": 64}, training={"micro_batch_size": 4})
+    policy.temperature = temperature
+    sampling = {"temperature": temperature, "max_response_length": 18, "min_response_length": 14, "top_k": 50, "stop_token_ids": [7]}
+    engine = engine_of(policy, max_batch_size=4, config={"prefill_chunk_tokens": 6, "kv_cache_tokens": 96}, **sampling)
+    rollouts = list(generate(engine, mixed_prompts, range(6)).values())
+    counters = engine.engine.generation.counters
+    assert counters.preemptions > 0 and counters.shared_tokens > 0 and counters.prefill_passes > 6
+    assert float(logprob_gap(policy, rollouts).max()) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("name", "eos"), [*((name, EOS) for name in ("llama", "qwen2_tied", "qwen3")), *((name, VOCAB + 5) for name in ("llama", *NEW))]
 )
@@ -89,43 +97,6 @@ def test_greedy_tokens_equal_those_of_transformers(name, eos, hf_directory, load
     for rollout in generate(engine, sampling=SamplingConfig(temperature=0.0, max_response_length=40)).values():
         prompt = torch.tensor([rollout.prompt.tokens])
         assert list(rollout.tokens) == theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0].tolist()
-
-
-def test_logprobs_are_before_top_k_and_top_p(make_model):
-    policy = make_model("policy", training={"temperature": 0.9})
-    batch, logprobs = as_batch(list(generate(engine_of(policy, temperature=0.9, top_k=5, top_p=0.8)).values()))
-    assert (policy.logprobs(batch) - logprobs).abs().max() < 1e-4
-
-
-def test_a_sample_depends_on_nothing_but_prompt_and_seed(make_model):
-    """Other companions, another order, other batch sizes, alone: the same tokens, and log-probs within rounding."""
-    policy = make_model("policy")
-    expected = generate(engine_of(policy))
-    assert len({rollout.response for rollout in expected.values()}) == len(PROMPTS)
-    runs = [generate(engine_of(policy, max_batch_size=size)) for size in (1, 2, 4)]
-    runs.append(generate(engine_of(policy), PROMPTS[::-1], SEEDS[::-1]))
-    runs.append(generate(engine_of(policy), [*PROMPTS, *PROMPTS], [*SEEDS, *range(100, 106)]))
-    for run in runs:
-        for key, rollout in expected.items():
-            assert run[key].response == rollout.response and run[key].finish_reason == rollout.finish_reason
-            assert run[key].logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
-
-
-def test_another_seed_gives_another_sample(make_model):
-    engine = engine_of(make_model("policy"))
-    assert len({r.response for r in generate(engine, [PROMPTS[1]] * 8, list(range(8))).values()}) == 8
-
-
-def test_a_group_shares_the_computation_of_its_prompt(make_model):
-    policy = make_model("policy")
-    engine = engine_of(policy)
-    prompts, seeds = [PROMPTS[2]] * 3 + [PROMPTS[0]] * 3, list(range(20, 26))
-    group = generate(engine, prompts, seeds)
-    counters = engine.engine.generation.counters
-    assert counters.prefilled_tokens == 7 + 3 and counters.shared_tokens == 2 * (7 + 3) and counters.prefill_passes == 1
-    for prompt, seed in zip(prompts, seeds, strict=True):
-        alone = generate(engine, [prompt], [seed])
-        assert samples(group)[prompt.id, seed] == samples(alone)[prompt.id, seed]
 
 
 def test_a_stop_token_ends_a_response_and_belongs_to_it(make_model):
@@ -142,14 +113,6 @@ def test_a_stop_token_ends_a_response_and_belongs_to_it(make_model):
             assert rollout.logprobs == pytest.approx(free[key].logprobs[: len(rollout.response)], abs=1e-4)
 
 
-def test_a_stop_token_at_the_very_limit_counts_as_a_stop(make_model):
-    policy = make_model("policy")
-    free = generate(engine_of(policy, eos_id=VOCAB + 5))[0, 11].response
-    limit = next(i for i, token in enumerate(free) if token not in free[:i] and i > 2) + 1
-    (rollout,) = generate(engine_of(policy, eos_id=free[limit - 1], max_response_length=limit), PROMPTS[:1], SEEDS[:1]).values()
-    assert rollout.response == free[:limit] and rollout.finish_reason == FinishReason.stop
-
-
 def test_settings_of_one_call_replace_the_engines(make_model):
     """Validation: another length, greedy, and its own stop tokens."""
     policy = make_model("policy")
@@ -162,55 +125,6 @@ def test_settings_of_one_call_replace_the_engines(make_model):
     greedy = SamplingConfig(temperature=0.0, max_response_length=6)
     assert samples(generate(engine, PROMPTS[:1], [1], greedy))[0, 1] == samples(generate(engine, PROMPTS[:1], [2], greedy))[0, 2]
     assert samples(generate(engine)) == samples(free)
-
-
-def test_max_response_length_of_one(make_model):
-    rollouts = generate(engine_of(make_model("policy"), max_response_length=1, eos_id=VOCAB + 5))
-    assert all(len(rollout.response) == 1 and rollout.finish_reason == FinishReason.length for rollout in rollouts.values())
-
-
-@pytest.mark.parametrize("length", [0, 64, 70])
-def test_a_prompt_that_leaves_no_room_is_named(make_model, length):
-    prompts = [*PROMPTS[:2], Prompt(id=9, tokens=(5,) * length, source="data/train.jsonl:17")]
-    with pytest.raises(EngineError, match=f"data/train.jsonl:17: a prompt of {length} tokens .* context of 64"):
-        next(engine_of(make_model("policy")).generate(prompts, [1, 2, 3]))
-
-
-def test_the_context_cuts_each_response_by_its_own_prompt(make_model):
-    """A long prompt in the batch must not shorten the responses of the others."""
-    policy = make_model("policy", config={"seq_length": 40})
-    prompts = make_prompts([39, 30, 3, 20])
-    engine = engine_of(policy, max_response_length=32, eos_id=VOCAB + 5)
-    rollouts = generate(engine, prompts, [1, 2, 3, 4])
-    assert [len(rollouts[key].response) for key in ((0, 1), (1, 2), (2, 3), (3, 4))] == [1, 10, 32, 20]
-    assert all(rollout.finish_reason == FinishReason.length for rollout in rollouts.values())
-    for prompt, seed in zip(prompts, [1, 2, 3, 4], strict=True):
-        assert samples(generate(engine, [prompt], [seed])) == {(prompt.id, seed): samples(rollouts)[prompt.id, seed]}
-    batch, logprobs = as_batch(list(rollouts.values()))
-    assert (policy.logprobs(batch) - logprobs).abs().max() < 1e-4
-
-
-def test_rows_that_leave_the_cache_do_not_disturb_the_others(make_model):
-    """Ten rows that stop one by one: the cache is compacted several times, and every number stays what it was alone."""
-    policy = make_model("policy", seed=3)
-    free = generate(engine_of(policy, eos_id=VOCAB + 5), [PROMPTS[1]] * 10, list(range(10)))
-    common = torch.bincount(torch.tensor([t for r in free.values() for t in r.response]), minlength=VOCAB).argsort(descending=True)
-    engine = engine_of(policy, eos_id=int(common[2]), stop_token_ids=common[3:5].tolist())
-    prompts = [PROMPTS[1], PROMPTS[3]] * 5
-    rollouts = generate(engine, prompts, list(range(10)))
-    assert len({len(rollout.response) for rollout in rollouts.values()}) > 4
-    for (_, seed), rollout in rollouts.items():
-        (alone,) = generate(engine, [rollout.prompt], [seed]).values()
-        assert alone.response == rollout.response and rollout.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
-
-
-def test_finished_rollouts_arrive_before_the_others_end(make_model):
-    policy = make_model("policy")
-    free = generate(engine_of(policy, eos_id=VOCAB + 5))
-    engine = engine_of(policy, eos_id=free[0, 11].response[0])
-    parts = [part for part in engine.generate(PROMPTS, SEEDS)]
-    assert len(parts) > 1 and 0 in {rollout.prompt.id for rollout in parts[0]}
-    assert max(len(rollout.response) for rollout in parts[-1]) > 1
 
 
 def test_updated_weights_are_sampled_from_without_a_copy(make_model):

@@ -49,48 +49,25 @@ def test_without_a_gpu_it_is_the_built_in_one(installed, monkeypatch):
     assert found.engine == EngineKind.megatron and found.reasons == ("vllm (it is for GPUs)", NEVER)
 
 
-def test_delta_nets_are_left_to_the_built_in_one(installed):
-    found = choose(config_of(), tp=1, delta_nets=True)
-    assert found.engine == EngineKind.megatron and "the model's delta nets need" in found.reasons[0]
-
-
 @pytest.mark.parametrize(
     ("config", "tp", "expected", "said"),
     [
         (config_of(), 2, "vllm", ""),
         (config_of(sampling={"repetition_penalty": 1.1}), 1, "vllm", ""),
-        (
-            config_of(sampling={"stop_strings": ["\n"]}),
-            1,
-            "megatron",
-            "rollout.sampling.stop_strings: not available with rollout.engine=vllm",
-        ),
-        (
-            config_of(sampling={"raw_logprobs": True}),
-            1,
-            "megatron",
-            "rollout.sampling.raw_logprobs: not available with rollout.engine=vllm",
-        ),
+        (config_of(sampling={"stop_strings": ["\n"]}), 1, "megatron", "sampling.stop_strings: not available with rollout.engine=vllm"),
+        (config_of(sampling={"raw_logprobs": True}), 1, "megatron", "sampling.raw_logprobs: not available with rollout.engine=vllm"),
         (config_of(sampling={"temperature": 0.7, "min_response_length": 3}), 1, "megatron", "its log-probs would be at temperature 1"),
         (config_of(asynchronous=AsynchronousConfig(max_staleness=1)), 1, "megatron", "rollout.engine=vllm samples between training phases"),
         (config_of(offload=True), 1, "vllm", ""),
+        (config_of(verify_refit=VerifyRefit.checksum), 1, "vllm", ""),
+        (config_of(verify_refit=VerifyRefit.checksum), 2, "megatron", "reads no weights back from rollout.tp=2 ranks"),
+        ({"batch_invariant": True}, 1, "megatron", "model.batch_invariant=true"),
+        ({"delta_nets": True}, 1, "megatron", "the model's delta nets need"),
     ],
 )
 def test_what_the_run_asks_for_decides(installed, config, tp, expected, said):
-    found = choose(config, tp=tp)
+    found = choose(config_of(), tp=tp, **config) if isinstance(config, dict) else choose(config, tp=tp)
     assert found.engine.value == expected and said in str(found)
-
-
-def test_bit_identical_log_probs_are_the_built_in_ones(installed):
-    found = choose(config_of(), tp=1, batch_invariant=True)
-    assert found.engine == EngineKind.megatron and "model.batch_invariant=true" in found.reasons[0]
-
-
-def test_checksums_of_a_split_model(installed):
-    config = config_of(verify_refit=VerifyRefit.checksum)
-    found = choose(config, tp=2)
-    assert found.engine == EngineKind.megatron and "reads no weights back from rollout.tp=2 ranks" in found.reasons[0]
-    assert choose(config, tp=1).engine == EngineKind.vllm
 
 
 def test_a_run_samples_with_what_was_chosen_and_says_so(topology, make_model, capsys):

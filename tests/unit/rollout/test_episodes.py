@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 import pytest
@@ -19,7 +18,7 @@ from aligner.environments.exchange import Converting, EnvironmentFollowUp, Episo
 from aligner.protocols import Replica
 from aligner.rollout.builtin.generation import Generation
 from aligner.rollout.builtin.sampling import Sampler
-from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Refitted, WeightForm, Work
+from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Work
 from aligner.rollout.engine.episodes import Conversing, turn_seed
 from aligner.types import FinishReason, LogprobKind, Prompt, Rollout, SamplingConfig
 
@@ -33,15 +32,13 @@ class FakeEngine:
 
     replica = Replica()
     max_sequence_length = CONTEXT
-    capabilities = Capabilities(
-        name="fake", max_tp=1, per_request_seeds=True, logprobs=LogprobKind.sampled, weights=WeightForm.in_place, atomic_groups=False
-    )
+    capabilities = Capabilities(name="fake", logprobs=LogprobKind.sampled)
 
     def __init__(self, run) -> None:
         self._run = run
 
-    def refit(self, version: int) -> Refitted:
-        return Refitted(num_bytes=0, seconds=0.0)
+    def refit(self, version: int) -> int:
+        return 0
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         return self._run(work, sampling, 0)
@@ -387,41 +384,6 @@ def test_an_episode_depends_on_prompt_and_seed_alone(in_step: bool) -> None:
     # Where the cache has room, of a turn that follows another all but the last page and the observation is in the cache.
     news = sum(len(one.prompt.tokens) + len(one.response) - one.num_written + (4 + 1) * (one.num_turns - 1) for one in episodes.values())
     assert computed[1] <= news < sum(len(one.tokens) for one in episodes.values())
-
-
-@pytest.mark.cpu
-def test_stop_strings_end_turns() -> None:
-    """`b` (token 4) ends a turn, also where an observation brought one before."""
-    letters = "".join(chr(ord("a") + i - 3) if i >= 3 else "." for i in range(VOCAB))
-    sampling = SamplingConfig(max_response_length=40, stop_strings=["b"])
-    decode = lambda tokens: "".join(letters[token] for token in tokens)  # noqa: E731
-
-    class Tells(Echo):
-        def step(self, state: list[Turn], turn: Turn) -> Observation:
-            return Observation(text="4 5", done=turn.number == 3)
-
-    generation = Generation(
-        decoder=FakeDecoder(vocab_size=VOCAB, page_size=4, max_sequence_length=CONTEXT),
-        max_batch_size=8,
-        kv_cache_tokens=0,
-        prefill_chunk_tokens=16,
-        eos_id=99,
-        decode=decode,
-    )
-    for one in collect(engine_of(generation.run, Tells(), sampling=sampling), [(6 + i % 3,) for i in range(8)]).values():
-        texts, turn = [], ""
-        for token, written in zip(one.response, one.written, strict=True):
-            turn += letters[token] if written else "|"
-        texts = [text for text in turn.split("||") if text]
-        assert all(text.index("b") == len(text) - 1 for text in texts[:-1]), turn
-        assert one.finish_reason is (FinishReason.stop if one.num_turns == 3 and turn.endswith("b") else FinishReason.length)
-
-
-def test_without_an_environment_nothing_is_marked() -> None:
-    engine = engine_of(scripted({0: [(7, EOS)]})[0], Echo())
-    engine.conversing = None
-    one = collect(engine, [(3,)])[0]
-    assert one.written is None and one.reward is None and one == replace(one, num_turns=1, counts={})
 
 
 SHARED = {"packing": True, "share_prompts": True, "micro_batch_tokens": 256}

@@ -10,7 +10,7 @@ from host_syncs import HostSyncs
 from aligner.models.architecture.architecture import Architecture
 from aligner.models.modules.megatron_config import activation_of
 from aligner.parallel import platform
-from aligner.rollout.builtin.experts import FeedForward, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
+from aligner.rollout.builtin.decode_layers import FeedForward, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
 from aligner.rollout.builtin.refit import allocated
 from aligner.rollout.builtin.weights import Affine
 from aligner.rollout.engine.manifest import TensorSpec

@@ -29,7 +29,6 @@ from aligner.rollout.builtin.paged_kernels import (
     attends_right,
     flash_attention,
     load,
-    load_torch,
 )
 
 
@@ -71,7 +70,7 @@ def torch_2(
 MODULES = {
     FLASH_2.module: (lambda: load(FLASH_2), {"flash_attn_with_kvcache": flash_2}),
     FLASH_3.module: (lambda: load(FLASH_3), {"flash_attn_with_kvcache": flash_3}),
-    TORCH: (load_torch, {"varlen_attn": torch_2}),
+    TORCH.module: (lambda: load(TORCH), {"varlen_attn": torch_2}),
 }
 
 
@@ -101,10 +100,9 @@ def test_a_package_with_another_signature_is_left_alone(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert load(FLASH_2) is None
     assert caplog.messages == ["rollouts attend without flash_attn, whose flash_attn_with_kvcache has no block_table"]
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace())
-    assert load(FLASH_2) is None
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert load(FLASH_2) is None
+    for module in (types.SimpleNamespace(), None):
+        monkeypatch.setitem(sys.modules, "flash_attn", module)
+        assert load(FLASH_2) is None
 
 
 def test_a_kernel_that_fails_or_attends_otherwise_is_left_alone(monkeypatch, caplog):
@@ -119,12 +117,12 @@ def test_a_kernel_that_fails_or_attends_otherwise_is_left_alone(monkeypatch, cap
         (all_pages, r"which is off by [\d.]+ on two short sequences"),
         (lambda *args, **options: torch_2(*args, **options) * torch.nan, "which is off by nan on two short sequences"),
     ):
-        monkeypatch.setitem(sys.modules, TORCH, types.SimpleNamespace(varlen_attn=function))
+        monkeypatch.setitem(sys.modules, TORCH.module, types.SimpleNamespace(varlen_attn=function))
         caplog.clear()
-        attention = TorchFlashAttention(function)
+        attention = TorchFlashAttention(TORCH, function)
         with caplog.at_level(logging.WARNING):
             assert not attends_right(attention, torch.zeros(1), (1, 2, 8))
-        assert re.fullmatch(f"rollouts attend without {TORCH}, {said}", *caplog.messages)
+        assert re.fullmatch(f"rollouts attend without {TORCH.module}, {said}", *caplog.messages)
 
 
 def test_the_fastest_that_works_is_taken(monkeypatch):
@@ -142,7 +140,7 @@ def test_the_fastest_that_works_is_taken(monkeypatch):
         attention = flash_attention(OnGPU(), (2, 4, 128))
         found.append(attention and attention.name)
         broken.add(found[-1])
-    assert found == ["flash_attn_interface", "flash_attn", TORCH, None]
+    assert found == ["flash_attn_interface", "flash_attn", TORCH.module, None]
     broken.clear()
     assert flash_attention(OnGPU(), (2, 4, 12)) is None and flash_attention(OnGPU(), (2, 4, 512)) is None
     major = 8
@@ -150,13 +148,9 @@ def test_the_fastest_that_works_is_taken(monkeypatch):
 
 
 def test_an_older_torch_has_no_pages(monkeypatch):
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
-        raise AssertionError("not to be called")
-
-    monkeypatch.setitem(sys.modules, TORCH, types.SimpleNamespace(varlen_attn=varlen_attn))
-    assert load_torch() is None
-    monkeypatch.setitem(sys.modules, TORCH, None)
-    assert load_torch() is None
+    for module in (types.SimpleNamespace(varlen_attn=lambda query, key, value, is_causal=False: None), None):
+        monkeypatch.setitem(sys.modules, TORCH.module, module)
+        assert load(TORCH) is None
 
 
 def test_not_on_cpu():

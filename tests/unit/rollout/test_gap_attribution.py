@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_parts import prompts
 
-from aligner.types import Prompt, SamplingConfig
+from aligner.types import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("topology")
 FAMILIES = ("llama", "qwen2_tied", "qwen3", "mixtral", "nemotron", "gpt2")
@@ -37,12 +38,6 @@ OTHERS = (
     "llama_yarn",
 )
 LENGTHS = (3, 22, 9)
-
-
-def prompts() -> list[Prompt]:
-    generator = torch.Generator().manual_seed(12)
-    rows = [torch.randint(3, 61, (length,), generator=generator).tolist() for length in LENGTHS]
-    return [Prompt(id=number, tokens=tuple(row), source=f"prompt {number}") for number, row in enumerate(rows)]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +73,7 @@ def report(policy, engine, config, **tolerance):
     from aligner.telemetry.metrics import values
 
     engine.wake()
-    rollouts = sorted((one for part in engine.generate(prompts(), [5, 6, 7]) for one in part), key=lambda one: one.seed)
+    rollouts = sorted((one for part in engine.generate(prompts(*LENGTHS, seed=12), [5, 6, 7]) for one in part), key=lambda one: one.seed)
     batch = rollout_batch(rollouts, 0)
     logprobs = policy.logprobs(batch)
     gaps = (logprobs - batch.rollout_logprobs).abs() * batch.loss_mask

@@ -173,12 +173,6 @@ def test_a_request_that_does_not_fit_alone_is_named():
     assert len(run(requests, sampling, kv_cache_tokens=32)[1]) == 1
 
 
-@pytest.mark.parametrize("length", [0, CONTEXT, CONTEXT + 5])
-def test_a_prompt_without_room_is_named(length):
-    with pytest.raises(EngineError, match=f"request 4: a prompt of {length} tokens .* context of {CONTEXT}"):
-        run([GenRequest(index=4, tokens=(3,) * length, seed=1)], SamplingConfig())
-
-
 def test_a_cache_of_no_stated_size_grows_with_the_requests():
     """The first prompt is short; a later one needs more than all the pages that there are."""
 
@@ -203,15 +197,13 @@ def test_a_cache_of_no_stated_size_grows_with_the_requests():
         assert generation.decoder.caches == sizes and generation.counters.preemptions == 0
 
 
-@pytest.mark.parametrize(("name", "value", "least"), [("kv_cache_tokens", -1, 0), ("prefill_chunk_tokens", 0, 1)])
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [("kv_cache_tokens", -1, 0), ("prefill_chunk_tokens", 0, 1), ("tp", -1, 0), ("refit_bucket_mib", 0, 1), ("max_batch_size", 0, 1)],
+)
 def test_settings_that_cannot_work_are_named(name, value, least):
     with pytest.raises(ConfigError, match=f"rollout.{name}={value}: must be at least {least}"):
         RolloutConfig(**{name: value})
-
-
-def test_nothing_to_do():
-    generation, results = run([], SamplingConfig())
-    assert results == {} and generation.decoder.caches == []
 
 
 LONG = tuple(torch.randint(3, 61, (512,), generator=torch.Generator().manual_seed(4)).tolist())

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from host_syncs import HostSyncs
+from rollout_parts import decoder_of
 
 from aligner.rollout.builtin.attention import (
     DecodeBatch,
@@ -27,14 +28,6 @@ CHUNKS = [  # three sizes of attention call, and one that goes on
     PrefillChunk(tokens=[3], start=0, pages=[4], wants_logits=True),
     PrefillChunk(tokens=[4] * 3, start=5, pages=[5, 6], wants_logits=True),
 ]
-
-
-def test_the_counter_counts():
-    x = torch.arange(6.0)
-    with HostSyncs() as syncs:
-        x[x > 2], x.sum().item(), (x > 2).nonzero(), x[torch.tensor([0, 1])]
-        x[x > 3] = 0
-    assert syncs.found == ["index", "_local_scalar_dense", "nonzero", "index_put_"]
 
 
 def test_prefill_attention_waits_for_nothing_and_attends_to_each_sequence_alone():
@@ -64,20 +57,11 @@ DELTA |= {"linear_value_head_dim": 6, "linear_conv_size": 4}
 
 @pytest.mark.parametrize("name", ["dense", "experts", "delta nets"])
 def test_a_decode_step_of_a_model_waits_for_nothing(topology, make_model, name):
-    from aligner.rollout.builtin.decode import Decoder, Shards
-    from aligner.rollout.builtin.weights import by_role, named_parameters
     from aligner.rollout.config import Kernels
 
     experts = {"num_experts": 5, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
-    chunk = make_model("policy", architecture={"experts": experts, "delta nets": DELTA}.get(name, {})).chunks[0]
-    decoder = Decoder(
-        by_role(named_parameters([chunk]), chunk.architecture),
-        chunk.architecture,
-        Shards(),
-        max_sequence_length=chunk.max_sequence_length,
-        frequencies=chunk.rotary_pos_emb.inv_freq,
-        kernels=Kernels.torch,
-    )
+    policy = make_model("policy", architecture={"experts": experts, "delta nets": DELTA}.get(name, {}))
+    decoder = decoder_of(policy, kernels=Kernels.torch)
     assert not decoder.fixed_shapes  # on a CPU each expert has its own tokens only
     cache, pages = decoder.new_cache(4), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     batch = DecodeBatch(tokens=torch.tensor([5, 6]), positions=torch.tensor([3, 17]), pages=pages, seats=torch.tensor([0, 1]))

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from rollout_parts import decoder_of
 
 from aligner.models.config import Activation, Normalization
 from aligner.rollout.config import Kernels
@@ -28,7 +29,7 @@ SIZES = {  # heads of 12 and 40 dimensions are no whole vectors; 7 queries per g
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
     """The kernels as they are, and for vectors of 16 numbers."""
-    from aligner.rollout.builtin.native.library import FLAGS, Library, compiled, load
+    from aligner.rollout.builtin.native import FLAGS, Library, compiled, load
 
     cache = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
     found = {"own": load(), "16 lanes": Library(str(compiled(cache, (*FLAGS, "-O1", "-DLANES=16", "-Wno-psabi"))))}
@@ -56,24 +57,9 @@ def steps(decoder, batch: int, *, seed: int) -> torch.Tensor:
     return torch.stack(found)
 
 
-def decoder_of(policy, **options):
-    from aligner.rollout.builtin.decode import Decoder, Shards
-    from aligner.rollout.builtin.weights import by_role, named_parameters
-
-    chunk = policy.chunks[0]
-    return Decoder(
-        by_role(named_parameters([chunk]), chunk.architecture),
-        chunk.architecture,
-        Shards(),
-        max_sequence_length=chunk.max_sequence_length,
-        frequencies=chunk.rotary_pos_emb.inv_freq,
-        **options,
-    )
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_decode_steps_equal_torchs(name, make_model, libraries, monkeypatch):
-    from aligner.rollout.builtin.native import library as native
+    from aligner.rollout.builtin import native
 
     policy = make_model("policy", architecture=SIZES[name])
     expected = {batch: steps(decoder_of(policy, kernels=Kernels.torch), batch, seed=batch) for batch in (1, 5, 19, 70)}
@@ -142,7 +128,7 @@ def test_nan_shows(libraries):
 
 
 def test_compiled_once(tmp_path, monkeypatch):
-    from aligner.rollout.builtin.native import library
+    from aligner.rollout.builtin import native as library
 
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     calls = []
@@ -159,7 +145,7 @@ def test_compiled_once(tmp_path, monkeypatch):
 
 
 def test_without_a_compiler_it_is_said_once_and_torch_computes(make_model, monkeypatch, caplog, tmp_path):
-    from aligner.rollout.builtin.native import library as native
+    from aligner.rollout.builtin import native
 
     compiled = native.compiled
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import rollout_parts
 import torch
 import torch.nn.functional as F
 
@@ -45,20 +46,7 @@ LENGTHS = (30, 5, 21, 8)
 
 
 def decoder_of(policy, **options):
-    from aligner.rollout.builtin.decode import Decoder, Shards
-    from aligner.rollout.builtin.weights import by_role, named_parameters
-
-    chunk = policy.chunks[0]
-    rotates = chunk.architecture.position_embedding == PositionEmbedding.rope
-    return Decoder(
-        by_role(named_parameters([chunk]), chunk.architecture),
-        chunk.architecture,
-        Shards(),
-        max_sequence_length=chunk.max_sequence_length,
-        frequencies=chunk.rotary_pos_emb.inv_freq if rotates else None,
-        page_size=PAGE,
-        **options,
-    )
+    return rollout_parts.decoder_of(policy, page_size=PAGE, **options)
 
 
 @torch.no_grad()

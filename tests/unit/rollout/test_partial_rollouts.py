@@ -254,7 +254,7 @@ def test_a_snapshot_stays_as_it_is_while_the_policy_trains(make_model):
     config = RolloutConfig(sampling=SamplingConfig(max_response_length=6), asynchronous=AsynchronousConfig(max_staleness=2))
     engine = create_engine(model.policy, config, eos_id=MODEL_EOS)
     assert isinstance(engine.engine.weights, SnapshotWeights)
-    assert engine.refitted.num_bytes == sum(parameter.numel() * 4 for parameter in model.policy.module.parameters())
+    assert engine.refitted_bytes == sum(parameter.numel() * 4 for parameter in model.policy.module.parameters())
 
     def sample() -> list[Rollout]:
         rollouts = [one for part in engine.generate([Prompt(id=0, tokens=(4, 5), source="")] * 3, [7, 8, 9]) for one in part]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rollout_parts import prompts
 
 from aligner.errors import ConfigError
 from aligner.parallel import platform
@@ -14,12 +15,6 @@ pytestmark = pytest.mark.usefixtures("topology")
 
 VOCAB = 61
 MODEL = "qwen3_next"
-
-
-def prompts(lengths: list[int]) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(2)
-    rows = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
-    return [Prompt(id=number, tokens=tuple(row), source=f"test:{number}") for number, row in enumerate(rows)]
 
 
 def sampled(policy, prompts, seeds, **settings):
@@ -37,7 +32,7 @@ def policy(hf_directory, load_policy):
     return load_policy(hf_directory(MODEL))
 
 
-GROUPS = [prompt for prompt in prompts([70, 3, 33, 1, 20]) for _ in range(3)]
+GROUPS = [prompt for prompt in prompts(70, 3, 33, 1, 20) for _ in range(3)]
 SEEDS = list(range(len(GROUPS)))
 
 
@@ -71,7 +66,7 @@ def test_a_sample_depends_on_its_prompt_and_seed_alone(settings, what, policy, a
 
 
 def test_a_group_computes_its_prompt_once_and_no_other_beginning_is_shared(policy):
-    (long,) = prompts([40])
+    (long,) = prompts(40)
     beginning = Prompt(id=9, tokens=(*long.tokens[:32], 5, 6, 7), source="test:9")
     _, counters = sampled(policy, [long, long, beginning], [1, 2, 3])
     assert (counters.prefilled_tokens, counters.shared_tokens) == (40 + 35, 40)
@@ -105,7 +100,7 @@ def test_engines_of_other_packages_are_refused(engine, policy):
 def test_states_stay_in_float32_where_weights_are_not(hf_directory, load_policy):
     """In bfloat16 the engine's log-probs are the trainer's as nearly as its 8 bits allow."""
     policy = load_policy(hf_directory(MODEL), config={"dtype": "bfloat16"})
-    (prompt,) = prompts([70])
+    (prompt,) = prompts(70)
     found, _ = sampled(policy, [prompt], [1], prefill_chunk_tokens=32)
     ((response, logprobs),) = found.values()
     tokens = torch.tensor([[*prompt.tokens, *response]])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -56,52 +54,6 @@ def grid(num: int) -> torch.Tensor:
 def drawn(logits: torch.Tensor, uniform: torch.Tensor, *, temperature: float = 1.0, **kept) -> torch.Tensor:
     z = (logits / temperature).expand(len(uniform), -1)
     return invert(truncated(z, (z - z.amax(dim=-1, keepdim=True)).exp(), **kept), uniform)
-
-
-def frequencies(logits: torch.Tensor, num: int = 10_000, **options) -> list[float]:
-    return (torch.bincount(drawn(logits, grid(num), **options), minlength=logits.shape[-1]) / num).tolist()
-
-
-LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.5, 0.0, 2.0])
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_frequencies_are_the_softmax(temperature):
-    expected = torch.softmax(LOGITS.double() / temperature, dim=0).tolist()
-    assert frequencies(LOGITS, temperature=temperature) == pytest.approx(expected, abs=2e-4)
-
-
-def test_top_k_keeps_the_k_likeliest():
-    """The three largest are tokens 1, 3, 5: exp(3), exp(2.5), exp(2) over their sum."""
-    total = math.exp(3) + math.exp(2.5) + math.exp(2)
-    expected = [0, math.exp(3) / total, 0, math.exp(2.5) / total, 0, math.exp(2) / total]
-    assert frequencies(LOGITS, temperature=1.0, top_k=3) == pytest.approx(expected, abs=2e-4)
-    assert frequencies(LOGITS, temperature=1.0, top_k=1) == [0, 1, 0, 0, 0, 0]
-    everything = frequencies(LOGITS, temperature=1.0)
-    assert frequencies(LOGITS, temperature=1.0, top_k=6) == frequencies(LOGITS, temperature=1.0, top_k=100) == everything
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_it():
-    """Probabilities 0.1, 0.5, 0.3, 0.1 (in this order): 0.5 alone reaches 0.4 and 0.5; 0.51 needs 0.3 too, as does 0.8; then all."""
-    logits = torch.tensor([0.1, 0.5, 0.3, 0.1]).log()
-
-    def kept(top_p: float) -> list[float]:
-        return frequencies(logits, temperature=1.0, top_p=top_p)
-
-    assert kept(0.4) == kept(0.499) == [0, 1, 0, 0]
-    assert kept(0.51) == kept(0.799) == pytest.approx([0, 0.625, 0.375, 0], abs=2e-4)
-    assert sum(x > 0 for x in kept(0.85)) == 3
-    assert kept(0.95) == kept(1.0) == pytest.approx([0.1, 0.5, 0.3, 0.1], abs=2e-4)
-    assert kept(1e-9) == [0, 1, 0, 0]  # never empty
-    assert sum(x > 0 for x in frequencies(torch.zeros(4), temperature=1.0, top_p=0.5)) == 2  # reached exactly: no token more
-
-
-def test_top_p_is_taken_after_top_k_and_temperature():
-    """At temperature 1/2, 0.5 and 0.3 become 25/36 and 9/36: 25/36 = 0.694 reaches 0.69; of top-2, 25/34 = 0.735 reaches 0.73."""
-    logits = torch.tensor([0.1, 0.5, 0.3, 0.1]).log()
-    assert frequencies(logits, temperature=0.5, top_p=0.69) == [0, 1, 0, 0]
-    assert sum(x > 0 for x in frequencies(logits, temperature=0.5, top_p=0.73)) == 2
-    assert frequencies(logits, temperature=0.5, top_k=2, top_p=0.73) == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("vocab", [4, 128, 129, 300])

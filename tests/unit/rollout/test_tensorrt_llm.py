@@ -10,8 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fake_tensorrt_llm import executor_class, installed
-from fake_tensorrt_llm_model import Misuse
+from fake_tensorrt_llm import installed
 from torch.nn.utils.rnn import pad_sequence
 
 from aligner.errors import ConfigError, EngineError
@@ -144,35 +143,6 @@ def test_a_version_that_takes_zero_log_probs_for_none_is_asked_for_one(zero_is_n
     engine.shutdown()
 
 
-def test_a_version_that_gives_no_log_probs_at_all_is_an_error(package, policy, hf_directory, monkeypatch):
-    from aligner.rollout.tensorrt_llm import worker as tensorrt_llm_worker
-
-    monkeypatch.setattr(tensorrt_llm_worker, "_logprob", lambda entry, token: {}[token])
-    engine = ready(hf_directory, policy)
-    with pytest.raises(EngineError, match=r"TensorRT-LLM failed at request \d .*KeyError"):
-        generate(engine, SamplingConfig(max_response_length=6))
-    engine.shutdown()
-
-
-def test_new_weights_are_sampled_from_and_a_sample_depends_on_its_seed(package, policy, hf_directory):
-    engine = ready(hf_directory, policy)
-    sampling = SamplingConfig(max_response_length=12)
-    first = generate(engine, sampling)
-    assert generate(engine, sampling, requests()[::-1][::-1]) == first
-    greedy = SamplingConfig(temperature=0.0, max_response_length=5)
-    once, again = (generate(engine, greedy, [GenRequest(index=0, tokens=PROMPTS[0], seed=seed)]) for seed in (1, 2))
-    assert once[0].tokens == again[0].tokens
-    with torch.no_grad():
-        for parameter in policy.chunks[0].parameters():
-            parameter.neg_()
-    refit(engine, policy, version=2)
-    second = generate(engine, sampling)
-    assert {one.weight_version for one in second.values()} == {2} and second != first
-    for one, expected in zip(requests(), policy_logprobs(policy, requests(), second), strict=True):
-        assert torch.tensor(second[one.index].logprobs).allclose(expected, atol=1e-4)
-    engine.shutdown()
-
-
 @pytest.mark.parametrize("package", VERSIONS, indirect=True)
 def test_memory_sleeps_and_wakes_by_tags_and_in_order(package, policy, hf_directory):
     engine = build(hf_directory("llama"), offload=True)
@@ -224,53 +194,6 @@ def test_a_refit_that_fails_forbids_generating_until_one_succeeds(package, polic
     assert not package.engine.paused
     refit(engine, policy, version=3)
     assert len(generate(engine, SamplingConfig(max_response_length=2))) == 6
-    engine.shutdown()
-
-
-def test_the_stand_in_refuses_what_the_package_would(package, policy, hf_directory, monkeypatch):
-    """Its rules can fail: each is broken once, past the adapter."""
-    from tensorrt_llm import LLM, SamplingParams
-    from tensorrt_llm._torch.virtual_memory import materialize_with_tag, release_with_tag
-    from tensorrt_llm.llmapi import KvCacheConfig
-
-    with pytest.raises(TypeError, match="max_token_count"):
-        KvCacheConfig(max_token_count=3)
-    with pytest.raises(TypeError, match="logprobs_mode"):
-        SamplingParams(logprobs_mode="raw")
-    with pytest.raises(TypeError, match="sleep_config"):
-        LLM(model="x", sleep_config=1)
-    with monkeypatch.context() as context:  # a rank that mpiexec started with seven others, a model of one GPU
-        context.setenv("OMPI_COMM_WORLD_SIZE", "8")
-        with pytest.raises(Misuse, match="it would join the launcher's world"):
-            LLM(model="x", backend="pytorch", skip_tokenizer_init=True)
-        with pytest.raises(AssertionError, match="requires an external MPI session"):
-            reuse = package.external_mpi_comm_available(1)
-            executor_class(package).create(None, model_world_size=1, reuse_mpi_comm=reuse, mpi_session=None, llm_args={})
-    engine = build(hf_directory("llama"), offload=True)
-    engine.start()
-    executor = package.engine
-    weights = dict(policy.export_weights())
-    reload = executor.model_engine.model_loader.reload
-    with pytest.raises(Misuse, match="outside control_action"):
-        reload(executor.model_engine.model, weights, allow_partial_loading=True)
-    with pytest.raises(Misuse, match="outside control_action"):
-        release_with_tag("kv_cache")
-    with executor.control_action():
-        with pytest.raises(TypeError, match="partial"):
-            reload(executor.model_engine.model, weights, partial=True)
-        with pytest.raises(Misuse, match="unknown tags"):
-            release_with_tag("everything")
-        with pytest.raises(Misuse, match="before its pre_reload_weights"):
-            reload(executor.model_engine.model, weights, allow_partial_loading=True)
-        release_with_tag("model")
-        package.cached_by_trainer = 5
-        with pytest.raises(MemoryError, match="keeps 5 bytes"):
-            materialize_with_tag("model")
-        package.cached_by_trainer = 0
-        materialize_with_tag("model")
-    engine._unready = ""
-    with pytest.raises(EngineError, match="failed at request 0 .*Misuse: a request after a refit that was not finished"):
-        list(engine.generate(ListedWork(requests()), SamplingConfig()))
     engine.shutdown()
 
 
@@ -329,71 +252,6 @@ def test_read_back_tells_what_is_kept_as_it_came(package, policy, hf_directory):
             assert torch.equal(held, tensor)
     assert engine.read_back("no.such.weight") is None
     engine.shutdown()
-
-
-def test_a_run_that_asks_for_it_gets_it_behind_the_same_lifecycle(package, policy):
-    """`create_engine`: sizes from the policy's architecture, weights streamed at every refit, memory asleep between generations."""
-    from aligner.rollout.config import EngineKind, VerifyRefit
-    from aligner.rollout.create import create_engine
-    from aligner.types import Prompt
-
-    sampling = SamplingConfig(temperature=0.9, max_response_length=6)
-    for offload in (False, True):
-        config = RolloutConfig(engine=EngineKind.tensorrt_llm, sampling=sampling, offload=offload, verify_refit=VerifyRefit.checksum)
-        engine = create_engine(policy, config, eos_id=EOS)
-        engine.sleep()
-        engine.refit(5)
-        engine.wake()
-        prompts = [Prompt(id=i, tokens=tokens, source=f"prompts.jsonl:{i}") for i, tokens in enumerate(PROMPTS)]
-        rollouts = [one for part in engine.generate(prompts, [1, 2, 3]) for one in part]
-        assert {one.prompt.id for one in rollouts} == {0, 1, 2} and {one.policy_version for one in rollouts} == {5}
-        assert not package.asleep
-        engine.sleep()  # with offload the policy's own weights come back only now
-        assert bool(package.asleep) == offload
-        policy.temperature = 0.9
-        found = {one.prompt.id: one for one in rollouts}
-        wanted = [GenRequest(index=i, tokens=tokens, seed=0) for i, tokens in enumerate(PROMPTS)]
-        given = {i: _as_result(found[i]) for i in found}
-        for one, expected in zip(wanted, policy_logprobs(policy, wanted, given), strict=True):
-            assert torch.tensor(given[one.index].logprobs).allclose(expected, atol=1e-4)
-        engine.engine.shutdown()
-
-
-def test_training_gives_back_what_it_keeps_before_the_engine_wakes(package, policy, monkeypatch):
-    """Torch keeps freed memory for its next tensors; the package takes memory from the device, where it is missing."""
-    from aligner.models.training.offload import HostMemory
-    from aligner.parallel import platform
-    from aligner.rollout.config import EngineKind
-    from aligner.rollout.create import create_engine
-
-    move_out = HostMemory.move_out
-
-    def frees(memory: HostMemory) -> None:
-        move_out(memory)
-        package.cached_by_trainer += 7
-
-    monkeypatch.setattr(HostMemory, "move_out", frees)
-    monkeypatch.setattr(platform, "release_cached", lambda: setattr(package, "cached_by_trainer", 0))
-    package.cached_by_trainer = 3  # of building the policy
-    engine = create_engine(policy, RolloutConfig(engine=EngineKind.tensorrt_llm, offload=True), eos_id=EOS)
-    for version in (1, 2):
-        package.cached_by_trainer += 9  # activations and gradients
-        engine.refit(version)
-        engine.wake()
-        engine.sleep()
-    assert [event for event in package.events if event.startswith("materialize")] == ["materialize model", "materialize kv_cache"] * 2
-    engine.engine.shutdown()
-
-
-def _as_result(rollout) -> GenResult:
-    return GenResult(
-        index=rollout.prompt.id,
-        tokens=rollout.response,
-        logprobs=rollout.logprobs,
-        kind=rollout.logprob_kind,
-        finish_reason=rollout.finish_reason,
-        weight_version=rollout.policy_version,
-    )
 
 
 def test_episodes_of_several_turns(package, policy, hf_directory):

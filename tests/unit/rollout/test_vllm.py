@@ -25,7 +25,7 @@ from aligner.rollout.config import RolloutConfig, VLLMConfig
 from aligner.rollout.engine import ALL_MEMORY, EngineSampling, GenRequest, ListedWork
 from aligner.rollout.engine.manifest import Manifest, TensorSpec, hf_manifest
 from aligner.rollout.vllm import engine as wrapper
-from aligner.rollout.vllm.engine import VLLMEngine, VLLMModel
+from aligner.rollout.vllm.engine import VLLMEngine
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 SIZES = Architecture(num_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, ffn_hidden_size=12, vocab_size=11)
@@ -249,8 +249,9 @@ def fake_vllm(monkeypatch) -> dict[str, ModuleType]:
 
 def make_engine(*, max_batch_size: int = 2, tp: int = 1, architecture: Architecture = SIZES, **sampling) -> VLLMEngine:
     settings = SamplingConfig(**({"max_response_length": 6} | sampling))
-    model = VLLMModel(directory=Path("model"), architecture=architecture, dtype=torch.float32, max_sequence_length=CONTEXT, eos_id=EOS)
-    return VLLMEngine(model, RolloutConfig(sampling=settings, max_batch_size=max_batch_size, vllm=VLLMConfig(enforce_eager=True)), tp=tp)
+    config = RolloutConfig(sampling=settings, max_batch_size=max_batch_size, vllm=VLLMConfig(enforce_eager=True))
+    model = {"path": Path("model"), "architecture": architecture, "dtype": torch.float32, "eos_id": EOS}
+    return VLLMEngine(config, **model, max_sequence_length=CONTEXT, tp=tp)
 
 
 def started(**sampling) -> VLLMEngine:

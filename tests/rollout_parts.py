@@ -1,0 +1,41 @@
+"""Prompts and decoders for tests of rollouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from aligner.models.config import PositionEmbedding
+from aligner.types import Prompt
+
+
+def prompts(*lengths: int, seed: int = 2) -> list[Prompt]:
+    """Random tokens from 3 to 60."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, 61, (length,), generator=generator).tolist() for length in lengths]
+    return [Prompt(id=i, tokens=tuple(row), source=f"prompts.jsonl:{i + 1}") for i, row in enumerate(rows)]
+
+
+def mixed_prompts() -> list[Prompt]:
+    """Six prompts of 1 to 23 tokens: two are the same, and one begins like them."""
+    rows = [prompt.tokens for prompt in prompts(3, 22, 1, 9, 22, 6, seed=12)]
+    rows[4], rows[5] = rows[1], rows[1][:17] + rows[5]
+    return [Prompt(id=number, tokens=row, source=f"prompt {number}") for number, row in enumerate(rows)]
+
+
+def decoder_of(policy: Any, **options: Any):
+    """The built-in engine's decoder over the parameters of a policy in one process."""
+    from aligner.rollout.builtin.decode import Decoder, Shards
+    from aligner.rollout.builtin.weights import by_role, named_parameters
+
+    chunk = policy.chunks[0]
+    rotates = chunk.architecture.position_embedding == PositionEmbedding.rope
+    return Decoder(
+        by_role(named_parameters([chunk]), chunk.architecture),
+        chunk.architecture,
+        Shards(),
+        max_sequence_length=chunk.max_sequence_length,
+        frequencies=chunk.rotary_pos_emb.inv_freq if rotates else None,
+        **options,
+    )
