@@ -7,7 +7,6 @@ finished rows make room for waiting ones. Samples depend on prompt and seed alon
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from aligner.models.modules.hf_chunk import HFChunk
 from aligner.protocols import Replica
 from aligner.rollout.builtin.sampling import GOES_ON, STOP, Draw, Sampler
 from aligner.rollout.config import RolloutConfig
-from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Refitted, WeightForm, Work
+from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Work
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 _PART = 8  # rows leave, and prompts are computed, when this part of the seats is free
@@ -129,22 +128,14 @@ class OwnModulesEngine:
         self.version = 0
         self.max_sequence_length = chunk.max_sequence_length
         self.replica = Replica(index=dist.get_rank(), count=dist.get_world_size())
-        self.capabilities = Capabilities(
-            name="transformers",
-            max_tp=1,
-            per_request_seeds=True,
-            logprobs=LogprobKind.sampled,
-            weights=WeightForm.in_place,
-            atomic_groups=False,
-        )
+        self.capabilities = Capabilities(name="transformers", logprobs=LogprobKind.sampled)
         self._chunk, self._config, self._eos_id, self._decode = chunk, config, eos_id, decode
 
-    def refit(self, version: int) -> Refitted:
-        """The weights are the policy's own: they only have to be there."""
-        started = time.monotonic()
+    def refit(self, version: int) -> int:
+        """The weights are the policy's own: they only have to be there. Returns the bytes that were copied: none."""
         self._chunk.settle()
         self.version = version
-        return Refitted(num_bytes=0, seconds=time.monotonic() - started)
+        return 0
 
     def wake(self, memory: frozenset[Memory]) -> None:
         """Nothing is kept between generations."""
