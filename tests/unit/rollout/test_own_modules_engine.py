@@ -79,7 +79,8 @@ def test_stops_limits_and_penalties(directory, load_policy) -> None:
     plain = sampled(engine_of(policy), prompts())
     stopped = sampled(engine_of(policy, stop_token_ids=[plain[0].response[2]]), prompts())[0]
     assert stopped.response == plain[0].response[: plain[0].response.index(plain[0].response[2]) + 1]
-    assert stopped.finish_reason.value == "stop" and plain[0].finish_reason.value == "length"
+    assert stopped.finish_reason.value == "stop" and {one.finish_reason.value for one in plain} == {"stop", "length"}
+    assert all(len(one.response) == 12 for one in plain if one.finish_reason.value == "length")
     text = "".join(chr(97 + token % 26) for token in plain[1].response[1:3])
     cut = sampled(engine_of(policy, stop_strings=[text]), prompts())[1]
     assert cut.response == plain[1].response[:3]
