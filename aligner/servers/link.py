@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,7 @@ class ServiceLink:
         self._config = config
         self._access = access
         self._attempt = attempt
-        self._is_talkative = is_talkative
+        self._tell = partial(print, flush=True) if is_talkative else None
         self._answered_at: float | None = None
         self._closed = threading.Event()
 
@@ -106,20 +107,16 @@ class ServiceLink:
             RequestRefused: the request does not fit the server's training history.
             RequestRejected: the server's error message.
         """
-        with recording.span(endpoint.name, recording.rank_lane(f"calls to {self._name}")):
-            return self._call(server, endpoint, inputs, timeout_seconds)
-
-    def _call(self, server: Server, endpoint: Endpoint, inputs: Mapping[str, np.ndarray], timeout_seconds: float) -> dict[str, np.ndarray]:
         registration, what = server.registration, endpoint.name
-        request = encode_request(inputs, endpoint.output_names)
         deadline = time.monotonic() + timeout_seconds
-        while True:
-            status, length, answer = self._answer(server, what, ("POST", f"/v2/models/{what}/infer", *request), deadline, timeout_seconds)
-            if status != BUSY:
-                break
-            if time.monotonic() + self._config.retry_delay_seconds > deadline:
-                raise ServerTimeout(f"{what}: {registration.describe()} was too busy for {timeout_seconds:g} s: {decode_error(answer)}")
-            self.pause(self._config.retry_delay_seconds)
+        with recording.span(what, recording.rank_lane(f"calls to {self._name}")):
+            request = ("POST", f"/v2/models/{what}/infer", *encode_request(inputs, endpoint.output_names))
+            while (reply := self._answer(server, what, request, deadline, timeout_seconds))[0] == BUSY:
+                if time.monotonic() + self._config.retry_delay_seconds > deadline:
+                    why = f"was too busy for {timeout_seconds:g} s: {decode_error(reply[2])}"
+                    raise ServerTimeout(f"{what}: {registration.describe()} {why}")
+                self.pause(self._config.retry_delay_seconds)
+        status, length, answer = reply
         if status in LOST:
             raise ServerUnreachable(f"{what}: {registration.describe()} answered: {decode_error(answer)}. See the server's log.")
         if status != 200:
@@ -138,10 +135,6 @@ class ServiceLink:
         if status != 200:
             raise ServerUnreachable(f"{server.registration.describe()} is not ready: {answer[:2000].decode(errors='replace')}")
 
-    def _tell(self, text: str) -> None:
-        if self._is_talkative:
-            print(text, flush=True)
-
     def _answer(
         self, server: Server, what: str, request: tuple[str, str, dict[str, str], bytes], deadline: float, timeout_seconds: float
     ) -> tuple[int, str | None, bytes]:
@@ -149,44 +142,41 @@ class ServiceLink:
         registration = server.registration
         if self._closed.is_set():
             raise ServerUnreachable(f"{what}: not sent to {registration.describe()}: this client was closed")
+        method, path, headers, body = request
+        connection = self._access.connection(registration.url, self._config.connect_timeout_seconds)
         try:
-            answer = self._exchange(server, request, deadline)
-        except _Expired as error:
-            raise ServerTimeout(
-                f"{what}: {registration.describe()} did not answer within {timeout_seconds:g} s; it may still be working on it"
-            ) from error
+            connection.request(method, path, body=body, headers={**headers, **self._access.headers()})
+            if not self._is_answered(connection.sock, deadline, server.liveness):
+                raise ServerTimeout(
+                    f"{what}: {registration.describe()} did not answer within {timeout_seconds:g} s; it may still be working on it"
+                )
+            response = connection.getresponse()
+            answer = response.status, response.getheader(HEADER_LENGTH), response.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(server, what, error) from error
+        finally:
+            connection.close()
         self._answered_at = time.time()
         return answer
 
-    def _exchange(self, server: Server, request: tuple[str, str, dict[str, str], bytes], deadline: float) -> tuple[int, str | None, bytes]:
-        method, path, headers, body = request
-        connection = self._access.connection(server.registration.url, self._config.connect_timeout_seconds)
-        try:
-            connection.request(method, path, body=body, headers={**headers, **self._access.headers()})
-            self._await_answer(connection.sock, deadline, server.liveness)
-            response = connection.getresponse()
-            return response.status, response.getheader(HEADER_LENGTH), response.read()
-        finally:
-            connection.close()
-
-    def _await_answer(self, sock: socket.socket, deadline: float, liveness: Liveness) -> None:
-        """Return when bytes (or the end of the connection) have arrived."""
+    def _is_answered(self, sock: socket.socket, deadline: float, liveness: Liveness) -> bool:
+        """Whether bytes (or the end of the connection) arrive in time."""
         while not _readable(sock, POLL_SECONDS):
             if self._closed.is_set():
                 raise ConnectionAbortedError("this client was closed")
-            problem = liveness.problem()
-            if problem is not None:
+            if liveness.problem() is not None:
                 if _readable(sock, 1.0):  # an answer that was on its way while the server ended
-                    return
+                    return True
                 raise ConnectionAbortedError("gave up waiting for its answer")
             if time.monotonic() > deadline:
-                raise _Expired
+                return False
+        return True
 
     def _unreachable(self, server: Server, what: str, error: Exception) -> ServerUnreachable:
         """Names the server, its place, since when it is silent, and the state of its registration."""
-        since = "never answered this client" if self._answered_at is None else f"has not answered since {_clock(self._answered_at)}"
+        since = "never answered this client"
+        if self._answered_at is not None:
+            since = f"has not answered since {time.strftime('%H:%M:%S', time.localtime(self._answered_at))}"
         reason = server.liveness.problem(pause_seconds=0.0) or "its registration is alive"
         return ServerUnreachable(
             f"{what}: {server.registration.describe()} {since}: {type(error).__name__}: {error}; {reason}. See the server's log."
@@ -197,14 +187,6 @@ def _readable(sock: socket.socket, timeout_seconds: float) -> bool:
     poll = select.poll()  # unlike select.select it takes descriptors above 1024
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(timeout_seconds * 1000))
-
-
-class _Expired(Exception):
-    """The deadline has passed."""
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
 RETRIED = (Reason.behind.value, Reason.gap.value)  # of a server that was replaced by one with an older past
@@ -315,14 +297,10 @@ class Recovery:
             except (ServerUnreachable, ServerTimeout) as error:
                 if self._link.is_closed:
                     raise
-                hopeless = self._link.is_gone or len(incarnations) > self._config.max_lost_servers
-                if not patience.left or hopeless:
-                    raise self._giving_up(cause, error, patience, len(incarnations)) from error
+                if not patience.left or self._link.is_gone or len(incarnations) > self._config.max_lost_servers:
+                    if cause:
+                        tried = f"{len(incarnations)} came and were lost" if incarnations else "none has taken its place"
+                        waited = f"Waited for another server ({patience.seconds:g} s, server_client.recovery_timeout_seconds)"
+                        cause += f"{waited}: {tried}: "
+                    raise ServerUnreachable(f"{cause}{error}") from error
                 self._link.pause(self._config.retry_delay_seconds)
-
-    def _giving_up(self, cause: str, error: ServerError, patience: Patience, num_servers: int) -> ServerUnreachable:
-        if not cause:
-            return ServerUnreachable(str(error))
-        tried = f"{num_servers} came and were lost" if num_servers else "none has taken its place"
-        waited = f"Waited for another server ({patience.seconds:g} s, server_client.recovery_timeout_seconds)"
-        return ServerUnreachable(f"{cause}{waited}: {tried}: {error}")

@@ -133,13 +133,6 @@ def _boot_time() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def wait_for_end_of(parent: int) -> None:
-    """Return when standard input ends or the parent changes (another process may have inherited the pipe)."""
-    while os.getppid() == parent:
-        if select.select([sys.stdin], [], [], 0.5)[0] and not os.read(sys.stdin.fileno(), 4096):
-            return
-
-
 def kill_marked(assignment: str) -> None:
     """Kill all marked processes; the resource trackers last."""
     started = time.monotonic()
@@ -150,10 +143,8 @@ def kill_marked(assignment: str) -> None:
             return
         for pid, command in found.items():
             if "resource_tracker" not in command or waited > TRACKER_SECONDS:
-                try:
+                with contextlib.suppress(ProcessLookupError):  # it ended by itself between the listing and the signal
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass  # it ended by itself between the listing and the signal
         time.sleep(0.05)
 
 
@@ -163,7 +154,9 @@ def main() -> None:
     started = start_ticks(parent) or 0
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for the server; only its end counts here
-    wait_for_end_of(parent)
+    while os.getppid() == parent:  # until the parent changes or standard input ends (another process may have inherited the pipe)
+        if select.select([sys.stdin], [], [], 0.5)[0] and not os.read(sys.stdin.fileno(), 4096):
+            break
     kill_marked(assignment)
     remove(workspace, parent, started)
 
