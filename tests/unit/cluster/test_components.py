@@ -7,8 +7,7 @@ import pytest
 
 from aligner.cluster.component import Component, check_components, free_ports, rank_environment
 from aligner.cluster.config import LocalLauncherConfig
-from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.services import ServiceWatch
+from aligner.cluster.run_directory import RunDirectory, ServiceWatch
 from aligner.errors import ConfigError, LaunchError
 
 

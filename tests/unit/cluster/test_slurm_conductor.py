@@ -14,7 +14,7 @@ from aligner.cluster import lease as leases
 from aligner.cluster.lease import LeaseRecord, RunHeld
 from aligner.cluster.slurm import attempt as attempts
 from aligner.cluster.slurm.allocation import allocation
-from aligner.cluster.slurm.history import done_step, newest_step
+from aligner.cluster.slurm.attempt import done_step, newest_step
 from aligner.cluster.slurm.spec import OnFailure
 from aligner.errors import ConfigError
 
