@@ -170,8 +170,6 @@ def composed_reward(
     """The sum that `reward.functions` describes; `served` is the reward model of the part with served=true. Raises ConfigError."""
     parts = {}
     for name, config in configs.items():
-        if config.served and served is None:
-            raise ConfigError(f"reward.functions.{name}.served=true: needs reward.serve=true")
         model = served if config.served else _function_part(name, config, decode)
         parts[name] = Part(model=model, weight=config.weight, on_error=config.on_error)
     return WeightedReward(parts)

@@ -24,7 +24,7 @@ from aligner.servers import wire
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
 from aligner.servers.ledger import Journal
-from aligner.servers.link import Patience, Recovery, Server, ServiceLink
+from aligner.servers.link import Patience, Recovery, Server, ServiceLink, WorkerThreads, combine
 from aligner.servers.payloads import (
     START,
     CriticStatus,
@@ -39,7 +39,6 @@ from aligner.servers.payloads import (
     position,
 )
 from aligner.servers.registry import Registration, current_attempt
-from aligner.servers.worker_thread import WorkerThreads, combine
 from aligner.types import Rollout, Scores, TokenBatch, ValueBatch
 from aligner.types.rows import num_rows, select_rows
 

@@ -39,27 +39,19 @@ def parent(pid: int) -> int | None:
 
 def zombie_children(pid: int) -> list[int]:
     """Children of `pid` that have ended but not been reaped."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(PermissionError):  # another user's, if /proc is mounted with hidepid=1
-            stat = _stat(int(entry.name)) if entry.name.isdigit() else None
-            if stat is not None and stat[0] == "Z" and int(stat[1]) == pid:
-                found.append(int(entry.name))
-    return found
+    table = {int(name): _stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    return [child for child, stat in table.items() if stat is not None and stat[0] == "Z" and int(stat[1]) == pid]
 
 
 def processes_with_variable(assignment: str) -> dict[int, str]:
     """Pid and command line of every process whose initial environment holds `NAME=value` (any, for ''), except this process."""
-    wanted = assignment.encode()
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # gone since the listing, or another user's: not one of ours
+    for pid in {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}:
+        place = Path(f"/proc/{pid}")
+        # Gone since the listing, or another user's: not one of ours.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if assignment.encode() in (place / "environ").read_bytes().split(b"\0"):
+                found[pid] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return {pid: command for pid, command in found.items() if start_ticks(pid) is not None}
 
 
@@ -67,7 +59,7 @@ def _stat(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat from the third on: state, parent, ..."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # another user's, if /proc is mounted with hidepid=1
         return None
     return stat.rpartition(")")[2].split()  # the name, which is before, may hold spaces and brackets
 

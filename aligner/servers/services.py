@@ -46,11 +46,6 @@ class CriticService:
     save: Callable[[SaveRequest], str]
     loss_metric: str = "value/loss"
 
-    def __post_init__(self) -> None:
-        sizes = f"mini_batch_size is {self.mini_batch_size}, num_epochs is {self.num_epochs}"
-        if min(self.mini_batch_size, self.num_epochs) < 1:
-            raise ValueError(f"CriticService: {sizes}; both must be at least 1")
-
     def infer(self, request: ValuesRequest) -> Tensor:
         """Values float32 [B, S], 0 in the padding. Raises `ledger.Refused` if the request means another critic than the current one."""
         if request.after is not None:

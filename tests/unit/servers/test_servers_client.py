@@ -30,9 +30,8 @@ from aligner.servers.client import CriticClient, RewardClient
 from aligner.servers.config import ClientConfig, RequestLimits
 from aligner.servers.kserve import HEADER_LENGTH, AnswerError, encode_response, read_request
 from aligner.servers.ledger import Refused
-from aligner.servers.link import ServiceLink
+from aligner.servers.link import ServiceLink, WorkerThreads, combine
 from aligner.servers.registry import Publication, make_registration, registration_path
-from aligner.servers.worker_thread import WorkerThreads, combine
 from aligner.types import FinishReason, Prompt, Rollout, TokenBatch
 
 ACCESS = Access("0" * 64)
