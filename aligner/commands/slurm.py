@@ -22,9 +22,8 @@ from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import CHOICES
 from aligner.cluster.slurm.client import SlurmClient
-from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.separate import Together
-from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, to_json
+from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, render, to_json
 from aligner.commands.parts import LaunchOptions
 from aligner.commands.programs import Program, placement_of, programs, share_out
 from aligner.errors import AlignerError, ConfigError, LaunchError

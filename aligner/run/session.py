@@ -30,9 +30,8 @@ from aligner.data.report import LoadReport
 from aligner.errors import AlignerError, ConfigError, ServerError, describe_os_error
 from aligner.models.checkpoint import files
 from aligner.parallel import launch, platform, topology
-from aligner.parallel.collective_marks import marked
 from aligner.parallel.collectives import from_rank_0, raise_everywhere
-from aligner.parallel.progress import Progress
+from aligner.parallel.progress import Progress, marked
 from aligner.parallel.topology import ParallelConfig, Topology
 from aligner.parallel.watch import Place, Watch, clear_last_report
 from aligner.rollout.config import EngineKind, RolloutConfig

@@ -22,7 +22,7 @@ def job(spec: Path, script: Path) -> int:
     from aligner.cluster.slurm.commands import runtime
     from aligner.cluster.slurm.conductor import conduct
     from aligner.cluster.slurm.spec import read_spec
-    from aligner.cluster.slurm.steps import Surroundings
+    from aligner.cluster.slurm.steps import Place
 
     requests = StopRequests()
     requests.install()
@@ -37,8 +37,9 @@ def job(spec: Path, script: Path) -> int:
         print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
     return conduct(
-        found,
-        Surroundings(
+        Place(
+            spec=found,
+            run=RunDirectory(Path(found.run_directory)),
             allocation=here,
             runtime=where,
             client=client,

@@ -25,7 +25,7 @@ from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
 from aligner.servers.frontend import MARKER
 from aligner.servers.kserve import decode_response, encode_request
-from aligner.servers.payloads import START, StatusRequest
+from aligner.servers.payloads import START, CriticStatus, StatusRequest
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.registry import Registration, wait_for_service
 
@@ -57,8 +57,8 @@ class Caller:
 
     def state(self) -> tuple[str, int, list[list[float]]]:
         """The mark of what the critic was trained on, how often, and the values of three tokens."""
-        asked = self.infer(wire.CRITIC_STATUS, wire.encode_status_request(StatusRequest(run=RUN)))
-        status = wire.decode_status(asked)
+        asked = self.infer(wire.CRITIC_STATUS, wire.encode_fields(StatusRequest(run=RUN)))
+        status = CriticStatus(**json.loads(asked["status"][0]))
         values = self.infer(wire.CRITIC_INFER, {"tokens": np.array([[1, 2, 3]]), "sequence_lengths": np.array([[3]])})["values"]
         return status.mark, status.count, values.tolist()
 

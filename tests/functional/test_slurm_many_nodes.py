@@ -15,7 +15,7 @@ from slurm_runs import ENVIRONMENT
 from training_jobs import ROOT
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.slurm.history import newest_step
+from aligner.cluster.slurm.attempt import newest_step
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig, to_json
 
 pytestmark = [

@@ -22,7 +22,7 @@ APART = (
     "models/modules/initialise",
     "models/checkpoint",
     "models/weights/weights.py",
-    "parallel/collective_marks",
+    "parallel/progress",
     "models/modules/build.py",
 )
 APART += ("models/training/adam.py", "models/modules/peft.py")

@@ -16,8 +16,7 @@ from aligner.cluster.component import Component, rank_environment
 from aligner.cluster.config import Placement
 from aligner.cluster.slurm.allocation import allocation
 from aligner.cluster.slurm.commands import runtime, srun_command
-from aligner.cluster.slurm.script import render
-from aligner.cluster.slurm.spec import JobSpec
+from aligner.cluster.slurm.spec import JobSpec, render
 from aligner.commands import local
 from aligner.commands.plan.command import components
 from aligner.commands.preflight import sizing
