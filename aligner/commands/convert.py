@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 import torch.distributed as dist
 
 from aligner.commands.model_card import Origin, model_card, origin_of
+from aligner.commands.parts import ConvertOptions
 from aligner.data.tokenizer import check_vocabulary, load_tokenizer
 from aligner.errors import AlignerError, CheckpointError, ConfigError
 from aligner.hub import push
@@ -44,16 +45,7 @@ class _Source:
     note: str = ""  # for the user
 
 
-def convert(
-    *,
-    from_hf: Path | None = None,
-    from_megatron: Path | None = None,
-    to_megatron: Path | None = None,
-    to_hf: Path | None = None,
-    push_to: str = "",
-    tokenizer: Path | None = None,
-    parallel: ParallelConfig,
-) -> int:
+def convert(options: ConvertOptions) -> int:
     """Convert from one source to one target, on every rank of the layout.
 
     A Megatron-Core checkpoint is written to `to_megatron`/step_000000 (and `latest`). A Hugging Face model is written by rank 0, one file's
@@ -63,6 +55,8 @@ def convert(
 
     Raises CheckpointError if the source is not a complete model, or the target already holds one; AlignerError for other combinations.
     """
+    from_hf, from_megatron, to_megatron, to_hf = options.from_hf, options.from_megatron, options.to_megatron, options.to_hf
+    tokenizer, push_to, parallel = options.tokenizer, options.push_to, ParallelConfig(tp=options.tp, pp=options.pp)
     foreign = from_megatron is not None and is_foreign(from_megatron)
     if tokenizer is not None and not foreign:
         raise AlignerError(f"convert: --tokenizer {tokenizer}: only for --from-megatron of Megatron-LM or NeMo; others include theirs")

@@ -24,13 +24,18 @@ def trace(directory: Path, output: Path | None = None, *, steps: int = 0) -> int
     if not spans:
         raise DataError(f"{directory}: has no spans in {run.files.trace.name}/; expected the directory of a run with run.trace_mib above 0")
     spans = last_steps(spans, steps) if steps else spans
-    try:
-        publish(output, lambda new: new.write_text(chrome_trace(spans), encoding="utf-8"))
-    except OSError as error:
-        raise AlignerError(f"the trace could not be written: {describe_os_error(error, output)}") from error
     print(_summary(spans, num_damaged))
-    print(f"written to {output}: open it with https://ui.perfetto.dev or chrome://tracing")
+    publish_text(output, chrome_trace(spans), "the trace", ": open it with https://ui.perfetto.dev or chrome://tracing")
     return 0
+
+
+def publish_text(path: Path, text: str, what: str, use: str = "") -> None:
+    """Write a file, and print that it is there and its `use`. Raises AlignerError if it cannot be written."""
+    try:
+        publish(path, lambda new: new.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise AlignerError(f"{what} could not be written: {describe_os_error(error, path)}") from error
+    print(f"written to {path}{use}")
 
 
 def last_steps(spans: Sequence[Span], count: int) -> list[Span]:

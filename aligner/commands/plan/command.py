@@ -12,7 +12,8 @@ from aligner.algorithms.registry import composed, recipes
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import RunDirectory
 from aligner.commands import explain
-from aligner.commands.plan.outputs import Outputs
+from aligner.commands.parts import PlanOptions
+from aligner.commands.plan.outputs import write_outputs
 from aligner.commands.programs import placement_of
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
@@ -41,23 +42,15 @@ LAST_STEPS = 20  # steps of a run whose lengths count
 DOES_NOT_FIT = 1  # exit code; a mistake in the config is 2, as everywhere
 
 
-def plan(
-    name: str,
-    overrides: Sequence[str],
-    *,
-    explains: bool = False,
-    json_path: Path | None = None,
-    outputs: Outputs | None = None,
-) -> int:
+def plan(name: str, overrides: Sequence[str], options: PlanOptions) -> int:
     """Plan the config `name`; prints tables, returns the exit code. Raises ConfigError if the sizes do not divide."""
     job = plan_job(name, overrides)
     report.show(job, report.console())
-    if explains:
+    if options.explain:
         explain.show(job, explain.changes(job, lambda settings: plan_job(name, [*overrides, *settings])), report.console())
-    if json_path is not None:
-        json_path.write_text(report.to_json(job))
-    if outputs is not None:
-        outputs.write(job)
+    if options.json_path is not None:
+        options.json_path.write_text(report.to_json(job))
+    write_outputs(job, options)
     return DOES_NOT_FIT if job.problems else 0
 
 

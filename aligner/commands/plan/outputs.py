@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from aligner.commands import against as comparison
-from aligner.errors import AlignerError, ConfigError, describe_os_error
-from aligner.files import publish
+from aligner.commands.parts import PlanOptions
+from aligner.commands.trace import publish_text
+from aligner.errors import ConfigError
 from aligner.planner import report
 from aligner.planner.estimate import ComponentPlan
 from aligner.planner.report import COLUMNS, JobPlan, describe, fullest, listed, seconds
@@ -30,32 +30,14 @@ WIDTH, LEFT, RIGHT = 1080, 190, 1000  # width of a chart, and bounds of its bars
 BAR, GAP = 14, 4  # height of a row, and the space between two
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outputs:
-    """`html` and `trace` are files to write; `against` is the directory of a run to compare with."""
-
-    html: Path | None = None
-    trace: Path | None = None
-    against: Path | None = None
-
-    def write(self, job: report.JobPlan) -> None:
-        """Write and print the outputs. Raises AlignerError if a file cannot be written, DataError for a run without two steps."""
-        if self.html is not None or self.trace is not None:
-            spans = job.run.spans
-            _publish(self.html, lambda: report_html(job, spans))
-            _publish(self.trace, lambda: chrome_trace(spans))
-        if self.against is not None:
-            comparison.show(comparison.compare(job, self.against), report.console())
-
-
-def _publish(path: Path | None, text: Any) -> None:
-    if path is None:
-        return
-    try:
-        publish(path, lambda new: new.write_text(text(), encoding="utf-8"))
-    except OSError as error:
-        raise AlignerError(f"the plan could not be written: {describe_os_error(error, path)}") from error
-    print(f"written to {path}")
+def write_outputs(job: report.JobPlan, options: PlanOptions) -> None:
+    """Write and print what the options ask for. Raises AlignerError if a file cannot be written, DataError for a run without two steps."""
+    if options.html is not None:
+        publish_text(options.html, report_html(job, job.run.spans), "the plan")
+    if options.trace is not None:
+        publish_text(options.trace, chrome_trace(job.run.spans), "the plan")
+    if options.against is not None:
+        comparison.show(comparison.compare(job, options.against), report.console())
 
 
 def config_and_overrides(config: str, overrides: Sequence[str], against: Path | None) -> tuple[str, tuple[str, ...]]:
