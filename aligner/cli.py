@@ -190,7 +190,7 @@ add(
 )
 add(
     commands,
-    "trace = trace:trace",
+    "trace = report:trace",
     RUN,
     click.Option(["--output"], type=FILE, metavar="FILE", help="The trace (default: RUN_DIRECTORY/trace.json)."),
     click.Option(["--steps"], type=NOT_NEGATIVE, default=0, metavar="N", help="Only the last N training steps (default: all recorded)."),
@@ -263,7 +263,7 @@ add(
 _ranks = "Number of ranks of the training component (default: the config's)."
 add(
     _launch,
-    "local = local:launch_local",
+    "local = programs:launch_local",
     CONFIG,
     *SETTINGS,
     click.Option(["--processes", "num_processes"], default=0, metavar="N", help=_ranks),

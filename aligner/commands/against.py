@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from aligner.commands.trace import step_of
+from aligner.commands.report import step_of
 from aligner.errors import DataError
 from aligner.parallel.platform import PEAK_MEMORY
 from aligner.planner.report import JobPlan

@@ -26,7 +26,7 @@ from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.separate import Together
 from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, to_json
 from aligner.commands.parts import LaunchOptions
-from aligner.commands.programs import Program, placement_of, programs, share_out
+from aligner.commands.programs import Program, programs, share_out
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
 from aligner.planner.config import ClusterConfig, Device
@@ -106,7 +106,7 @@ def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
         max_steps=config.loop.max_steps,
         epochs=config.loop.epochs,
         checkpoints=tuple(config.traits().checkpoints),
-        components=_components(found, placement_of(config), cluster),
+        components=_components(found, config.server_placement, cluster),
         preflight=preflight,
         slurm=replace(config.slurm, cpus_per_rank=config.slurm.cpus_per_rank or cluster.cpus_per_node // cluster.gpus_per_node),
         idle_seconds=max((server.settings.idle_timeout_seconds for server in config.servers()), default=0.0),

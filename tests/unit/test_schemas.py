@@ -33,7 +33,7 @@ from aligner.algorithms.sft import TrainSFT
 from aligner.algorithms.spin import TrainSPIN
 from aligner.algorithms.steerlm2 import TrainSteerLM2
 from aligner.algorithms.teacher_logprobs import WriteTeacherLogprobs
-from aligner.commands.local import launch_local
+from aligner.commands.programs import launch_local
 from aligner.errors import ConfigError
 from aligner.files import conf_directory, configs
 from aligner.models.config import ModelConfig

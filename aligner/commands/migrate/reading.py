@@ -16,6 +16,7 @@ from aligner.commands.migrate.shell import UNREAD, commands
 from aligner.commands.migrate.tables import Table, tables
 from aligner.errors import ConfigError
 from aligner.settings.compose import resolved
+from aligner.settings.schema import flat
 
 _SCRIPTS = {".sh", ".bash", ".sub", ".sbatch", ".slurm", ".txt"}
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -91,7 +92,7 @@ def _of_file(written: dict[str, Any], where: str, framework: str, trains: str) -
         raise ConfigError(f"{where}: its keys do not tell what it trains; pass --from {which} and --trains (such as sft, dpo, grpo)")
     ((table, program),) = found
     _refuse_others(program, where, table)
-    return Source(table=table, trains=trains or program, given=dict(_leaves(written)) if table.style == "hydra" else dict(written))
+    return Source(table=table, trains=trains or program, given=dict(flat(written)) if table.style == "hydra" else dict(written))
 
 
 def _of_script(text: str, folder: Path, where: str, framework: str, trains: str) -> Source:
@@ -239,8 +240,8 @@ def _hydra(words: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
             overrides[word] = None
     file = folder / place.get("--config-path", "") / f"{place.get('--config-name', '').removesuffix('.yaml')}.yaml"
     text = file.read_text() if "--config-name" in place and file.is_file() else "{}"
-    found = dict(_leaves(_mapping(text, str(file), overrides)))
-    own = {key: found.get(key, value) for key, value in _leaves(_mapping(text, str(file))) if key not in overrides}
+    found = dict(flat(_mapping(text, str(file), overrides)))
+    own = {key: found.get(key, value) for key, value in flat(_mapping(text, str(file))) if key not in overrides}
     yield from (own | {key: found.get(key, value) if "${" in str(value) else value for key, value in overrides.items()}).items()
 
 
@@ -296,11 +297,3 @@ def _typed(value: Any) -> Any:
     if isinstance(value, list):
         return [_typed(one) for one in value]
     return value_of(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
-
-
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value

@@ -11,10 +11,8 @@ from pathlib import Path
 from aligner.algorithms.registry import composed, recipes
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import RunDirectory
-from aligner.commands import explain
 from aligner.commands.parts import PlanOptions
-from aligner.commands.plan.outputs import write_outputs
-from aligner.commands.programs import placement_of
+from aligner.commands.plan.outputs import changes, show_explained, write_outputs
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs import parts
@@ -47,7 +45,7 @@ def plan(name: str, overrides: Sequence[str], options: PlanOptions) -> int:
     job = plan_job(name, overrides)
     report.show(job, report.console())
     if options.explain:
-        explain.show(job, explain.changes(job, lambda settings: plan_job(name, [*overrides, *settings])), report.console())
+        show_explained(job, changes(job, lambda settings: plan_job(name, [*overrides, *settings])), report.console())
     if options.json_path is not None:
         options.json_path.write_text(report.to_json(job))
     write_outputs(job, options)
@@ -245,7 +243,7 @@ def _main(config: JobRun, checked: bool) -> Component:
         engine=engine,
         has_reference=traits.has_reference,
         saves_asynchronously=trains and config.checkpoint.asynchronous,
-        turns=frozenset() if placement_of(config) is Placement.separate else turns,
+        turns=frozenset() if config.server_placement is Placement.separate else turns,
     )
 
 
@@ -269,7 +267,7 @@ def _server(config: JobRun, server: Server, checked: bool) -> Component:
         optimizer=server.optimizer,
         work=server.work,
         saves_asynchronously=server.optimizer is not None and config.checkpoint.asynchronous,
-        turns=frozenset() if placement_of(config) is Placement.separate else frozenset(server.work.phases),
+        turns=frozenset() if config.server_placement is Placement.separate else frozenset(server.work.phases),
     )
 
 

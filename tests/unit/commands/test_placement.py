@@ -18,11 +18,10 @@ from aligner.cluster.slurm.allocation import allocation
 from aligner.cluster.slurm.commands import runtime, srun_command
 from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.spec import JobSpec
-from aligner.commands import local
 from aligner.commands.plan.command import components
 from aligner.commands.preflight import sizing
 from aligner.commands.preflight.framework import Level
-from aligner.commands.programs import Program, programs, share_out
+from aligner.commands.programs import Program, launch_local, programs, share_out
 from aligner.commands.slurm import job_spec
 from aligner.errors import ConfigError
 from aligner.jobs.serves import serve_reward_model
@@ -48,8 +47,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[str]
     """What `aligner launch local ppo` starts on a machine with these GPUs."""
     started: list[Component] = []
     monkeypatch.setattr(platform, "visible_devices", lambda: devices)
-    monkeypatch.setattr(local, "launch", lambda components, **_: started.extend(components) or 0)
-    assert local.launch_local("ppo", [*MODEL, *settings, f"run.directory={tmp_path / 'run'}"]) == 0
+    monkeypatch.setattr("aligner.commands.programs.launch", lambda components, **_: started.extend(components) or 0)
+    assert launch_local("ppo", [*MODEL, *settings, f"run.directory={tmp_path / 'run'}"]) == 0
     return started
 
 
