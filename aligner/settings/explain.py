@@ -38,15 +38,8 @@ MATTER = (
     *("algorithm.batch_size", "algorithm.prompts_per_step", "algorithm.rollouts_per_step", "algorithm.group_size"),
     *("algorithm.mini_batch_size", "algorithm.num_samples", "algorithm.epochs_per_iteration", "algorithm.advantage_estimator"),
     *("algorithm.loss", "algorithm.divergence", "algorithm.kl_coef", "algorithm.beta", "algorithm.attributes", "algorithm.adds"),
-    *(
-        "algorithm.pairs",
-        "algorithm.top_k",
-        "algorithm.served_by",
-        "optimizer.lr",
-        "critic.optimizer.lr",
-        "loop.max_steps",
-        "loop.save_every",
-    ),
+    *("algorithm.pairs", "algorithm.top_k", "algorithm.served_by", "optimizer.lr", "critic.optimizer.lr"),
+    *("loop.max_steps", "loop.save_every"),
     *("loop.validate_every", "rollout.engine", "rollout.sampling.temperature", "rollout.sampling.max_response_length"),
     *("model.micro_batch_size", "model.recompute", "model.lora.rank", "num_processes", "parallel.tp", "parallel.pp"),
 )
@@ -105,7 +98,7 @@ def unknown_keys(written: Mapping[str, Any], keys: Sequence[SchemaKey], prefix: 
 def hint(key: str, keys: Sequence[SchemaKey]) -> str:
     """A hint for a key that the schema does not know: the setting that is probably meant, why it does not exist, or where to look."""
     names = [named_as(known.key, key) for known in keys if not known.key.endswith("*")]
-    if near := _spelled_alike(key, names):
+    if near := _closest(key, [name for name in names if _are_alike(key.split("."), name.split("."))]):
         return f"did you mean {near}?"
     absent: list[str] = []
     for meaning in _meanings(key):
@@ -205,13 +198,6 @@ def _placed(target: str, key: str, keys: Sequence[SchemaKey]) -> str | None:
     return " and ".join(found)
 
 
-def _spelled_alike(key: str, names: Sequence[str]) -> str | None:
-    """The known key with equally many parts, each spelled like this one's."""
-    parts = key.split(".")
-    alike = [name for name in names if _are_alike(parts, name.split("."))]
-    return _closest(key, alike)
-
-
 def _same_leaf(key: str, names: Sequence[str]) -> str | None:
     """The known key with the same last part; of several the one with the most similar section, if any is similar."""
     section, _, leaf = key.rpartition(".")
@@ -224,10 +210,9 @@ def _same_leaf(key: str, names: Sequence[str]) -> str | None:
 def _alike_leaf(key: str, names: Sequence[str]) -> str | None:
     """The known key, in any section, with a last part that is spelled much like this one's."""
     leaf = key.rpartition(".")[2]
-    leaves = {name: name.rpartition(".")[2] for name in names}
-    return _closest(
-        key, [name for name, other in leaves.items() if other != leaf and 0.8 <= _likeness(leaf, other) and _are_alike([leaf], [other])]
-    )
+    others = [name for name in names if name.rpartition(".")[2] != leaf]
+    alike = [name for name in others if _likeness(leaf, other := name.rpartition(".")[2]) >= 0.8 and _are_alike([leaf], [other])]
+    return _closest(key, alike)
 
 
 def _are_alike(parts: Sequence[str], others: Sequence[str]) -> bool:

@@ -170,7 +170,7 @@ def test_how_long_a_run_s_sequences_were(tmp_path: Path):
     sft.mkdir()
     values = {"time/train": 3.0, "time/step": 4.0, "data/tokens_per_second": 2000.0, "learnt/samples_seen": 40.0}
     (sft / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "time": 1.7e9 + step, **values}) + "\n" for step in (1, 2, 3)))
-    assert against.lengths(sft) == ["plan.example_length=150"] and against.measured_phases(sft) == {"train": 3.0, "step": 4.0}
+    assert against.lengths(sft) == ["plan.example_length=150"] and against.phases(against.timed_steps(sft)) == {"train": 3.0, "step": 4.0}
 
 
 def test_how_much_the_lengths_of_a_run_s_sequences_differed(tmp_path: Path):
