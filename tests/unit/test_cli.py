@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from aligner import __version__, cli
+from aligner import cli
 from aligner.algorithms.grpo import TrainGRPO
 from aligner.algorithms.registry import recipes
 from aligner.commands.parts import GapOptions, LaunchOptions, PreflightOptions, ValidateOptions
-from aligner.files import conf_directory
 from aligner.settings.compose import from_yaml
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "nlp"
@@ -106,13 +105,6 @@ def test_help_of_the_command(arguments: list[str], capsys) -> None:
     assert capsys.readouterr().out.startswith(" ".join(["Usage: aligner", *arguments[:-1]]).partition(" ppo")[0])
 
 
-def test_the_version(capsys) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"aligner {__version__}\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -173,10 +165,6 @@ def test_a_refused_launch(capsys) -> None:
     assert capsys.readouterr().err.startswith("error: there is no config 'nothing': there are annotate, constitution, ")
     assert cli.main(["plan", "ppo_70"]) == 2
     assert capsys.readouterr().err == "error: there is no config 'ppo_70': did you mean ppo_70b?\n"
-
-
-def test_conf_is_beside_the_package() -> None:
-    assert (conf_directory() / "ppo" / "ppo.yaml").is_file()
 
 
 def test_a_job_file_is_chosen_by_name(monkeypatch, capsys):
@@ -249,13 +237,6 @@ def test_completion_of_commands_options_and_configs() -> None:
     assert completed("fish", "aligner", "plan", "sft_") == ["plain,sft_70b"]
     assert completed("bash", "aligner", "data", "validate", "sft_") == ["file,sft_", "plain,sft_70b"]  # or a file
     assert completed("bash", "aligner", "gap", "runs/") == ["dir,runs/"]  # or a directory
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_are_told_how_to_complete(shell: str) -> None:
-    environ = {**os.environ, "_ALIGNER_COMPLETE": f"{shell}_source"}
-    done = subprocess.run([sys.executable, "-m", "aligner.cli"], env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and f"_ALIGNER_COMPLETE={shell}_complete" in done.stdout
 
 
 @pytest.mark.parametrize(

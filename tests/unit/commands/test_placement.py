@@ -13,7 +13,6 @@ import torch
 from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.registry import recipes
 from aligner.cluster.component import Component, rank_environment
-from aligner.cluster.config import Placement
 from aligner.cluster.slurm.allocation import allocation
 from aligner.cluster.slurm.commands import runtime, srun_command
 from aligner.cluster.slurm.script import render
@@ -21,7 +20,7 @@ from aligner.cluster.slurm.spec import JobSpec
 from aligner.commands.plan.command import components
 from aligner.commands.preflight import sizing
 from aligner.commands.preflight.framework import Level
-from aligner.commands.programs import Program, launch_local, programs, share_out
+from aligner.commands.programs import launch_local, programs
 from aligner.commands.slurm import job_spec
 from aligner.errors import ConfigError
 from aligner.jobs.serves import serve_reward_model
@@ -32,10 +31,6 @@ GIB = 2**30
 MODEL = ("model.tokenizer=x", "reward.model.path=x", "data.train=x")
 SMALL = ("num_processes=4", "critic.num_processes=2", "reward.num_processes=1")
 DGX = ("+cluster=dgx_h100",)
-
-
-def program(name: str, num_gpus: int) -> Program:
-    return Program(component=name, arguments=("-c", ""), num_ranks=max(num_gpus, 1), num_gpus=num_gpus)
 
 
 def ppo(*settings: str) -> JobSpec:
@@ -54,19 +49,6 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[str]
 
 def shown(component: Component) -> str | None:
     return rank_environment(component, 0, 1, {}).get("CUDA_VISIBLE_DEVICES")
-
-
-def test_components_get_gpus_of_their_own() -> None:
-    own = share_out([program("actor", 4), program("critic", 2), program("reward", 0)], Placement.separate, 8)
-    assert own == {"actor": range(4), "critic": range(4, 6), "reward": range(6, 6)}
-
-
-def test_too_few_gpus_are_refused() -> None:
-    text = (
-        r"this run needs 4 GPUs \(actor 2, critic 2, reward 0\), and this machine shows 3; allowed: .* num_processes, critic.num_processes"
-    )
-    with pytest.raises(ConfigError, match=text):
-        share_out([program("actor", 2), program("critic", 2), program("reward", 0)], Placement.separate, 3)
 
 
 def test_the_local_launcher_shows_each_component_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,16 +9,12 @@ from rich.console import Console
 from aligner.commands.parts import PreflightOptions
 from aligner.commands.preflight import cluster, ranks, sizing
 from aligner.commands.preflight.command import ITEMS, chosen
-from aligner.commands.preflight.framework import Finding, Level, ranges, show, summary, to_json
+from aligner.commands.preflight.framework import Finding, Level, show, summary, to_json
 from aligner.parallel.links import Link, Span, rounds
 
 GIB = 2**30
 HOST = sizing.Machine(gpus=0, gpu="", gpu_bytes=0, gpu_free_bytes=0, host_bytes=64 * GIB, shared_bytes=8 * GIB)
 H100 = replace(HOST, gpus=2, gpu="H100", gpu_bytes=80 * GIB, gpu_free_bytes=79 * GIB)
-
-
-def test_ranges():
-    assert ranges([3, 0, 1, 2, 7]) == "0-3, 7"
 
 
 def test_versions_name_the_rank_that_differs(context_of):
