@@ -332,29 +332,27 @@ def render(keys: Sequence[SchemaKey], values: Mapping[str, str], *, program: str
     if topic:
         return "\n".join(_of_topic(keys, values, topic))
     unused = _unused(keys, values)
-    sections = [_section_line(key, keys) for key in keys if key.section and "." not in key.key and key.key not in unused]
+    used = {key.key: key for key in keys if not any(key.key.startswith(f"{section}.") for section in unused)}
+    sections = []
+    for section in (key for key in keys if key.section and "." not in key.key and key.key not in unused):
+        count = sum(key.key.startswith(f"{section.key}.") and not key.section for key in keys)
+        sections.append(f"  {section.key:<14} {count:>4}  {section.comment}")
+    by_need = [(needs, [name for name, own in unused.items() if own == needs]) for needs in dict.fromkeys(unused.values())]
     return "\n".join(
         [
             f"usage: {program} [--config-name NAME] [--config-dir DIR] [key=value ...] [group=preset ...]",
             f"       [--help [SECTION|SETTING|{ALL}]] [--cfg job] [--multirun key=value,value ...]",
             f"\nExample:\n  {program} {example(file)}",
             f"\nThe most important settings, with the values of {file}.yaml and the arguments (--cfg job prints all settings as YAML):",
-            *(_line(key, values) for key in most_important(keys, values)),
+            *(_line(used[key], values) for key in MATTER if key in used),
             f"\nSections (--help SECTION lists their settings, --help {ALL} all of them):",
             *sections,
-            *(f"  not used without {' or '.join(needs)}: {', '.join(names)}" for needs, names in _by_need(unused)),
+            *(f"  not used without {' or '.join(needs)}: {', '.join(names)}" for needs, names in by_need),
             "\nGroups:",
             *(f"  {line}" for line in groups),
             "  your own, in DIR/GROUP/NAME.yaml: --config-dir DIR",
         ]
     )
-
-
-def most_important(keys: Sequence[SchemaKey], values: Mapping[str, str]) -> list[SchemaKey]:
-    """The settings that matter most among those that the recipe has and uses."""
-    unused = _unused(keys, values)
-    used = {key.key: key for key in keys if not any(key.key.startswith(f"{section}.") for section in unused)}
-    return [used[key] for key in MATTER if key in used]
 
 
 def example(file: str) -> str:
@@ -384,11 +382,6 @@ def _line(key: SchemaKey, values: Mapping[str, str]) -> str:
     return f"  {setting:<46} {key.type}" + (f"  {key.comment}" if key.comment else "")
 
 
-def _section_line(section: SchemaKey, keys: Sequence[SchemaKey]) -> str:
-    count = sum(key.key.startswith(f"{section.key}.") and not key.section for key in keys)
-    return f"  {section.key:<14} {count:>4}  {section.comment}"
-
-
 def _unused(keys: Sequence[SchemaKey], values: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Sections of the recipe that have no effect with the current settings, with the settings that would give them one."""
     known = {key.key for key in keys}
@@ -403,7 +396,3 @@ def _unused(keys: Sequence[SchemaKey], values: Mapping[str, str]) -> dict[str, t
 def _holds(need: str, values: Mapping[str, str]) -> bool:
     key, _, value = need.partition("=")
     return values[key] == value if value else values[key] not in ("''", '""')
-
-
-def _by_need(unused: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[str]]]:
-    return [(needs, [name for name, own in unused.items() if own == needs]) for needs in dict.fromkeys(unused.values())]
