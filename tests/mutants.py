@@ -194,7 +194,7 @@ def preload() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     import aligner.commands.convert
-    import aligner.commands.local
+    import aligner.commands.programs
     import aligner.jobs.samples  # noqa: F401
 
     gc.collect()

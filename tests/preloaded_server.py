@@ -33,7 +33,7 @@ _SECONDS_TO_END = 3.0
 
 def _serve() -> None:
     import aligner.commands.convert  # noqa: F401
-    import aligner.commands.local  # noqa: F401
+    import aligner.commands.programs  # noqa: F401
     import aligner.jobs.samples  # noqa: F401
     import aligner.jobs.serves  # noqa: F401
     import aligner.jobs.trains  # noqa: F401
