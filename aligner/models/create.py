@@ -21,7 +21,7 @@ from aligner.models.families import architecture_from_hf, architecture_to_hf, we
 from aligner.models.modules.build import build_language_model, build_scalar_model
 from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
-from aligner.models.modules.layer_kinds import attention_of, feed_forward_of
+from aligner.models.modules.layers import attention_of, feed_forward_of
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import check_divisible, resolve_dtype
 from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE

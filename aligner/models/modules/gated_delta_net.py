@@ -10,7 +10,6 @@ begins with the prompt's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,20 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.config import Architecture
+from aligner.models.modules.attention import Segments, placed, split_for_checkpoint, split_parameter
 from aligner.models.modules.delta_rule import Tokens, chunked, convolved
 from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
-from aligner.parallel.mcore import (
-    MegatronModule,
-    PackedSeqParams,
-    ProcessGroupCollection,
-    SelfAttention,
-    TransformerConfig,
-    all_gather_last_dim_from_tensor_parallel_region,
-    copy_to_tensor_model_parallel_region,
-    make_sharded_tensors_for_checkpoint,
-    parallel_state,
-    set_tensor_model_parallel_attributes,
-)
+from aligner.parallel import mcore
 from aligner.types.rows import upload
 
 _BY_HEAD = ("conv_weight", "A_log", "dt_bias")  # parameters of its own, of which each rank has its heads'
@@ -47,7 +36,7 @@ class GatedNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """[..., D] of the same shapes."""
-        return gated_norm(x, gate, copy_to_tensor_model_parallel_region(self.weight, group=self.group), self.eps)
+        return gated_norm(x, gate, mcore.copy_to_tensor_model_parallel_region(self.weight, group=self.group), self.eps)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,47 +71,45 @@ def tokens_of(channels: Tensor, rate: Tensor, decay: Tensor, weights: tuple[Tens
     )
 
 
-class GatedDeltaNet(MegatronModule):
+class GatedDeltaNet(mcore.MegatronModule):
     """In the place of a layer's self-attention. `column_linear` and `row_linear` are the layers' linear modules."""
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: mcore.TransformerConfig,
         *,
         architecture: Architecture,
         column_linear: type[torch.nn.Module],
         row_linear: type[torch.nn.Module],
-        pg_collection: ProcessGroupCollection | None = None,
+        pg_collection: mcore.ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
         self.architecture = a = architecture
-        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        self.pg_collection = pg_collection or mcore.ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         tp = self.pg_collection.tp
         options = {"config": config, "bias": False, "tp_group": tp}
         column = options | {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
         keys, values = a.linear_key_heads * a.linear_key_head_dim, a.linear_value_heads * a.linear_value_head_dim
         self.linear_qkvz = column_linear(a.hidden_size, 2 * keys + 2 * values, **column)
         self.linear_ba = column_linear(a.hidden_size, 2 * a.linear_value_heads, **column)
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        made = {"dtype": config.params_dtype, "device": device}
-        heads = a.linear_value_heads // tp.size()
-        self.conv_weight = torch.nn.Parameter(torch.zeros((2 * keys + values) // tp.size(), 1, a.linear_conv_size, **made))
-        self.A_log = torch.nn.Parameter(torch.zeros(heads, **made))
-        self.dt_bias = torch.nn.Parameter(torch.ones(heads, **made))
-        for name in _BY_HEAD:
-            set_tensor_model_parallel_attributes(getattr(self, name), True, 0, 1)
+        made, heads = placed(config), a.linear_value_heads // tp.size()
+        self.conv_weight = split_parameter(torch.zeros((2 * keys + values) // tp.size(), 1, a.linear_conv_size, **made))
+        self.A_log = split_parameter(torch.zeros(heads, **made))
+        self.dt_bias = split_parameter(torch.ones(heads, **made))
         self.out_norm = GatedNorm(a.linear_value_head_dim, a.norm_eps, group=tp, **made)
         self.linear_out = row_linear(
             values, a.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True, **options
         )
 
-    def forward(self, hidden_states: Tensor, *_: Any, packed_seq_params: PackedSeqParams | None = None, **__: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, *_: Any, packed_seq_params: mcore.PackedSeqParams | None = None, **__: Any
+    ) -> tuple[Tensor, None]:
         """[S, B, H] -> the same shape, and no bias."""
         mixed, rates = self.linear_qkvz(hidden_states)[0], self.linear_ba(hidden_states)[0]
         length, rows = mixed.shape[:2]
         if packed_seq_params is None:
-            segments: Sequence[tuple[int, int, int]] = [(row * length, (row + 1) * length, -1) for row in range(rows)]
+            segments: Segments = [(row * length, (row + 1) * length, -1) for row in range(rows)]
         elif isinstance(packed_seq_params, SegmentedPackedSeqParams):
             segments = packed_seq_params.segments
         else:
@@ -132,7 +119,7 @@ class GatedDeltaNet(MegatronModule):
         out = self.out_norm(self._by_segment(channels, rate, decay, segments), gates)
         return self.linear_out(out.flatten(1).unflatten(0, (rows, length)).transpose(0, 1))[0], None
 
-    def _by_segment(self, channels: Tensor, rate: Tensor, decay: Tensor, segments: Sequence[tuple[int, int, int]]) -> Tensor:
+    def _by_segment(self, channels: Tensor, rate: Tensor, decay: Tensor, segments: Segments) -> Tensor:
         """[T, value heads, V]: first what begins a sequence, then what continues one of these."""
         own = [number for number, (_, _, prefix) in enumerate(segments) if prefix < 0]
         if len(own) == len(segments):
@@ -161,13 +148,11 @@ class GatedDeltaNet(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """For checkpoints: its own parameters by the rank's share."""
-        own = {name: getattr(self, name) for name in _BY_HEAD}
-        groups = {"tp_group": self.pg_collection.tp, "dp_cp_group": parallel_state.get_data_parallel_group(True)}
-        shares = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+        shares = split_for_checkpoint({name: getattr(self, name) for name in _BY_HEAD}, prefix, sharded_offsets)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | shares
 
 
-class GatedAttention(SelfAttention):
+class GatedAttention(mcore.SelfAttention):
     """Attention whose output is multiplied by a sigmoid of gates, which follow each head's query: rows of a group are
     [query, gate, query, gate, ..., key, value]."""
 
@@ -176,7 +161,7 @@ class GatedAttention(SelfAttention):
         mixed, _bias = self.linear_qkv(hidden_states)
         sharers = max(1, self.world_size // self.config.num_query_groups)
         if sharers > 1:  # the ranks that share a group have parts of its rows
-            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed)
+            mixed = mcore.all_gather_last_dim_from_tensor_parallel_region(mixed)
             mixed = mixed.chunk(self.config.num_query_groups, dim=-1)[self.pg_collection.tp.rank() // sharers]
         by_group = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
         heads = by_group[..., :-2, :].flatten(-3, -2).unflatten(-2, (-1, 2))

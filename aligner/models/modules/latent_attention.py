@@ -14,19 +14,12 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.architecture.rope import neighbours_apart
 from aligner.models.config import Architecture
-from aligner.parallel.mcore import (
-    ModuleSpec,
-    SelfAttention,
-    TransformerConfig,
-    build_module,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from aligner.models.modules.attention import placed
+from aligner.parallel import mcore
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever a model's own rms_norm_eps is: in `transformers` too
 
@@ -34,22 +27,21 @@ LATENT_EPS = 1e-6  # of the latents' norms, whatever a model's own rms_norm_eps 
 class WholeLinear(torch.nn.Linear):
     """A linear layer without bias that every tensor-parallel rank has whole; under sequence parallelism for its part of a sequence."""
 
-    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype, device=device)
+    def __init__(self, config: mcore.TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False, **placed(config))
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-class LatentAttention(SelfAttention):
+class LatentAttention(mcore.SelfAttention):
     """Megatron-Core's attention over other queries, keys and values. It has no `linear_qkv`: the specification's is an `IdentityOp`."""
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: mcore.TransformerConfig,
         submodules: Any,
         *args: Any,
         architecture: Architecture,
-        norm: ModuleSpec,
+        norm: mcore.ModuleSpec,
         linear: type[torch.nn.Module],
         **options: Any,
     ) -> None:
@@ -60,7 +52,7 @@ class LatentAttention(SelfAttention):
         self.heads = a.num_attention_heads // config.tensor_model_parallel_size
 
         def normed(size: int) -> torch.nn.Module:
-            return build_module(norm, config=config, hidden_size=size, eps=LATENT_EPS)
+            return mcore.build_module(norm, config=config, hidden_size=size, eps=LATENT_EPS)
 
         def split(inputs: int, outputs: int) -> torch.nn.Module:
             settings = {"init_method": config.init_method, "bias": False, "tp_group": self.pg_collection.tp}
@@ -101,15 +93,5 @@ class LatentAttention(SelfAttention):
         """The whole sequence's rotated keys, whose gradient is the sum over all ranks' heads."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(shared, tensor_parallel_output_grad=True, group=group)
-        return copy_to_tensor_model_parallel_region(shared, group=group)
-
-
-def as_wide(value: Tensor, key: Tensor) -> Tensor:
-    """Values with zeros behind them, as wide as the keys: kernels need one width."""
-    return F.pad(value, (0, key.shape[-1] - value.shape[-1]))
-
-
-def cut_heads(attended: Tensor, wide: int, size: int) -> Tensor:
-    """[..., heads * size] of [..., heads * wide], each head's first dimensions."""
-    return attended.unflatten(-1, (-1, wide))[..., :size].flatten(-2)
+            return mcore.gather_from_sequence_parallel_region(shared, tensor_parallel_output_grad=True, group=group)
+        return mcore.copy_to_tensor_model_parallel_region(shared, group=group)

@@ -31,17 +31,9 @@ from aligner.models.config import Architecture, LoraConfig, LoraTarget
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, Layout, Rule
 from aligner.models.modules.chunk import global_name
-from aligner.models.modules.layer_kinds import KINDS, SPLIT_INPUTS
+from aligner.models.modules.layers import KINDS, SPLIT_INPUTS
 from aligner.models.modules.linear import LinearWeight, linear_weight
-from aligner.parallel.mcore import (
-    ProcessGroupCollection,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-    tensor_parallel,
-)
+from aligner.parallel import mcore
 from aligner.types.rows import upload
 
 _ALL_PARTS = {name: target for kind in KINDS for name, target in kind.linears.items()}
@@ -102,7 +94,9 @@ class AdapterSite:
 class Adapter(torch.nn.Module):
     """The pairs of one linear layer: `a` [pairs * rank, in] and `b` by part, [rows, rank]; this rank's shares of them."""
 
-    def __init__(self, site: AdapterSite, lora: LoraConfig, process_groups: ProcessGroupCollection, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self, site: AdapterSite, lora: LoraConfig, process_groups: mcore.ProcessGroupCollection, *, sequence_parallel: bool
+    ) -> None:
         super().__init__()
         self.site = site
         self.pairs = site.pairs
@@ -122,7 +116,7 @@ class Adapter(torch.nn.Module):
         """Set the attributes that Megatron-Core's optimizer and gradient reductions read."""
         # A whole parameter counts in gradient norms on the first tensor-parallel rank alone; of unsplit experts each rank has others.
         has_others = split_dim is not None or (self.pairs.is_expert and self.group.size() == 1)
-        set_tensor_model_parallel_attributes(parameter, has_others, -1 if split_dim is None else split_dim, 1)
+        mcore.set_tensor_model_parallel_attributes(parameter, has_others, -1 if split_dim is None else split_dim, 1)
         parameter.allreduce = self.site.allreduce
         parameter.sequence_parallel = self.splits_sequence and split_dim is None  # each rank's gradient is of its part of the sequence
 
@@ -150,8 +144,8 @@ class Adapter(torch.nn.Module):
         # Ranks drop differently if they hold different parts, and equally if they hold the same: with sequence parallelism the generator
         # of the layers differs by rank, though the tokens of an expert are gathered.
         apart = self.splits_sequence or not self.pairs.splits_output
-        generators = tensor_parallel.get_cuda_rng_tracker()
-        with generators.fork() if apart else generators.fork(tensor_parallel.get_data_parallel_rng_tracker_name()):
+        generators = mcore.tensor_parallel.get_cuda_rng_tracker()
+        with generators.fork() if apart else generators.fork(mcore.tensor_parallel.get_data_parallel_rng_tracker_name()):
             return F.dropout(x, self.dropout)
 
     def _exchanged(self, hidden: Tensor) -> Tensor:
@@ -160,15 +154,15 @@ class Adapter(torch.nn.Module):
             return hidden
         if self.pairs.splits_output:
             if self.splits_sequence:
-                return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.group)
-            return copy_to_tensor_model_parallel_region(hidden, group=self.group)
+                return mcore.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.group)
+            return mcore.copy_to_tensor_model_parallel_region(hidden, group=self.group)
         if self.splits_sequence:
-            return reduce_scatter_to_sequence_parallel_region(hidden, group=self.group)
-        return reduce_from_tensor_model_parallel_region(hidden, group=self.group)
+            return mcore.reduce_scatter_to_sequence_parallel_region(hidden, group=self.group)
+        return mcore.reduce_from_tensor_model_parallel_region(hidden, group=self.group)
 
     def _complete(self, parameter: Tensor) -> Tensor:
         """A replicated parameter whose gradient is summed over an expert's ranks, which hold parts of it."""
-        return copy_to_tensor_model_parallel_region(parameter, group=self.group) if self.pairs.is_expert else parameter
+        return mcore.copy_to_tensor_model_parallel_region(parameter, group=self.group) if self.pairs.is_expert else parameter
 
     def _expanded(self, hidden: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
         """[..., rows of the fused output on this rank]; zeros where a part has no pair."""

@@ -16,7 +16,7 @@ from aligner.models.architecture import rope
 from aligner.models.config import Architecture
 from aligner.models.modules.build import rounded_scale
 from aligner.models.modules.chunk import LanguageChunk
-from aligner.models.modules.layer_kinds import attention_of
+from aligner.models.modules.layers import attention_of
 from aligner.models.training import forward as passes
 from aligner.models.training.placement import Placement
 from aligner.models.training.tracing import SPLIT, Operation, Place, Tap, Trace

@@ -13,7 +13,7 @@ from torch import Tensor
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Rule
 from aligner.models.modules.chunk import Chunk, global_name
-from aligner.models.modules.linear import linear_weight
+from aligner.models.modules.linear import is_split, linear_weight
 from aligner.models.modules.scalar_head import HEAD
 from aligner.parallel import platform
 
@@ -86,12 +86,6 @@ def _place(chunk: Chunk, name: str, parameter: Tensor, *, is_copy: bool = False)
         split_dim=parameter.partition_dim if is_split(parameter) and parameter.partition_dim >= 0 else None,
         is_copy=is_copy,
     )
-
-
-def is_split(parameter: Tensor) -> bool:
-    """True for a shard of a tensor-parallel parameter (also where there is one rank)."""
-    # Megatron marks split parameters with an attribute that others do not have at all.
-    return "tensor_model_parallel" in parameter.__dict__ and parameter.tensor_model_parallel
 
 
 def all_places(chunks: Sequence[Chunk]) -> list[Place]:
