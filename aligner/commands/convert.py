@@ -25,7 +25,7 @@ from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.modules.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.modules.scalar_head import ScalarHead, read_head
-from aligner.models.weights.weights import save_hf
+from aligner.models.weights import save_hf
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.topology import ParallelConfig, Topology

@@ -15,6 +15,7 @@ from aligner.models.architecture import rope
 from aligner.models.checkpoint import checkpoint
 from aligner.models.checkpoint.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_json
+from aligner.models.checkpoint.hf_weights import HFWeights, described
 from aligner.models.checkpoint.weights import weights_digest
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding
 from aligner.models.families import architecture_from_hf, architecture_to_hf, weight_names
@@ -31,7 +32,6 @@ from aligner.models.training.guard import Guard, GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.policy import MegatronPolicy, MegatronRewardModel, MegatronValueModel
 from aligner.models.training.trainable import TrainableModel, Training
-from aligner.models.weights.weights import HFWeights, described
 from aligner.parallel import platform
 from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.exact import check_arithmetic

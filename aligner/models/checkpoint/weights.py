@@ -27,7 +27,7 @@ from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.lora import Adapter, make_adapters, named_adapters
 from aligner.models.modules.scalar_head import HEAD, read_head
-from aligner.models.weights.weights import fill, load_hf
+from aligner.models.weights import fill, load_hf
 from aligner.parallel.collectives import from_rank_0, raise_everywhere
 from aligner.parallel.mcore import NEEDS_COMMON_FILE, ShardedTensor, dist_checkpointing, parallel_state, version
 

@@ -24,7 +24,7 @@ from aligner.models.families.mapping import ADAPTER
 from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.lora import Adapter, Pairs, named_adapters, pairs_of
 from aligner.models.modules.scalar_head import HEAD, ScalarHead
-from aligner.models.weights.shards import Place, adapter_shards, all_places, gather_plain, named_shards, places_everywhere, shard_anywhere
+from aligner.models.weights import all_places, gathered, named_shards, places_everywhere, shard_anywhere
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -78,13 +78,12 @@ def _of_layer(prefix: str, pairs: Pairs) -> Iterator[Projection]:
 def export_adapters(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
     """(PEFT's name, full tensor) of a head's parameters and of every A and B. Collective: every rank consumes it to its end."""
     chunk = chunks[0]
-    own = adapter_shards(chunks)
-    places = {place.name: place for place in places_everywhere(chunks, [place for place, _ in own.values()])}
+    own = {part.place.name: part for part in named_shards(chunks, adapters=True)}
+    places = {place.name: place for place in places_everywhere(chunks, [part.place for part in own.values()])}
 
     def whole(name: str) -> Tensor:
-        place: Place = places[name]
-        held = own[name][1].detach() if name in own else None
-        return gather_plain(chunk, place, shard_anywhere(chunk, place, held))
+        held = own[name].parameter.detach() if name in own else None
+        return gathered(chunk, places[name], shard_anywhere(chunk, places[name], held))
 
     if chunk.head is not None:
         heads = {part.place.name: part.parameter.detach() for part in named_shards(chunks) if part.place.name.startswith(HEAD)}

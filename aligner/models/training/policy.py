@@ -16,7 +16,7 @@ from aligner.models.modules.scalar_head import ScalarHead
 from aligner.models.training.forward import MicroBatch
 from aligner.models.training.offload import LockedMemory
 from aligner.models.training.trainable import Field, TrainableModel
-from aligner.models.weights.weights import export_hf
+from aligner.models.weights import export_hf
 from aligner.parallel import platform
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Metric

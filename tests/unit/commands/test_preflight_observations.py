@@ -191,8 +191,8 @@ def test_an_index_and_its_files(tmp_path):
 
 
 def test_names_that_a_model_needs(tmp_path):
+    from aligner.models.checkpoint.hf_weights import HFWeights
     from aligner.models.families import weight_names
-    from aligner.models.weights.weights import HFWeights
 
     architecture = Architecture(num_layers=1, vocab_size=8)
     attention = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]

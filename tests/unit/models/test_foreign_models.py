@@ -16,7 +16,7 @@ from aligner.models.checkpoint.foreign.model import describe, open_weights
 from aligner.models.checkpoint.foreign.settings import from_nemo
 from aligner.models.checkpoint.foreign.tensors import Files, TorchDist
 from aligner.models.config import LoraConfig
-from aligner.models.weights.weights import export_hf, save_hf
+from aligner.models.weights import export_hf, save_hf
 from aligner.parallel.mcore import RowParallelLinear
 
 pytestmark = pytest.mark.cpu  # the model that is compared is Megatron-Core's own, as it was made

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from aligner.cluster.exit_codes import exit_code_of
 from aligner.errors import CheckpointError, ConfigError, ModelFilesError
+from aligner.models import weights
 from aligner.models.config import ModelConfig
 from aligner.models.families import architecture_from_hf
 from aligner.models.modules import fusions
 from aligner.models.modules.build import ScalarModel
 from aligner.models.modules.scalar_head import ScalarHead
-from aligner.models.weights import weights
-from aligner.models.weights.weights import load_hf, save_hf
+from aligner.models.weights import load_hf, save_hf
 from aligner.parallel import platform
 from aligner.parallel.logprobs import shaped
 from aligner.parallel.topology import ParallelConfig

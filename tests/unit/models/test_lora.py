@@ -24,7 +24,7 @@ from aligner.models.modules.scalar_head import ScalarHead
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.policy import ReferencePolicy
 from aligner.models.training.trainable import Training, generator_state, set_generator_state
-from aligner.models.weights.weights import save_hf
+from aligner.models.weights import save_hf
 from aligner.parallel import platform
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import RolloutConfig, VerifyRefit

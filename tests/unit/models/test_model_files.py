@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from aligner.errors import ConfigError, ModelFilesError
 from aligner.models import create
 from aligner.models.checkpoint.hf_files import stored_tensors
+from aligner.models.checkpoint.hf_weights import HFWeights, described
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.families import architecture_from_hf, weight_names
 from aligner.models.families.mapping import expected_sizes
 from aligner.models.modules.scalar_head import Pooling, ScalarHead
-from aligner.models.weights.weights import HFWeights, described, save_hf
+from aligner.models.weights import save_hf
 from aligner.parallel.topology import ParallelConfig
 
 pytestmark = pytest.mark.usefixtures("topology")

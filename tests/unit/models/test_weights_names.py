@@ -14,7 +14,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.models.config import Architecture, Dtype, Family, PositionEmbedding
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import Layout, rule, shard, to_hf, to_megatron
-from aligner.models.weights.shards import all_places, named_shards
+from aligner.models.weights import all_places, named_shards
 from aligner.parallel import platform
 
 pytestmark = pytest.mark.usefixtures("topology")
