@@ -12,6 +12,7 @@ The only parameter-group state that the run's config does not give is the number
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -149,8 +150,8 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
     for held in _held(optimizer, sharded_weights):
         tensors = {}
         for state in _STATES:
-            names = [f"{held.name}.{state}.{number}" for number in range(_count(loaded, f"{held.name}.{state}"))]
-            tensors[state] = torch.cat([loaded.pop(name).flatten() for name in names])
+            numbered = (f"{held.name}.{state}.{number}" for number in itertools.count())
+            tensors[state] = torch.cat([loaded.pop(name).flatten() for name in itertools.takewhile(loaded.__contains__, numbered)])
         found.append((held, tensors))
         if not held.is_of_the_weights(tensors["param"]):
             strangers.append(held.weight.key)
@@ -166,13 +167,6 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
     for held, tensors in found:
         held.fill(tensors)
     return []
-
-
-def _count(loaded: Mapping[str, Tensor], prefix: str) -> int:
-    number = 0
-    while f"{prefix}.{number}" in loaded:
-        number += 1
-    return number
 
 
 def _pieces(weight: Any, key: str, values: Tensor, start: int) -> list[ShardedTensor]:

@@ -59,7 +59,8 @@ def find(states: Iterable[Any], *, vocabulary: int) -> Found:
     own: dict[str, _Copies] = {}
     for shard, total in zip(shards, _numbers([_sum(shard, vocabulary) for shard in shards]), strict=True):
         copies = own.setdefault(shard.key, _Copies(dtype=str(shard.data.dtype), by_replica={}))
-        copies.add(_replica(shard), _within(shard, vocabulary).numel(), total)
+        replica = (shard.replica_id,) if isinstance(shard.replica_id, int) else tuple(shard.replica_id)
+        copies.add(replica, _within(shard, vocabulary).numel(), total)
     whole: dict[str, _Copies] = {}
     for part in gather_objects(own):
         for key, copies in part.items():
@@ -122,10 +123,6 @@ def _is(copies: _Copies, wanted: Sum) -> bool:
         return True
     whole = [total for elements, total in copies.by_replica.values() if elements == wanted.elements]
     return bool(whole) and all(f"{total:016x}" == wanted.sum for total in whole)
-
-
-def _replica(shard: ShardedTensor) -> tuple[int, ...]:
-    return (shard.replica_id,) if isinstance(shard.replica_id, int) else tuple(shard.replica_id)
 
 
 def _numbers(scalars: Sequence[Tensor]) -> list[int]:

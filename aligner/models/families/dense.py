@@ -76,8 +76,7 @@ def _gemma3_from_hf(hf: HFConfig) -> Architecture:
 
 def _gemma3_to_hf(a: Architecture) -> dict[str, Any]:
     local = a.rope_local_theta or _LOCAL_THETA
-    own = {"rope_local_base_freq": local, "use_bidirectional_attention": False}
-    return two_ropes_to_hf(_gemma_to_hf(a), local) | own
+    return two_ropes_to_hf(_gemma_to_hf(a), local) | {"rope_local_base_freq": local, "use_bidirectional_attention": False}
 
 
 # OLMo 2 (2501.00656): norms behind attention and the feed-forward layer only, and on all queries and all keys together. OLMo 3: also
@@ -105,9 +104,8 @@ def _olmo3_from_hf(hf: HFConfig) -> Architecture:
 
 
 def _olmo3_to_hf(a: Architecture) -> dict[str, Any]:
-    own = {"sliding_window": a.sliding_window or 4096, "layer_types": layer_types(a)}
     hf = two_ropes_to_hf(_olmo2_to_hf(a), a.rope_local_theta or _THETA)
-    return hf | own
+    return hf | {"sliding_window": a.sliding_window or 4096, "layer_types": layer_types(a)}
 
 
 # Cohere's Command R: attention and feed-forward layer side by side behind one norm, LayerNorm without biases, scaled logits. Cohere 2
@@ -118,8 +116,7 @@ _COHERE_COMPUTED = ("logit_scale",)
 
 def _cohere_names(architecture: Architecture) -> NameTable:
     norms = _QK_NORM if architecture.qk_norm else {}
-    layer = mapping.INPUT_NORM | mapping.QKV | norms | mapping.ATTENTION_OUT | mapping.MLP
-    return NameTable(layer=layer)
+    return NameTable(layer=mapping.INPUT_NORM | mapping.QKV | norms | mapping.ATTENTION_OUT | mapping.MLP)
 
 
 def _cohere_common_from_hf(hf: HFConfig, family: Family, *, theta: float) -> Architecture:
@@ -163,8 +160,7 @@ _POST_MLP = {"post_mlp_layernorm.weight": rule("post_mlp_layernorm.weight")}
 def _glm_names(architecture: Architecture) -> NameTable:
     biases = mapping.QKV_BIAS if architecture.qkv_bias else {}
     attention = mapping.INPUT_NORM | mapping.QKV | biases | mapping.ATTENTION_OUT | _POST_ATTENTION
-    layer = attention | mapping.MLP_NORM | mapping.PACKED_MLP | _POST_MLP
-    return NameTable(layer=layer)
+    return NameTable(layer=attention | mapping.MLP_NORM | mapping.PACKED_MLP | _POST_MLP)
 
 
 def _glm_from_hf(hf: HFConfig) -> Architecture:
@@ -173,10 +169,8 @@ def _glm_from_hf(hf: HFConfig) -> Architecture:
 
 
 def glm_to_hf(a: Architecture) -> dict[str, Any]:
-    """With the rotated part of heads even if they are rotated whole: the default is half."""
-    hf = llama.common_to_hf(a) | {"attention_bias": a.qkv_bias, "partial_rotary_factor": a.rotary_fraction}
-    hf["rope_parameters"] |= {"partial_rotary_factor": a.rotary_fraction}
-    return hf
+    """What GLM-4 and GLM-4.5 share."""
+    return llama.common_to_hf(a, always_fraction=True) | {"attention_bias": a.qkv_bias}
 
 
 FAMILIES = {

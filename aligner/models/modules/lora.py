@@ -176,12 +176,8 @@ class Adapter(torch.nn.Module):
 
 def sites(chunk: Any, lora: LoraConfig) -> list[AdapterSite]:
     """The linear layers of a chunk that `lora` names. Raises ConfigError if none matches, or one cannot be split as its weight is."""
-    linears = {
-        name.removesuffix(".weight"): chunk.get_submodule(name.removesuffix(".weight"))
-        for name, _ in chunk.named_parameters()
-        if _LINEAR.fullmatch(name)
-    }
-    found = [site for name, module in linears.items() if (site := _site(chunk, name, module, lora)) is not None]
+    linears = [name.removesuffix(".weight") for name, _ in chunk.named_parameters() if _LINEAR.fullmatch(name)]
+    found = [site for name in linears if (site := _site(chunk, name, chunk.get_submodule(name), lora)) is not None]
     if not found:
         raise ConfigError(
             f"model.lora.targets={[target.value for target in lora.targets]}: the model has no such layer "
@@ -283,12 +279,11 @@ def initialise_adapters(chunks: Sequence[Any], seed: int) -> None:
     """Fill the A's: each drawn whole by a generator of its own and then cut, so that every layout starts from the same ones."""
     for chunk in chunks:
         for name, adapter in named_adapters(chunk):
-            fill_adapter(adapter, global_name(chunk, name), seed)
+            _fill(adapter, global_name(chunk, name), seed)
 
 
 @torch.no_grad()
-def fill_adapter(adapter: Adapter, unique: str, seed: int) -> None:
-    """New pairs of the layer that is called `unique` in the whole model."""
+def _fill(adapter: Adapter, unique: str, seed: int) -> None:
     pairs, group = adapter.pairs, adapter.group
     size = adapter.a.shape[1] * (1 if pairs.splits_output else group.size())
     for part, own in zip(pairs.trained, adapter.a.split(adapter.rank), strict=False):

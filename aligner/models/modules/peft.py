@@ -22,7 +22,7 @@ from aligner.models.config import Architecture, Family, LoraConfig
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.modules.chunk import Chunk, global_name
-from aligner.models.modules.lora import Adapter, Pairs, named_adapters, pairs_of
+from aligner.models.modules.lora import Adapter, named_adapters, pairs_of
 from aligner.models.modules.scalar_head import HEAD, ScalarHead
 from aligner.models.weights import all_places, gathered, named_shards, places_everywhere, shard_anywhere
 
@@ -65,14 +65,10 @@ def projections(architecture: Architecture, lora: LoraConfig) -> list[Projection
     found = []
     for weight in weight_names(architecture).names(architecture):
         pairs = pairs_of(weight, architecture, lora.targets)
-        if pairs is not None:
-            found += _of_layer(weight.removesuffix(".weight") + ADAPTER, pairs)
+        prefix = weight.removesuffix(".weight") + ADAPTER
+        for block, (name, parts) in enumerate(pairs.projections.items() if pairs is not None else ()):
+            found.append(Projection(name=name, a=f"{prefix}a", block=block, b=tuple(f"{prefix}b.{part}" for part in parts)))
     return found
-
-
-def _of_layer(prefix: str, pairs: Pairs) -> Iterator[Projection]:
-    for block, (name, parts) in enumerate(pairs.projections.items()):
-        yield Projection(name=name, a=f"{prefix}a", block=block, b=tuple(f"{prefix}b.{part}" for part in parts))
 
 
 def export_adapters(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
@@ -108,12 +104,8 @@ def save_peft(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None
 
 def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head: ScalarHead | None = None) -> dict[str, Any]:
     """The content of `adapter_config.json`; of a value or reward model, which trains its `head` too."""
-    trained = [] if head is None else [_head_module(head, architecture)]
-    task = "CAUSAL_LM"
-    if head is not None:
-        task = "TOKEN_CLS" if head.has_bias else "SEQ_CLS"
-    name = parse(base)
-    targets = _targets(architecture, lora)
+    task = "CAUSAL_LM" if head is None else "TOKEN_CLS" if head.has_bias else "SEQ_CLS"
+    name, targets = parse(base), _targets(architecture, lora)
     plain = "target_parameters" not in targets  # PEFT drops nothing of parameters, and of two pairs in one it takes both ranks for rsLoRA's
     alpha = lora.alpha if plain else lora.scaling * lora.rank
     return {
@@ -130,7 +122,7 @@ def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head
         "alpha_pattern": {both: 2 * alpha for both in targets["rank_pattern"]},
         "fan_in_fan_out": architecture.family is Family.gpt2,  # its layers are Conv1D
         "bias": "none",
-        "modules_to_save": trained or None,
+        "modules_to_save": None if head is None else [_head_module(head, architecture)],
     }
 
 

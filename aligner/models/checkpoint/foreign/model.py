@@ -248,17 +248,14 @@ def _by_name(shapes: Mapping[str, tuple[int, ...]], prefix: str, architecture: A
         if key.endswith(_HALVES):
             if key.endswith(_HALVES[1]):
                 continue
-            parts, shape = (key, key.removesuffix(_HALVES[0]) + _HALVES[1]), _doubled(shape, shapes.get(key[:-2] + _HALVES[1]), key, where)
+            parts = (key, key.removesuffix(_HALVES[0]) + _HALVES[1])
+            if (other := shapes.get(parts[1])) != shape:
+                raise CheckpointError(f"{where}: {key} is {shape}, its other half {other or 'missing'}")
+            shape = (2 * shape[0], *shape[1:])
         own = key.removeprefix(prefix).removesuffix(_HALVES[0])
         for name, index in _names(own, shape, architecture, where):
             found[name] = _Stored(parts=parts, index=index, shape=tuple(shape[len(index) :]))
     return found
-
-
-def _doubled(shape: tuple[int, ...], other: tuple[int, ...] | None, key: str, where: str) -> tuple[int, ...]:
-    if other != shape:
-        raise CheckpointError(f"{where}: {key} is {shape}, its other half {other or 'missing'}")
-    return (2 * shape[0], *shape[1:])
 
 
 def _names(own: str, shape: tuple[int, ...], architecture: Architecture, where: str) -> Iterator[tuple[str, tuple[int, ...]]]:
