@@ -2,10 +2,8 @@
 
 All tools of Hugging Face share the cache (HF_HOME, HF_HUB_CACHE). Its snapshots do not record whether they are complete, so we keep a
 record of our own beside them, `aligner/<commit>.<files>.json`, written before a download begins and again when it is complete. A snapshot
-without a record was made by another tool and counts as complete if the model's index agrees.
-
-One process at a time downloads a repository into a cache, under a lock file there; the others wait and then find it. Whatever goes wrong
-between here and the Hub becomes one line that names the way out.
+without a record counts as complete if the model's index agrees. One process at a time downloads a repository into a cache, under a lock
+file there; the others wait and then find it. Errors name, in one line, the way out.
 """
 
 from __future__ import annotations
@@ -118,7 +116,6 @@ def _known_commit(folder: Path, wanted: Wanted) -> str:
 
 
 def _in_cache(folder: Path, wanted: Wanted) -> Found | None:
-    """The snapshot, if the cache has all of it."""
     commit = _known_commit(folder, wanted)
     directory = folder / "snapshots" / commit
     if not commit or not directory.is_dir():
@@ -155,7 +152,6 @@ def _inside(file: str, where: object) -> str:
 
 
 def _offline(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Found:
-    """The best that the cache has. Raises ConfigError if that is not enough."""
     commit = _known_commit(folder, wanted)
     directory = folder / "snapshots" / commit
     begun = commit and _read(_record(folder, commit, wanted.files)) is not None  # and not complete: `_in_cache` would have found it
@@ -199,7 +195,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _alone(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> AbstractContextManager[None]:
-    """Meanwhile no other process downloads this repository into this cache."""
     path, polls = folder / "aligner" / "lock", count()
 
     def waiting(seconds: float) -> None:
@@ -232,7 +227,6 @@ def _download(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Fou
 
 
 def _remember(folder: Path, name: HubName, commit: str) -> None:
-    """Record the revision's commit, so that the next process need not ask."""
     if not name.is_pinned:
         ref = folder / "refs" / (name.revision or "main")
         ref.parent.mkdir(parents=True, exist_ok=True)
@@ -306,7 +300,6 @@ def _without_bars() -> Iterator[None]:
 
 
 def _stored(folder: Path) -> int:
-    """Bytes of all files, partial ones too."""
     total = 0
     if (folder / "blobs").is_dir():
         for entry in os.scandir(folder / "blobs"):

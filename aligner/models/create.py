@@ -228,7 +228,6 @@ def create_reward_model(
 
 
 def _ready(chunks: Sequence[Chunk], config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
-    """Load the weights first: the optimizer copies its main weights from them."""
     load_source(chunks, config)
     _start_adapters(chunks, config, topology.seed)
     return TrainableModel(chunks, topology, training)

@@ -196,7 +196,6 @@ def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = Tru
 
 
 def _import(chunk: Chunk, part: ParameterShard, rule: Rule, source: WeightSource) -> Tensor:
-    """This rank's part of a parameter."""
     group = tensor_group(chunk, part.place)
     dim, shape = part.place.split_dim, list(part.place.shape)
     if dim is not None:
@@ -232,7 +231,6 @@ def export_hf(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _stacked(stacks: dict[str, Tensor], name: str, part: Tensor, expert: int, count: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensor of all experts with its last part."""
     if name not in stacks:
         stacks[name] = part.new_empty(count, *part.shape)
     stacks[name][expert] = part

@@ -122,7 +122,6 @@ def unusual(architecture: Architecture, fields: Mapping[str, tuple[Any, str]] = 
 
 
 def _variant_problem(architecture: Architecture) -> str:
-    """What of the model the batch-invariant modules do not compute; empty where they compute all."""
     return unusual(architecture, UNUSUAL | _FACTOR)
 
 
@@ -155,7 +154,6 @@ def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], l
 
 
 def _tensor_problem(architecture: Architecture, tp: int) -> str:
-    """Why `tp` ranks cannot split one of the model's sizes; empty if they can split all."""
     sizes = ["num_attention_heads", "hidden_size"]
     sizes += ["ffn_hidden_size"] if architecture.dense_layers or not architecture.num_experts else []
     for name in (*sizes, "shared_ffn_hidden_size", "linear_key_heads"):

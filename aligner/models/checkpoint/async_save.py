@@ -1,9 +1,9 @@
 """Writing Megatron-Core distributed checkpoints from a thread of the training process.
 
 Megatron-Core splits a save into a plan (collective), the writing of each rank's files (local) and the metadata (collective), and forks
-processes for the middle part: one more per file. Here a thread writes the same files. A thread dies with its process, so no orphan of a
-killed run keeps writing. `wait` raises its error. Nothing is forked out of a process that holds CUDA, NCCL and gloo threads. While the
-thread writes or hashes, it holds the interpreter's lock only briefly.
+processes for the middle part. Here a thread writes the same files: it dies with its process, so no orphan of a killed run keeps writing,
+nothing is forked out of a process that holds CUDA, NCCL and gloo threads, and `wait` raises its error. While it writes or hashes, it holds
+the interpreter's lock only briefly.
 """
 
 from __future__ import annotations

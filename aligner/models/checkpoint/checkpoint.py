@@ -158,7 +158,6 @@ def start_save(
 
 
 def _states(model: TrainableModel, *, with_optimizer: bool) -> dict[str, Any]:
-    """The sharded state in memory, by folder."""
     weights = sharded_state(model.chunks)
     if not with_optimizer:
         return {"weights": weights}
@@ -256,7 +255,6 @@ def _has_optimizer_state(model: TrainableModel) -> bool:
 
 
 def _start(final: Path, model: TrainableModel, request: SaveRequest, generators: list[dict[str, Any]]) -> Path:
-    """Make the directory and write the small files, which hold the state of this moment."""
     state = {
         "step": request.step,
         "version": model.version,

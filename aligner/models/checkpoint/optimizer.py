@@ -1,11 +1,10 @@
 """The optimizer's part of a checkpoint, in a layout-independent form.
 
-Megatron-Core's distributed optimizer keeps float32 weights and moments in flat buffers that are cut over the data-parallel ranks. So a
-rank holds a range of each parameter's flattened elements (`param_range_map["param"]`, by which every step copies the float32 weights to
-the model's). Each rank writes and reads its ranges under the parameter's name. A range of a tensor of n dimensions is at most
-2n - 1 boxes, and each box is a shard of the whole model's tensor: nothing is gathered, and no offset in a buffer is used. (Upstream's
-`fully_reshardable` form gathers everything on every rank and, up to 0.19, cuts at the wrong places behind a bucket that ends in padding:
-Megatron-LM pull request 5077. Names, shapes and types in the files are the same.)
+Megatron-Core's distributed optimizer keeps float32 weights and moments in flat buffers that are cut over the data-parallel ranks: a rank
+holds a range of each parameter's flattened elements (`param_range_map["param"]`). It writes and reads its ranges under the parameter's
+name. A range of a tensor of n dimensions is at most 2n - 1 boxes, and each box is a shard of the whole model's tensor: nothing is gathered,
+and no offset in a buffer is used. (Upstream's `fully_reshardable` form, with the same names, shapes and types in the files, gathers
+everything on every rank and, up to 0.19, cuts at the wrong places behind a bucket that ends in padding: Megatron-LM pull request 5077.)
 
 The only parameter-group state that the run's config does not give is the number of steps taken: the model's version.
 """
@@ -94,7 +93,6 @@ class _Held:
     size: int
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
-        """(which state, its float32 elements)."""
         tensors = self.part._get_main_param_and_optimizer_states(self.parameter)
         for state in _STATES:
             tensor = tensors[state].detach()
@@ -102,12 +100,10 @@ class _Held:
             yield state, tensor if tensor.dtype == torch.float32 else tensor.to("cpu", torch.float32)
 
     def blank(self) -> Iterator[tuple[str, Tensor]]:
-        """As `values`, with tensors to fill."""
         for state in _STATES:
             yield state, torch.empty(self.size, dtype=torch.float32)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the float32 elements of each state."""
         if not isinstance(self.part.optimizer, HostAdam):
             self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
             return

@@ -1,8 +1,8 @@
 """Sums over the bit patterns of a checkpoint's tensors: taken in memory before writing, compared after loading.
 
-A tensor's sum adds its elements' bit patterns, each times an odd number for each of its indices in the whole model's tensor, modulo 2^64.
-So the sum adds up over any split, and reveals a changed or misplaced element. It leaves out vocabulary padding, which depends on the
-layout. A checkpoint's `sums.json` has, per tensor, the sum, the number of elements and their type.
+A tensor's sum adds its elements' bit patterns, each times an odd number for each of its indices in the whole model's tensor, modulo 2^64:
+it adds up over any split, and reveals a changed or misplaced element. It leaves out vocabulary padding, which depends on the layout.
+`sums.json` has the sum, the number of elements and the type of each tensor.
 """
 
 from __future__ import annotations
@@ -126,7 +126,6 @@ def _is(copies: _Copies, wanted: Sum) -> bool:
 
 
 def _numbers(scalars: Sequence[Tensor]) -> list[int]:
-    """Integers of several devices, read from each at once."""
     found = [0] * len(scalars)
     for device in {scalar.device for scalar in scalars}:
         places = [place for place, scalar in enumerate(scalars) if scalar.device == device]
@@ -136,14 +135,12 @@ def _numbers(scalars: Sequence[Tensor]) -> list[int]:
 
 
 def _within(shard: ShardedTensor, vocabulary: int) -> Tensor:
-    """The part of a shard that is not padding."""
     if not shard.allow_shape_mismatch:
         return shard.data
     return shard.data[: max(0, vocabulary - shard.global_offset[shard.prepend_axis_num])]
 
 
 def _sum(shard: ShardedTensor, vocabulary: int) -> Tensor:
-    """An int64 scalar on the tensor's device."""
     data = _within(shard, vocabulary).detach()
     first = math.prod(2 * index + 1 for index in shard.global_offset[: shard.prepend_axis_num])
     return _weighted(data, shard.global_offset[shard.prepend_axis_num :]) * (first % (1 << 63))

@@ -101,7 +101,6 @@ def _verified(path: Path, verify: bool) -> Path:
 def _read_states(
     chunks: Sequence[Chunk], directory: Path, states: Sequence[dict[str, Any]], *, with_head: bool = True
 ) -> list[dict[str, Any]]:
-    """Read the tensors of `states` (one per chunk), except heads that the checkpoint lacks."""
     kind = read_marker(directory)["kind"]
     _check_architecture(directory, chunks[0])
     if kind != kind_of(chunks) and kind != "language":

@@ -88,7 +88,6 @@ def _names(architecture: Architecture) -> NameTable:
 
 
 def _common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing: dict[str, Any]) -> Architecture:
-    """What DeepSeek-V2 and V3 share."""
     hf.only(_FIXED)
     rotated, values = hf.size("qk_rope_head_dim"), hf.size("v_head_dim")
     head_dim = hf.size("qk_nope_head_dim") + rotated
@@ -109,7 +108,6 @@ def _common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing:
 
 
 def _common_to_hf(a: Architecture) -> dict[str, Any]:
-    """The inverse of `_common_from_hf`."""
     hf = llama.common_to_hf(replace(a, rotary_fraction=1.0)) | mixture_to_hf(a) | {name: value for name, (value,) in _FIXED.items()}
     return hf | {
         "head_dim": a.rotated,

@@ -22,7 +22,6 @@ _GEMMA_FIXED = {"attention_bias": (False,), "use_bidirectional_attention": (None
 
 
 def _gemma_names(attention: Mapping[str, Rule]) -> NameTable:
-    """The table of Gemma 2 or 3; `attention` has the rows that its attention has besides."""
     layer = mapping.INPUT_NORM | mapping.QKV | dict(attention) | mapping.ATTENTION_OUT | mapping.SANDWICH_NORMS | mapping.MLP
     return NameTable(layer=layer)
 
@@ -55,7 +54,6 @@ def _gemma_from_hf(
 
 
 def _gemma_to_hf(a: Architecture) -> dict[str, Any]:
-    """The inverse of `_gemma_from_hf`."""
     return {key: value for key, value in llama.common_to_hf(a).items() if key != "hidden_act"} | {
         "hidden_activation": next(name for name, activation in _ACTIVATIONS.items() if activation == a.activation),
         "attention_bias": False,
@@ -133,7 +131,6 @@ def _cohere_common_from_hf(hf: HFConfig, family: Family, *, theta: float) -> Arc
 
 
 def _cohere_to_hf(architecture: Architecture) -> dict[str, Any]:
-    """The inverse of `_cohere_common_from_hf`."""
     hf = {key: value for key, value in llama.common_to_hf(architecture).items() if key != "rms_norm_eps"}
     return hf | {"layer_norm_eps": architecture.norm_eps, "logit_scale": architecture.logits_scale, "attention_bias": False}
 

@@ -27,7 +27,6 @@ def _switched_windows(hf: HFConfig, has_window: Callable[[int, int], bool] = ope
 
 
 def _windows_to_hf(architecture: Architecture) -> dict[str, Any]:
-    """The inverse of `_switched_windows`."""
     if not architecture.sliding_window:
         return {"use_sliding_window": False}
     return {"use_sliding_window": True, "sliding_window": architecture.sliding_window, "layer_types": layer_types(architecture)}
@@ -55,7 +54,6 @@ def _mixture(hf: HFConfig, *, normalized: bool = False) -> dict[str, Any]:
 
 
 def _mixture_to_hf(a: Architecture) -> dict[str, Any]:
-    """The inverse of `_mixture`."""
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": a.dense_layers,
@@ -163,12 +161,10 @@ def _next_common_from_hf(hf: HFConfig, family: Family, *, key_value_heads: int =
 
 
 def _shared_expert(hf: HFConfig) -> dict[str, Any]:
-    """The fields of what every token passes beside its experts."""
     return {"shared_ffn_hidden_size": hf.size("shared_expert_intermediate_size", absent=512), "shared_expert_gate": True}
 
 
 def _next_common_to_hf(a: Architecture) -> dict[str, Any]:
-    """The inverse of `_next_common_from_hf`."""
     own: dict[str, Any] = {key: getattr(a, name) or absent for name, (key, absent) in _SIZES.items()}
     own |= {"layer_types": [_LINEAR if a.is_linear(layer) else FULL for layer in range(a.num_layers)], "attention_bias": False}
     return llama.common_to_hf(a, always_fraction=True) | own
@@ -188,9 +184,7 @@ FAMILIES = {
     Family.qwen2: HFFamily(
         "Qwen2ForCausalLM",
         llama_like(attention=mapping.QKV_BIAS),
-        lambda hf: replace(
-            llama.common_from_hf(hf, Family.qwen2, key_value_heads=_HEADS), qkv_bias=True, **_switched_windows(hf)
-        ),
+        lambda hf: replace(llama.common_from_hf(hf, Family.qwen2, key_value_heads=_HEADS), qkv_bias=True, **_switched_windows(hf)),
         lambda a: llama.common_to_hf(a) | _windows_to_hf(a),
     ),
     Family.qwen3: HFFamily(

@@ -1,19 +1,13 @@
 """Core attention where Transformer Engine is absent: causal, grouped queries, packed sequences, context parallelism.
 
-Padded rows need no mask: padding comes after every real token. Packed rows are attended one sequence at a time, so no work is done
-between sequences. Under context parallelism each rank gathers the keys and values of its group. Its own two chunks of queries attend to
-everything before the chunk, and causally to the chunk itself (`aligner.parallel.context` defines the chunks). Where a packed row's
-sequences begin is known on the host, once for all layers (`SegmentedPackedSeqParams`).
+Padded rows need no mask: padding comes after every real token. Packed rows are attended one segment at a time; one that continues a shared
+prompt (`aligner.models.modules.shared_prompts`) attends to all of that too. Where segments begin is known on the host, once for all layers
+(`SegmentedPackedSeqParams`). Under context parallelism each rank gathers the keys and values of its group; its two chunks of queries attend
+to everything before the chunk, and causally to the chunk itself (`aligner.parallel.context` defines the chunks).
 
-In packed rows with shared prompts (`aligner.models.modules.shared_prompts`) every segment attends causally to itself, and to all of the
-prompt that it continues.
-
-The CPU kernel gives each part's output and log-sum-exp. They are combined as in ring attention (Liu et al. 2023, 2310.01889). Given the
-combined output and log-sum-exp, the kernel's backward pass over a part gives that part's share of the gradients.
-
-On a GPU, in 16 bits, FlashAttention's kernel for sequences of several lengths takes all runs of queries in one call, each with its keys:
-the prompt's and its own, or every chunk up to its own, which one exchange per layer gathers. In float32 each run is a call, and the
-causal mask is aligned with the ends.
+The CPU kernel gives each part's output and log-sum-exp, which are combined as in ring attention (Liu et al. 2023, 2310.01889). Given the
+combined ones, its backward pass over a part gives that part's share of the gradients. On a GPU, in 16 bits, FlashAttention takes all runs
+of queries in one call, each with its keys; in float32 each run is a call, and the causal mask is aligned with the ends.
 """
 
 from __future__ import annotations
@@ -238,7 +232,6 @@ class CoreAttention(mcore.MegatronModule):
     def _with_temperature(
         self, query: Tensor, architecture: Architecture, packed: SegmentedPackedSeqParams | mcore.PackedSeqParams | None
     ) -> Tensor:
-        """The queries of this rank's slots, by the positions of these."""
         ranks = self.cp_group.size()
         if packed is None:
             positions = upload(local_slots(query.shape[0] * ranks, self.cp_group.rank(), ranks), query.device)
@@ -269,7 +262,6 @@ class CoreAttention(mcore.MegatronModule):
         return by_chunk(q, k, v, form.chunk, self._causal) if form.chunk else self._causal(q, k, v)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`_attend` to all keys."""
         if self.sinks is not None:
             return _attend_to_past(*with_sinks(q, k, v, self.sinks, self.scale), self.scale)[..., : v.shape[-1]]
         return _attend_to_past(q, k, v, self.scale)
@@ -307,10 +299,9 @@ def _attend_to_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class _PastAttention(torch.autograd.Function):
-    """Exact attention in two parts, past and chunk, combined by their log-sum-exps, as in ring attention (Liu et al. 2023, 2310.01889).
-
-    The CPU kernel supports only square causal masks, and an explicit [L, P + L] mask of a long context would not fit in memory. The
-    queries of a group share its keys: over the past they are extra rows; within the chunk each is attended in turn.
+    """`_attend_to_past` on a CPU in two parts, past and chunk: its kernel knows square causal masks only, and an explicit [L, P + L] mask
+    of a long context would not fit in memory. The queries of a group share its keys: over the past they are extra rows; within the chunk
+    each is attended in turn.
     """
 
     @staticmethod

@@ -121,7 +121,6 @@ def choose_layers(architecture: Architecture, model: ModelConfig, dtype: torch.d
 
 
 def _by_apex(importable: frozenset[str]) -> Fusion:
-    """torch's layers add gradients to the buffers with Apex's extension."""
     missing = "" if "weight_gradients" in importable else "Apex's fused_weight_gradient_mlp_cuda does not import"
     return Fusion(by="Apex", off=missing if torch.cuda.is_available() else "there is no GPU")
 

@@ -1,11 +1,9 @@
 """Qwen3-Next's attention: gated delta nets (2412.06464) in most layers, and in the others attention with a gate on what it gives.
 
-Megatron-Core's own delta net needs Transformer Engine and flash-linear-attention, and refuses packed rows. This one is of torch's
+Megatron-Core's own delta net needs Transformer Engine and flash-linear-attention, and refuses packed rows; this one is of torch's
 operations. A tensor-parallel rank has whole key heads with the value heads that they serve: the projections' rows, and here the
-convolution's channels too, are ordered by key head ([query, key, values, gates] each), so every parameter is cut into equal parts.
-
-In a packed row every sequence begins with an empty state and an empty window of the convolution. A row that continues a shared prompt
-begins with the prompt's.
+convolution's channels too, are ordered by key head ([query, key, values, gates] each). In a packed row every sequence begins with an empty
+state and an empty window of the convolution, and a row that continues a shared prompt with the prompt's.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, 2405.04434, 2.1): keys and values of all heads are made of one small vector per token, the
 latent, beside which each token has one rotated key for all heads.
 
-Megatron-Core's own module makes its own angles, so packed rows and shared prompts would not reach it; and without Transformer Engine it
-splits the projections onto the latents over the tensor-parallel ranks, and leaves to each rank the gradient that its own heads give the
-rotated key. Here these projections are whole on every rank, and the key's gradient is summed over the heads of all.
-
-A head's rotated dimensions come first, as Megatron-Core rotates them; queries and keys have the same order.
+Megatron-Core's own module makes its own angles, so packed rows and shared prompts would not reach it, and splits the projections onto the
+latents. Here these are whole on every rank, and the rotated key's gradient is summed over the heads of all. A head's rotated dimensions
+come first, as Megatron-Core rotates them; queries and keys have the same order.
 """
 
 from __future__ import annotations

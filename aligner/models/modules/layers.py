@@ -155,7 +155,6 @@ class OwnRotation(mcore.SelfAttention):
 
 
 def _sum(output: tuple[Tensor, Tensor | None]) -> Tensor:
-    """A linear layer's output and the bias that it leaves to its caller."""
     return output[0] if output[1] is None else output[0] + output[1]
 
 

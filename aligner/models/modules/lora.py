@@ -1,5 +1,5 @@
 """Low-rank adapters on Megatron-Core's linear layers (LoRA; Hu et al. 2021, 2106.09685): W x becomes W x + scaling B A x, and only A and B
-learn.
+learn. B starts at zero; A's entries are uniform in +-1 / sqrt(inputs), as PEFT's.
 
 A layer that holds several of Hugging Face's projections (query, key and value; gate and up) has a pair for each of them, so that an adapter
 is one of PEFT's, too. The A's lie one below the other and are one product; each B gives its own rows of the fused output.
@@ -8,8 +8,6 @@ Tensor parallelism splits the pairs as it splits W, and only [tokens, rank] is e
 B is split: A x is gathered from the parts of a sequence, or its gradient is summed. Where W's input is split, A is split and A x is summed
 (reduce-scattered under sequence parallelism), and B is on every rank. An expert's tokens are exchanged outside of it, for adapter and
 weight together; there the gradients of what is on every rank are summed instead.
-
-B starts at zero: a model with new adapters is the model without. A's entries are uniform in +-1 / sqrt(inputs), as PEFT's.
 """
 
 from __future__ import annotations
@@ -113,7 +111,6 @@ class Adapter(torch.nn.Module):
             self._mark(matrix, split_dim=0 if self.pairs.splits_output else None)
 
     def _mark(self, parameter: torch.nn.Parameter, *, split_dim: int | None) -> None:
-        """Set the attributes that Megatron-Core's optimizer and gradient reductions read."""
         # A whole parameter counts in gradient norms on the first tensor-parallel rank alone; of unsplit experts each rank has others.
         has_others = split_dim is not None or (self.pairs.is_expert and self.group.size() == 1)
         mcore.set_tensor_model_parallel_attributes(parameter, has_others, -1 if split_dim is None else split_dim, 1)

@@ -153,7 +153,6 @@ def _ending(name: str, parts: int) -> str:
 
 
 def _head_name(chunk: Chunk, name: str) -> str:
-    """PEFT's name of one of the head's parameters."""
     return f"{_PREFIX}{chunk.head.hf_name(name, chunk.architecture.family)}"
 
 
@@ -183,7 +182,6 @@ def load_peft(chunks: Sequence[Chunk], directory: Path) -> None:
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What the two files hold. Raises CheckpointError for one that is missing or cannot be read."""
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
             raise CheckpointError(f"model.lora.path={directory}: no {name} there")

@@ -1,22 +1,20 @@
 """The experts' router with auxiliary losses that keep their weight under this project's token counts.
 
 Gradients here are sums over micro-batches and ranks that are divided once, by the loss's own count: response tokens, pairs or sequences.
-Megatron-Core's router scales its auxiliary losses for a division by *all* tokens, and by the tokens of one rank where several share a
-sequence. Here each micro-batch's auxiliary loss is multiplied by the number of its real tokens, on whatever ranks they are, and
-`AuxiliaryLosses.weigh` turns the later division by the loss's count into one by the tokens of the whole batch. So the objective is
+Megatron-Core's router scales its auxiliary losses for a division by *all* tokens. Here each micro-batch's auxiliary loss is multiplied by
+the number of its real tokens, on whatever ranks they are, and `AuxiliaryLosses.weigh` turns the later division by the loss's count into one
+by the tokens of the whole batch. So whatever the layout, the objective is
 
-    main loss per count  +  coefficient * (mean over the batch's tokens of their micro-batch's auxiliary loss),
+    main loss per count  +  coefficient * (mean over the batch's tokens of their micro-batch's auxiliary loss).
 
-whatever the layout. (A load-balancing loss is quadratic in a micro-batch's routing, so unlike everything else it does depend on which rows
-share a micro-batch.) Load balancing: 2101.03961, equation 4; z-loss: 2202.08906, equation 5.
+(A load-balancing loss is quadratic in a micro-batch's routing: it does depend on which rows share a micro-batch.) Load balancing:
+2101.03961, equation 4; z-loss: 2202.08906, equation 5.
 
-The experts that a sampler chose can be replayed in training, or compared with the router's own choice. Small differences of arithmetic
-between sampler and trainer send some tokens to other experts, which changes their log-probs far more than the rounding did. With replay
-the experts that sampled a token are those that train it (R3: Ma et al. 2025, 2510.11370). The choice alone is replayed: gate scores are
-the trainer's, at the sampler's experts and normalised over these, so gradients reach the router through them. Tokens that the sampler
-computed nothing after (the last of each row) and padding go where the router sends them. Megatron-Core's hook for it is used
-(`router_replay.get_replay_topk`, which it asks for a choice of experts), not its `RouterReplay`: that learns from outside whether a pass
-recomputes, once for all routers of the process, and in a pipeline some do while others do not.
+The experts that a sampler chose can be replayed in training (R3: Ma et al. 2025, 2510.11370), or compared with the router's own choice:
+small differences of arithmetic send some tokens to other experts, which changes their log-probs far more than the rounding did. The choice
+alone is replayed: gate scores are the trainer's, at the sampler's experts, so gradients reach the router. Tokens that the sampler computed
+nothing after (the last of each row) and padding go where the router sends them. Megatron-Core's hook is used, not its `RouterReplay`: that
+learns from outside whether a pass recomputes, once for all routers of the process, and in a pipeline some do while others do not.
 """
 
 from __future__ import annotations

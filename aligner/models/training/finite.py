@@ -58,7 +58,6 @@ def _sound(tensors: Iterable[Tensor], limit: float) -> Tensor:
 
 
 def _describe(runners: Sequence[Any], limit: float) -> str:
-    """The parameters at fault on all ranks, the first few of them by name and size."""
     named = [(name, p.data) for runner in runners for name, p in runner.module.named_parameters() if p.requires_grad and p.numel()]
     sound = _sound([data for _, data in named], limit).tolist() if named else []
     own = [f"{name}: {float(data.abs().max()):.3g}" for (name, data), good in zip(named, sound, strict=True) if not good]

@@ -52,8 +52,8 @@ class Placement:
     """The model's input on this rank, [rows, L] slots, and what each slot holds.
 
     `token_of` and `next_token_of` are flat positions (row * S + t) in the micro-batch's [B, S] tensors: of the slot's own token, and of the
-    token that its hidden state predicts; -1 for no token (padding, and the last token of a sequence). They stay on the host, which
-    chooses by them what is projected: of a mask on a GPU it would have to ask how much it selects.
+    token that its hidden state predicts; -1 for no token (padding, and the last token of a sequence). They stay on the host, which chooses
+    by them what is projected.
     """
 
     tokens: Tensor  # int64 [rows, L]

@@ -46,7 +46,7 @@ class _Trained(ABC):
 
     @abstractmethod
     def _outputs(self, hidden: Tensor, part: MicroBatch) -> TokenOutputs:
-        """What a loss reads, from the last hidden states."""
+        pass
 
 
 class MegatronPolicy(_Trained):
@@ -161,7 +161,6 @@ class ReferencePolicy:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """The module has the frozen weights meanwhile."""
         parameters = self._parameters()
         current = [p.data for p in parameters]
         try:
@@ -182,7 +181,6 @@ class ReferencePolicy:
 
 
 def _own_routes(batch: MaskedBatch) -> MaskedBatch:
-    """The batch without its sampler's."""
     return replace(batch, extras={name: extra for name, extra in batch.extras.items() if name != Routes.name})
 
 

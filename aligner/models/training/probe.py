@@ -62,7 +62,6 @@ class _Look:
         self._tokens = upload(tokens.t().reshape(-1), platform.device())  # Megatron-Core's order: [L, rows]
 
     def add(self, operation: Operation, layer: int, output: Tensor) -> None:
-        """An output of this rank: of all slots, or under sequence parallelism of its part of them."""
         tokens = self._tokens
         if operation in SPLIT:
             rows = self._trace.chosen(tokens)  # before ranks exchange anything
@@ -72,7 +71,6 @@ class _Look:
         self._trace.add(Place(layer, operation), tokens, output.reshape(len(tokens), -1))
 
     def last(self, hidden: Tensor, part: passes.MicroBatch) -> TokenOutputs:
-        """From the last hidden states: logits of the wanted tokens."""
         chunk = self._chunk
         rows = self._trace.chosen(self._tokens)
         selected = chunk.whole_sequences(hidden, grads_are_partial=False).reshape(len(self._tokens), -1)[rows]
@@ -86,7 +84,6 @@ class _Look:
 
 @contextmanager
 def _hooks(chunk: LanguageChunk, tap: Tap) -> Iterator[None]:
-    """Show `tap` the outputs of a chunk's modules."""
     layers = chunk.decoder.layers
     hooked: list[tuple[int, _Hooked]] = [(layer.layer_number - 1, one) for layer in layers for one in _of_layer(chunk.architecture, layer)]
     if chunk.post_process and chunk.decoder.final_layernorm is not None:

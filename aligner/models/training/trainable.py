@@ -229,7 +229,6 @@ class TrainableModel:
             chunk.settle()
 
     def _optimizer_metrics(self, grad_norm: float | None, *, overflowed: bool = False) -> dict[str, Metric]:
-        """Metrics of an update that was made or left out, by the guard or because a float16 gradient overflowed."""
         rate = {"optim/lr": Max(maximum=self.optimizer.param_groups[0]["lr"])}
         if self.loss_scale.is_on:
             rate |= {LOSS_SCALE: Max(maximum=self.loss_scale.value), OVERFLOWS: Sum(total=int(overflowed))}
@@ -262,7 +261,6 @@ class TrainableModel:
         self.host.move_in()
 
     def _kept(self) -> Iterator[Tensor]:
-        """What is on the device and has contents that matter, besides a few small buffers."""
         yield from weight_storage(self.chunks)
         if self.optimizer is not None:
             yield from device_tensors(self.optimizer)
@@ -278,7 +276,6 @@ class TrainableModel:
         self._everything.move_in()
 
     def _metrics(self, batch: Batch, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """Those of the loss, reduced, and the routers'."""
         has_routes = Routes.name in batch.extras
         return self._reduce(metrics) | self.auxiliary.metrics() | (take_metrics(routers(self.chunks)) if has_routes else {})
 

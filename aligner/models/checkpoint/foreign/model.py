@@ -198,7 +198,6 @@ class ForeignWeights:
         return config, where
 
     def _arguments(self) -> tuple[dict[str, Any], str]:
-        """Megatron-LM's, from the common state."""
         if safe_pickle.COMMON in self._files.names():
             data, where = self._files.read(safe_pickle.COMMON), self._files.where(safe_pickle.COMMON)
         elif (found := self._tensors.common_state()) is not None:
@@ -216,7 +215,6 @@ class ForeignWeights:
 
 
 def _refuse_others(files: Files, names: set[str]) -> None:
-    """Raise CheckpointError naming the form of a checkpoint of these projects that is not read."""
     if {"context/io.json", "context/model.yaml"} & names:
         raise CheckpointError(f"{files.root}: is of NeMo 2; allowed: the Hugging Face model that `nemo llm export` writes")
     folder = f"{_NEMO_WEIGHTS}/" if NEMO_CONFIG in names else ""
@@ -231,7 +229,6 @@ def _refuse_others(files: Files, names: set[str]) -> None:
 
 
 def _prefix(shapes: Mapping[str, Any], where: str) -> str:
-    """What the names of the model's own tensors begin with."""
     for prefix in ("", "model.", "module.", "model.module."):
         if prefix + EMBEDDING in shapes:
             return prefix

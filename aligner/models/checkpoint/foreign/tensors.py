@@ -116,7 +116,6 @@ class Archive(Files):
 
 
 def _open(path: Path) -> IO[bytes]:
-    """The uncompressed bytes of an archive."""
     try:
         file = path.open("rb")
         if file.read(2) != _GZIP:
