@@ -46,8 +46,7 @@ from aligner.models.checkpoint.weights import load_source as load_source
 from aligner.models.checkpoint.weights import load_weights as load_weights
 from aligner.models.checkpoint.weights import to_marker as adapters_to_marker
 from aligner.models.families import architecture_to_hf
-from aligner.models.training import finite
-from aligner.models.training.trainable import TrainableModel, generator_state, set_generator_state
+from aligner.models.training.trainable import TrainableModel, check_before_save, generator_state, set_generator_state
 from aligner.parallel.collectives import broadcast_object, from_rank_0, gather_objects, raise_everywhere
 
 WRITE_TIMEOUT_SECONDS = 1200.0
@@ -128,7 +127,7 @@ def start_save(
     final = step_directory(checkpoints, request.step)
     model.wake()
     model.settle()
-    finite.check_before_save(model.chunks, model.optimizer, model.topology.rank)
+    check_before_save(model.chunks, model.optimizer, model.topology.rank)
     generators = gather_objects(generator_state())
     made: list[Path] = []
     _on_rank_0(lambda: made.append(_start(final, model, request, generators)))

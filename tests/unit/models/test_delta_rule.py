@@ -10,8 +10,8 @@ import torch
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Architecture, ModelConfig
-from aligner.models.modules import delta_rule
-from aligner.models.modules.delta_rule import Tokens, chunked, convolved, step
+from aligner.models.modules import gated_delta_net
+from aligner.models.modules.gated_delta_net import Tokens, chunked, convolved, step
 from aligner.parallel.topology import ParallelConfig
 
 HEADS, KEY, VALUE = 2, 6, 5
@@ -49,8 +49,8 @@ def one_by_one(x: Tokens, lengths: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("lengths", [[1], [9], [4, 1, 11, 4], [3, 3], [8, 4]])
 def test_chunks_give_the_definitions_outputs_and_gradients(lengths, monkeypatch):
-    monkeypatch.setattr(delta_rule, "CHUNK", 4)
-    delta_rule._plan.cache_clear()
+    monkeypatch.setattr(gated_delta_net, "CHUNK", 4)
+    gated_delta_net._plan.cache_clear()
     x = tokens(sum(lengths))
     weights = torch.randn(sum(lengths), HEADS, VALUE, generator=torch.Generator().manual_seed(2))
     found, expected = chunked(x, lengths)[0], one_by_one(x, lengths)
@@ -58,7 +58,7 @@ def test_chunks_give_the_definitions_outputs_and_gradients(lengths, monkeypatch)
     pairs = zip(*(torch.autograd.grad((out * weights).sum(), leaves(x)) for out in (found, expected)), strict=True)
     for got, wanted in pairs:
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5)
-    delta_rule._plan.cache_clear()
+    gated_delta_net._plan.cache_clear()
 
 
 def test_a_sequence_goes_on_from_its_state():
