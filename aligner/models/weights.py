@@ -190,18 +190,15 @@ def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = Tru
     with torch.no_grad():
         for part in named_shards(chunks):
             if part.rule is not None:
-                part.parameter.copy_(_import(chunks[0], part, part.rule, source))
+                group, dim, shape = tensor_group(chunks[0], part.place), part.place.split_dim, list(part.place.shape)
+                if dim is not None:
+                    shape[dim] *= group.size()
+                name = EMBEDDING if part.place.is_copy else part.place.name
+                full = source.full(name, part.rule, tuple(shape), chunks[0].architecture)
+                own = full if dim is None else shard(part.rule.layout, full, dim=dim, num_shards=group.size(), index=group.rank())
+                part.parameter.copy_(own)
             elif with_head and (tensor := source.head(part.place.name, part.parameter.shape)) is not None:
                 part.parameter.copy_(tensor)
-
-
-def _import(chunk: Chunk, part: ParameterShard, rule: Rule, source: WeightSource) -> Tensor:
-    group = tensor_group(chunk, part.place)
-    dim, shape = part.place.split_dim, list(part.place.shape)
-    if dim is not None:
-        shape[dim] *= group.size()
-    full = source.full(EMBEDDING if part.place.is_copy else part.place.name, rule, tuple(shape), chunk.architecture)
-    return full if dim is None else shard(rule.layout, full, dim=dim, num_shards=group.size(), index=group.rank())
 
 
 def export_hf(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:

@@ -48,7 +48,7 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
 
 def check_together(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError for settings that are valid alone but not together."""
-    problem, experts = _variant_problem(architecture), architecture.num_experts
+    problem, experts = unusual(architecture, UNUSUAL | _FACTOR), architecture.num_experts
     overlap, invariant, cp = "parallel.tp_comm_overlap=true: needs", "model.batch_invariant=true:", parallel.cp
     sums = "the sums over a token's experts have no invariant form here; allowed: dense models"
     refuse(
@@ -119,10 +119,6 @@ def unusual(architecture: Architecture, fields: Mapping[str, tuple[Any, str]] = 
     if architecture.normalization in (Normalization.rms_norm_1p, Normalization.layer_norm_no_bias):
         return f"a norm of its own kind (normalization={architecture.normalization.value})"
     return ""
-
-
-def _variant_problem(architecture: Architecture) -> str:
-    return unusual(architecture, UNUSUAL | _FACTOR)
 
 
 def torch_layers_reason(architecture: Architecture) -> str:

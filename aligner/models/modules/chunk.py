@@ -115,11 +115,11 @@ class WeightGather:
 
     def __init__(self, runner: Any) -> None:
         runner.disable_forward_pre_hook(param_sync=False)
-        self._group_of = runner.param_to_bucket_group
+        group_of = runner.param_to_bucket_group
         everything = (*runner.bucket_groups, *runner.expert_parallel_bucket_groups)
         order: dict[Any, None] = {}
         for module, parameters in _readers(runner.module):
-            groups = self._groups(parameters)
+            groups = list(dict.fromkeys(group_of[p] for p in parameters if p in group_of))
             order |= dict.fromkeys(groups)
             if groups:
                 module.register_forward_pre_hook(lambda *_, groups=groups: _finish_gathers(groups))
@@ -134,9 +134,6 @@ class WeightGather:
     def finish(self) -> None:
         """Wait until all weights are there (on a GPU the stream waits, not the host). Does nothing where they are."""
         _finish_gathers(self._groups_in_order)
-
-    def _groups(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
-        return list(dict.fromkeys(self._group_of[p] for p in parameters if p in self._group_of))
 
 
 def _readers(chunk: Any) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

@@ -174,10 +174,7 @@ class ReferencePolicy:
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         self._policy.model.settle()
-        return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad or self._keeps_all(chunk)]
-
-    def _keeps_all(self, chunk: LanguageChunk) -> bool:
-        return self._whole or not chunk.lora.is_on
+        return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad or self._whole or not chunk.lora.is_on]
 
 
 def _own_routes(batch: MaskedBatch) -> MaskedBatch:

@@ -5,8 +5,9 @@ Modules that Transformer Engine fuses into one (a norm into the linear layer beh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,13 +91,12 @@ def _hooks(chunk: LanguageChunk, tap: Tap) -> Iterator[None]:
         hooked.append((chunk.architecture.num_layers, (chunk.decoder.final_layernorm, Operation.final_norm, False)))
     with ExitStack() as stack:
         if chunk.pre_process:
-            stack.callback(chunk.embedding.register_forward_hook(_after_embedding(tap, chunk.architecture.embedding_scale)).remove)
+            stack.callback(chunk.embedding.register_forward_hook(partial(_embedded, tap, chunk.architecture.embedding_scale)).remove)
         for number, (module, operation, before) in hooked:
-            handle = module.register_forward_pre_hook(_before(tap, operation, number)) if before else None
-            factor = rope.factor(chunk.architecture, number)
-            stack.callback((handle or module.register_forward_hook(_after(tap, operation, number, factor))).remove)
+            look = partial(_look, tap, operation, number, rope.factor(chunk.architecture, number))
+            stack.callback((module.register_forward_pre_hook if before else module.register_forward_hook)(look).remove)
         for layer in (layer for layer in layers if chunk.architecture.has_experts(layer.layer_number - 1)):
-            stack.callback(layer.mlp.router.register_forward_hook(_after_router(tap, layer.layer_number - 1)).remove)
+            stack.callback(layer.mlp.router.register_forward_hook(partial(_routed, tap, layer.layer_number - 1)).remove)
         yield
 
 
@@ -116,25 +116,22 @@ def _of_layer(architecture: Architecture, layer: Any) -> list[_Hooked]:
     return [one for one in found if one[2] or not (one[0] is None or isinstance(one[0], IdentityOp))]
 
 
-def _before(tap: Tap, operation: Operation, number: int) -> Callable:
-    return lambda module, inputs: tap(operation, number, inputs[0])
+def _look(tap: Tap, operation: Operation, number: int, factor: float, _: torch.nn.Module, inputs: tuple, output: Any = None) -> None:
+    """A hook, before or after a module."""
+    if output is None:
+        tap(operation, number, inputs[0])
+        return
+    if operation is Operation.attention:  # the factor on cosines and sines is in its scale
+        tap(Operation.queries, number, inputs[0] * factor)
+        tap(Operation.keys, number, inputs[1] * factor)
+    if isinstance(output, tuple):  # with a bias that is added later, or an empty context
+        output = output[0] if output[1] is None else output[0] + output[1]
+    tap(operation, number, output)
 
 
-def _after(tap: Tap, operation: Operation, number: int, factor: float) -> Callable:
-    def look(module: torch.nn.Module, inputs: tuple, output: Any) -> None:
-        if operation is Operation.attention:  # the factor on cosines and sines is in its scale
-            tap(Operation.queries, number, inputs[0] * factor)
-            tap(Operation.keys, number, inputs[1] * factor)
-        if isinstance(output, tuple):  # with a bias that is added later, or an empty context
-            output = output[0] if output[1] is None else output[0] + output[1]
-        tap(operation, number, output)
-
-    return look
+def _embedded(tap: Tap, scale: float, _: torch.nn.Module, __: tuple, output: Tensor) -> None:
+    tap(Operation.embedding, -1, output * rounded_scale(scale, output.dtype))
 
 
-def _after_embedding(tap: Tap, scale: float) -> Callable:
-    return lambda module, inputs, output: tap(Operation.embedding, -1, output * rounded_scale(scale, output.dtype))
-
-
-def _after_router(tap: Tap, number: int) -> Callable:
-    return lambda module, inputs, output: tap(Operation.router, number, output[0])
+def _routed(tap: Tap, number: int, _: torch.nn.Module, __: tuple, output: tuple) -> None:
+    tap(Operation.router, number, output[0])

@@ -106,7 +106,11 @@ class ForeignWeights:
         _refuse_others(files, names)
         self._folder = f"{_NEMO_WEIGHTS}/" if self._is_nemo else ""
         self.directory = files.where(_NEMO_WEIGHTS) if self._is_nemo else str(files.root)
-        self._tensors = self._open()
+        backend = files.json(self._folder + METADATA).get("sharded_backend")
+        if backend not in _FORMATS:
+            where = files.where(self._folder + METADATA)
+            raise CheckpointError(f"{where}: sharded_backend={backend!r} is not read; allowed: {', '.join(_FORMATS)}")
+        self._tensors: TorchDist | Zarr = _FORMATS[backend](files, self._folder)
         shapes = self._tensors.shapes()
         self._prefix = _prefix(shapes, self.directory)
         rows = shapes[self._prefix + EMBEDDING][0]
@@ -179,13 +183,6 @@ class ForeignWeights:
                 raise CheckpointError(f"{self.directory}: {part} is {self._tensors.dtype(part)}; allowed: {', '.join(map(str, _DTYPES))}")
             parts.append(self._tensors.read(part, stored.index))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def _open(self) -> TorchDist | Zarr:
-        name = self._folder + METADATA
-        backend = self._files.json(name).get("sharded_backend")
-        if backend not in _FORMATS:
-            raise CheckpointError(f"{self._files.where(name)}: sharded_backend={backend!r} is not read; allowed: {', '.join(_FORMATS)}")
-        return _FORMATS[backend](self._files, self._folder)
 
     def _nemo_config(self) -> tuple[dict[str, Any], str]:
         where = self._files.where(NEMO_CONFIG)
