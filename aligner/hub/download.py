@@ -303,29 +303,19 @@ def explain(error: Exception, text: str, name: HubName, *, endpoint: str, cache:
         return ConfigError(f"{text}: {here} lacks a file that it lists: {_first_line(error)}")
     if isinstance(error, errors.HfHubHTTPError) and status is not None:
         return AlignerError(f"{text}: {endpoint} answered {status}: {_first_line(error)}")
-    if _is_network(error):
+    storage = isinstance(error, OSError) and is_storage_error(error)
+    unanswered = isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError))
+    if not storage and (unanswered or any(base.__module__.partition(".")[0] in _TRANSPORTS for base in type(error).__mro__)):
+        cause: BaseException = error  # huggingface_hub's own error names none
+        while (earlier := cause.__cause__ or cause.__context__) is not None and isinstance(cause, errors.LocalEntryNotFoundError):
+            cause = earlier
         return AlignerError(
             f"{text}: no such directory here, {cache.parent} lacks some of it, and {endpoint} cannot be reached "
-            f"({_cause(error)}): download it where there is a network, or set HTTPS_PROXY or HF_ENDPOINT"
+            f"({type(cause).__name__}: {_first_line(cause)}): download it where there is a network, or set HTTPS_PROXY or HF_ENDPOINT"
         )
-    if isinstance(error, OSError) and is_storage_error(error):
+    if isinstance(error, OSError) and storage:
         return AlignerError(f"{text}: {describe_os_error(error, cache)}: make space, or name another cache with HF_HOME")
     return AlignerError(f"{text}: {type(error).__name__}: {_first_line(error)}")
-
-
-def _is_network(error: BaseException) -> bool:
-    """Whether no answer came, or an incomplete one."""
-    if isinstance(error, OSError) and is_storage_error(error):
-        return False
-    known = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError)
-    return isinstance(error, known) or any(base.__module__.partition(".")[0] in _TRANSPORTS for base in type(error).__mro__)
-
-
-def _cause(error: BaseException) -> str:
-    """The first error of a chain: huggingface_hub's own names no cause."""
-    while (earlier := error.__cause__ or error.__context__) is not None and isinstance(error, errors.LocalEntryNotFoundError):
-        error = earlier
-    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

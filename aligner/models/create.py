@@ -84,20 +84,16 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
         architecture = described(source)
     else:
         architecture = replace(config.architecture, vocab_size=config.architecture.vocab_size or vocab_size)
-        _check_family(replace(architecture, vocab_size=architecture.vocab_size or 1))  # whatever the tokenizer will have
+        ours = replace(architecture, vocab_size=architecture.vocab_size or 1)  # whatever the tokenizer will have
+        theirs = architecture_from_hf(architecture_to_hf(ours), where="architecture")
+        for name, value in asdict(ours).items():  # the export of a model that no Hugging Face config describes would be another model
+            if (other := getattr(theirs, name)) != value:
+                raise ConfigError(f"model.architecture.{name}={value}: models of family {ours.family.value} have {other}")
     if config.seq_length > architecture.max_position_embeddings:
         raise ConfigError(
             f"model.seq_length={config.seq_length}: the model was made for at most {architecture.max_position_embeddings} positions"
         )
     return architecture
-
-
-def _check_family(architecture: Architecture) -> None:
-    """Raise ConfigError for a model that no Hugging Face config describes: its export would be another model."""
-    described, ours = asdict(architecture_from_hf(architecture_to_hf(architecture), where="architecture")), asdict(architecture)
-    for name, value in ours.items():
-        if described[name] != value:
-            raise ConfigError(f"model.architecture.{name}={value}: models of family {architecture.family.value} have {described[name]}")
 
 
 def context_length(config: ModelConfig, architecture: Architecture) -> int:

@@ -92,16 +92,13 @@ class HFWeights:
         if self._tensors[stored].dtype == MXFP4:
             return mxfp4(*(self._read(stored + ending, part) for ending in MXFP4_ENDINGS))
         if self._tensors[stored].dtype == FP8:
-            return self._from_fp8(stored)
+            quantization = read_json(self.directory / CONFIG_FILE).get("quantization_config") or {}
+            rows, columns = quantization.get("weight_block_size") or (1, 1)
+            try:
+                return fp8(self._read(stored, None), self._read(stored + FP8_SCALES, None), (rows, columns))
+            except ValueError as error:
+                raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
         return self._read(stored, part)
-
-    def _from_fp8(self, stored: str) -> Tensor:
-        """Raises ModelFilesError where its scales do not fit the block size in the directory's config."""
-        rows, columns = (read_json(self.directory / CONFIG_FILE).get("quantization_config") or {}).get("weight_block_size") or (1, 1)
-        try:
-            return fp8(self._read(stored, None), self._read(stored + FP8_SCALES, None), (rows, columns))
-        except ValueError as error:
-            raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
 
     def _read(self, stored: str, part: int | None) -> Tensor:
         """A tensor of a file unchanged, or its slice at `part` of the first dimension."""

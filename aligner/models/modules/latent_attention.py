@@ -71,25 +71,23 @@ class LatentAttention(mcore.SelfAttention):
         a = self.architecture
         plain = a.head_dim - a.rotated
         latent, shared = self.linear_kv_down_proj(hidden_states).split([a.latent_size, a.rotated], dim=-1)
-        query_plain, query_rotated = self._queries(hidden_states).unflatten(-1, (self.heads, -1)).split([plain, a.rotated], dim=-1)
+        if a.query_latent_size:
+            queries = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))[0]
+        else:
+            queries = self.linear_q_proj(hidden_states)[0]
+        query_plain, query_rotated = queries.unflatten(-1, (self.heads, -1)).split([plain, a.rotated], dim=-1)
         expanded, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         key_plain, value = expanded.unflatten(-1, (self.heads, -1)).split([plain, a.value_head_dim], dim=-1)
-        key_rotated = self._for_all_heads(shared)[..., None, :].expand(*key_plain.shape[:-1], -1)
+        # The whole sequence's rotated keys, whose gradient is the sum over all ranks' heads.
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            shared = mcore.gather_from_sequence_parallel_region(shared, tensor_parallel_output_grad=True, group=group)
+        else:
+            shared = mcore.copy_to_tensor_model_parallel_region(shared, group=group)
+        key_rotated = shared[..., None, :].expand(*key_plain.shape[:-1], -1)
         if a.rope_attention_factor != 1:
             query_rotated, key_rotated = query_rotated * a.rope_attention_factor, key_rotated * a.rope_attention_factor
         query, key = torch.cat([query_rotated, query_plain], dim=-1), torch.cat([key_rotated, key_plain], dim=-1)
         if a.rotary_interleaved:
             query, key = (neighbours_apart(x, a.rotated) for x in (query, key))
         return query, key, value
-
-    def _queries(self, hidden_states: Tensor) -> Tensor:
-        if not self.architecture.query_latent_size:
-            return self.linear_q_proj(hidden_states)[0]
-        return self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))[0]
-
-    def _for_all_heads(self, shared: Tensor) -> Tensor:
-        """The whole sequence's rotated keys, whose gradient is the sum over all ranks' heads."""
-        group = self.pg_collection.tp
-        if self.config.sequence_parallel:
-            return mcore.gather_from_sequence_parallel_region(shared, tensor_parallel_output_grad=True, group=group)
-        return mcore.copy_to_tensor_model_parallel_region(shared, group=group)

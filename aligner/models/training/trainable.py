@@ -325,17 +325,15 @@ class TrainableModel:
         self._everything.move_in()
 
     def _metrics(self, batch: Batch, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """The loss's, reduced over replicas and broadcast from the last pipeline stage, which alone has them; and the routers'."""
+        topology = self.topology
+        if topology.pp_rank == topology.pp_size - 1:
+            metrics = reduce_metrics(metrics, topology.dp_group, platform.device())
+        if topology.pp_size > 1:
+            last = torch.distributed.get_global_rank(topology.pp_group, topology.pp_size - 1)
+            metrics = broadcast_object(metrics, src=last, group=topology.pp_group)
         has_routes = Routes.name in batch.extras
-        return self._reduce(metrics) | self.auxiliary.metrics() | (take_metrics(routers(self.chunks)) if has_routes else {})
-
-    def _reduce(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """Reduce over replicas, then broadcast from the last pipeline stage (the only one with metrics)."""
-        if self.topology.pp_rank == self.topology.pp_size - 1:
-            metrics = reduce_metrics(metrics, self.topology.dp_group, platform.device())
-        if self.topology.pp_size == 1:
-            return metrics
-        last = torch.distributed.get_global_rank(self.topology.pp_group, self.topology.pp_size - 1)
-        return broadcast_object(metrics, src=last, group=self.topology.pp_group)
+        return metrics | self.auxiliary.metrics() | (take_metrics(routers(self.chunks)) if has_routes else {})
 
     def _find_non_finite(self, totals: Sequence[Tensor]) -> tuple[str, bool]:
         """(the non-finite parts of this update, the same on every rank, empty if none; whether no loss is one of them).
@@ -366,13 +364,8 @@ class TrainableModel:
             # Families small enough that replicas can have about equal shares of them.
             capacity = min(self.micro_batches.tokens, -(-int(batch.lengths.sum()) // (2 * replicas)) if replicas > 1 else math.inf)
             return plan_families(families(batch, unit=_unit(batch), capacity=int(capacity)), self.micro_batches, num_replicas=replicas)
-        return plan(
-            batch.lengths.tolist(),
-            self.micro_batches,
-            num_replicas=replicas,
-            unit=_unit(batch),
-            multiple=self.splits.row_multiple,
-        )
+        options = {"num_replicas": replicas, "unit": _unit(batch), "multiple": self.splits.row_multiple}
+        return plan(batch.lengths.tolist(), self.micro_batches, **options)
 
     def _micro_batches(self, batch: Batch, layout: Plan) -> list[passes.MicroBatch]:
         own = layout[self.topology.dp_rank]

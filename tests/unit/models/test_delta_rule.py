@@ -91,22 +91,6 @@ LINEAR = {"linear_attention_layers": [0, 2], "linear_key_heads": 2, "linear_valu
 LINEAR |= {"linear_value_head_dim": 4, "linear_conv_size": 4}
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"linear_key_heads": 2}, "architecture.linear_key_heads=2: needs linear_attention_layers; allowed without: 0"),
-        (LINEAR | {"linear_conv_size": 0}, "architecture.linear_conv_size=0: must be at least 1 with linear_attention_layers"),
-        (LINEAR | {"linear_key_heads": 3}, "architecture.linear_key_heads=3: must divide linear_value_heads=4"),
-        (LINEAR | {"linear_attention_layers": [2, 0]}, r"linear_attention_layers=\[2, 0\]: must be rising numbers from 0 to .*=3"),
-        (LINEAR | {"linear_bias": True}, "architecture.linear_bias=True: allowed with linear_attention_layers: False"),
-        ({"attention_gate": True, "rotary_interleaved": True}, "attention_gate=True: allowed with rotary_interleaved=False"),
-    ],
-)
-def test_architectures_that_make_no_sense(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        Architecture(**fields)
-
-
 def test_layouts_and_modes_that_are_refused():
     architecture = Architecture(vocab_size=61, **LINEAR)
     with pytest.raises(ConfigError, match="parallel.cp=2: the model's delta nets hand a state on from token to token; allowed: 1"):

@@ -68,11 +68,6 @@ def test_logits_are_megatrons(name: str, megatron_lm, tmp_path: Path):
         )
 
 
-def test_rope_scaling_is_llama_3s(megatron_lm):
-    found = describe(megatron_lm("llama_scaled")[0]).architecture
-    assert (found.rope_llama3_factor, found.rope_original_length, found.rope_low_freq_factor) == (4.0, 8192, 1.0)
-
-
 FORMS = ("latest", "nemo", "gzip", "unpacked")
 
 

@@ -122,11 +122,6 @@ def test_the_product_is_what_the_paper_says(make_policy):
         torch.testing.assert_close(x @ adapter.merged(linear_weight(linear.weight)).t() + linear.bias, base + expected)
 
 
-def test_scaling() -> None:
-    assert LoraConfig(rank=16, alpha=32.0).scaling == 2.0
-    assert LoraConfig(rank=16, alpha=32.0, rslora=True).scaling == 8.0
-
-
 WIDTHS = {"linear_qkv": 32, "linear_proj": 32, "linear_fc1": 32, "linear_fc2": 48}  # what goes into the layers of the models below
 
 

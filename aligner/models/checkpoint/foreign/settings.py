@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -200,7 +201,10 @@ def _experts(keys: _Keys, name: str, ffn_hidden_size: int) -> dict[str, Any]:
 def _of_a_family(fields: Mapping[str, Any], *, everywhere: bool, qkv: bool) -> Architecture:
     """The first family whose Hugging Face config has exactly these fields. Raises ConfigError naming the differences of the closest."""
     closest: tuple[Family, dict[str, Any]] | None = None
-    for family, biases in _candidates(everywhere=everywhere, qkv=qkv):
+    # Biases on all linear layers are one field in some families and three in others.
+    three = dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), True)
+    kinds = ({"linear_bias": True}, three) if everywhere else ({"qkv_bias": qkv},)
+    for family, biases in itertools.product(Family, kinds):
         architecture = Architecture(family=family, **fields, **biases)
         try:
             described = asdict(architecture_from_hf(architecture_to_hf(architecture)))
@@ -215,13 +219,3 @@ def _of_a_family(fields: Mapping[str, Any], *, everywhere: bool, qkv: bool) -> A
         raise ConfigError("no family of models here has these settings")
     what = ", ".join(f"{name}={getattr(value, 'value', value)}" for name, value in closest[1].items())
     raise ConfigError(f"no family of models here is computed so; the closest, {closest[0].value}, has no {what}")
-
-
-def _candidates(*, everywhere: bool, qkv: bool) -> Iterator[tuple[Family, dict[str, bool]]]:
-    """Biases on all linear layers are one field in some families and three in others."""
-    for family in Family:
-        if not everywhere:
-            yield family, {"qkv_bias": qkv}
-            continue
-        yield family, {"linear_bias": True}
-        yield family, {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
