@@ -99,21 +99,14 @@ def test_the_weights_gradient_is_summed_in_float32(function, chunk_size):
     assert (rounded.double() - total).abs().max() > 5e-3  # what rounding every micro-batch costs
 
 
-def test_a_frozen_weight_has_no_gradient():
-    hidden, weight, targets = inputs(torch.bfloat16)
-    parameter = torch.nn.Parameter(weight, requires_grad=False)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_weights_that_are_frozen_or_in_float32_have_no_sum_of_their_own(frozen):
+    """A float32 weight's gradient goes through autograd: sums in another order would have other last bits."""
+    hidden, weight, targets = inputs(torch.bfloat16 if frozen else torch.float32)
+    parameter = torch.nn.Parameter(weight, requires_grad=not frozen)
     parameter.main_grad = torch.zeros(V, H, device=weight.device)
     linear_logprobs(hidden.requires_grad_(), parameter, targets, Projection(parameter=parameter))[0].sum().backward()
-    assert hidden.grad is not None and not parameter.main_grad.any()
-
-
-def test_float32_weights_are_added_as_ever():
-    """Their gradient goes through autograd: sums in another order would have other last bits."""
-    hidden, weight, targets = inputs(torch.float32)
-    parameter = torch.nn.Parameter(weight)
-    parameter.main_grad = torch.zeros(V, H, device=weight.device)
-    linear_logprobs(hidden, parameter, targets, Projection(parameter=parameter))[0].sum().backward()
-    assert parameter.grad.any() and not parameter.main_grad.any()
+    assert hidden.grad is not None and (parameter.grad is None if frozen else parameter.grad.any()) and not parameter.main_grad.any()
 
 
 def gradient_of_output(make_model, monkeypatch, *, tied: bool, overlap: bool) -> tuple[Tensor, Tensor, Tensor]:

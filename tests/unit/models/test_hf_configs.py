@@ -66,6 +66,13 @@ WINDOW = "sliding_attention"
 _EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 
+ATTRIBUTES = {"attention_softcap": "attn_logit_softcapping", "logits_softcap": "final_logit_softcapping", "logits_scale": "logit_scale"}
+ATTRIBUTES |= {"latent_size": "kv_lora_rank", "query_latent_size": "q_lora_rank", "value_head_dim": "v_head_dim"}
+ATTRIBUTES |= {"router_scale": "routed_scaling_factor", "glu_limit": "swiglu_limit", "normalize_expert_weights": "norm_topk_prob"}
+ATTRIBUTES |= {"linear_key_heads": "linear_num_key_heads", "linear_value_heads": "linear_num_value_heads"}
+ATTRIBUTES |= {name: name for name in ("linear_key_head_dim", "linear_value_head_dim")} | {"linear_conv_size": "linear_conv_kernel_dim"}
+
+
 def theirs(hf: dict) -> dict:
     """What transformers makes of a file, in our terms."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -93,35 +100,28 @@ def theirs(hf: dict) -> dict:
         scales = {"attention_scale": 0.0 if config.scale_attn_weights else 1.0}
         scales["attention_scale_by_layer"] = config.scale_attn_by_inverse_layer_idx
         return read | scales | {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
+    read |= {name: getattr(config, key) or 0 for name, key in ATTRIBUTES.items() if hasattr(config, key)}
     if hf["model_type"].startswith("gemma"):
-        read |= {
-            "attention_softcap": config.attn_logit_softcapping or 0.0,
-            "logits_softcap": config.final_logit_softcapping or 0.0,
-            "attention_scale": 0.0 if config.query_pre_attn_scalar == config.head_dim else config.query_pre_attn_scalar**-0.5,
-        }
+        read |= {"attention_scale": 0.0 if config.query_pre_attn_scalar == config.head_dim else config.query_pre_attn_scalar**-0.5}
     if hf["model_type"].startswith("cohere"):
-        read |= {"logits_scale": config.logit_scale, "qk_norm_by_head": getattr(config, "use_qk_norm", False)}
+        read |= {"qk_norm_by_head": getattr(config, "use_qk_norm", False)}
     if hasattr(config, "kv_lora_rank"):
-        read |= {"head_dim": config.qk_head_dim, "value_head_dim": config.v_head_dim, "num_key_value_heads": heads}
-        read |= {"latent_size": config.kv_lora_rank, "query_latent_size": config.q_lora_rank or 0}
-        read |= {"rotary_interleaved": getattr(config, "rope_interleave", True), "tied_embeddings": config.tie_word_embeddings}
+        read |= {"head_dim": config.qk_head_dim, "num_key_value_heads": heads}
+        read |= {"rotary_interleaved": getattr(config, "rope_interleave", True)}
     if hasattr(config, "first_k_dense_replace"):
         limited = 0 if hf["model_type"] == "deepseek_v2" and config.topk_method == "greedy" else config.n_group
         read |= {"dense_layers": list(range(min(config.first_k_dense_replace, config.num_hidden_layers)))}
         read |= {"shared_ffn_hidden_size": config.n_shared_experts * config.moe_intermediate_size}
-        read |= {"router_scale": config.routed_scaling_factor, "router_groups": limited if (limited or 0) > 1 else 0}
+        read |= {"router_groups": limited if (limited or 0) > 1 else 0}
     if hf["model_type"].startswith("qwen") and hasattr(config, "mlp_only_layers"):
         listed, step = config.mlp_only_layers or [], config.decoder_sparse_step
         read |= {"dense_layers": [n for n in range(config.num_hidden_layers) if n in listed or (n + 1) % step]}
     if hf["model_type"] == "gpt_oss":
-        read |= {"qkv_bias": config.attention_bias, "attention_out_bias": config.attention_bias, "glu_limit": config.swiglu_limit}
+        read |= {"qkv_bias": config.attention_bias, "attention_out_bias": config.attention_bias}
     if hasattr(config, "linear_num_key_heads"):
         linear = [number for number, kind in enumerate(config.layer_types) if kind == "linear_attention"]
         read |= {"linear_attention_layers": linear, "shared_ffn_hidden_size": getattr(config, "shared_expert_intermediate_size", 0)}
-        sizes = {"linear_key_heads": config.linear_num_key_heads, "linear_value_heads": config.linear_num_value_heads}
-        sizes |= {"linear_key_head_dim": config.linear_key_head_dim, "linear_value_head_dim": config.linear_value_head_dim}
-        sizes |= {"linear_conv_size": config.linear_conv_kernel_dim}
-        read |= sizes if linear else dict.fromkeys(sizes, 0)
+        read |= {} if linear else {name: 0 for name in ATTRIBUTES if name.startswith("linear_")}
     if hf["model_type"] in ("glm4", "glm4_moe"):
         read |= {"qkv_bias": config.attention_bias}
     if hf["model_type"] == "llama4_text":
@@ -165,8 +165,6 @@ def theirs(hf: dict) -> dict:
             "experts_per_token": config.num_experts_per_tok,
         }
         read |= {"expert_ffn_hidden_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size}
-    if hasattr(config, "norm_topk_prob"):
-        read |= {"normalize_expert_weights": config.norm_topk_prob}
     return read
 
 

@@ -107,17 +107,6 @@ def mean_loss(module, batch) -> torch.Tensor:
     return -chosen[mask[:, 1:]].mean()
 
 
-def test_the_gradient_is_that_of_the_global_mean(make_model):
-    """d(sum / count) by autograd through the plain module, against what the optimizer is given."""
-    batch = make_batch("sft")
-    policy = make_model("policy", optimizer=adam(clip_grad=0.0, distributed=False), training={"micro_batch_size": 3})
-    reference = make_model("policy").module.requires_grad_()
-    mean_loss(reference, batch).backward()
-    policy.train_step(batch, sft_loss)
-    for (name, p), q in zip(policy.module.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.main_grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
-
-
 def by_torch(reference, batch, settings: OptimizerConfig, total_steps: int) -> list[tuple[float, float]]:
     """(gradient norm, learning rate) of updates of `reference` by torch alone: mean NLL, `clip_grad_norm_`, AdamW, a linear schedule."""
     decayed = [p for p in reference.parameters() if p.dim() > 1]
