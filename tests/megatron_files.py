@@ -189,7 +189,7 @@ def chunks_of(path: Path) -> list[Any]:
     from aligner.models.checkpoint.foreign.model import open_weights
     from aligner.models.config import Dtype, ModelConfig
     from aligner.models.modules.build import build_language_model, build_scalar_model
-    from aligner.models.weights.weights import fill
+    from aligner.models.weights import fill
     from aligner.parallel.topology import ParallelConfig
 
     with open_weights(path) as weights:

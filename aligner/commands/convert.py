@@ -15,7 +15,7 @@ from aligner.commands.model_card import Origin, model_card, origin_of
 from aligner.commands.parts import ConvertOptions
 from aligner.data.tokenizer import check_vocabulary, load_tokenizer
 from aligner.errors import AlignerError, CheckpointError, ConfigError
-from aligner.hub import push
+from aligner.hub import download
 from aligner.hub.names import HubName
 from aligner.jobs.parts import name_special_tokens
 from aligner.models import create
@@ -26,7 +26,7 @@ from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.modules.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.modules.scalar_head import ScalarHead, read_head
-from aligner.models.weights.weights import save_hf
+from aligner.models.weights import save_hf
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.topology import ParallelConfig, Topology
@@ -114,7 +114,7 @@ def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> Non
 
 def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: str) -> None:
     here = _world(parallel)
-    name = from_rank_0(lambda: push.prepare(push_to)) if push_to else None  # before the work
+    name = from_rank_0(lambda: download.prepare(push_to)) if push_to else None  # before the work
     config = ModelConfig(path=str(source.path), dtype=source.dtype)
     check_divisible(source.architecture, parallel)
     chunks: Sequence[Transformer]
@@ -176,12 +176,12 @@ def push_export(directory: Path, push_to: str) -> None:
     """
     if not (directory / CONFIG_FILE).exists():
         raise CheckpointError(f"--from-hf {directory}: has no config.json")
-    _push(directory, push.prepare(push_to), origin_of(directory.absolute()))
+    _push(directory, download.prepare(push_to), origin_of(directory.absolute()))
 
 
 def _push(directory: Path, name: HubName, origin: Origin) -> None:
     title = name.repo.partition("/")[2]
-    address = push.push(directory, name, card=model_card(title, directory, origin), message=f"Upload {title} with aligner")
+    address = download.push(directory, name, card=model_card(title, directory, origin), message=f"Upload {title} with aligner")
     print(f"pushed to {address} (a new repository is private by default)", flush=True)
 
 

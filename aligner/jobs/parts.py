@@ -36,7 +36,7 @@ from aligner.models.modules.fusions import note_once
 from aligner.models.modules.peft import save_peft
 from aligner.models.training.guard import GuardConfig
 from aligner.models.training.trainable import TrainableModel
-from aligner.models.weights.weights import save_hf
+from aligner.models.weights import save_hf
 from aligner.parallel.collectives import from_rank_0
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column

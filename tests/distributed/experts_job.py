@@ -34,7 +34,7 @@ def padding_is_taken_for_tokens():
 def step(parallel: dict, settings: dict, topology) -> dict:
     """What one training step reports, its gradients, and the biases behind it."""
     from aligner.models.training.optimizer import OptimizerConfig
-    from aligner.models.weights.weights import export_hf
+    from aligner.models.weights import export_hf
 
     spec = Spec(parallel=parallel, model=ROUTER | settings, experts=True, biases=True, num_layers=4)
     optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, distributed=False, clip_grad=0.0, eps=1e-4)

@@ -38,7 +38,7 @@ def says(kind: str, model, tokens: torch.Tensor) -> torch.Tensor:
 def train_and_export(name: str, parallel: dict, folder: Path, topology) -> None:
     from aligner.models.modules.peft import save_peft
     from aligner.models.training.optimizer import OptimizerConfig
-    from aligner.models.weights.weights import save_hf
+    from aligner.models.weights import save_hf
 
     kind, lora = MODELS[name]
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, distributed=True)

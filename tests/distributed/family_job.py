@@ -18,7 +18,7 @@ VOCAB = 61
 
 
 def exported(chunks) -> dict[str, torch.Tensor]:
-    from aligner.models.weights.weights import export_hf
+    from aligner.models.weights import export_hf
 
     return {name: tensor.clone() for name, tensor in export_hf(chunks)}
 

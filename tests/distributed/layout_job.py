@@ -240,7 +240,7 @@ def preferences() -> list:
 def gradients(chunks) -> dict[str, torch.Tensor]:
     """Full gradients by Hugging Face's, or PEFT's, name: the gradient buffers put in the weights' place and exported."""
     from aligner.models.modules.peft import export_adapters
-    from aligner.models.weights.weights import export_hf
+    from aligner.models.weights import export_hf
 
     parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
     weights = [p.data for p in parameters]
@@ -261,7 +261,7 @@ def teacher_and_student(model, batch) -> torch.Tensor:
 
 def train(kind: str, spec: Spec, topology) -> dict:
     from aligner.models.training.optimizer import OptimizerConfig
-    from aligner.models.weights.weights import export_hf
+    from aligner.models.weights import export_hf
 
     optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, distributed=spec.distributed_optimizer, clip_grad=0.5, eps=1e-4)
     model = make_model(kind, spec, topology, optimizer)

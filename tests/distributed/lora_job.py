@@ -56,7 +56,7 @@ def step(kind: str, model) -> dict[str, float]:
 
 def end(kind: str, model) -> dict:
     """The second step, and what it leaves."""
-    from aligner.models.weights.weights import export_hf
+    from aligner.models.weights import export_hf
 
     metrics = step(kind, model)
     merged = {name: tensor.clone() for name, tensor in export_hf(model.model.chunks)}

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from aligner import cli
-from aligner.commands.plan.search import Request, _Search
+from aligner.commands.parts import PlanOptions
+from aligner.commands.plan.search import _Search
 
 SMALL = [f"model.architecture.{size}" for size in ("num_layers=4", "hidden_size=512", "vocab_size=8000", "max_position_embeddings=512")]
 TYPED = [
@@ -47,7 +48,7 @@ def _fields(component) -> dict:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    search = _Search("grpo", TYPED, Request(gpus=4))
+    search = _Search("grpo", TYPED, PlanOptions(gpus=4))
     found = search.found(0.0)
     seconds, settings = exhaustive(search)
     code = cli.main(

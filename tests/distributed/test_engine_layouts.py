@@ -32,7 +32,7 @@ def directory(topology, tmp_path_factory) -> Path:
     """A random model with order-one logits, as a Hugging Face directory."""
     from aligner.models.config import Architecture, Family, ModelConfig
     from aligner.models.modules.build import LanguageModel
-    from aligner.models.weights.weights import save_hf
+    from aligner.models.weights import save_hf
     from aligner.parallel.topology import ParallelConfig
 
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}

@@ -60,7 +60,7 @@ def folder(topology, tmp_path_factory) -> Path:
     """Random models with order-one logits, as Hugging Face directories."""
     from aligner.models.config import ModelConfig
     from aligner.models.modules.build import build_language_model
-    from aligner.models.weights.weights import save_hf
+    from aligner.models.weights import save_hf
     from aligner.parallel.topology import ParallelConfig
 
     path = tmp_path_factory.mktemp("models")

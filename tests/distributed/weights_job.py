@@ -39,7 +39,7 @@ def can_run(parallel) -> bool:
 
 def stream_without_hoarding(chunks) -> list[tuple[str, torch.Tensor]]:
     """Copies of the exported tensors; an export itself holds those of one parameter (at most three) besides this rank's own."""
-    from aligner.models.weights.weights import export_hf
+    from aligner.models.weights import export_hf
 
     own = {parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()}
     copies, seen = [], []
@@ -59,7 +59,7 @@ def check_policy(folder: Path, name: str, dtype, parallel, topology) -> None:
     from aligner.models.create import create_policy, read_architecture
     from aligner.models.families import weight_names
     from aligner.models.training.trainable import Training
-    from aligner.models.weights.weights import save_hf
+    from aligner.models.weights import save_hf
 
     config = ModelConfig(path=str(folder / name), make_vocab_divisible_by=8, dtype=dtype)
     architecture = read_architecture(config, vocab_size=0)
@@ -85,7 +85,7 @@ def check_value_model(folder: Path, name: str, parallel, topology) -> None:
     from aligner.models.config import Dtype, ModelConfig
     from aligner.models.create import create_value_model, read_architecture
     from aligner.models.training.trainable import Training
-    from aligner.models.weights.weights import export_hf, save_hf
+    from aligner.models.weights import export_hf, save_hf
 
     path = folder / name
     config = ModelConfig(path=str(path), make_vocab_divisible_by=8, dtype=Dtype.float32)
@@ -114,7 +114,7 @@ def check_reward_model(folder: Path, name: str, parallel, topology) -> None:
     from aligner.models.create import create_reward_model, read_architecture
     from aligner.models.modules.scalar_head import ScalarHead
     from aligner.models.training.trainable import Training
-    from aligner.models.weights.weights import save_hf
+    from aligner.models.weights import save_hf
     from aligner.types import TokenBatch
 
     config = ModelConfig(path=str(folder / name), make_vocab_divisible_by=8, dtype=Dtype.float32)
@@ -131,8 +131,8 @@ def check_reward_model(folder: Path, name: str, parallel, topology) -> None:
 def main() -> None:
     settings, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     launch.initialize("gloo", timeout_seconds=60, fingerprint="weights")
+    from aligner.models import weights
     from aligner.models.config import Dtype
-    from aligner.models.weights import weights
     from aligner.parallel.topology import ParallelConfig, initialize
 
     weights.SLICE_BYTES = 1000  # the columns of these small tensors are gathered in several slices too

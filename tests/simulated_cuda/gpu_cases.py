@@ -19,9 +19,8 @@ ROWS = ROOT / "build" / "gpu_path"
 # Where the host may wait: the start, checkpoints and exports copy every parameter, ranks that share a GPU every message.
 APART = (
     "parallel/host_collectives",
-    "models/modules/initialise",
     "models/checkpoint",
-    "models/weights/weights.py",
+    "models/weights.py",
     "parallel/progress",
     "models/modules/build.py",
 )
