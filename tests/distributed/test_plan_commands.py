@@ -1,16 +1,22 @@
-"""`aligner plan` as it is typed: every job config, refusals with their reasons, long contexts, the search."""
+"""`aligner plan` as it is typed: every job config, refusals with their reasons, long contexts, the search, also beside everything that it
+may choose."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
 import pytest
 
+from aligner import cli
 from aligner.algorithms.registry import recipes
+from aligner.commands.plan.search import Request, _Search
 from aligner.files import configs
+from aligner.planner import dry_run
+from aligner.planner.estimate import Scales
 
-JOB = Path(__file__).parent / "plan_commands_job.py"
 JOB_CONFIGS = [name for name in configs() if name not in recipes()]
 SMALL = [f"model.architecture.{size}" for size in ("num_layers=8", "hidden_size=1024", "vocab_size=32000", "max_position_embeddings=1024")]
 COMMANDS = {
@@ -34,27 +40,45 @@ COMMANDS = {
 }
 
 
+def weigh_once() -> None:
+    """What one command has built and weighed the next one need not: most are of the same model."""
+    known: dict[str, dict] = {}
+    begin, build = Scales.__init__, dry_run.shard_parameters
+
+    def begin_knowing(self: Scales, device) -> None:
+        begin(self, device)
+        self._known = known.setdefault(device.value, {})
+
+    def build_once(component, stage: int):
+        key = repr((component.architecture, component.head, component.model, component.parallel, stage))
+        return built[key] if key in built else built.setdefault(key, build(component, stage))
+
+    built: dict[str, list] = {}
+    Scales.__init__, dry_run.shard_parameters = begin_knowing, build_once
+
+
+def run(commands: dict[str, list[str]], folder: Path) -> dict[str, dict]:
+    """What each `aligner plan` command printed and returned."""
+    weigh_once()
+    results = {}
+    for name, arguments in commands.items():
+        out, err, report = io.StringIO(), io.StringIO(), folder / f"{name}.json"
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main(["plan", *arguments, "--json", str(report)])
+        plan = json.loads(report.read_text()) if report.exists() else None
+        results[name] = {"code": code, "out": out.getvalue(), "err": err.getvalue(), "plan": plan}
+    return results
+
+
 @pytest.fixture(scope="module")
-def results() -> dict[str, dict]:
-    return {}
-
-
-@pytest.fixture
-def result(results, run_distributed, tmp_path):
-    """`result(name)`: exit code, output and JSON of a command; they all run in one process."""
-
-    def get(name: str) -> dict:
-        if not results:
-            run_distributed(JOB, 1, json.dumps(COMMANDS), tmp_path / "results.json", timeout=480)
-            results.update(json.loads((tmp_path / "results.json").read_text()))
-        return results[name]
-
-    return get
+def results(on_ranks, tmp_path_factory) -> dict[str, dict]:
+    """Exit code, output and JSON of the commands; they all run in one process."""
+    return on_ranks(run, 1, COMMANDS, tmp_path_factory.mktemp("plans"), timeout=480)[0]
 
 
 @pytest.mark.parametrize("name", JOB_CONFIGS)
-def test_job_configs_fit(name: str, result) -> None:
-    found = result(name)
+def test_job_configs_fit(name: str, results) -> None:
+    found = results[name]
     assert found["code"] == 0, found["out"] + found["err"]
     assert found["plan"]["fits"] and found["out"].rstrip().endswith("fits")
     for one in found["plan"]["components"].values():
@@ -62,27 +86,27 @@ def test_job_configs_fit(name: str, result) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo_70b", "grpo_70b", "sft_70b", "dpo_70b", "online_dpo_70b"])
-def test_llama_70b_is_counted_exactly(name: str, result) -> None:
-    main = next(iter(result(name)["plan"]["components"].values()))
+def test_llama_70b_is_counted_exactly(name: str, results) -> None:
+    main = next(iter(results[name]["plan"]["components"].values()))
     assert main["parameters"] == 70_553_706_496
     # Norms are on every tensor-parallel rank: 2 of 8192 in each layer, and the last one.
     norms = (80 * 2 + 1) * 8192
     assert sum(main["parameters_per_rank"]) == (70_553_706_496 - norms) / 8 + norms
 
 
-def test_gpt_175b_is_counted_exactly(result) -> None:
+def test_gpt_175b_is_counted_exactly(results) -> None:
     # 174,604,259,328 parameters and 47 rows of vocabulary padding (50,257 to 50,304).
-    assert result("ppo_175b")["plan"]["components"]["actor"]["parameters"] == 174_604_259_328 + 47 * 12288
+    assert results["ppo_175b"]["plan"]["components"]["actor"]["parameters"] == 174_604_259_328 + 47 * 12288
 
 
-def test_refused_because_the_heads_do_not_divide(result) -> None:
-    found = result("tp128")
+def test_refused_because_the_heads_do_not_divide(results) -> None:
+    found = results["tp128"]
     assert found["code"] == 2
     assert found["err"].startswith("error: actor: parallel.tp=128: does not divide the model's num_attention_heads=64; allowed: 1, 2, 4, 8")
 
 
-def test_refused_because_it_does_not_fit(result) -> None:
-    found = result("one_gpu")
+def test_refused_because_it_does_not_fit(results) -> None:
+    found = results["one_gpu"]
     assert found["code"] == 1 and not found["plan"]["fits"]
     reasons = found["plan"]["problems"]
     assert [reason.split(":")[0] for reason in reasons] == ["actor", "critic", "reward"]
@@ -92,8 +116,8 @@ def test_refused_because_it_does_not_fit(result) -> None:
     assert "does not fit" in found["out"]
 
 
-def test_long_context(result) -> None:
-    found = result("long")
+def test_long_context(results) -> None:
+    found = results["long"]
     assert found["code"] == 0, found["out"]
     assert {one["parallel"]["cp"] for one in found["plan"]["components"].values()} == {8}
     assert found["plan"]["components"]["actor"]["micro_batches"]["length"] == 126976 + 2048
@@ -107,17 +131,17 @@ def test_long_context(result) -> None:
         ("too_long", "error: data.max_length=9000: longer than the model's context of 8192 tokens"),
     ],
 )
-def test_mistakes(name: str, text: str, result) -> None:
-    assert result(name)["code"] == 2
-    assert result(name)["err"].startswith(text)
+def test_mistakes(name: str, text: str, results) -> None:
+    assert results[name]["code"] == 2
+    assert results[name]["err"].startswith(text)
 
 
-def test_experts(result) -> None:
-    assert result("experts")["plan"]["components"]["actor"]["parameters"] == 46_702_792_704
+def test_experts(results) -> None:
+    assert results["experts"]["plan"]["components"]["actor"]["parameters"] == 46_702_792_704
 
 
-def test_search(result) -> None:
-    found = result("search")
+def test_search(results) -> None:
+    found = results["search"]
     plan, rows = found["plan"], found["plan"]["pareto"]
     assert found["code"] == 0 and plan["fits"] and plan["best"]["gpus"] <= plan["most_gpus"] == 8
     assert [row["gpus"] for row in rows] == sorted({row["gpus"] for row in rows}) and rows[-1]["step_seconds"] == plan["best"][
@@ -125,3 +149,57 @@ def test_search(result) -> None:
     ]
     assert "num_processes=8" not in plan["best"]["settings"]  # it was typed
     assert "the best one, " in found["out"]
+
+
+SEARCHED = [f"model.architecture.{size}" for size in ("num_layers=4", "hidden_size=512", "vocab_size=8000", "max_position_embeddings=512")]
+SEARCHED += ["+cluster=dgx_h100", "data.max_prompt_length=128", "rollout.sampling.max_response_length=128", "algorithm.prompts_per_step=8"]
+SEARCHED += ["parallel.vpp=1", "parallel.cp=1", "optimizer.offload=false", "rollout.offload=false", "rollout.asynchronous.max_staleness=0"]
+SEARCHED += ["algorithm.mini_batch_size=64", "plan.response_length=60", "model.recompute=none"]
+
+
+def exhaustive(search: _Search) -> tuple[float, dict[str, str]]:
+    """The fastest of all layouts, micro-batches and engines on up to four ranks."""
+    ((one,), _) = search.searches  # the others let the host update, where nothing else fits
+    component, best = one.arrangement.components[0], (float("inf"), {})
+    for ranks in search.space.ranks(component, 4):
+        for layout in search.space.layouts(component, ranks):
+            for model in search.space.models(layout):
+                for engine in search.space.engines(layout, component.engine, ranks):
+                    own = {name: getattr(layout, name) for name in layout.__dataclass_fields__}
+                    chosen = search.space.settings(type(component)(**own | {"model": model, "engine": engine, "work": component.work}))
+                    job = search.evaluate(chosen)
+                    if job is not None and not job.problems and job.step_seconds < best[0]:
+                        best = (job.step_seconds, chosen)
+    return best
+
+
+def searches(folder: Path) -> dict:
+    """The search of a small job, and what it wrote."""
+    search = _Search("grpo", SEARCHED, Request(gpus=4))
+    found, command = search.found(0.0), ["plan", "grpo", *SEARCHED, "--search", "--gpus"]
+    seconds, settings = exhaustive(search)
+    commands = [
+        [*command, "4", "--write", str(folder), "--steps", "20", "--json", str(folder / "s.json")],
+        ["plan", "grpo_4_gpus", "--config-dir", str(folder), "--json", str(folder / "again.json")],
+        [*command, "7"],
+        [*command, "4", "--steps", "1000000", "--deadline", "1m"],
+    ]
+    result = {"codes": [cli.main(one) for one in commands], "found": found.best.seconds, "best": seconds}
+    return result | {"settings": (dict(found.best.settings), settings)}
+
+
+@pytest.mark.slow
+def test_the_best_of_everything(on_ranks, tmp_path: Path):
+    found = on_ranks(searches, 1, tmp_path, timeout=400)[0]
+    assert found["found"] <= 1.02 * found["best"], found["settings"]
+    assert found["codes"] == [0, 0, 2, 1]
+    written, again = (json.loads((tmp_path / name).read_text()) for name in ("s.json", "again.json"))
+    best = written["best"]
+    assert best["gpus"] <= 4 and best["hours"] == pytest.approx(best["step_seconds"] * 20 / 3600)
+    # The written config plans the same figures, and its script starts as many ranks.
+    assert again["step_seconds"] == pytest.approx(best["step_seconds"]) and again["fits"]
+    assert again["components"]["actor"]["ranks"] == best["gpus"]
+    script = (tmp_path / "grpo_4_gpus.sub").read_text()
+    assert "#SBATCH" in script and "grpo_4_gpus" in script
+    fronts = [row["step_seconds"] for row in written["pareto"]]
+    assert fronts == sorted(fronts, reverse=True)

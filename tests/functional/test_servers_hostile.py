@@ -17,8 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "servers"))
 
 from malformed import Case, malformed, send
-from server_processes import TRANSPORTS, ToyServer, toy_server
-from toy_server import RUN
+from toy_server import RUN, TRANSPORTS, ToyServer, toy_server
 
 from aligner.servers import wire
 from aligner.servers.access import Access
