@@ -109,7 +109,6 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def mpiexec() -> Path:
-    """The MPI launcher; skips where there is none."""
     found = find_mpiexec()
     if found is None:
         pytest.skip("mpi: mpiexec is not installed")
@@ -185,7 +184,6 @@ def run_ranks(command: list[str], environments: list[dict[str, str]], timeout: f
 
 @pytest.fixture(scope="session")
 def preloaded() -> Preloaded:
-    """The process that forks programs with their imports done."""
     return preloaded_process()
 
 

@@ -51,18 +51,15 @@ def laid_out(parallel: dict[str, Any] | None = None, *, seed: int = 11) -> Itera
 
 @contextmanager
 def world(parallel: dict[str, Any] | None = None, *, seed: int = 11, timeout_seconds: float = 120) -> Iterator[Topology]:
-    """This rank's world in a layout."""
     with joined(timeout_seconds), laid_out(parallel, seed=seed) as topology:
         yield topology
 
 
 def ask(folder: Path, function: Any, arguments: tuple[Any, ...]) -> None:
-    """Leave a call for the ranks in a folder."""
     torch.save((function.__code__.co_filename, function.__name__, arguments), folder / "call.pt")
 
 
 def answers(folder: Path, num_ranks: int) -> list[Any]:
-    """What the call returned on each rank."""
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 

@@ -137,7 +137,6 @@ def write_data(folder: Path) -> None:
 
 
 def arguments(case: Case, data: Path, directory: Path) -> list[str]:
-    """What Python is given for a run."""
     own = {"data": data, "runs": directory.parent}
     settings = [setting.format(**own) for setting in (*MODEL, *case.settings)]
     return ["-m", "aligner.cli", "launch", "local", case.recipe, *settings, f"run.directory={directory}", f"num_processes={case.ranks}"]

@@ -98,7 +98,6 @@ class SlurmCluster:
         return self
 
     def stop(self) -> None:
-        """End everything, at once."""
         if self._process is None:
             return
         self._process.stdin.close()
@@ -129,8 +128,6 @@ class SlurmCluster:
             time.sleep(0.05)
 
     def wait_for_nodes(self) -> None:
-        """Until every node that was not killed can take jobs."""
-
         def usable() -> bool:
             listing = self.run("sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %t").stdout.split()
             return all(state in ("idle", "mix", "alloc") for node, state in zip(*[iter(listing)] * 2, strict=True) if node in self._running)
@@ -185,7 +182,6 @@ class SlurmCluster:
         return self.job(int(re.split(r"[;\s]", done.stdout.strip().splitlines()[-1])[0]), directory, logs)
 
     def job(self, number: int, directory: Path, logs: Path | None = None) -> Job:
-        """A job by its number."""
         job = Job(self, number, directory, logs)
         self.jobs.append(job)
         return job
@@ -236,12 +232,10 @@ class SlurmCluster:
             kill(process)
 
     def queue(self) -> str:
-        """squeue and the nodes' states."""
         done = [self.run(*command, check=False) for command in (("squeue",), ("sinfo", "--Node", "--partition=batch", "--format=%N %T %E"))]
         return "".join(one.stdout + one.stderr for one in done)
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
         directory = self.settings.directory
         files = [*directory.glob("*.log"), directory / "keeper.out"]
         if not (directory / "slurmctld.log").exists():  # nothing came up: what the daemons said first

@@ -137,7 +137,6 @@ class Job:
             self.cluster.run("scontrol", "update", f"jobid={component.number}", f"timelimit={limit}")
 
     def processes(self) -> list[NodeProcess]:
-        """What it runs on the nodes, without slurmstepd."""
         return [process for process in self.cluster.processes() if process.job == self.number]
 
     def orphans(self, patience_seconds: float = 10.0) -> list[NodeProcess]:
@@ -152,7 +151,6 @@ class Job:
         return left
 
     def report(self) -> str:
-        """Queue, what Slurm knows of the job, its logs, and the daemons' logs."""
         details = "\n".join(map(str, self.components()))
         own = sorted(self.directory.glob("*.out"))
         others = sorted(self.logs.glob("*.log")) if self.logs and self.logs.is_dir() else []
@@ -192,7 +190,6 @@ class NodeProcess:
     parents_job: int | None = None
 
     def on(self, node: str, parents_job: int | None) -> NodeProcess:
-        """The same, with its node."""
         return replace(self, node=node, parents_job=parents_job)
 
     @property
@@ -230,7 +227,6 @@ def read_process(pid: int) -> NodeProcess | None:
 
 
 def children(pid: int) -> list[int]:
-    """Pids of what a process has started and of what it adopted."""
     found: list[int] = []
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():

@@ -58,14 +58,11 @@ def _until_it_runs(*command: str) -> None:
 
 
 class Keeper:
-    """Starts and ends the daemons."""
-
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
         self._nodes: dict[str, int] = {}
 
     def open(self) -> None:
-        """Network, munged and slurmctld."""
         settings, directory = self._settings, self._settings.directory
         socket.sethostname(HEAD)
         run("mount", "--bind", str(settings.hosts), "/etc/hosts")
@@ -105,7 +102,6 @@ class Keeper:
             return subprocess.Popen(command, stdin=options.pop("stdin", subprocess.DEVNULL), stdout=out, stderr=out, **options)
 
     def start(self, node: str) -> None:
-        """Start a node that is not running."""
         settings = self._settings
         spaces = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private")
         arguments = (node, str(settings.directory), settings.address(node), settings.address(HEAD))

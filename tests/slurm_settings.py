@@ -129,17 +129,14 @@ class ClusterSettings:
 
     @property
     def hosts(self) -> Path:
-        """The nodes' /etc/hosts."""
         return self.directory / "hosts"
 
     @property
     def name_services(self) -> Path:
-        """The nodes' /etc/nsswitch.conf."""
         return self.directory / "nsswitch.conf"
 
     @property
     def devices(self) -> list[Path]:
-        """What stands for GPUs."""
         return [self.directory / f"gpu{number}" for number in range(self.num_gpus)]
 
     def address(self, node: str) -> str:
@@ -147,18 +144,15 @@ class ClusterSettings:
         return f"{NETWORK}.{254 if node == HEAD else self.nodes.index(node) + 1}"
 
     def save(self) -> None:
-        """For the keeper, a process of its own."""
         (self.directory / "settings.json").write_text(json.dumps(asdict(self), default=str))
 
 
 def load_settings(directory: Path) -> ClusterSettings:
-    """What `save` wrote."""
     fields = json.loads((directory / "settings.json").read_text())
     return ClusterSettings(**fields | {"directory": Path(fields["directory"])})
 
 
 def write_files(settings: ClusterSettings) -> None:
-    """slurm.conf and what it refers to."""
     directory = settings.directory
     for name in ("state", "spool", "tmp", *(f"{kind}/{node}" for kind in ("spool", "tmp") for node in settings.nodes)):
         (directory / name).mkdir()

@@ -37,8 +37,6 @@ ROWS, WIDTH, VOCAB = 8, 24, 61
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What is run."""
-
     parallel: dict = field(default_factory=dict)  # fields of ParallelConfig
     model: dict = field(default_factory=dict)  # fields of ModelConfig
     distributed_optimizer: bool = False
@@ -152,7 +150,6 @@ def write_adapter(spec: Spec) -> None:
 
 
 def make_steps(kind: str) -> list:
-    """The batch and the loss of each training step."""
     found = [(make_batch(kind), loss) for loss in make_losses(kind)]
     if kind == "preferences":  # of single responses too
         found += [(make_batch("kto"), make_losses("kto")[0]), (make_batch("steerlm"), steerlm_loss)]
@@ -230,12 +227,10 @@ def gradients(chunks) -> dict[str, torch.Tensor]:
 
 
 def exported(chunks) -> dict[str, torch.Tensor]:
-    """Whole weights by Hugging Face's name."""
     return {name: tensor.clone() for name, tensor in export_hf(chunks)}
 
 
 def train_step(model, batch, loss) -> dict[str, float]:
-    """What a training step reports."""
     return {name: metric.value() for name, metric in model.train_step(batch, loss).items()}
 
 
@@ -244,7 +239,6 @@ def assert_metrics(got: dict[str, float], expected: dict[str, float]) -> None:
 
 
 def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, atol: float, rtol: float = 1e-4) -> None:
-    """By name."""
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")

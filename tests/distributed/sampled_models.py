@@ -64,5 +64,4 @@ def prompts_of(inputs: dict[str, Any]) -> list[Prompt]:
 
 
 def sample(engine, inputs: dict[str, Any]) -> list:
-    """The rollouts that this replica made of the prompts."""
     return [rollout for part in engine.generate(prompts_of(inputs), inputs["seeds"]) for rollout in part]

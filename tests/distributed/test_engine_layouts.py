@@ -32,12 +32,12 @@ from aligner.online.async_rollout_source import AsyncRolloutSource
 from aligner.online.collect import Scorers
 from aligner.online.task import OnlineTask, Validation
 from aligner.parallel import collectives, micro_batches
-from aligner.parallel.collectives import all_ranks, gather_objects
+from aligner.parallel.collectives import gather_objects
 from aligner.parallel.topology import ParallelConfig
 from aligner.protocols import Replica
 from aligner.rollout.config import AsynchronousConfig, ShareWork
 from aligner.rollout.engine import GenRequest
-from aligner.rollout.engine.work import Queue, SharedWork, WorkSharing, divide
+from aligner.rollout.engine.work import Queue, SharedWork, divide
 from aligner.telemetry.metrics import Distribution, Max, Mean, Min, Sum
 from aligner.telemetry.metrics import values as values_of
 from aligner.types import LabeledBatch, LossOutput, SamplingConfig, Scores
@@ -72,30 +72,6 @@ def check_collectives() -> None:
     message = raised(ValueError, lambda: collectives.raise_everywhere(ValueError("only rank 1") if rank == 1 else None))
     assert message == "only rank 1"
     collectives.raise_everywhere(None)
-
-
-def check_two_replicas_share() -> None:
-    """Responses of 40 tokens to the first half of the prompts, of 4 to the second, two to each, on two replicas with 4 seats that step
-    together. The optimum is 88 steps and 352 tokens each; contiguous shares would take 160 steps, and 640 and 64 tokens."""
-    sharing = WorkSharing(Replica(index=dist.get_rank(), count=2), None)
-    requests = [GenRequest(index=index, tokens=(index // 2, 7), seed=index) for index in range(32)]
-    for _ in range(2):  # the second generation does not begin where the first one ended
-        running: dict[int, int] = {}
-        done: list[int] = []
-        steps = tokens = 0
-        with sharing.open(requests) as work:
-            while True:
-                if room := 4 - len(running):
-                    running |= {request.index: 40 if request.index < 16 else 4 for request in work.take(room)}
-                if all_ranks(not running, torch.device("cpu")):
-                    break
-                steps, tokens = steps + 1, tokens + len(running)
-                running = {index: left - 1 for index, left in running.items()}
-                done += [index for index, left in running.items() if not left]
-                running = {index: left for index, left in running.items() if left}
-        parts = gather_objects((done, tokens))
-        assert sorted(parts[0][0] + parts[1][0]) == list(range(32))
-        assert steps <= 100 and max(tokens for _, tokens in parts) <= 400, (steps, parts)
 
 
 def check_a_failing_environment_fails_on_all_ranks(policy, inputs: dict) -> None:
@@ -136,7 +112,6 @@ def check_ranks_of_a_replica_follow() -> None:
 
 
 def raised(kind: type[Exception], action: Callable[[], object]) -> str:
-    """The message of the error that `action` must raise."""
     with pytest.raises(kind) as error:
         action()
     return str(error.value)
@@ -148,8 +123,6 @@ def generate(policy, inputs: dict, **settings: Any) -> dict[int, tuple]:
 
 
 class Lengths:
-    """A reward model: how long the response is."""
-
     def score(self, responses) -> Future:
         scores: Future = Future()
         scores.set_result(Scores.of(torch.tensor([float(len(one.response)) for one in responses])))
@@ -315,10 +288,10 @@ def two_ranks(tp: int, directory: Path, inputs: dict, output: Path) -> dict:
     parallel = ParallelConfig(tp=tp)
     with world({"tp": tp}) as topology:
         check_collectives()
-        (check_ranks_of_a_replica_follow if tp == 2 else check_two_replicas_share)()
         sampled_ahead(directory, topology, parallel, inputs)
         if tp == 1:
             return data_parallel(directory, topology, parallel, inputs, output)
+        check_ranks_of_a_replica_follow()
         found = tensor_parallel(directory, topology, parallel, inputs)
         return found | {"batch_invariant": batch_invariant(directory, topology, inputs)}
 
@@ -339,7 +312,6 @@ def directory(topology, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(directory, topology, inputs) -> dict:
-    """The same by this one process."""
     return before_and_after_a_step(make_policy(directory, topology, ParallelConfig()), inputs, max_batch_size=6)
 
 

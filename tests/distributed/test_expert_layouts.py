@@ -89,13 +89,11 @@ def in_every_layout(layouts: dict) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def one(topology) -> dict[bool, dict]:
-    """What a single process makes of padded rows, and of packed ones (True)."""
     return {packed: both({}, PACKED if packed else {}, topology) for packed in (False, True)}
 
 
 @pytest.fixture(scope="module")
 def many(on_ranks, request) -> dict[str, dict]:
-    """What four processes make of the layouts that tests were chosen of."""
     chosen = {item.callspec.params["layout"] for item in request.session.items if item.path == request.path}
     return on_ranks(in_every_layout, 4, {name: LAYOUTS[name] for name in LAYOUTS if name in chosen}, timeout=600)[0]
 

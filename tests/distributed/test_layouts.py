@@ -118,7 +118,6 @@ def run(on_ranks) -> Callable[[int, dict, Sequence[str]], dict[str, dict]]:
 
 
 def both(layout: str, kind: str, run) -> tuple[dict, dict]:
-    """What one process and a dense layout make of a kind of model."""
     processes, spec = DENSE[layout]
     alone = ({"num_layers": 4}, [*KINDS, *OTHERS]) if "num_layers" in spec else ({}, list(dict.fromkeys((*KINDS, *LOSSES, *OTHERS))))
     return run(1, *alone)[kind], run(processes, spec, kinds_of(layout))[kind]

@@ -35,7 +35,6 @@ MODEL, OPTIMIZER = ModelConfig(dtype=Dtype.float32, micro_batch_size=1), Optimiz
 
 
 def resident() -> int:
-    """This process's resident memory, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 

@@ -68,7 +68,6 @@ def end(kind: str, model) -> dict:
 
 
 def train(kind: str, spec: Spec, topology) -> dict:
-    """Two steps."""
     model = start(kind, spec, topology)
     found = {"outputs": outputs_of(kind, model), "metrics": step(kind, model), "gradients": gradients(model.model.chunks)}
     return found | {"end": end(kind, model)}
@@ -113,7 +112,6 @@ def drop(spec: Spec, topology, saved: Path | None) -> tuple[list[tuple[bool, boo
 
 
 def in_every_layout(adapters: Path) -> dict[str, dict]:
-    """Layout by layout of one world; on the first rank."""
     results = {}
     with joined():
         for name, (_, kinds, parallel, _) in LAYOUTS.items():
@@ -138,14 +136,12 @@ def adapters(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(adapters, topology) -> dict[tuple[str, str], dict]:
-    """What a single process makes of each kind of each model."""
     wanted = {(model, kind) for model, kinds, *_ in LAYOUTS.values() for kind in kinds}
     return {(model, kind): train(kind, spec_of(model, adapters), topology) for model, kind in sorted(wanted)}
 
 
 @pytest.fixture(scope="module")
 def many(adapters, on_ranks) -> dict[str, dict]:
-    """What two processes make of it, layout by layout."""
     return on_ranks(in_every_layout, 2, adapters)[0]
 
 

@@ -91,8 +91,6 @@ OVERLAPPED = {  # name: (ranks, spec)
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A model, its layout and its buckets."""
-
     parallel: dict = field(default_factory=dict)  # fields of ParallelConfig
     kind: str = "policy"  # or "value"
     architecture: dict = field(default_factory=dict)  # fields of Architecture

@@ -77,7 +77,6 @@ def batch(spec: dict) -> LabeledBatch | ValueBatch:
 
 
 def measure(spec: dict) -> dict[str, int]:
-    """What a rank really holds."""
     own, is_scalar = component(spec), spec.get("head") == "scalar"
     make = create.create_value_model if is_scalar else create.create_policy
     loss = partial(value_loss, clip=None) if is_scalar else sft_loss
@@ -117,7 +116,6 @@ def optimizer_state(optimizer):
 
 
 def predict(specs: dict[str, dict]) -> dict[str, dict]:
-    """What the planner says of each."""
     return {name: predict_one(spec) for name, spec in specs.items()}
 
 

@@ -71,7 +71,6 @@ class Observer:
         self._segments: set[str] = set()
 
     def look(self, pids: Collection[int]) -> None:
-        """Note listening sockets and shared memory of these processes."""
         listening = _listening()
         for pid in pids:
             self._sockets |= listening & _sockets(pid)
@@ -219,7 +218,6 @@ class Chaos:
         return job.wait(max(1.0, deadline - time.monotonic()))
 
     def _compare(self, directory: Path) -> None:
-        """Raise AssertionError where the run is not the one that was left alone."""
         same_runs(directory, self._whole, NUM_STEPS, components=("policy", "critic"))
         assert sorted(_files(directory) ^ _files(self._whole)) == [], "files of one of the two only"
 

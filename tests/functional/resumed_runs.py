@@ -27,7 +27,6 @@ def kill_when(job: Job, condition: Callable[[], object]) -> None:
 
 
 def kill_all(job: Job) -> None:
-    """SIGKILL to every process of the job."""
     while processes := job.processes():  # again for what was being started meanwhile
         for pid in processes:
             kill(pid)
@@ -79,7 +78,6 @@ def ready_server(directory: Path, component: str, *, after: int = 0) -> int:
 
 
 def weights(directory: Path) -> bytes:
-    """The exported model's file."""
     return (directory / "export" / "model.safetensors").read_bytes()
 
 
@@ -108,7 +106,6 @@ def optimizer_and_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Raise AssertionError naming the tensors that differ."""
     assert one.keys() == other.keys()
     assert any(name.startswith("optimizer/") for name in one) and any(name.startswith("weights/") for name in one)
     assert [name for name, tensor in one.items() if not torch.equal(tensor, other[name])] == []

@@ -51,7 +51,6 @@ class SlurmRun:
         return job
 
     def progress(self, job: Job, *, beyond: int) -> None:
-        """Until a step after this one is done."""
         job.until(lambda: self.step() > beyond, f"a step after {beyond}", 2 * PATIENCE_SECONDS)
 
     def finish(self, job: Job, num_steps: int) -> None:
@@ -74,7 +73,6 @@ class SlurmRun:
         return self.directory / "checkpoints" / component / f"step_{step:06d}"
 
     def processes(self) -> dict[str, list[NodeProcess]]:
-        """What its jobs run on the nodes, by kind."""
         found: dict[str, list[NodeProcess]] = {kind: [] for kind in KINDS}
         for process in self.cluster.processes():
             if (kind := _kind(process)) is not None:

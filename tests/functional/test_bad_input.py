@@ -43,7 +43,6 @@ def task(task: Path) -> Path:
 
 
 def good(task: Path, command: tuple[str, ...]) -> list[str]:
-    """Settings with which the command would run."""
     if command == GRPO:
         return [*grpo_settings(task), *SAYS_77]
     if command == SFT:
@@ -71,7 +70,6 @@ def refused(jobs: list[list[str]]) -> list[tuple[object, str]]:
 
 @pytest.fixture(scope="module")
 def refusals(task: Path, on_ranks) -> dict[str, tuple[object, str]]:
-    """Exit code and stderr of every case."""
     jobs = []
     for index, (command, settings, _) in enumerate(REFUSED.values()):
         given = [setting.format(task) for setting in settings]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from training_jobs import grpo_settings, launcher, metrics_of, ppo_settings, run_job, series, supervised_settings, train, write_rows
+from training_jobs import grpo_settings, metrics_of, run_job, series, train
 
 from aligner.telemetry.recording import read_spans
 
@@ -21,10 +20,6 @@ CALCULATOR = [  # `=` ends a turn and calls the calculator with what was written
 ]
 FUNCTIONS = """
 import asyncio
-
-
-def digits(prompts, responses, answers):
-    return [sum(character.isdigit() for character in response) / 8 for response in responses]
 
 
 def sevens(prompts, responses, answers):
@@ -59,37 +54,6 @@ def test_grpo_with_a_calculator(task: Path) -> None:
     assert len(turns) == sum(span.name == "response" for span in spans) > 2 * 128  # every turn of the policy is one of the environment
     assert {span.arguments["turn"] for span in turns} == {1, 2, 3}
     assert sum(span.name == "validate" for span in spans) == 1 and sum(span.name == "report" for span in spans) == 2
-
-
-@pytest.mark.slow
-def test_ppo_with_a_calculator_and_three_rewards(task: Path) -> None:
-    """From environment, function and served reward model together, with a critic server."""
-    (task / "mine.py").write_text(FUNCTIONS)
-    pairs = ({"prompt": f"{i % 10}+{i % 7}=", "chosen": "2468"[: 1 + i % 4], "rejected": "13579"[: 1 + i % 5]} for i in range(64))
-    data = write_rows(task / "pairs.jsonl", pairs)
-    run_job(train("reward_model"), task / "rm", supervised_settings(task, data, "algorithm.batch_size=32", "loop.max_steps=3"))
-    settings = [
-        *(*ppo_settings(task), *CALCULATOR, "loop.max_steps=3", "run.export_hf=false"),
-        *("reward.serve=true", f"reward.model.path={task / 'rm' / 'checkpoints' / 'reward_model'}"),
-        f"reward.functions.digits={{path:'{task}/mine.py:digits',weight:0.5}}",
-        "reward.functions.model={served:true,weight:0.25}",
-    ]
-    run = task / "ppo"
-    run_job(launcher("ppo"), run, settings)
-    assert [line.step for line in metrics_of(run)] == [1, 2, 3]
-    parts = zip(*(series(run, f"reward/{name}") for name in ("environment", "digits", "model")), strict=True)
-    assert series(run, "rollout/reward") == pytest.approx(
-        [played + 0.5 * digits + 0.25 * model for played, digits, model in parts], abs=1e-5
-    )
-    assert max(series(run, "reward/environment")) > 0
-    for name in ("reward/digits", "rollout/observation_tokens"):
-        assert min(series(run, name)) > 0, name
-    assert all(math.isfinite(value) and value for value in series(run, "reward/model"))
-    turns = series(run, "rollout/turns")  # of a model that knows nothing: seldom a call that the calculator can read
-    assert all(1.02 < mean < 3 for mean in turns), turns
-    assert max(series(run, "rollout/logprob_gap")) < 1e-4  # of what the policy wrote, not of what it was told
-    later = metrics_of(run)[1:]  # the critic's numbers come a step later
-    assert all(math.isfinite(line.values["critic/loss"]) for line in later)
 
 
 @pytest.fixture

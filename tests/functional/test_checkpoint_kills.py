@@ -119,7 +119,6 @@ class Saver:
 
 @pytest.fixture
 def start(tmp_path, clean_environment, preloaded) -> Iterator[Callable[[str], Saver]]:
-    """`start(mode)`: a saver."""
     started: list[ForkedProcess] = []
 
     def begin(mode: str) -> Saver:

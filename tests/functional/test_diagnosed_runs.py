@@ -75,7 +75,6 @@ PROVOKED = {
 
 
 def diagnosed(run: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """The rules that find something in a run."""
     capsys.readouterr()
     code = cli.main(["diagnose", str(run), "--json"])
     found = {finding["rule"] for finding in json.loads(capsys.readouterr().out)["findings"]}

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def gsm8k() -> ModuleType:
-    """examples/nlp/data/gsm8k.py."""
     return load_module(ROOT / "examples" / "nlp" / "data" / "gsm8k.py", "gsm8k_converter")
 
 

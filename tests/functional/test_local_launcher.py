@@ -44,7 +44,6 @@ def _python(name: str, code: str, **settings) -> Component:
 
 
 def _main(name: str, code: str, **settings) -> Component:
-    """A main component that comes to its end."""
     return _python(name, f"{code}\n{_DONE}", main=True, **settings)
 
 
@@ -63,7 +62,6 @@ def _alive(pid: int) -> bool:
 
 
 def _pid(path: Path) -> int:
-    """The pid that a script writes into `path`."""
     assert eventually(lambda: path.exists() and path.read_text().endswith("\n"), 60), path
     return int(path.read_text())
 

@@ -35,13 +35,11 @@ def write_answers(folder: Path) -> None:
 
 
 def on_base(folder: Path, settings: list[str]) -> list[str]:
-    """The same settings for adapters on the base model."""
     return [*(s for s in settings if not s.startswith(("model.architecture.", "model.tokenizer="))), f"model.path={folder / 'base'}", *LORA]
 
 
 @pytest.fixture(scope="module")
 def sft(task: Path) -> Path:
-    """The run directory of SFT by two tensor-parallel ranks."""
     folder = task
     write_base(folder)
     write_answers(folder)

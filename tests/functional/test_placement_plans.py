@@ -13,7 +13,6 @@ OFFLOAD = ("rollout.offload=true", "optimizer.offload=true", "critic.optimizer.o
 
 
 def plan(folder: Path, *settings: str) -> tuple[dict[str, Any], str]:
-    """The JSON and the text of a plan of PPO of 8B."""
     _, said = run_aligner("plan", "ppo_8b", "num_processes=8", *settings, "--json", folder / "plan.json", cwd=folder)
     return json.loads((folder / "plan.json").read_text()), said
 

@@ -21,7 +21,6 @@ def settings(task: Path, *, max_steps: int = 6) -> list[str]:
 
 
 def killed(job: Job, step: int) -> None:
-    """SIGKILL to a run of one process once it has done a step."""
     job.reached(step)
     os.kill(job.process.pid, signal.SIGKILL)
     job.wait()

@@ -42,7 +42,6 @@ def settings(folder: Path, reward_seconds: float) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(task: Path) -> Path:
-    """The directory of a run that was left alone."""
     run_job(LAUNCH, task / "whole", settings(task, 0.0))
     return task / "whole"
 

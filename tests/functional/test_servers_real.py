@@ -30,7 +30,6 @@ CONFIG = ClientConfig(
 
 
 def token_batch(*rows: list[int]) -> TokenBatch:
-    """Rows of one length."""
     return TokenBatch(tokens=torch.tensor(rows), lengths=torch.tensor([len(row) for row in rows]))
 
 
@@ -51,7 +50,6 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 def processes_of(server: ToyServer, incarnation: str) -> dict[int, str]:
-    """Triton, its stubs and their helpers."""
     return processes_with_variable(f"{MARKER}={incarnation}")
 
 

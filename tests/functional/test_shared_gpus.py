@@ -49,7 +49,6 @@ def settings(task: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def separate(settings: list[str], task: Path) -> Path:
-    """The directory of a run with three components on devices of their own."""
     directory = task / "separate"
     run_job(LAUNCH, directory, settings)
     assert (directory / "logs" / "reward.0.log").exists()

@@ -1,4 +1,4 @@
-"""The test cluster itself: jobs of several components, environment, MPI, nodes that die, and that nothing outlives the tests."""
+"""The test cluster itself: MPI over its nodes, and that nothing outlives the tests."""
 
 from __future__ import annotations
 
@@ -14,35 +14,6 @@ from slurm_cluster import SlurmCluster, children, missing
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
-HETEROGENEOUS = """#!/bin/bash
-#SBATCH --job-name=three --no-requeue --time=5
-#SBATCH --nodes=1 --ntasks=1 --gres=gpu:2
-#SBATCH hetjob
-#SBATCH --nodes=1 --ntasks=2 --gres=gpu:8
-#SBATCH hetjob
-#SBATCH --nodes=1 --ntasks=1
-"""
-
-
-def test_three_components_see_their_own_nodes_and_gpus(slurm: SlurmCluster, tmp_path: Path) -> None:
-    where = "$SLURMD_NODENAME $(hostname) $SLURM_PROCID/$SLURM_NTASKS"
-    show = f'echo "$SLURM_JOB_ID {where} ${{CUDA_VISIBLE_DEVICES:-none}} $SLURM_JOB_NODELIST_HET_GROUP_2"'
-    body = "".join(f"srun --label --het-group={group} bash -c '{show}' | sort\n" for group in range(3))
-    job = slurm.submit(HETEROGENEOUS + f"{body}sleep 1; exit 0\n", directory=tmp_path)
-    job.wait("COMPLETED", timeout_seconds=60)
-    number = job.number
-    eight = ",".join(map(str, range(8)))
-    names = ("n1", "n2", "n3")
-    assert job.output.splitlines() == [
-        f"0: {number} n1 {names[0]} 0/1 0,1 n3",
-        f"0: {number} n2 {names[1]} 0/2 {eight} n3",
-        f"1: {number} n2 {names[1]} 1/2 {eight} n3",
-        f"0: {number} n3 {names[2]} 0/1 none n3",
-    ]
-    assert job.states == ["COMPLETED"] * 3
-    assert job.orphans() == []
-
-
 PLACE = """
 import os
 from aligner.errors import LaunchError

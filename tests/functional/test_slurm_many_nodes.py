@@ -93,11 +93,9 @@ def test_the_death_of_any_node(wide: SlurmCluster, tmp_path: Path) -> None:
 
 
 def nodes_of(job: Job, component: str) -> set[str]:
-    """Where ranks of it run."""
     ranks = [one for one in job.processes() if one.variables.get("ALIGNER_COMPONENT") == component and one.program.startswith("python")]
     return {one.node for one in ranks}
 
 
 def batch_host(job: Job) -> str:
-    """Where the conductor runs."""
     return next(one.node for one in job.processes() if one.step is None and "job" in one.command)

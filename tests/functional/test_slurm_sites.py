@@ -24,7 +24,6 @@ NUM_STEPS = 12
 
 
 def launched(slurm: SlurmCluster, run: SlurmRun, *settings: str, **variables: str) -> Job:
-    """`aligner launch slurm`, on the cluster's head node."""
     command = [sys.executable, "-m", "aligner.cli", "launch", "slurm", "ppo_smoke_cpu"]
     output = f"slurm.output={run.directory.parent}/%x-%j.out"
     done = slurm.run(
@@ -59,7 +58,6 @@ def test_a_site_where_nothing_is_exported(slurm: SlurmCluster, task: Path) -> No
 
 @pytest.fixture
 def other_cluster(_slurm_cluster: SlurmCluster, request: pytest.FixtureRequest):
-    """A cluster with these settings beside the usual one."""
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as directory, SlurmCluster(Path(directory), **request.param) as cluster:
         yield cluster
 
@@ -107,7 +105,6 @@ FIELDS = ("Comment", "Nice", "MinMemoryNode", "MailType", "MailUser", "OverSubsc
 
 
 def asked_of(slurm: SlurmCluster, job: Job) -> list[dict[str, str]]:
-    """What Slurm says of each part of a job."""
     found = []
     for line in slurm.run("scontrol", "show", "job", "--oneliner", str(job.number)).stdout.splitlines():
         parts = _FIELD.split(line)
@@ -169,7 +166,6 @@ def test_a_site_without_heterogeneous_jobs(other_cluster: SlurmCluster, task: Pa
 
 
 def running(cluster: SlurmCluster) -> list[Job]:
-    """Jobs that run or wait, by number of their name."""
     lines = cluster.run("squeue", "--noheader", "--format=%j %i").stdout.splitlines()
     found = sorted(line.split() for line in lines if "gatekeeper" not in line)
     return [cluster.job(int(number), cluster.settings.directory) for _, number in found]
@@ -240,7 +236,6 @@ def test_the_smoke_job_at_every_kind_of_site(_slurm_cluster: SlurmCluster, tmp_p
 
 
 def finishes(cluster: SlurmCluster, folder: Path, *options: str, variables: dict[str, str]) -> None:
-    """The run of the smoke job comes to its end, as its own settings say."""
     job = cluster.submit(
         ROOT / "slurm" / "smoke_cpu.sub",
         f"run.directory={folder}/run",

@@ -84,7 +84,6 @@ def letters(prompts: list[str], responses: list[str], answers: list[str | None])
 
 
 def serve_toy(kind: str, services_dir: Path, port: int, transport: str) -> None:
-    """One rank, until the server ends."""
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     if kind == "reward":
@@ -107,7 +106,6 @@ def serve_toy(kind: str, services_dir: Path, port: int, transport: str) -> None:
 
 
 def free_port() -> int:
-    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -132,7 +130,6 @@ class ToyServer:
         return self._logs[rank].read_text()
 
     def exit_codes(self, timeout_seconds: float = 40.0) -> list[int]:
-        """Every rank's exit code, once all have ended."""
         return [rank.wait(timeout=timeout_seconds) for rank in self.ranks]
 
     def end(self) -> None:
@@ -158,7 +155,6 @@ def toy_server(
     port: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[ToyServer]:
-    """A toy server that is gone when the block ends."""
     server = ToyServer(kind, services_dir, num_ranks, transport, port, environment or {})
     try:
         yield server

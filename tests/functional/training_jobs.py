@@ -30,12 +30,10 @@ ALIGNER = (sys.executable, "-u", "-m", "aligner.cli")
 
 
 def train(recipe: str) -> tuple[str, ...]:
-    """The command of a run in one process."""
     return (*ALIGNER, "train", recipe)
 
 
 def launcher(recipe: str) -> tuple[str, ...]:
-    """The command that starts every component of a run."""
     return (*ALIGNER, "launch", "local", recipe)
 
 
@@ -47,7 +45,6 @@ def write_task(folder: Path) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """The file with a line of JSON for each row."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -168,7 +165,6 @@ def kill(pid: int) -> None:
 
 
 def eventually(condition: Callable[[], bool], timeout_seconds: float) -> bool:
-    """Whether the condition came true in time."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -190,7 +186,6 @@ def steps_of(directory: Path) -> list[int]:
 
 
 def series(directory: Path, name: str) -> list[float]:
-    """One metric, step by step."""
     return [line.values[name] for line in read_metrics(directory / "metrics.jsonl")]
 
 

@@ -109,8 +109,6 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A finished run."""
-
     directory: Path
     processes: list[Process] = field(default_factory=list)
 
@@ -119,7 +117,6 @@ class Run:
         return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
 
     def trainer(self) -> list[Process]:
-        """The processes that train the policy, by rank."""
         return sorted((one for one in self.processes if one.component == "train"), key=lambda one: one.rank)
 
 
