@@ -1,4 +1,4 @@
-"""`aligner plan` as it is typed: every job config, refusals with their reasons, long contexts, the search."""
+"""`aligner plan` as it is typed: every job config, refusals and their reasons, long contexts, components that share GPUs, the search."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from aligner.planner.estimate import Scales
 
 JOB_CONFIGS = [name for name in configs() if name not in recipes()]
 SMALL = [f"model.architecture.{size}" for size in ("num_layers=8", "hidden_size=1024", "vocab_size=32000", "max_position_embeddings=1024")]
+OFFLOAD, PPO_8B = ("rollout.offload=true", "optimizer.offload=true", "critic.optimizer.offload=true"), ("ppo_8b", "num_processes=8")
 COMMANDS = {
     **{name: [name] for name in JOB_CONFIGS},
     "grpo_gsm8k_tiny": ["grpo_gsm8k_tiny", *SMALL],  # it takes any small model
@@ -34,6 +36,9 @@ COMMANDS = {
     "no_recipe": ["pppo_70b"],
     "too_long": ["sft_70b", "data.max_length=9000"],
     "experts": ["grpo_70b", "model=mixtral_8x7b", "parallel.ep=4"],
+    "apart": [*PPO_8B, *OFFLOAD],
+    "together": [*PPO_8B, "placement=colocated", "cluster.host_memory_gib=300"],
+    "critic_with_reward": [*PPO_8B, *OFFLOAD[:2], "critic.with_reward=true"],
     "search": ["sft", *SMALL, "+cluster=dgx_h100", "num_processes=8", "--search", "--top", "3"],
 }
 
@@ -147,6 +152,61 @@ def test_search(results) -> None:
     ]
     assert "num_processes=8" not in plan["best"]["settings"]  # it was typed
     assert "the best one, " in found["out"]
+
+
+def peaks(job: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """Bytes of every phase, by component and phase; there is one pipeline stage."""
+    return {(name, moment["phase"]): moment["bytes"] for name, one in job["components"].items() for moment in one["memory"]}
+
+
+def seconds(job: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(name, phase): time for name, one in job["components"].items() for phase, time in one["seconds"].items()}
+
+
+def test_components_that_take_turns(results) -> None:
+    """Memory is the largest phase's and not their sum: of the others there are the processes' own parts alone on the device."""
+    apart, together = results["apart"]["plan"], results["together"]["plan"]
+    context = apart["components"]["actor"]["memory"][0]["parts"]["context and communicators"]  # alike: so are the layouts
+    assert peaks(together) == {phase: size + 2 * context for phase, size in peaks(apart).items()}
+    turns = {key: time["parts"]["turns on the GPUs"] for key, time in seconds(together).items() if "turns on the GPUs" in time["parts"]}
+    assert turns.keys() == {("actor", "generate"), ("actor", "train"), ("critic", "values"), ("critic", "train"), ("reward", "scores")}
+    reward, critic = (together["components"][name]["state_bytes"][0] for name in ("reward", "critic"))
+    pcie = together["cluster"]["host_gb_per_second"] * 1e9 * together["cluster"]["achievable_link"]
+    assert turns["reward", "scores"] == pytest.approx(2 * reward["weights"] / pcie)
+    assert turns["critic", "train"] == pytest.approx(2 * (critic["weights"] + critic["optimizer"]) / pcie)
+    phases = sum(time["total"] for time in seconds(together).values())
+    assert together["step_seconds"] == pytest.approx(together["step_phases"]["host work"] + phases)
+    assert "8 GPUs, on which the components take turns" in results["together"]["out"] and "24 ranks" in results["apart"]["out"]
+    waiting = "weights (while others have the GPUs)"
+    for name, one in together["components"].items():
+        assert one["host_bytes"][waiting] == 8 * one["state_bytes"][0]["weights"] and waiting not in apart["components"][name]["host_bytes"]
+    host = sum(size for one in together["components"].values() for size in one["host_bytes"].values())
+    (problem,) = together["problems"]
+    assert problem.startswith(f"all components together: the host memory of a node needs {host / 2**30:.1f} GiB of 300")
+
+
+def test_a_critic_with_the_reward(results) -> None:
+    """The two models lie beside each other; the one that waits has its weights there, and the critic its training state."""
+    apart, both = results["apart"]["plan"], results["critic_with_reward"]["plan"]
+    critic, reward = (both["components"][name]["state_bytes"][0] for name in ("critic", "reward"))
+    state = critic["gradients"] + critic["optimizer"]  # offloaded between training phases in the other plan
+    grown = {key: size - peaks(apart)[key] for key, size in peaks(both).items()}
+    assert grown["critic", "train"] == reward["weights"]
+    assert grown["critic", "values"] == pytest.approx(reward["weights"] + state, rel=0.05)  # and what the allocator loses between blocks
+    assert grown["reward", "scores"] == critic["weights"] + state
+    assert grown["actor", "train"] == 0
+    assert (
+        "reward in the processes of the critic" in results["critic_with_reward"]["out"]
+        and "16 ranks" in results["critic_with_reward"]["out"]
+    )
+    times = seconds(both)
+    scoring = times["critic", "values"]["total"] + times["reward", "scores"]["total"]
+    others = times["actor", "logprobs"]["total"] + times["actor", "ref_logprobs"]["total"]
+    training = max(times["actor", "train"]["total"], times["critic", "train"]["total"])
+    # What has been sampled is scored while the rest is; the last batch of responses, all as long as they may be, ends at once.
+    sampling, waiting = both["step_phases"]["host work"] + times["actor", "generate"]["total"], both["step_phases"]["waiting for scores"]
+    assert 0 < waiting < scoring
+    assert both["step_seconds"] == pytest.approx(sampling + waiting + others + training)
 
 
 SEARCHED = [f"model.architecture.{size}" for size in ("num_layers=4", "hidden_size=512", "vocab_size=8000", "max_position_embeddings=512")]

@@ -123,6 +123,7 @@ def start(tmp_path, clean_environment, preloaded) -> Iterator[Callable[[str], Sa
 
     def begin(mode: str) -> Saver:
         log = tmp_path / f"saver{len(started)}.log"
+        log.touch()
         ranks.ask(tmp_path, save_for_ever, (tmp_path / "run", mode))
         started.append(preloaded.start([ranks.__file__, str(tmp_path)], clean_environment({"ALIGNER_LAUNCH": "single"}), log, tmp_path))
         return Saver(started[-1], log)
