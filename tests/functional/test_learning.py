@@ -87,7 +87,7 @@ def test_a_case_that_misses_its_margin_or_ends_badly_is_an_error(example: Simple
     rows = [example.run.Row(**row, reward_after=after, margin=0.125) for after in (0.375, 0.25)]
     assert [row.passed for row in rows] == [True, False]
     example.run.write(tmp_path, rows, {"y": "exit code 1"})
-    text = (tmp_path / "example.run.md").read_text()
+    text = (tmp_path / "learning.md").read_text()
     assert text.count("learns") == 1 and text.count("MISSES") == 1 and "failed: exit code 1" in text
 
 
