@@ -74,7 +74,6 @@ class Outcome:
 
 
 def read_faults() -> list[Fault]:
-    """All faults, area by area."""
     read = []
     for area in AREAS:
         for entry in yaml.safe_load((ROOT / "tests" / "faults" / f"{area}.yaml").read_text()):

@@ -17,8 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "servers"))
 
 from malformed import Case, malformed, send
-from server_processes import TRANSPORTS, ToyServer, toy_server
-from toy_server import RUN
+from toy_server import RUN, TRANSPORTS, ToyServer, toy_server
 
 from aligner.servers import wire
 from aligner.servers.access import Access
@@ -31,8 +30,6 @@ from aligner.servers.registry import Registration, wait_for_service
 
 
 class Caller:
-    """Requests by hand."""
-
     def __init__(self, registration: Registration, secret: Path) -> None:
         self.registration = registration
         self.access = Access.for_client(secret, ClientConfig())
@@ -120,7 +117,6 @@ def check_triton_is_private(server: ToyServer, processes: dict[int, str]) -> Non
 
 
 def check_stock_client(registration: Registration, caller: Caller) -> None:
-    """tritonclient, with the header added."""
     import tritonclient.http as triton
     from tritonclient.utils import InferenceServerException
 
