@@ -23,6 +23,7 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.data.mixture import is_mixture
 from aligner.errors import AlignerError, ConfigError
 from aligner.settings.command_line import override
+from aligner.settings.schema import flat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -118,18 +119,18 @@ def train(
 
 def _train(recipe: str, given: Mapping[str, Any], overrides: Sequence[str], settings: Mapping[str, Any]) -> Result:
     from aligner.algorithms.registry import composed
-    from aligner.commands.local import launch_local
+    from aligner.commands.programs import launch_local
     from aligner.reporting.run_view import RunView  # torch comes with all of these
 
     named = {_SHORT[name]: value for name, value in given.items() if not _is_section(value, name)}
     sections = {name: value for name, value in given.items() if _is_section(value, name)}
-    flat = dict(_flat({**sections, **settings})) | named
+    leaves = dict(flat({**sections, **settings})) | named
     # What is written belongs into the run directory, whose name may be in the config.
-    texts = [override(key, value) for key, value in flat.items() if not _is_written(key, value)]
-    later = [override(key, "given-later") for key, value in flat.items() if _is_written(key, value) and not callable(value)]
+    texts = [override(key, value) for key, value in leaves.items() if not _is_written(key, value)]
+    later = [override(key, "given-later") for key, value in leaves.items() if _is_written(key, value) and not callable(value)]
     config = composed(recipe, [*overrides, *texts, *later])
     run = RunDirectory(Path(config.run.directory).absolute()).create()
-    texts += [override(key, _write(run.path / _GIVEN, key, value)) for key, value in flat.items() if _is_written(key, value)]
+    texts += [override(key, _write(run.path / _GIVEN, key, value)) for key, value in leaves.items() if _is_written(key, value)]
     with redirect_stdout(_Bar() if _is_notebook() else sys.stdout):  # type: ignore[type-var]
         code = launch_local(recipe, [*overrides, *texts])
     if code != ExitCode.done:
@@ -183,14 +184,6 @@ class _Bar:
 def _is_section(value: Any, name: str) -> bool:
     """`model={"path": ..., "recompute": ...}` instead of the path alone."""
     return isinstance(value, Mapping) and name in ("model", "data", "reward")
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _is_written(key: str, value: Any) -> bool:

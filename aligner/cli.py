@@ -1,7 +1,7 @@
 """The `aligner` command: train, serve, launch, plan, preflight, gap, data, report, diagnose, trace, convert, migrate, demo.
 
-Commands with many options declare them as dataclasses in `aligner.commands.parts`; `plan` and `trace` are in
-`aligner.commands.plan.options`. A command imports its work when it runs, so that `aligner --help` answers at once.
+Commands with many options declare them as dataclasses in `aligner.commands.parts`. A command imports its work when it runs, so that
+`aligner --help` answers at once.
 """
 
 from __future__ import annotations
@@ -9,32 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import click
 
-from aligner.commands.parts import (
-    CONFIG,
-    DIRECTORY,
-    FILE,
-    RUN_DIRECTORY,
-    SETTINGS,
-    Command,
-    GapOptions,
-    InspectOptions,
-    LaunchOptions,
-    MigrateOptions,
-    PreflightOptions,
-    ValidateOptions,
-    config_argument,
-    config_dir,
-    configs_or,
-    options_of,
-    overrides_argument,
-    run_directory,
-)
-from aligner.commands.plan import options as plan_commands
+from aligner.commands import parts
+from aligner.commands.parts import CONFIG, CONFIG_HELP, FILE, NOT_NEGATIVE, RUN, SETTINGS, Argument, Command, add
 from aligner.version import __version__
 
 
@@ -123,12 +102,8 @@ def commands() -> None:
     """LLM alignment on Megatron-Core, for Slurm and MPI clusters."""
 
 
-for _command in plan_commands.COMMANDS:
-    commands.add_command(_command)
-
-
-@commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=CONFIG)
-@config_argument
+@commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=CONFIG_HELP)
+@click.argument("config", shell_complete=parts.config_names)
 @_settings
 def train(config: str, settings: tuple[str, ...]) -> None:
     """Train, or write data, with a recipe on this rank (start it on every rank: srun, torchrun, mpiexec, aligner launch)."""
@@ -154,7 +129,7 @@ def train(config: str, settings: tuple[str, ...]) -> None:
     start.program(recipe.name)(command, program=program)
 
 
-@commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=f"{CONFIG} Without one: ppo.")
+@commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=f"{CONFIG_HELP} Without one: ppo.")
 @click.argument("server", type=click.Choice(["critic", "reward"]))
 @_settings
 def serve(server: str, settings: tuple[str, ...]) -> None:
@@ -193,138 +168,115 @@ def demo(arguments: tuple[str, ...]) -> int:
         return int(end.code or 0)
 
 
-@commands.command(epilog=f"{CONFIG} {SETTINGS}")
-@config_argument
-@overrides_argument
-@config_dir
-@options_of(PreflightOptions)
-def preflight(config: str, overrides: tuple[str, ...], options: PreflightOptions) -> int:
-    """Check an allocation before the job starts; start it on every rank (srun, torchrun, mpiexec). Exit code 2: not ready."""
-    from aligner.commands.preflight.command import preflight
+_data = _Group("data", help="Check and inspect data before a job reads it.", no_args_is_help=False)
+_launch = _Group("launch", help="Start every component of a run.", no_args_is_help=False)
+for _group in (_data, _launch):
+    commands.add_command(_group)
 
-    return preflight(config, overrides, options)
-
-
-@commands.command(epilog=f"{CONFIG[:-1]}, or the directory of a run (its newest policy). {SETTINGS}")
-@click.argument("config", shell_complete=partial(configs_or, "dir"))
-@overrides_argument
-@config_dir
-@options_of(GapOptions)
-def gap(config: str, overrides: tuple[str, ...], options: GapOptions) -> int:
-    """Find the first layer where engine and trainer diverge on one batch; exits 1 if beyond rounding."""
-    from aligner.commands.gap import gap
-
-    return gap(config, overrides, options)
-
-
-@commands.group(no_args_is_help=False)
-def data() -> None:
-    """Check and inspect data before a job reads it."""
-
-
-@data.command(epilog=f"CONFIG|FILE: a recipe or one of its configs, such as sft; with --kind a data file. {SETTINGS}")
-@click.argument("target", metavar="CONFIG|FILE", shell_complete=partial(configs_or, "file"))
-@overrides_argument
-@config_dir
-@options_of(ValidateOptions)
-def validate(target: str, overrides: tuple[str, ...], options: ValidateOptions) -> int:
-    """Report bad lines, lengths in tokens, duplicates, and samples as the model will see them; exits 1 if lines are bad."""
-    from aligner.commands.validate_data import validate
-
-    return validate(target, overrides, options)
-
-
-@data.command("inspect", epilog=f"FILE|ID: a data file, a directory of them, or ORG/NAME[@REV][:SPLIT] of the Hub. {SETTINGS}")
-@click.argument("target", metavar="FILE|ID", type=click.Path())
-@overrides_argument
-@config_dir
-@options_of(InspectOptions)
-def inspect_data(target: str, overrides: tuple[str, ...], options: InspectOptions) -> int:
-    """Report the form of the records, the use of each field, and samples as the model will see them; exits 1 if lines are bad."""
-    from aligner.commands.validate_data import inspect_data
-
-    return inspect_data(target, overrides, options)
-
-
-@commands.command(epilog=RUN_DIRECTORY)
-@run_directory
-@click.option("--output", type=FILE, metavar="FILE", help="The HTML file (default: RUN_DIRECTORY/report.html).")
-def report(directory: Path, output: Path | None) -> int:
-    """Summarise a run, and write its curves and samples before and after as one HTML file."""
-    from aligner.commands.report import report
-
-    return report(directory, output)
-
-
-@commands.command(epilog=RUN_DIRECTORY)
-@run_directory
-@click.option("--json", "as_json", is_flag=True, help="Print all results as JSON.")
-def diagnose(directory: Path, as_json: bool) -> int:
-    """Find what went wrong in a run without an error: evidence, likely cause, remedy; exits 1 with findings."""
-    from aligner.commands.report import diagnose
-
-    return diagnose(directory, as_json=as_json)
-
-
-@commands.command()
-@click.option("--from-hf", type=DIRECTORY, metavar="DIR", help="Hugging Face directory to read, or ORG/NAME[@REV] of the Hub.")
-@click.option(
-    "--from-megatron", type=FILE, metavar="PATH", help="Checkpoint to read, or a folder with some; also Megatron-LM's and NeMo's."
+add(
+    commands,
+    "plan = plan.search:run",
+    Argument(
+        "name",
+        "[CONFIG]",
+        f"{CONFIG_HELP[:-1]}, or the directory of a run.",
+        required=False,
+        default="",
+        shell_complete=parts.config_names,
+    ),
+    *SETTINGS,
+    options=parts.PlanOptions,
+    help="Memory and time of a job, before it is submitted; exit code 1 if it does not fit.",
 )
-@click.option("--to-megatron", type=DIRECTORY, metavar="DIR", help="Directory for the checkpoint.")
-@click.option("--to-hf", type=DIRECTORY, metavar="DIR", help="Directory for the Hugging Face model.")
-@click.option("--push-to-hub", "push_to", default="", metavar="ORG/NAME", help="Upload the Hugging Face model, with a card.")
-@click.option("--tokenizer", type=DIRECTORY, metavar="DIR", help="Tokenizer for a model of Megatron-LM or NeMo without one.")
-@click.option("--tp", default=1, metavar="N", help="Split every layer over N ranks (start as many: torchrun, srun, mpiexec).")
-@click.option("--pp", default=1, metavar="N", help="Split the layers over N ranks.")
-def convert(tp: int, pp: int, **options: Any) -> int:
-    """Convert a model between Hugging Face and Megatron-Core checkpoints; upload one to the Hugging Face Hub."""
-    from aligner.commands.convert import convert
-    from aligner.parallel.topology import ParallelConfig
-
-    return convert(**options, parallel=ParallelConfig(tp=tp, pp=pp))
-
-
-@commands.command(epilog="FILE|COMMAND: YAML, a shell script, or a launch line in quotes (actor and critic: both); -: standard input.")
-@click.argument("inputs", nargs=-1, required=True, metavar="FILE|COMMAND...")
-@options_of(MigrateOptions)
-def migrate(inputs: tuple[str, ...], options: MigrateOptions) -> int:
-    """Translate a config or command of NeMo-Aligner, TRL, OpenRLHF, verl, DeepSpeed-Chat or LLaMA-Factory, key by key.
-
-    Exit code 3: the printed command cannot run unchanged, or is a different experiment; its first two lists explain why.
-    """
-    from aligner.commands.migrate import command
-
-    return command.migrate(inputs, options)
-
-
-@commands.group(no_args_is_help=False)
-def launch() -> None:
-    """Start every component of a run."""
-
-
-@launch.command(epilog=f"{CONFIG} {SETTINGS}")
-@config_argument
-@overrides_argument
-@config_dir
-@click.option("--processes", default=0, metavar="N", help="Number of ranks of the training component (default: the config's).")
-def local(config: str, overrides: tuple[str, ...], processes: int) -> int:
-    """Start it as processes on this machine."""
-    from aligner.commands.local import launch_local
-
-    return launch_local(config, overrides, num_processes=processes)
-
-
-@launch.command(epilog=f"{CONFIG} {SETTINGS}")
-@config_argument
-@overrides_argument
-@config_dir
-@options_of(LaunchOptions)
-def slurm(config: str, overrides: tuple[str, ...], options: LaunchOptions) -> int:
-    """Submit it as a job of a Slurm cluster, with a batch script made from the config."""
-    from aligner.commands.slurm import launch_slurm
-
-    return launch_slurm(config, overrides, options)
+add(
+    commands,
+    "trace = report:trace",
+    RUN,
+    click.Option(["--output"], type=FILE, metavar="FILE", help="The trace (default: RUN_DIRECTORY/trace.json)."),
+    click.Option(["--steps"], type=NOT_NEGATIVE, default=0, metavar="N", help="Only the last N training steps (default: all recorded)."),
+    help="What every process of a run did when, as one trace for ui.perfetto.dev or chrome://tracing.",
+)
+add(
+    commands,
+    "preflight = preflight.command:preflight",
+    CONFIG,
+    *SETTINGS,
+    options=parts.PreflightOptions,
+    help="Check an allocation before the job starts; start it on every rank (srun, torchrun, mpiexec). Exit code 2: not ready.",
+)
+_or_run = f"{CONFIG_HELP[:-1]}, or the directory of a run (its newest policy)."
+add(
+    commands,
+    "gap = gap:gap",
+    Argument("name", "CONFIG", _or_run, shell_complete=partial(parts.configs_or, "dir")),
+    *SETTINGS,
+    options=parts.GapOptions,
+    help="Find the first layer where engine and trainer diverge on one batch; exits 1 if beyond rounding.",
+)
+_or_file = "CONFIG|FILE: a recipe or one of its configs, such as sft; with --kind a data file."
+add(
+    _data,
+    "validate = validate_data:validate",
+    Argument("target", "CONFIG|FILE", _or_file, shell_complete=partial(parts.configs_or, "file")),
+    *SETTINGS,
+    options=parts.ValidateOptions,
+    help="Report bad lines, lengths in tokens, duplicates, and samples as the model will see them; exits 1 if lines are bad.",
+)
+_or_id = "FILE|ID: a data file, a directory of them, or ORG/NAME[@REV][:SPLIT] of the Hub."
+add(
+    _data,
+    "inspect = validate_data:inspect_data",
+    Argument("target", "FILE|ID", _or_id, type=click.Path()),
+    *SETTINGS,
+    options=parts.InspectOptions,
+    help="Report the form of the records, the use of each field, and samples as the model will see them; exits 1 if lines are bad.",
+)
+add(
+    commands,
+    "report = report:report",
+    RUN,
+    click.Option(["--output"], type=FILE, metavar="FILE", help="The HTML file (default: RUN_DIRECTORY/report.html)."),
+    help="Summarise a run, and write its curves and samples before and after as one HTML file.",
+)
+add(
+    commands,
+    "diagnose = report:diagnose",
+    RUN,
+    click.Option(["--json", "as_json"], is_flag=True, help="Print all results as JSON."),
+    help="Find what went wrong in a run without an error: evidence, likely cause, remedy; exits 1 with findings.",
+)
+add(
+    commands,
+    "convert = convert:convert",
+    options=parts.ConvertOptions,
+    help="Convert a model between Hugging Face and Megatron-Core checkpoints; upload one to the Hugging Face Hub.",
+)
+_inputs = "FILE|COMMAND: YAML, a shell script, or a launch line in quotes (actor and critic: both); -: standard input."
+add(
+    commands,
+    "migrate = migrate.command:migrate",
+    Argument("inputs", "FILE|COMMAND...", _inputs, nargs=-1, required=True),
+    options=parts.MigrateOptions,
+    help="Translate a config or command of NeMo-Aligner, TRL, OpenRLHF, verl, DeepSpeed-Chat or LLaMA-Factory, key by key.\n\n"
+    "Exit code 3: the printed command cannot run unchanged, or is a different experiment; its first two lists explain why.",
+)
+_ranks = "Number of ranks of the training component (default: the config's)."
+add(
+    _launch,
+    "local = programs:launch_local",
+    CONFIG,
+    *SETTINGS,
+    click.Option(["--processes", "num_processes"], default=0, metavar="N", help=_ranks),
+    help="Start it as processes on this machine.",
+)
+add(
+    _launch,
+    "slurm = slurm:launch_slurm",
+    CONFIG,
+    *SETTINGS,
+    options=parts.LaunchOptions,
+    help="Submit it as a job of a Slurm cluster, with a batch script made from the config.",
+)
 
 
 if __name__ == "__main__":

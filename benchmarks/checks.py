@@ -44,7 +44,7 @@ def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
     from aligner.models.checkpoint import optimizer as checkpoint_optimizer
     from aligner.models.checkpoint import sums as checkpoint_sums
     from aligner.models.config import ModelConfig
-    from aligner.models.training import finite
+    from aligner.models.training import trainable
     from aligner.models.training.optimizer import OptimizerConfig
     from aligner.run.session import open_session
     from aligner.run.settings import RunConfig
@@ -52,7 +52,7 @@ def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
 
     tokens = torch.tensor(random_prompts(SIZES[name], count=rows, length=length, seed=1))
     batch = LabeledBatch(tokens=tokens, lengths=torch.full((rows,), length), loss_mask=torch.arange(length).expand(rows, length) > 0)
-    off = mock.patch.object(finite, "non_finite_parameters", lambda runners, limit: "")
+    off = mock.patch.object(trainable, "non_finite_parameters", lambda runners, limit: "")
     with tempfile.TemporaryDirectory() as folder:
         write_model(SIZES[name], Path(folder) / "model", positions=length, seed=0)
         model = ModelConfig(path=f"{folder}/model", micro_batch_size=rows)
@@ -77,7 +77,7 @@ def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
             trained = policy.model
 
             def check() -> None:
-                if found := finite.non_finite_parameters(trained.runners, trained.guard.max_weight):
+                if found := trainable.non_finite_parameters(trained.runners, trained.guard.max_weight):
                     raise RuntimeError(found)
 
             def sums() -> None:

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from aligner.commands.trace import step_of
+from aligner.commands.report import step_of
 from aligner.telemetry.recording import Recorder, read_spans
 
 

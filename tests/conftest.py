@@ -19,7 +19,10 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS / name) for name in ("", "functional", "distributed", "fakes")]  # what tests share
+sys.path.insert(0, str(TESTS))
+import ranks  # noqa: E402
+
+sys.path[:0] = ranks.FOLDERS
 import slurm_cluster  # noqa: E402
 import tiers  # noqa: E402
 from preloaded import ForkedProcess, Preloaded  # noqa: E402
@@ -106,7 +109,6 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def mpiexec() -> Path:
-    """The MPI launcher; skips where there is none."""
     found = find_mpiexec()
     if found is None:
         pytest.skip("mpi: mpiexec is not installed")
@@ -182,11 +184,10 @@ def run_ranks(command: list[str], environments: list[dict[str, str]], timeout: f
 
 @pytest.fixture(scope="session")
 def preloaded() -> Preloaded:
-    """The process that forks programs with their imports done."""
     return preloaded_process()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_distributed(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
     """`run_distributed(script, nproc, *args, timeout=120, env=None, fresh=False)`: run a script on nproc local ranks.
 
@@ -216,6 +217,19 @@ def run_distributed(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
         return run_ranks(command, environments, timeout, request.getfixturevalue("preloaded"))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def on_ranks(run_distributed: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """`on_ranks(function, nproc, *args, timeout=300, fresh=False)`: what a function of a test module returns on each local rank."""
+
+    def call(function: Callable[..., Any], nproc: int, *args: Any, timeout: float = 300.0, fresh: bool = False) -> list[Any]:
+        folder = tmp_path_factory.mktemp("ranks")
+        ranks.ask(folder, function, args)
+        run_distributed(ranks.__file__, nproc, folder, timeout=timeout, fresh=fresh)
+        return ranks.answers(folder, nproc)
+
+    return call
 
 
 @pytest.fixture

@@ -194,7 +194,6 @@ def randomize(module: torch.nn.Module, seed: int) -> None:
 
 
 def write(name: str, directory: Path) -> None:
-    """The model `name` as a Hugging Face directory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(SIZES | HF_MODELS[name])))

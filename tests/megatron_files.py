@@ -185,11 +185,10 @@ def pack(archive: Path, weights: Path, config: dict[str, Any], files: dict[str, 
 
 
 def chunks_of(path: Path) -> list[Any]:
-    """The model at `path`, filled from there."""
     from aligner.models.checkpoint.foreign.model import open_weights
     from aligner.models.config import Dtype, ModelConfig
     from aligner.models.modules.build import build_language_model, build_scalar_model
-    from aligner.models.weights.weights import fill
+    from aligner.models.weights import fill
     from aligner.parallel.topology import ParallelConfig
 
     with open_weights(path) as weights:

@@ -31,7 +31,6 @@ COLUMNS = {  # heading: the test, and what selects it
 
 
 def run(report: Path) -> None:
-    """All the tests; a failure is a cell of the table."""
     files = sorted({file for file, _ in COLUMNS.values()})
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", f"--junitxml={report}", *files], cwd=ROOT, check=False
@@ -65,7 +64,6 @@ def results(report: Path) -> dict[tuple[str, str], list[bool]]:
 
 
 def table(found: dict[tuple[str, str], list[bool]]) -> str:
-    """In Markdown."""
     from hf_models import HF_MODELS
 
     from aligner.models.config import Family

@@ -74,7 +74,6 @@ class Outcome:
 
 
 def read_faults() -> list[Fault]:
-    """All faults, area by area."""
     read = []
     for area in AREAS:
         for entry in yaml.safe_load((ROOT / "tests" / "faults" / f"{area}.yaml").read_text()):
@@ -194,7 +193,7 @@ def preload() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     import aligner.commands.convert
-    import aligner.commands.local
+    import aligner.commands.programs
     import aligner.jobs.samples  # noqa: F401
 
     gc.collect()

@@ -33,7 +33,7 @@ _SECONDS_TO_END = 3.0
 
 def _serve() -> None:
     import aligner.commands.convert  # noqa: F401
-    import aligner.commands.local  # noqa: F401
+    import aligner.commands.programs  # noqa: F401
     import aligner.jobs.samples  # noqa: F401
     import aligner.jobs.serves  # noqa: F401
     import aligner.jobs.trains  # noqa: F401
@@ -41,7 +41,8 @@ def _serve() -> None:
     import aligner.models.create  # noqa: F401  torch and Megatron-Core with it
 
     # What jobs import when they come to it: PyTriton, hydra's composition, tokenizers.
-    for name in ("pytriton.triton", "pytriton.decorators", "pytriton.model_config", "hydra._internal.config_loader_impl", "jinja2.sandbox"):
+    jobs = ("pytriton.triton", "pytriton.decorators", "pytriton.model_config", "hydra._internal.config_loader_impl", "jinja2.sandbox")
+    for name in (*jobs, "pytest"):  # which modules of tests import
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,6 +18,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from builders import load_module
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 600
@@ -104,9 +105,7 @@ CASES = {
 
 def write_data(folder: Path) -> None:
     """A tokenizer with one token per printable character, and a few records of every kind."""
-    spec = importlib.util.spec_from_file_location("character_tokenizer", ROOT / "tests" / "unit" / "data" / "conftest.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(ROOT / "tests" / "unit" / "data" / "conftest.py", "character_tokenizer")
     module.write_tokenizer(folder / "tokenizer", pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
     sums = [(f"{a}+{b}=", str(a + b), str(a * b + 7)) for a in range(4) for b in range(3)]
     logs = [{"log(P(a|x,y))": -1.0 - n, "log(P(y|x))": -2.0, "log(Q(y|a,x))": -3.5} for n in range(2)]
@@ -138,7 +137,6 @@ def write_data(folder: Path) -> None:
 
 
 def arguments(case: Case, data: Path, directory: Path) -> list[str]:
-    """What Python is given for a run."""
     own = {"data": data, "runs": directory.parent}
     settings = [setting.format(**own) for setting in (*MODEL, *case.settings)]
     return ["-m", "aligner.cli", "launch", "local", case.recipe, *settings, f"run.directory={directory}", f"num_processes={case.ranks}"]

@@ -195,7 +195,7 @@ class Runs:
         made = self.new(recipe, settings, directory=directory)
         if made.model is not None:
             from aligner.models.checkpoint.checkpoint import copy_tokenizer
-            from aligner.models.weights.weights import save_hf
+            from aligner.models.weights import save_hf
 
             save_hf(made.model.chunks, directory / "export", writer=True)
             copy_tokenizer(self.folder / "tokenizer", directory / "export")

@@ -5,7 +5,7 @@
         job.wait("COMPLETED", timeout_seconds=60)
 
 Every cluster lives in namespaces of its own (see slurm_keeper.py): several can run at once, and nothing of one outlives the test process,
-however that ends. Where namespaces are forbidden its daemons listen on ports of this machine. Needs root.
+however that ends. Needs root.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from slurm_job import Job, kill
-from slurm_processes import NodeProcess, children, read_process
-from slurm_settings import HEAD, ClusterSettings, write_files
+from slurm_job import Job, NodeProcess, children, kill, read_process, tail
+from slurm_settings import ClusterSettings, write_files
 
 _KEEPER = Path(__file__).with_name("slurm_keeper.py")
 _SPACES = ("--pid", "--net", "--uts", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc", "--propagation", "private")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "ip", "unshare", "nsenter", "setpriv", "mount")
 _SBIN = "/usr/sbin:/sbin:/usr/bin:/bin"
 _DATABASE = ("slurmdbd", "mariadbd", "mariadb", "mariadb-install-db", "sacctmgr")
-_DAEMONS = ("munged", "slurmctld", "slurmd", "slurmdbd", "mariadbd")
-_TAIL = 30
 
 
 def missing() -> str | None:
@@ -40,15 +37,15 @@ def missing() -> str | None:
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux"
     absent = [program for program in _PROGRAMS if shutil.which(program, path=f"{_SBIN}:{os.environ.get('PATH', '')}") is None]
-    return f"not installed: {', '.join(absent)} (Debian: slurm-wlm munge iproute2 util-linux)" if absent else None
+    if absent:
+        return f"not installed: {', '.join(absent)} (Debian: slurm-wlm munge iproute2 util-linux)"
+    return None if can_isolate() else "namespaces, mounts or virtual network cables are forbidden here"
 
 
 def missing_for_accounting() -> str | None:
     """Why no cluster with an accounting database can be started here, or None."""
     absent = [program for program in _DATABASE if shutil.which(program, path=_SBIN) is None]
-    if absent:
-        return f"not installed: {', '.join(absent)} (Debian: slurmdbd mariadb-server-core mariadb-client-core)"
-    return None if can_isolate() else "needs namespaces for its network"
+    return f"not installed: {', '.join(absent)} (Debian: slurmdbd mariadb-server-core mariadb-client-core)" if absent else None
 
 
 @functools.cache
@@ -62,13 +59,12 @@ def can_isolate() -> bool:
 class SlurmCluster:
     """A running cluster; `nodes` are n1, n2, ..."""
 
-    def __init__(self, directory: Path, *, isolated: bool | None = None, **sizes: int | str) -> None:
+    def __init__(self, directory: Path, **sizes: int | str) -> None:
         """`directory`: an empty one, whose path is short; `sizes`: see ClusterSettings."""
-        self.settings = ClusterSettings(directory=directory, isolated=can_isolate() if isolated is None else isolated, **sizes)
+        self.settings = ClusterSettings(directory=directory, **sizes)
         self._process: subprocess.Popen[str] | None = None
         self._prefix: tuple[str, ...] = ()
         self._running: set[str] = set()
-        self._cut: set[str] = set()
         self.jobs: list[Job] = []
 
     @property
@@ -80,11 +76,10 @@ class SlurmCluster:
         write_files(self.settings)
         self.settings.save()
         keeper = [sys.executable, "-S", str(_KEEPER), str(self.settings.directory)]
-        spaces = ["unshare", *_SPACES] if self.settings.isolated else []
         with (self.settings.directory / "keeper.out").open("wb") as out:
             self._process = subprocess.Popen(
-                # Killed tests: isolated, the signal kills unshare and with it the keeper, and the kernel the rest.
-                ["setpriv", "--pdeathsig", "KILL" if spaces else "TERM", *spaces, *keeper],
+                # Killed tests: the signal kills unshare and with it the keeper, and the kernel the rest.
+                ["setpriv", "--pdeathsig", "KILL", "unshare", *_SPACES, *keeper],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,
@@ -93,9 +88,8 @@ class SlurmCluster:
                 start_new_session=True,
             )
         self._ask("open")
-        if spaces:
-            inside = children(self._process.pid)[0]
-            self._prefix = ("nsenter", f"--target={inside}", "--net", "--uts", "--ipc", "--mount", "--pid")
+        inside = children(self._process.pid)[0]
+        self._prefix = ("nsenter", f"--target={inside}", "--net", "--uts", "--ipc", "--mount", "--pid")
         self._until(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld answers")
         for node in self.nodes:
             self._ask("start", node)
@@ -104,7 +98,6 @@ class SlurmCluster:
         return self
 
     def stop(self) -> None:
-        """End everything, at once."""
         if self._process is None:
             return
         self._process.stdin.close()
@@ -135,8 +128,6 @@ class SlurmCluster:
             time.sleep(0.05)
 
     def wait_for_nodes(self) -> None:
-        """Until every node that was not killed can take jobs."""
-
         def usable() -> bool:
             listing = self.run("sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %t").stdout.split()
             return all(state in ("idle", "mix", "alloc") for node, state in zip(*[iter(listing)] * 2, strict=True) if node in self._running)
@@ -145,10 +136,9 @@ class SlurmCluster:
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """For programs of Slurm, and for the jobs that they submit."""
-        place = {} if self.settings.isolated else {"ALIGNER_MASTER_ADDR": "127.0.0.1"}
         kept = {name: os.environ[name] for name in ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH") if name in os.environ}
         path = f"{Path(sys.executable).parent}:{_SBIN}"
-        return kept | place | {"PATH": path, "SLURM_CONF": str(self.settings.conf), "USER": "root"} | dict(extra or {})
+        return kept | {"PATH": path, "SLURM_CONF": str(self.settings.conf), "USER": "root"} | dict(extra or {})
 
     def run(
         self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 60
@@ -192,7 +182,6 @@ class SlurmCluster:
         return self.job(int(re.split(r"[;\s]", done.stdout.strip().splitlines()[-1])[0]), directory, logs)
 
     def job(self, number: int, directory: Path, logs: Path | None = None) -> Job:
-        """A job by its number."""
         job = Job(self, number, directory, logs)
         self.jobs.append(job)
         return job
@@ -214,19 +203,6 @@ class SlurmCluster:
         self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)  # refused where it is not down (yet)
         self.wait_for_nodes()
 
-    def partition_node(self, node: str) -> None:
-        """No packet reaches or leaves it; its processes live. Isolated clusters only."""
-        self._ask("cut", node)
-        self._running.remove(node)
-        self._cut.add(node)
-
-    def heal_node(self, node: str) -> None:
-        """The end of `partition_node`; returns when it can take jobs."""
-        self._ask("join", node)
-        self._cut.remove(node)
-        self._running.add(node)
-        self.wait_for_nodes()
-
     def processes(self) -> list[NodeProcess]:
         """Everything that jobs run on the nodes: all processes there but the nodes' own (process 1, slurmd), slurmstepd included."""
         names = {self.settings.address(node): node for node in self.nodes}
@@ -239,8 +215,6 @@ class SlurmCluster:
                 continue
             if "slurm-node" in process.command:  # unshare and the node's process 1
                 node = names[process.command[process.command.index("slurm-node") + 3]]
-            elif not self.settings.isolated and process.program not in _DAEMONS:
-                found.append(process.on(process.variables.get("SLURMD_NODENAME", ""), job))
             elif node and process.program != "slurmd" and process.command != ("sleep", "3600"):
                 found.append(process.on(node, job))
             if process.program not in ("munged", "slurmctld"):
@@ -251,32 +225,19 @@ class SlurmCluster:
         """Cancel what still runs, boot what was killed: the cluster as it was at the start. Raises AssertionError where something stays."""
         self.run("scancel", "--quiet", "--user=root", check=False)
         self._until(lambda: not self.run("squeue", "--noheader").stdout.strip(), "the queue is empty")
-        for node in self._cut:
-            self._ask("join", node)
-        for node in sorted(set(self.nodes) - self._running - self._cut):
+        for node in sorted(set(self.nodes) - self._running):
             self.start_node(node)
-        self._running, self._cut = set(self.nodes), set()
         self.wait_for_nodes()
         for process in self.processes():
             kill(process)
 
     def queue(self) -> str:
-        """squeue and the nodes' states."""
         done = [self.run(*command, check=False) for command in (("squeue",), ("sinfo", "--Node", "--partition=batch", "--format=%N %T %E"))]
         return "".join(one.stdout + one.stderr for one in done)
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
         directory = self.settings.directory
         files = [*directory.glob("*.log"), directory / "keeper.out"]
         if not (directory / "slurmctld.log").exists():  # nothing came up: what the daemons said first
             files += [path for path in directory.glob("*.out") if path not in files]
         return "".join(tail(path) for path in sorted(files) if path.stat().st_size)
-
-
-def tail(path: Path, lines: int = _TAIL) -> str:
-    """The last lines of a file under its name."""
-    return f"--- {path}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) + "\n"
-
-
-__all__ = ["HEAD", "Job", "NodeProcess", "SlurmCluster", "can_isolate", "missing", "tail"]

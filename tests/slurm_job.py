@@ -1,4 +1,4 @@
-"""A job of a test cluster."""
+"""A job of a test cluster, and its processes, seen from the machine that holds the cluster (pids are this machine's)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slurm_cluster import SlurmCluster
-    from slurm_processes import NodeProcess
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 _POLL_SECONDS = 0.2
@@ -120,15 +119,6 @@ class Job:
         numbers = sorted({int(re.split(r"[+_]", line)[0]) for line in lines})
         return [self.cluster.job(number, self.directory, self.logs) for number in numbers if number > self.number]
 
-    def follow(self, *, timeout_seconds: float) -> Job:
-        """The next job of the same name, once there is one."""
-        deadline = time.monotonic() + timeout_seconds
-        while not (found := self.successors()):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited {timeout_seconds:g} s for a successor of {self}\n{self.report()}")
-            time.sleep(_POLL_SECONDS)
-        return found[0]
-
     def next_of_run(self, *, timeout_seconds: float) -> Job:
         """The next job of the same name that Slurm has started or can start: not one that was cancelled."""
         deadline = time.monotonic() + timeout_seconds
@@ -147,7 +137,6 @@ class Job:
             self.cluster.run("scontrol", "update", f"jobid={component.number}", f"timelimit={limit}")
 
     def processes(self) -> list[NodeProcess]:
-        """What it runs on the nodes, without slurmstepd."""
         return [process for process in self.cluster.processes() if process.job == self.number]
 
     def orphans(self, patience_seconds: float = 10.0) -> list[NodeProcess]:
@@ -162,9 +151,6 @@ class Job:
         return left
 
     def report(self) -> str:
-        """Queue, what Slurm knows of the job, its logs, and the daemons' logs."""
-        from slurm_cluster import tail
-
         details = "\n".join(map(str, self.components()))
         own = sorted(self.directory.glob("*.out"))
         others = sorted(self.logs.glob("*.log")) if self.logs and self.logs.is_dir() else []
@@ -191,3 +177,65 @@ def kill(process: NodeProcess, number: signal.Signals = signal.SIGKILL) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeProcess:
+    """`variables` is its initial environment; `parents_job` is that of the process that started it, which may say what itself does not."""
+
+    pid: int
+    command: tuple[str, ...]
+    variables: dict[str, str] = field(repr=False)
+    node: str = ""
+    parents_job: int | None = None
+
+    def on(self, node: str, parents_job: int | None) -> NodeProcess:
+        return replace(self, node=node, parents_job=parents_job)
+
+    @property
+    def job(self) -> int | None:
+        """The job's number (of a heterogeneous job: its first component's, but a slurmstepd's is that of its own component)."""
+        text = self.variables.get("SLURM_JOB_ID", "")
+        if step := re.match(r"slurmstepd: \[(\d+)\.", self.command[0] if self.command else ""):
+            text = step[1]
+        return int(text) if text.isdigit() else self.parents_job
+
+    @property
+    def step(self) -> str | None:
+        """The step's number; None in a batch script."""
+        step = self.variables.get("SLURM_STEP_ID")
+        return None if step in (None, "4294967291", "4294967290") else step
+
+    @property
+    def program(self) -> str:
+        """The file name of what runs."""
+        return Path(self.command[0]).name.rstrip(":") if self.command else ""
+
+
+def read_process(pid: int) -> NodeProcess | None:
+    """None where it has ended (also where its parent has not noticed yet)."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        if (folder / "stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+            return None
+        command = tuple((folder / "cmdline").read_bytes().rstrip(b"\0").decode(errors="replace").split("\0"))
+        assignments = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    variables = dict(assignment.split("=", 1) for assignment in assignments if "=" in assignment)
+    return NodeProcess(pid=pid, command=command, variables=variables)
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # it has ended meanwhile
+    return found
+
+
+def tail(path: Path, lines: int = 30) -> str:
+    """The last lines of a file under its name."""
+    return f"--- {path}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) + "\n"

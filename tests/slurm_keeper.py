@@ -2,14 +2,12 @@
 
     slurm_keeper.py DIRECTORY
 
-reads one JSON request per line, `{"do": "start", "node": "n1"}`, and answers each with a line, `{"error": null}`. In an isolated cluster it
-is process 1 of a set of namespaces, so the kernel kills whatever is left of the cluster when it ends; elsewhere it adopts what its children
-leave behind, and kills all its descendants. It ends when its input does, and on SIGTERM, which it gets when the tests' process dies.
+reads one JSON request per line, `{"do": "start", "node": "n1"}`, and answers each with a line, `{"error": null}`. It is process 1 of a set
+of namespaces, so the kernel kills whatever is left of the cluster when it ends. It ends when its input does, and on SIGTERM.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -24,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from slurm_settings import DATABASE_PORT, HEAD, ClusterSettings, load_settings  # noqa: E402
 
-_PR_SET_CHILD_SUBREAPER = 36
 _BRIDGE = "bridge"
 _NODE = """
 set -eu
@@ -61,24 +58,20 @@ def _until_it_runs(*command: str) -> None:
 
 
 class Keeper:
-    """Starts and ends the daemons."""
-
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
         self._nodes: dict[str, int] = {}
 
     def open(self) -> None:
-        """Network, munged and slurmctld."""
         settings, directory = self._settings, self._settings.directory
-        if settings.isolated:
-            socket.sethostname(HEAD)
-            run("mount", "--bind", str(settings.hosts), "/etc/hosts")
-            if Path("/etc/nsswitch.conf").exists():
-                run("mount", "--bind", str(settings.name_services), "/etc/nsswitch.conf")
-            run("ip", "link", "set", "lo", "up")
-            run("ip", "link", "add", _BRIDGE, "type", "bridge")
-            run("ip", "addr", "add", f"{settings.address(HEAD)}/24", "dev", _BRIDGE)
-            run("ip", "link", "set", _BRIDGE, "up")
+        socket.sethostname(HEAD)
+        run("mount", "--bind", str(settings.hosts), "/etc/hosts")
+        if Path("/etc/nsswitch.conf").exists():
+            run("mount", "--bind", str(settings.name_services), "/etc/nsswitch.conf")
+        run("ip", "link", "set", "lo", "up")
+        run("ip", "link", "add", _BRIDGE, "type", "bridge")
+        run("ip", "addr", "add", f"{settings.address(HEAD)}/24", "dev", _BRIDGE)
+        run("ip", "link", "set", _BRIDGE, "up")
         for number, device in enumerate(settings.devices):
             try:
                 os.mknod(device, 0o666 | 0o020000, os.makedev(1, 3))  # /dev/null
@@ -109,12 +102,7 @@ class Keeper:
             return subprocess.Popen(command, stdin=options.pop("stdin", subprocess.DEVNULL), stdout=out, stderr=out, **options)
 
     def start(self, node: str) -> None:
-        """Start a node that is not running."""
         settings = self._settings
-        if not settings.isolated:
-            command = ["slurmd", "-D", "-N", node, "-f", str(settings.conf)]
-            self._nodes[node] = self._daemon(node, command, start_new_session=True).pid
-            return
         spaces = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private")
         arguments = (node, str(settings.directory), settings.address(node), settings.address(HEAD))
         command = ["unshare", *spaces, "bash", "-c", _NODE, "slurm-node", *arguments]
@@ -133,21 +121,13 @@ class Keeper:
     def kill(self, node: str) -> None:
         """The node loses its power: all its processes end at once."""
         pid = self._nodes.pop(node)
-        _kill([pid] if self._settings.isolated else [pid, *_tasks(node)])
+        _kill([pid])
         try:
             os.waitpid(pid, 0)
         except ChildProcessError:
             pass  # it had ended by itself
-        if self._settings.isolated:  # the interface is destroyed with the namespace, some time later: its name must be free for a restart
-            subprocess.run(["ip", "link", "del", f"to-{node}"], stderr=subprocess.DEVNULL, timeout=30)
-
-    def cut(self, node: str) -> None:
-        """The node's network cable is pulled: no packet says so."""
-        run("ip", "link", "set", f"to-{node}", "down")
-
-    def join(self, node: str) -> None:
-        """The cable is put back."""
-        run("ip", "link", "set", f"to-{node}", "up")
+        # The interface is destroyed with the namespace, some time later: its name must be free for a restart.
+        subprocess.run(["ip", "link", "del", f"to-{node}"], stderr=subprocess.DEVNULL, timeout=30)
 
 
 def _descendants(ancestor: int) -> list[int]:
@@ -163,21 +143,6 @@ def _descendants(ancestor: int) -> list[int]:
     while front:
         front = [child for parent in front for child in children.get(parent, [])]
         found += front
-    return found
-
-
-def _tasks(node: str) -> list[int]:
-    """What jobs run on a node that is no namespace, each with its slurmstepd (which has left slurmd's tree)."""
-    found = []
-    for pid in _descendants(os.getpid()):
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            title = Path(f"/proc/{parent}/cmdline").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended meanwhile
-        if f"SLURMD_NODENAME={node}".encode() in variables:
-            found += [parent, pid] if title.startswith(b"slurmstepd") else [pid]
     return found
 
 
@@ -199,7 +164,7 @@ def _reap() -> None:
 
 
 def _answer(keeper: Keeper, request: dict[str, str]) -> str | None:
-    actions = {"start": keeper.start, "kill": keeper.kill, "cut": keeper.cut, "join": keeper.join}
+    actions = {"start": keeper.start, "kill": keeper.kill}
     try:
         keeper.open() if request["do"] == "open" else actions[request["do"]](request["node"])
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
@@ -208,7 +173,6 @@ def _answer(keeper: Keeper, request: dict[str, str]) -> str | None:
 
 
 def main() -> int:
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     keeper = Keeper(load_settings(Path(sys.argv[1])))
     try:

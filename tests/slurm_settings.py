@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -101,14 +100,10 @@ PartitionName=phantom Nodes=p[1-{count}] MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterSettings:
-    """`isolated`: every node is a set of namespaces with its own address and hostname, and so is the whole cluster.
-
-    Without it (where namespaces are forbidden) all slurmd share this machine's address, on ports of their own. CPUs and memory are what
-    Slurm is told, not what is there.
-    """
+    """Every node is a set of namespaces with its own address and hostname, and so is the whole cluster. CPUs and memory are what Slurm is
+    told, not what is there."""
 
     directory: Path
-    isolated: bool
     num_nodes: int = 3
     num_gpus: int = 8
     gpu_type: str = ""
@@ -117,7 +112,7 @@ class ClusterSettings:
     num_phantoms: int = 64
     preemption_warns: bool = True  # with the signal that a job asked for, where there is an accounting database; else with SIGTERM
     cgroups: bool = False  # Slurm tracks processes with control groups, and holds jobs to their memory
-    accounting: bool = False  # slurmdbd and MariaDB; isolated clusters only
+    accounting: bool = False  # slurmdbd and MariaDB
     scheduler: str = "sched/backfill"  # sched/builtin starts no heterogeneous jobs
 
     def __post_init__(self) -> None:
@@ -134,49 +129,30 @@ class ClusterSettings:
 
     @property
     def hosts(self) -> Path:
-        """The nodes' /etc/hosts."""
         return self.directory / "hosts"
 
     @property
     def name_services(self) -> Path:
-        """The nodes' /etc/nsswitch.conf."""
         return self.directory / "nsswitch.conf"
 
     @property
     def devices(self) -> list[Path]:
-        """What stands for GPUs."""
         return [self.directory / f"gpu{number}" for number in range(self.num_gpus)]
 
     def address(self, node: str) -> str:
         """The IPv4 address of a node or of the head."""
-        if not self.isolated:
-            return "127.0.0.1"
         return f"{NETWORK}.{254 if node == HEAD else self.nodes.index(node) + 1}"
 
     def save(self) -> None:
-        """For the keeper, a process of its own."""
         (self.directory / "settings.json").write_text(json.dumps(asdict(self), default=str))
 
 
 def load_settings(directory: Path) -> ClusterSettings:
-    """What `save` wrote."""
     fields = json.loads((directory / "settings.json").read_text())
     return ClusterSettings(**fields | {"directory": Path(fields["directory"])})
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
-
-
 def write_files(settings: ClusterSettings) -> None:
-    """slurm.conf and what it refers to."""
     directory = settings.directory
     for name in ("state", "spool", "tmp", *(f"{kind}/{node}" for kind in ("spool", "tmp") for node in settings.nodes)):
         (directory / name).mkdir()
@@ -201,19 +177,17 @@ def write_files(settings: ClusterSettings) -> None:
 
 
 def _conf(settings: ClusterSettings) -> str:
-    ports = [26817, 26818] if settings.isolated else _free_ports(2 + settings.num_nodes)
     kind = f"{settings.gpu_type}:" if settings.gpu_type else ""
     gres = f" Gres=gpu:{kind}{settings.num_gpus}" if settings.num_gpus else ""
     lines = []
-    for number, node in enumerate(settings.nodes):
-        place = "" if settings.isolated else f" NodeHostname={socket.gethostname()} Port={ports[2 + number]}"
+    for node in settings.nodes:
         sizes = f"CPUs={settings.num_cpus} RealMemory={settings.memory_mb}{gres}"
-        lines.append(f"NodeName={node} NodeAddr={settings.address(node)}{place} {sizes} State=UNKNOWN")
+        lines.append(f"NodeName={node} NodeAddr={settings.address(node)} {sizes} State=UNKNOWN")
     text = _CONF.format(
-        head=HEAD if settings.isolated else socket.gethostname(),
+        head=HEAD,
         head_address=settings.address(HEAD),
         directory=settings.directory,
-        port=ports[0],
+        port=26817,
         scheduler=settings.scheduler,
         processes="ProctrackType=proctrack/cgroup\nTaskPlugin=task/cgroup"
         if settings.cgroups
@@ -222,7 +196,7 @@ def _conf(settings: ClusterSettings) -> str:
         + ("\nSlurmctldParameters=preempt_send_user_signal" if settings.preemption_warns else "")
         if settings.accounting
         else "AccountingStorageType=accounting_storage/none",
-        slurmd_port=ports[1],
+        slurmd_port=26818,
         nodes="\n".join(lines),
         num_nodes=settings.num_nodes,
         gres_types="GresTypes=gpu" if settings.num_gpus else "",

@@ -56,7 +56,7 @@ for one in "$@"; do
   within "$root" .venv/bin/python -m pytest -q -p no:cacheprovider "${tests[@]}"
   if [ -e "$root/usr/bin/apptainer" ]; then
     echo "== $one: $(within "$root" apptainer --version)"
-    within "$root" env ALIGNER_TEST_IMAGE="$(image)" .venv/bin/python -m pytest -q -p no:cacheprovider tests/functional/test_slurm_containers.py
+    within "$root" env ALIGNER_TEST_IMAGE="$(image)" .venv/bin/python -m pytest -q -p no:cacheprovider tests/functional/test_slurm_places.py -k test_a_job_in_containers
   fi
 done
 if command -v slurmctld >/dev/null; then

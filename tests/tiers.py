@@ -129,13 +129,11 @@ def record(found: Mapping[str, list[float]], last: str) -> None:
 
 
 def exists(test: str) -> bool:
-    """Whether the file of a node id has such a function."""
     file, _, name = test.partition("::")
     return (ROOT / file).is_file() and f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
 
 
 def table(found: Mapping[str, tuple[float, float]]) -> str:
-    """The slowest tests, in Markdown."""
     slowest = sorted(found.items(), key=lambda one: -cost(one[0], *one[1]))[:NUM_SHOWN]
     lines = [f"| `{test.removeprefix('tests/')}` | {wall:.0f} | {cpu:.0f} |" for test, (wall, cpu) in slowest]
     return "\n".join(["| test | seconds | of the CPU |", "|---|---|---|", *lines])

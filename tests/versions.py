@@ -74,7 +74,6 @@ def interpreter(version: str) -> str:
 
 
 def make(environment: Environment, folder: Path) -> Path:
-    """The environment's interpreter. Raises NotToBeHad."""
     python = folder / "bin" / "python"
     done = folder / ".complete"
     if done.exists() and done.read_text(encoding="utf-8") == repr(environment):

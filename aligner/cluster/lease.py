@@ -152,43 +152,28 @@ class Lease:
                     return
 
 
-class _Watch:
-    """One process's view of a lease; this machine's clock measures ages from change to change."""
-
-    def __init__(self, path: Path, attempt: str) -> None:
-        self._path = path
-        self._attempt = attempt
-        self._seen_ns = 0
-        self._changed_at = time.monotonic()
-        self._missing = 0
-        self.valid_seconds = 60.0
-
-    def problem(self) -> str:
-        """Why this process must exit; empty while it may stay."""
-        now = time.monotonic()
+def _problem(path: Path, attempt: str) -> str:
+    """Why this process must exit; returns then. This machine's clock measures ages from change to change."""
+    valid_seconds, seen_ns, changed_at, missing = 60.0, 0, time.monotonic(), 0
+    while True:
         try:
-            found = read_lease(self._path)
+            found, trouble = read_lease(path), ""
         except (OSError, LaunchError) as error:
-            return self._silence(now, f"cannot be read ({error})")
-        if found is None:
-            self._missing += 1
-            # Once may be a hiccup of a network file system between two names of one file.
-            return f"the lease {self._path} was withdrawn" if self._missing > 2 else ""
-        self._missing = 0
-        record, seen_ns = found
-        if self._attempt and record.attempt != self._attempt:
-            return f"the lease {self._path} belongs to attempt {record.attempt} now, this is a process of attempt {self._attempt}"
-        self.valid_seconds = record.valid_seconds
-        if seen_ns != self._seen_ns:
-            self._seen_ns, self._changed_at = seen_ns, now
-        return self._silence(now, f"of {record.describe()} was not touched")
-
-    def _silence(self, now: float, what: str) -> str:
-        silent = now - self._changed_at
-        return f"the lease {self._path} {what} for {silent:.0f} s" if silent > self.valid_seconds else ""
-
-    def poll_seconds(self) -> float:
-        return self.valid_seconds / _POLLS_PER_VALIDITY
+            found, trouble = None, f"cannot be read ({error})"
+        if found is not None:
+            record, touched_ns = found
+            if attempt and record.attempt != attempt:
+                return f"the lease {path} belongs to attempt {record.attempt} now, this is a process of attempt {attempt}"
+            valid_seconds, trouble = record.valid_seconds, f"of {record.describe()} was not touched"
+            if touched_ns != seen_ns:
+                seen_ns, changed_at = touched_ns, time.monotonic()
+        silent = time.monotonic() - changed_at
+        if trouble and silent > valid_seconds:
+            return f"the lease {path} {trouble} for {silent:.0f} s"
+        missing = missing if found is None and trouble else 0 if found is not None else missing + 1
+        if missing > 2:  # once may be a hiccup of a network file system between two names of one file
+            return f"the lease {path} was withdrawn"
+        time.sleep(valid_seconds / _POLLS_PER_VALIDITY)
 
 
 def watch_lease(environ: Mapping[str, str]) -> None:
@@ -198,11 +183,9 @@ def watch_lease(environ: Mapping[str, str]) -> None:
     """
     if not environ.get(VARIABLE):
         return
-    watch = _Watch(Path(environ[VARIABLE]), environ.get(ATTEMPT_VARIABLE, ""))
 
     def look() -> None:
-        while not (problem := watch.problem()):
-            time.sleep(watch.poll_seconds())
+        problem = _problem(Path(environ[VARIABLE]), environ.get(ATTEMPT_VARIABLE, ""))
         print(f"error: {problem}: the starter of this process has ended, so it exits too", file=sys.stderr, flush=True)
         os._exit(_EXIT_CODE)
 

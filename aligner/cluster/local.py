@@ -23,9 +23,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 from aligner.cluster import lease as leases
 from aligner.cluster import processes
@@ -35,8 +35,7 @@ from aligner.cluster.console import Channel, Console
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import LeaseRecord
 from aligner.cluster.outcomes import TOO_EARLY
-from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.services import ServiceWatch
+from aligner.cluster.run_directory import RunDirectory, ServiceWatch
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.errors import ConfigError, LaunchError, describe_os_error
 from aligner.settings.user_code import was_calling
@@ -44,33 +43,21 @@ from aligner.settings.user_code import was_calling
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class StopSignals:
-    """While active, SIGINT, SIGTERM and SIGHUP are recorded instead of ending the process; the old handlers come back afterwards.
+@contextmanager
+def recorded_signals() -> Iterator[list[int]]:
+    """Meanwhile SIGINT, SIGTERM and SIGHUP are added to the list instead of ending the process; the old handlers come back afterwards.
 
     Python delivers signals to the main thread only: in another thread nothing is installed and nothing is received.
     """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in _STOP:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup: stays ignored
-                    self._previous[number] = signal.signal(number, self._record)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
+    received: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [number for number in _STOP if is_main and signal.getsignal(number) is not signal.SIG_IGN]  # nohup: stays ignored
+    previous = {number: signal.signal(number, lambda got, frame: received.append(got)) for number in taken}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
             signal.signal(number, handler)
-
-    def _record(self, number: int, _frame: FrameType | None) -> None:
-        self.received.append(number)
-
-    def name(self) -> str:
-        """The first signal, as a user knows it."""
-        return "Ctrl-C" if self.received[0] == signal.SIGINT else signal.Signals(self.received[0]).name
 
 
 @contextmanager
@@ -143,45 +130,43 @@ def launch(
         raise LaunchError(f"the local launcher needs Linux (/proc, parent-death signals); this is {sys.platform}")
     check_components(components, expect_services)
     config = config or LocalLauncherConfig()
-    with exclusive(run_directory), StopSignals() as signals, hold(run_directory, config.lease_seconds) as lease:
+    with exclusive(run_directory), recorded_signals() as signals, hold(run_directory, config.lease_seconds) as lease:
         services = ServiceWatch(run_directory, [c.name for c in components], expect_services, config.ready_timeout_seconds)
-        with Console(components, run_directory, stream or sys.stdout) as console, Guard(config, console.log) as guard:
-            run = _Run(config, console, guard, signals, services, run_directory)
+        with (
+            Console(components, run_directory, stream or sys.stdout) as console,
+            guarded(console.log, config.shutdown_timeout_seconds) as marker,
+        ):
+            run = _Run(config, console, signals, services, run_directory)
             try:
-                run.start(components, {**(os.environ if environment is None else environment), **lease})
+                run.start(components, {**(os.environ if environment is None else environment), **lease}, marker)
                 return run.supervise()
             finally:
                 run.tear_down()
                 run.report()
 
 
+@dataclass(eq=False)
 class _Run:
-    """One run while it lasts."""
+    _config: LocalLauncherConfig
+    _console: Console
+    _signals: list[int]
+    _services: ServiceWatch
+    _run_directory: RunDirectory
 
-    def __init__(
-        self,
-        config: LocalLauncherConfig,
-        console: Console,
-        guard: Guard,
-        signals: StopSignals,
-        services: ServiceWatch,
-        run_directory: RunDirectory,
-    ) -> None:
-        self._config = config
-        self._console, self._note = console, console.note
-        self._guard = guard
-        self._signals = signals
-        self._services = services
-        self._run_directory = run_directory
-        self._done_before = _identity(run_directory.done)  # by an earlier start of the run
+    def __post_init__(self) -> None:
+        self._note = self._console.note
+        self._done_before = _identity(self._run_directory.done)  # by an earlier start of the run
         self._restarts = 0
         self._ranks: list[Rank] = []
         self._started = time.monotonic()
         self._failed: Rank | None = None
 
-    def start(self, components: Sequence[Component], environment: Mapping[str, str]) -> None:
+    def start(self, components: Sequence[Component], environment: Mapping[str, str], marker: str) -> None:
         """Start every rank of every component, servers first."""
-        self._environment = environment
+        self._marker = marker
+        # A launcher inside a rank of another one: its processes stay visible to the outer one.
+        markers = ",".join(filter(None, (environment.get(processes.MARKER_VARIABLE), marker)))
+        self._environment = {**environment, processes.MARKER_VARIABLE: markers}
         ports = free_ports(len(components))
         for component, port in sorted(zip(components, ports, strict=True), key=lambda pair: pair[0].main):
             self._start(component, port)
@@ -189,10 +174,20 @@ class _Run:
     def _start(self, component: Component, port: int) -> None:
         started = []
         for rank in range(component.num_processes):
-            log = self._run_directory.log(component.name, rank)
-            one = start_rank(component, rank, port, marker=self._guard.marker, log=log, base=self._environment, console=self._console)
-            self._ranks.append(one)
-            started.append(one)
+            channel, writer = self._console.open_channel(component, rank, self._run_directory.log(component.name, rank))
+            try:
+                process = subprocess.Popen(
+                    processes.exec_command(list(component.command)),  # SIGTERM from the kernel when this process dies
+                    stdin=subprocess.DEVNULL,
+                    stdout=writer,
+                    stderr=writer,
+                    env=rank_environment(component, rank, port, self._environment),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(writer)
+            started.append(Rank(component, rank, process, channel))
+            self._ranks.append(started[-1])
         pids = ", ".join(str(rank.pid) for rank in started)
         self._note(f"{component.name}: started (pid {pids}), log {self._run_directory.logs.name}/{component.name}.*.log")
 
@@ -200,16 +195,17 @@ class _Run:
         """Wait for the run's end; the exit code."""
         while True:
             self._pump(_POLL_SECONDS)
-            if self._signals.received:
+            if self._signals:
                 return self._stop_on_signal()
             if all(rank.exit_code == 0 for rank in self._mains()) and self._is_done():
                 self._note(f"{self._main_names()} finished after {time.monotonic() - self._started:.1f} s")
                 return 0
             if any(rank.exit_code == ExitCode.stopped for rank in self._mains()):
                 return self._stopped_in_order()
-            self._failed = self._first_failure()
-            if self._failed is not None and self._may_restart(self._failed):
-                self._restart(self._failed)
+            self._failed = failed = self._first_failure()
+            left = self._restarts < self._config.max_server_restarts
+            if failed is not None and left and not failed.component.main and failed.exit_code not in FINAL_FAILURES:
+                self._restart(failed)
             elif self._failed is not None:
                 return self._stop_on_failure(self._failed)
             for line in self._services.poll():
@@ -239,10 +235,6 @@ class _Run:
         early = [rank for rank in ended if not (rank.component.main and self._is_done())]
         return next(iter(wrong + early), None)
 
-    def _may_restart(self, failed: Rank) -> bool:
-        """Whether to restart a dead server: not after one of FINAL_FAILURES."""
-        return not failed.component.main and failed.exit_code not in FINAL_FAILURES and self._restarts < self._config.max_server_restarts
-
     def _restart(self, failed: Rank) -> None:
         """End a server's remaining ranks, start all of them again, and wait for the registration again."""
         component, self._failed = failed.component, None
@@ -250,7 +242,7 @@ class _Run:
         self._note(f"{failed.name} {self._ending(failed)}; starting it again ({self._restarts} of {self._config.max_server_restarts})")
         old = [rank for rank in self._ranks if rank.component is component]
         sessions = {rank.pid for rank in old}
-        processes.end(lambda: processes.of_sessions(sessions), self._config.shutdown_timeout_seconds, self._pump)
+        processes.end(lambda: processes.find("", sessions), self._config.shutdown_timeout_seconds, self._pump)
         self._pump(0.0)
         self._ranks = [rank for rank in self._ranks if rank.component is not component]
         for rank in old:
@@ -277,8 +269,8 @@ class _Run:
         return failed.exit_code or 1
 
     def _stop_on_signal(self) -> int:
-        number = self._signals.received[0]
-        name = self._signals.name()
+        number = self._signals[0]
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self._note(f"{name}: passed on to {self._main_names()}, which may take {self._config.grace_seconds:g} s; once more to end all now")
         processes.send([rank.pid for rank in self._mains() if rank.exit_code is None], number)
         self._wait_for_mains()
@@ -288,24 +280,23 @@ class _Run:
 
     def _wait_for_mains(self) -> None:
         """Wait until the main components end, the grace is over, or the user asks (again) to stop."""
-        asked = len(self._signals.received)
+        asked = len(self._signals)
         deadline = time.monotonic() + self._config.grace_seconds
         while any(rank.exit_code is None for rank in self._mains()) and time.monotonic() < deadline:
-            if len(self._signals.received) > asked:
+            if len(self._signals) > asked:
                 return
             self._pump(_POLL_SECONDS)
 
     def tear_down(self) -> None:
         """End every rank (SIGTERM, so that it can clean up), then all other live processes of the run."""
-        asked_twice = len(self._signals.received) > 1
-        seconds = 0.0 if asked_twice else self._config.shutdown_timeout_seconds
+        seconds = 0.0 if len(self._signals) > 1 else self._config.shutdown_timeout_seconds
         deadline = time.monotonic() + seconds
         running = [rank for rank in self._ranks if rank.exit_code is None]
         for rank in running:
             rank.stopped_by_us = True
         processes.send([rank.pid for rank in running], processes.signal.SIGTERM)
         while any(rank.exit_code is None for rank in running) and time.monotonic() < deadline:
-            if len(self._signals.received) > 1:
+            if len(self._signals) > 1:
                 break
             self._pump(_POLL_SECONDS)
         late = [rank.name for rank in running if rank.exit_code is None]
@@ -313,7 +304,7 @@ class _Run:
             self._note(f"{', '.join(late)} did not end {seconds:g} s after SIGTERM: killing")
         sessions = {rank.pid for rank in self._ranks}
         # What ignored one SIGTERM gets no second period; what only now hears of the end (a grandchild) gets a second of it.
-        left = processes.end(lambda: processes.find(self._guard.marker, sessions), 0.0 if late else 1.0, self._pump)
+        left = processes.end(lambda: processes.find(self._marker, sessions), 0.0 if late else 1.0, self._pump)
         self._console.drawing_ended()
         if left:
             self._note(f"processes {sorted(left)} could not be ended")
@@ -338,7 +329,7 @@ class _Run:
 
     def _ending(self, rank: Rank) -> str:
         """How it ended; if a signal killed it, with the user code it was in (native crashes name no culprit)."""
-        called = was_calling(self._run_directory.calls(rank.component.name, rank.rank)) if rank.was_killed else ""
+        called = was_calling(self._run_directory.calls(rank.component.name, rank.rank)) if rank.signal is not None else ""
         return rank.ending() + (f" while it called {called}" if called else "")
 
 
@@ -366,7 +357,7 @@ class Rank:
         self.exit_code: int | None = None
         self.stopped_by_us = False
         self._process = process
-        self._signal: int | None = None
+        self.signal: int | None = None  # that ended it
 
     def poll(self) -> bool:
         """Whether the process has ended; sets `exit_code` (128 + n if signal n killed it)."""
@@ -376,19 +367,14 @@ class Rank:
         if status.si_code == os.CLD_EXITED:
             self.exit_code = status.si_status
         else:
-            self._signal = status.si_status
+            self.signal = status.si_status
             self.exit_code = 128 + status.si_status
         return True
 
-    @property
-    def was_killed(self) -> bool:
-        """Whether a signal ended it."""
-        return self._signal is not None
-
     def ending(self) -> str:
         """A description of its abnormal end."""
-        if self._signal is not None:
-            return f"was killed by {signal.Signals(self._signal).name} (exit code {self.exit_code})"
+        if self.signal is not None:
+            return f"was killed by {signal.Signals(self.signal).name} (exit code {self.exit_code})"
         if self.component.main and self.exit_code == 0:
             return f"ended with exit code 0 {TOO_EARLY}"
         return f"ended with exit code {self.exit_code}"
@@ -399,56 +385,16 @@ class Rank:
             self._process.wait()
 
 
-def start_rank(
-    component: Component,
-    rank: int,
-    port: int,
-    *,
-    marker: str,
-    log: Path,
-    base: Mapping[str, str] | None,
-    console: Console,
-) -> Rank:
-    """Start one rank: own session, SIGTERM from the kernel when this process dies, stdin empty, stdout and stderr into one channel."""
-    surrounding = os.environ if base is None else base
-    environment = rank_environment(component, rank, port, surrounding)
-    # A launcher inside a rank of another one: its processes stay visible to the outer one.
-    environment[processes.MARKER_VARIABLE] = ",".join(filter(None, (surrounding.get(processes.MARKER_VARIABLE), marker)))
-    channel, writer = console.open_channel(component, rank, log)
+@contextmanager
+def guarded(log: Path, seconds: float) -> Iterator[str]:
+    """Yields a marker. A process waits for the end of this one; after a kill -9 it ends processes with the marker."""
+    marker = secrets.token_hex(16)
+    command = processes.guard_command(marker, seconds)
+    with log.open("ab") as output:
+        guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
     try:
-        process = subprocess.Popen(
-            processes.exec_command(list(component.command)),
-            stdin=subprocess.DEVNULL,
-            stdout=writer,
-            stderr=writer,
-            env=environment,
-            start_new_session=True,
-        )
+        yield marker
     finally:
-        os.close(writer)
-    return Rank(component, rank, process, channel)
-
-
-class Guard:
-    """A process that waits for the end of this one; after a kill -9 it ends processes with `marker`."""
-
-    def __init__(self, config: LocalLauncherConfig, log: Path) -> None:
-        self.marker = secrets.token_hex(16)
-        self._log = log
-        self._seconds = config.shutdown_timeout_seconds
-
-    def __enter__(self) -> Guard:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                processes.guard_command(self.marker, self._seconds),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=self._seconds + _GUARD_MARGIN_SECONDS)
+        assert guard.stdin is not None
+        guard.stdin.close()
+        guard.wait(timeout=seconds + _GUARD_MARGIN_SECONDS)

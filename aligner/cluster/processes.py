@@ -11,13 +11,13 @@ Also a script (`python -I -S processes.py exec|guard ...`), so that a start cost
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 MARKER_VARIABLE = "ALIGNER_LAUNCHER_ID"
@@ -26,51 +26,29 @@ _POLL_SECONDS = 0.05
 _KILL_WAIT_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class _Entry:
-    parent: int
-    session: int
-    state: str
-
-
-def _entry(pid: int) -> _Entry | None:
-    """One line of the process table; None if the process ended meanwhile."""
+def _carries(pid: int, marker: str) -> bool:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, parent, _group, session = stat.rpartition(")")[2].split()[:4]  # the name before may hold spaces and brackets
-    return _Entry(parent=int(parent), session=int(session), state=state)
-
-
-def _carries(pid: int, marker: bytes) -> bool:
-    try:
-        return marker in Path(f"/proc/{pid}/environ").read_bytes()
+        return bool(marker) and marker.encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or another user's: not ours
         return False
 
 
-def _living() -> dict[int, _Entry]:
-    table = {int(name): _entry(int(name)) for name in os.listdir("/proc") if name.isdigit()}
-    return {pid: entry for pid, entry in table.items() if entry is not None and entry.state not in "ZX"}
-
-
 def find(marker: str, sessions: Collection[int] = ()) -> set[int]:
-    """Living processes that carry `marker`, belong to one of `sessions`, or descend from such a process (never the caller)."""
-    living, token = _living(), marker.encode()
-    return _with_descendants({pid for pid, entry in living.items() if entry.session in sessions or _carries(pid, token)}, living)
-
-
-def of_sessions(sessions: Collection[int]) -> set[int]:
-    """Living processes of these sessions, and what descends from them (never the caller)."""
-    living = _living()
-    return _with_descendants({pid for pid, entry in living.items() if entry.session in sessions}, living)
-
-
-def _with_descendants(found: set[int], living: Mapping[int, _Entry]) -> set[int]:
+    """Living processes that carry `marker` (none if it is empty), belong to one of `sessions`, or descend from such a process (never the
+    caller)."""
+    parents, found = {}, set()
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            continue
+        state, parent, _group, session = stat.rpartition(")")[2].split()[:4]  # the name before may hold spaces and brackets
+        if state not in "ZX":
+            parents[pid] = int(parent)
+            found |= {pid} if int(session) in sessions or _carries(pid, marker) else set()
     added = found
     while added:
-        added = {pid for pid, entry in living.items() if entry.parent in added} - found
+        added = {pid for pid, parent in parents.items() if parent in added} - found
         found = found | added
     return found - {os.getpid()}
 
@@ -78,10 +56,8 @@ def _with_descendants(found: set[int], living: Mapping[int, _Entry]) -> set[int]
 def send(pids: Collection[int], number: int) -> None:
     """Send a signal to each process that still exists."""
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # ended between the look and the signal: what was wanted
             os.kill(pid, number)
-        except ProcessLookupError:
-            continue  # ended between the look and the signal: what was wanted
 
 
 def _wait_until_gone(search: Callable[[], set[int]], seconds: float, pause: Callable[[float], None]) -> set[int]:
@@ -146,13 +122,8 @@ def _guard(marker: str, seconds: float) -> int:
     return 1 if left else 0
 
 
-def _main(arguments: list[str]) -> int:
-    if arguments[0] == "exec":
-        return _exec(int(arguments[1]), arguments[2:])
-    if arguments[0] == "guard":
-        return _guard(arguments[1], float(arguments[2]))
-    raise SystemExit(f"unknown mode {arguments[0]!r}; allowed: exec, guard")
-
-
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    mode, first, *rest = sys.argv[1:]
+    if mode not in ("exec", "guard"):
+        raise SystemExit(f"unknown mode {mode!r}; allowed: exec, guard")
+    sys.exit(_exec(int(first), rest) if mode == "exec" else _guard(first, float(rest[0])))

@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from aligner.commands.trace import step_of
+from aligner.commands.report import step_of
 from aligner.errors import DataError
 from aligner.parallel.platform import PEAK_MEMORY
 from aligner.planner.report import JobPlan
@@ -32,7 +32,7 @@ REFIT = "refit"
 WIDEST = 5.0  # standard deviation of the logarithm of lengths
 STEP, REST, HOST = "step", "everything else", "host work"
 _TIME = "time/"
-# What a run's phases include that the plan has apart: sampling ends when the last response is scored.
+# Phases of the plan that a run counts under another name: its sampling ends when the last response is scored.
 _IN_A_RUN = {
     "waiting for scores": Phase.generate.value,
     "waiting for rollouts": Phase.generate.value,
@@ -59,22 +59,22 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Where plan and run part. Memory is in bytes, of the training component's fullest rank; None: the run has not recorded it."""
+    """Plan and run side by side. Memory is in bytes, of the training component's fullest rank; None: the run has not recorded it."""
 
     rows: tuple[Row, ...]
-    num_steps: int  # that were measured
+    num_steps: int  # measured ones
     planned_peak: int
     measured_peak: int | None
     has_trace: bool
 
 
 def lengths(directory: Path) -> list[str]:
-    """The settings `plan.*` that say how long a run's sequences were. Raises DataError without a run.
+    """The settings `plan.*` for the lengths of a run's sequences. Raises DataError without a run.
 
-    Responses by the metrics (medians of the steps: the mean, the spread by the longest); prompts by the requests in the trace, their mean;
-    sequences of data by their tokens.
+    Responses follow from the metrics (medians of the steps: the mean, the spread by the longest), prompts from the mean of the requests in
+    the trace, sequences of data from their tokens.
     """
-    steps = _steps(directory)
+    steps = timed_steps(directory)
 
     def typical(name: str) -> float | None:
         return _median([step.values.get(name) for step in steps])
@@ -94,8 +94,8 @@ def lengths(directory: Path) -> list[str]:
 
 
 def _spread(mean: float | None, longest: float | None, count: float | None, cut: float | None = 0.0) -> list[str]:
-    """`plan.response_spread` of log-normal lengths, of which the longest of `count`, or the part `cut` of all, reach `longest`, and whose
-    mean is `mean` where they are cut there."""
+    """`plan.response_spread` of log-normal lengths that are cut at `longest` and then have this `mean`; the longest of `count`, or the
+    part `cut` of all, reaches `longest`."""
     if not mean or not longest or not count or count < 2:
         return []
     normal, share = NormalDist(), max(cut or 0.0, 0.5 / count)
@@ -110,10 +110,10 @@ def _spread(mean: float | None, longest: float | None, count: float | None, cut:
 
 def compare(job: JobPlan, directory: Path) -> Comparison:
     """The plan beside the run in this directory. Raises DataError if the run has not done two steps, or its metrics are damaged."""
-    steps = _steps(directory)
+    steps = timed_steps(directory)
     spans, _ = RunView(directory).spans()
     main, *servers = job.components
-    measured: dict[str, float | None] = dict(_phases(steps))
+    measured: dict[str, float | None] = dict(phases(steps))
     whole = measured.pop(STEP)
     recorded = _Recorded(spans)
     if (refit := recorded.seconds(recorded.trained, REFIT)) is not None:
@@ -139,7 +139,7 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
 
 
 def _planned(job: JobPlan) -> dict[str, float]:
-    """Planned seconds of the training component's phases, called as in a run, whose steps have neither validation nor checkpoint."""
+    """Planned seconds of the training component's phases under a run's names, without validation and checkpoints."""
     planned: dict[str, float] = {}
     for name, value in job.run.phases.items():
         if name not in _BESIDE_STEPS:
@@ -148,12 +148,8 @@ def _planned(job: JobPlan) -> dict[str, float]:
     return planned
 
 
-def measured_phases(directory: Path) -> dict[str, float]:
-    """Seconds of a step by phase, and of the whole `step`. Raises DataError if the run has not done two steps."""
-    return _phases(_steps(directory))
-
-
-def _phases(steps: Sequence[StepMetrics]) -> dict[str, float]:
+def phases(steps: Sequence[StepMetrics]) -> dict[str, float]:
+    """Seconds of a step by phase, and of the whole `step`: medians."""
     names = sorted({name for step in steps for name in step.values if name.startswith(_TIME)})
     return {name.removeprefix(_TIME): median(step.values.get(name, 0.0) for step in steps) for name in names}
 
@@ -183,12 +179,12 @@ def show(found: Comparison, out: Console) -> None:
 
 
 def _rows(component: str, planned: Mapping[str, float], measured: Mapping[str, float | None]) -> list[Row]:
-    """Planned phases in their order, then those that only the run knows."""
+    """Planned phases in their order, then the phases that only the run has."""
     names = [*planned, *(name for name in measured if name not in planned)]
     return [Row(component=component, phase=name, planned=planned.get(name), measured=measured.get(name)) for name in names]
 
 
-def _steps(directory: Path) -> list[StepMetrics]:
+def timed_steps(directory: Path) -> list[StepMetrics]:
     """The steps whose times count: all but the first. Raises DataError if there are none."""
     run = RunView(directory).begun(f"--against {directory}")
     steps = [step for step in run.metrics() if _TIME + STEP in step.values]
@@ -198,7 +194,7 @@ def _steps(directory: Path) -> list[StepMetrics]:
 
 
 class _Recorded:
-    """What the trace of a run says of its steps."""
+    """The trace of a run, by steps."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.trained = next((span.component for span in spans if step_of(span)), "")
@@ -212,7 +208,7 @@ class _Recorded:
         self.peak = max(peaks, default=None)
 
     def seconds(self, component: str, name: str) -> float | None:
-        """That the component's first rank spends on this in a step, the median; None if it never does."""
+        """The median time of a step that the component's first rank spends on this; None if there is no such span."""
         own = self._seconds.get((component, name), [])
         return _median([sum(seconds for start, seconds in own if begin <= start < end) for begin, end in self._steps]) if own else None
 

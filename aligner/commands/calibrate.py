@@ -20,7 +20,7 @@ import yaml
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from aligner.commands.against import lengths, measured_phases
+from aligner.commands.against import lengths, phases, timed_steps
 from aligner.commands.plan import command as plan
 from aligner.errors import ConfigError
 from aligner.planner.calibration import STEP, MeasuredJob, calibrate, median_and_worst
@@ -35,7 +35,12 @@ KEYS = {"name", "source", "config", "settings", "published", "planned", "written
 
 def read(path: Path, kind: str) -> list[MeasuredJob]:
     """The jobs of one kind, built on fake tensors. Raises ConfigError naming the file and the job for what it cannot use."""
-    written = _written(path)
+    try:
+        written = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as problem:
+        raise ConfigError(f"--calibrate {path}: {problem}") from problem
+    if not isinstance(written, Mapping) or not any(written.get(kind) for kind in KINDS):
+        raise ConfigError(f"--calibrate {path}: needs a list of jobs under {' or '.join(KINDS)}")
     found = []
     for entry in written.get(kind) or []:
         if not isinstance(entry, Mapping) or not entry.get("name"):
@@ -74,33 +79,23 @@ def fit(path: Path) -> int:
     return 0
 
 
-def _written(path: Path) -> Mapping[str, Any]:
-    try:
-        written = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as problem:
-        raise ConfigError(f"--calibrate {path}: {problem}") from problem
-    if not isinstance(written, Mapping) or not any(written.get(kind) for kind in KINDS):
-        raise ConfigError(f"--calibrate {path}: needs a list of jobs under {' or '.join(KINDS)}")
-    return written
-
-
 def _job(path: Path, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> MeasuredJob:
     if unknown := sorted(set(entry) - KEYS):
         raise ConfigError(f"unknown {', '.join(unknown)}; allowed: {', '.join(sorted(KEYS))}")
     if "source" in entry and entry["source"] not in sources:
         raise ConfigError(f"source: {entry['source']}: not under sources; allowed: {', '.join(sources) or 'none'}")
+    known = (STEP, *(phase.value for phase in Phase))
     shared = sources[entry["source"]].get("settings", []) if "source" in entry else []
     config, settings, measured = entry.get("config", ""), [*shared, *entry.get("settings", [])], entry.get("published")
     if "run" in entry:
         config = str(run := path.parent / entry["run"])
-        phases = measured_phases(run)
-        known = (STEP, *(phase.value for phase in Phase))
-        measured = {name: phases[name] for name in known if phases.get(name, 0.0) >= SMALLEST * phases[STEP]}
+        found = phases(timed_steps(run))
+        measured = {name: found[name] for name in known if found.get(name, 0.0) >= SMALLEST * found[STEP]}
         settings = [*lengths(run), *settings]
     if not config or not measured or any(not isinstance(seconds, (int, float)) or seconds <= 0 for seconds in measured.values()):
         raise ConfigError("needs a config with settings and published (seconds above 0 by phase, or of the step), or a run")
-    if wrong := sorted(set(measured) - {STEP, *(phase.value for phase in Phase)}):
-        raise ConfigError(f"published.{wrong[0]}: allowed: {STEP}, {', '.join(phase.value for phase in Phase)}")
+    if wrong := sorted(set(measured) - set(known)):
+        raise ConfigError(f"published.{wrong[0]}: allowed: {', '.join(known)}")
     loaded = plan.load(config, settings)
     plans, habits = plan.planned(loaded, Scales(loaded.cluster.device)), plan.habits(loaded)
     if "run" in entry and habits.max_staleness:

@@ -1,4 +1,4 @@
-"""`aligner convert`: Hugging Face model <-> Megatron-Core checkpoint, and either from Megatron-LM or NeMo, in one process or over ranks."""
+"""`aligner convert`: between Hugging Face models and Megatron-Core checkpoints, also from Megatron-LM and NeMo, on one or more ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from tempfile import TemporaryDirectory
 import torch.distributed as dist
 
 from aligner.commands.model_card import Origin, model_card, origin_of
+from aligner.commands.parts import ConvertOptions
 from aligner.data.tokenizer import check_vocabulary, load_tokenizer
 from aligner.errors import AlignerError, CheckpointError, ConfigError
-from aligner.hub import push
+from aligner.hub import download
 from aligner.hub.names import HubName
 from aligner.jobs.parts import name_special_tokens
 from aligner.models import create
@@ -25,7 +26,7 @@ from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.modules.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.modules.scalar_head import ScalarHead, read_head
-from aligner.models.weights.weights import save_hf
+from aligner.models.weights import save_hf
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.topology import ParallelConfig, Topology
@@ -44,28 +45,23 @@ class _Source:
     note: str = ""  # for the user
 
 
-def convert(
-    *,
-    from_hf: Path | None = None,
-    from_megatron: Path | None = None,
-    to_megatron: Path | None = None,
-    to_hf: Path | None = None,
-    push_to: str = "",
-    tokenizer: Path | None = None,
-    parallel: ParallelConfig,
-) -> int:
+def convert(options: ConvertOptions) -> int:
     """Convert from one source to one target, on every rank of the layout.
 
-    A Megatron-Core checkpoint is written to `to_megatron`/step_000000 (and `latest`). A Hugging Face model is written by rank 0, one file's
-    tensors at a time; a reward model becomes a classifier. With `push_to`, ORG/NAME, it is then uploaded there with a card. `tokenizer` is
-    a directory for a model of Megatron-LM or NeMo, in place of the archive's own; it determines where a padded vocabulary ends, unless the
-    source does.
+    A Megatron-Core checkpoint is written to `to_megatron`/step_000000 (and `latest`). Rank 0 writes a Hugging Face model, one file's
+    tensors at a time; a reward model becomes a classifier. With `push_to`, ORG/NAME, the model is then uploaded with a card. `tokenizer` is
+    a directory that replaces the archive's own tokenizer for a model of Megatron-LM or NeMo; it determines where a padded vocabulary ends,
+    unless the source does.
 
     Raises CheckpointError if the source is not a complete model, or the target already holds one; AlignerError for other combinations.
     """
+    from_hf, from_megatron, to_megatron, to_hf = options.from_hf, options.from_megatron, options.to_megatron, options.to_hf
+    tokenizer, push_to, parallel = options.tokenizer, options.push_to, ParallelConfig(tp=options.tp, pp=options.pp)
     foreign = from_megatron is not None and is_foreign(from_megatron)
     if tokenizer is not None and not foreign:
-        raise AlignerError(f"convert: --tokenizer {tokenizer}: only for --from-megatron of Megatron-LM or NeMo; others include theirs")
+        raise AlignerError(
+            f"convert: --tokenizer {tokenizer}: only for a model of Megatron-LM or NeMo (--from-megatron); others include theirs"
+        )
     given = ((from_hf, "hf"), (from_megatron, "foreign" if foreign else "megatron")), ((to_megatron, "megatron"), (to_hf, "hf"))
     source, target = ([kind for path, kind in side if path is not None] for side in given)
     allowed = [(["megatron"], ["hf"]), (["foreign"], ["hf"]), (["hf"], [] if push_to else ["megatron"])]
@@ -99,7 +95,7 @@ def _opened(from_hf: Path | None, from_megatron: Path | None, tokenizer: Path | 
     else:
         path = fetch_one("--from-hf", str(from_hf))
         if not (path / CONFIG_FILE).exists():
-            raise CheckpointError(f"--from-hf {path}: no config.json there")
+            raise CheckpointError(f"--from-hf {path}: has no config.json")
     dtype = _dtype(path)
     architecture = create.read_architecture(ModelConfig(path=str(path), dtype=dtype), vocab_size=0)
     yield _Source(path=path, dtype=dtype, architecture=architecture, head=read_head(path), tokenizer=path)
@@ -118,7 +114,7 @@ def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> Non
 
 def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: str) -> None:
     here = _world(parallel)
-    name = from_rank_0(lambda: push.prepare(push_to)) if push_to else None  # before the work
+    name = from_rank_0(lambda: download.prepare(push_to)) if push_to else None  # before the work
     config = ModelConfig(path=str(source.path), dtype=source.dtype)
     check_divisible(source.architecture, parallel)
     chunks: Sequence[Transformer]
@@ -128,7 +124,7 @@ def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: 
         chunks = build_language_model(source.architecture, config, parallel, load=True)
     checkpoint.load_source(chunks, source.path)
     save_hf(chunks, target, writer=here.rank == 0)
-    from_rank_0(lambda: _finish(source.tokenizer, target))
+    from_rank_0(lambda: _write_tokenizer(source.tokenizer, target))
     _print(f"Hugging Face model written to {target}", source.note)
     launch.shutdown()
     if name is not None and here.rank == 0:  # the others need not wait
@@ -165,7 +161,7 @@ def _foreign(path: Path, tokenizer: Path | None) -> Iterator[_Source]:
             loaded, read = None, replace(read, note=f"the archive's own tokenizer cannot be read here ({error}); ")
         if loaded is None:
             named = found.tokenizer.get("type") or found.tokenizer.get("model") or "of its training"
-            yield replace(read, note=f"{read.note}no tokenizer written: give --tokenizer DIR with the one {named}")
+            yield replace(read, note=f"{read.note}no tokenizer written: give --tokenizer DIR with the tokenizer {named}")
             return
         check_vocabulary(loaded, found.architecture.vocab_size)
         if found.is_padded:
@@ -179,17 +175,17 @@ def push_export(directory: Path, push_to: str) -> None:
     Raises CheckpointError without a model, ConfigError for a name or token that the Hub refuses, AlignerError without a network.
     """
     if not (directory / CONFIG_FILE).exists():
-        raise CheckpointError(f"--from-hf {directory}: no config.json there")
-    _push(directory, push.prepare(push_to), origin_of(directory.absolute()))
+        raise CheckpointError(f"--from-hf {directory}: has no config.json")
+    _push(directory, download.prepare(push_to), origin_of(directory.absolute()))
 
 
 def _push(directory: Path, name: HubName, origin: Origin) -> None:
     title = name.repo.partition("/")[2]
-    address = push.push(directory, name, card=model_card(title, directory, origin), message=f"Upload {title} with aligner")
+    address = download.push(directory, name, card=model_card(title, directory, origin), message=f"Upload {title} with aligner")
     print(f"pushed to {address} (a new repository is private by default)", flush=True)
 
 
-def _finish(tokenizer: Path | None, target: Path) -> None:
+def _write_tokenizer(tokenizer: Path | None, target: Path) -> None:
     if tokenizer is not None:
         checkpoint.copy_tokenizer(tokenizer, target)
     if (target / "tokenizer_config.json").exists():

@@ -10,8 +10,8 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from aligner.models.training.tracing import ORDER, Difference, Operation, Place,
 from aligner.online.config import OnlineRun
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.collectives import gather_objects
+from aligner.protocols import RolloutEngine
 from aligner.rollout.builtin.megatron import MegatronEngine
 from aligner.rollout.builtin.probe import SequenceProbe
 from aligner.rollout.create import create_engine
@@ -44,7 +45,7 @@ from aligner.run.session import see_own_gpus
 from aligner.run.settings import JobRun
 from aligner.settings.compose import fingerprint, from_yaml, schema_of
 from aligner.telemetry.metrics import values
-from aligner.types import LogprobKind, Prompt, Rollout, RolloutBatch
+from aligner.types import LogprobKind, Prompt, Rollout, RolloutBatch, SamplingConfig
 
 DIFFERS = 1  # exit code; a mistake in what was asked is 2, as everywhere
 RANDOM_PROMPT_TOKENS = (4, 24)
@@ -111,8 +112,10 @@ def compare(config: OnlineRun, layout: topology.Topology, options: GapOptions) -
     training = create.training(config.model, None, temperature=_temperature(config, options), replay_routes=config.rollout.replays_routes)
     policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
     engine = create_engine(policy, config.rollout, tokenizer=tokenizer)
-    prompts = _prompts(config, options, tokenizer, architecture)
-    rollouts = _sample(engine, config, prompts, options)
+    sampling = replace(config.rollout.sampling, min_response_length=0, max_response_length=options.num_tokens, stop_strings=[])
+    sampling = replace(sampling, temperature=0.0) if options.greedy else sampling
+    engine.wake()
+    rollouts = samples(engine, _prompts(config, options, tokenizer, architecture), sampling)
     if rollouts[0].logprob_kind is LogprobKind.raw:
         policy.temperature = 1.0
     batch = rollout_batch(rollouts, tokenizer.pad_id)
@@ -134,6 +137,7 @@ def compare(config: OnlineRun, layout: topology.Topology, options: GapOptions) -
 
 
 def _sampling(name: str, schema: type[JobRun]) -> type[OnlineRun]:
+    """Raises ConfigError for a recipe that does not sample."""
     if not issubclass(schema, OnlineRun):
         allowed = ", ".join(recipe for recipe, one in recipes().items() if issubclass(one.config, OnlineRun))
         raise ConfigError(f"config {name}: this kind of run does not sample; allowed: {allowed}, or a run directory of one")
@@ -154,11 +158,8 @@ def _prompts(config: OnlineRun, options: GapOptions, tokenizer: Tokenizer, archi
     return [Prompt(id=number, tokens=tuple(row), source=f"random prompt {number}") for number, row in enumerate(rows)]
 
 
-def _sample(engine: PhasedEngine, config: OnlineRun, prompts: list[Prompt], options: GapOptions) -> list[Rollout]:
-    """One response per prompt, in their order, on every rank."""
-    sampling = replace(config.rollout.sampling, min_response_length=0, max_response_length=options.num_tokens, stop_strings=[])
-    sampling = replace(sampling, temperature=0.0) if options.greedy else sampling
-    engine.wake()
+def samples(engine: RolloutEngine, prompts: list[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+    """One response per prompt of an awake engine, in their order, on every rank; the engine sleeps afterwards. Collective."""
     own = [one for part in engine.generate(prompts, list(range(len(prompts))), sampling) for one in part]
     parts = gather_objects(own if engine.replica.is_leader else [])
     engine.sleep()  # the policy's turn
@@ -264,10 +265,6 @@ class TokenGap:
     engine: float
     trainer: float
 
-    @property
-    def gap(self) -> float:
-        return abs(self.engine - self.trainer)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GapReport:
@@ -306,14 +303,9 @@ class GapReport:
     def hidden_before(self, path: str, place: Place) -> list[Operation]:
         """Operations between this one and the previous one of the path that only another path shows."""
         seen = {one.place for one in self.paths[path]}
-        known = {one.place for found in self.paths.values() for one in found}
-        earlier = [one for one in sorted(known, key=lambda p: p.rank) if one.rank < place.rank]
-        hidden: list[Operation] = []
-        for one in reversed(earlier):
-            if one in seen:
-                break
-            hidden.append(one.operation)
-        return sorted(hidden, key=ORDER.__getitem__)
+        known = {one.place for found in self.paths.values() for one in found if one.place.rank < place.rank}
+        hidden = takewhile(lambda one: one not in seen, sorted(known, key=lambda one: -one.rank))
+        return sorted((one.operation for one in hidden), key=ORDER.__getitem__)
 
     def verdict(self) -> str:
         """Where the two diverge, in one or two sentences."""
@@ -368,9 +360,7 @@ def to_json(report: GapReport) -> str:
             "num_tokens": report.num_tokens,
             "tolerance": {"ulps": report.tolerance.ulps, "gap": report.tolerance.gap},
             "statistics": dict(report.statistics),
-            "worst": [
-                {name: getattr(t, name) for name in ("rollout", "position", "token", "text", "engine", "trainer")} for t in report.worst
-            ],
+            "worst": [asdict(token) for token in report.worst],
             "paths": {path: [_plain(report, one) for one in found] for path, found in report.paths.items()},
         },
         indent=1,

@@ -1,9 +1,9 @@
-"""The card of an exported model: what it was made of, with which settings, and what was measured."""
+"""The card of an exported model: its base model, data, settings and metrics."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,18 @@ from aligner.reporting.run_view import RunView
 from aligner.reporting.summary import table
 from aligner.run.recipe import Recipe
 from aligner.settings.compose import schema_of, to_yaml
+from aligner.settings.schema import flat
 from aligner.version import __version__
 
-# Where a run was, not what it was: these sections tell a reader nothing about the model, and may name hosts and accounts.
+# Sections about the machine, not the model; they may name hosts and accounts.
 _LEFT_OUT = ("run.", "cluster.", "slurm.", "container.", "logging.", "local_launcher.", "server_client.", "checkpoint.")
+# Settings that name files, which may reveal more of the machine than of the model.
 _PATHS = ("path", "tokenizer", "train", "validation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """What is known of where an export comes from."""
+    """The run that made an export, as far as it is known."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     metrics: Sequence[StepMetrics] = ()
@@ -37,7 +39,7 @@ class Origin:
 
 
 def origin_of(source: Path) -> Origin:
-    """Of a checkpoint, or of the directory `export` of a run; empty for a directory of which nothing is known."""
+    """The origin of a checkpoint, or of the directory `export` of a run; empty if the directory records none."""
     is_checkpoint = (source / "config.yaml").is_file()
     run = RunView(source.parents[2] if is_checkpoint and len(source.parents) > 2 else source.parent)
     path = source / "config.yaml" if is_checkpoint else run.files.config
@@ -46,7 +48,7 @@ def origin_of(source: Path) -> Origin:
     text = path.read_text()
     settings = yaml.safe_load(text) or {}
     if not isinstance(settings, dict) or "model" not in settings:
-        return Origin()  # a checkpoint that was converted, or another program's file
+        return Origin()  # a converted checkpoint, or another program's file
     steps = run.metrics()
     if is_checkpoint and (source / "state.json").is_file():
         last = json.loads((source / "state.json").read_text()).get("step")
@@ -67,7 +69,10 @@ def model_card(title: str, export: Path, origin: Origin) -> str:
         metadata |= {"base_model": base.repo, "base_model_relation": "finetune"}
     if named := sorted({one.repo for one in data.values() if isinstance(one, HubName)}):
         metadata["datasets"] = named
-    parts = [f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---", f"# {title}", _made(origin, is_scalar=is_scalar)]
+    trained = f", trained with the recipe `{origin.recipe}`" if origin.recipe else ""
+    steps = f" for {origin.metrics[-1].step:,} steps" if origin.metrics and trained else ""
+    made = f"A {'reward' if is_scalar else 'language'} model{trained}{steps}, written by aligner {__version__}."
+    parts = [f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---", f"# {title}", made]
     parts += [f"## Base model\n\n{_linked(base)}"] if base else []
     parts += ["## Data\n\n" + "\n".join(f"- {use}: {_linked(one)}" for use, one in data.items())] if data else []
     parts += _settings(origin)
@@ -75,15 +80,8 @@ def model_card(title: str, export: Path, origin: Origin) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _made(origin: Origin, *, is_scalar: bool) -> str:
-    what = "A reward model" if is_scalar else "A language model"
-    trained = f", trained with the recipe `{origin.recipe}`" if origin.recipe else ""
-    steps = f" for {origin.metrics[-1].step:,} steps" if origin.metrics and trained else ""
-    return f"{what}{trained}{steps}, written by aligner {__version__}."
-
-
 def _recipe(text: str) -> str:
-    """The recipe whose settings these are, of several with the same ones that which defines them; empty if there is none."""
+    """The recipe with these settings; of several the one that defines the settings class. Empty if none has them."""
     try:
         schema = schema_of([recipe.config for recipe in recipes().values()], text)
     except ConfigError:
@@ -93,7 +91,7 @@ def _recipe(text: str) -> str:
 
 
 def _base(settings: Mapping[str, Any]) -> HubName | str:
-    """A name of the Hub, or the last part of a path; empty: random weights, or nothing known."""
+    """A name of the Hub, or the last part of a path; empty for random weights or an unknown base."""
     path = str(settings.get("model", {}).get("path") or "")
     return name_of(path) or parse(path) or Path(path).name
 
@@ -118,42 +116,30 @@ def _linked(thing: HubName | str) -> str:
 
 
 def _settings(origin: Origin) -> list[str]:
-    """What differs from the recipe's defaults; of an unknown recipe, nothing."""
+    """The settings that differ from the recipe's defaults; none if the recipe is unknown."""
     if not origin.recipe:
         return []
     recipe: Recipe[Any] = recipes()[origin.recipe]
-    defaults = dict(_flat(yaml.safe_load(to_yaml(recipe.config()))))
+    defaults = dict(flat(yaml.safe_load(to_yaml(recipe.config()))))
     changed = {
         key: value
-        for key, value in _flat(dict(origin.settings))
-        if defaults.get(key) != value and not key.startswith(_LEFT_OUT) and ".server." not in key and not _is_path(key, value)
+        for key, value in flat(dict(origin.settings))
+        if defaults.get(key) != value
+        and not key.startswith(_LEFT_OUT)
+        and ".server." not in key
+        and key.rpartition(".")[2] not in _PATHS
+        and not (isinstance(value, str) and Path(value).is_absolute())
     }
     lines = "\n".join(f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in changed.items())
-    return [f"## Settings\n\nThose that are not the defaults of `{origin.recipe}`:\n\n```\n{lines}\n```"] if changed else []
-
-
-def _is_path(key: str, value: Any) -> bool:
-    """Whether it names a file, which may say more of a machine than of the model."""
-    return key.rpartition(".")[2] in _PATHS or (isinstance(value, str) and Path(value).is_absolute())
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    return [f"## Settings\n\nThe settings that differ from the defaults of `{origin.recipe}`:\n\n```\n{lines}\n```"] if changed else []
 
 
 def _measured(metrics: Sequence[StepMetrics]) -> list[str]:
     """The course of the training, and the last validation."""
     parts = [f"## Metrics\n\n```\n{table(metrics, all_columns())}\n```"] if metrics else []
-    validated = [one for one in metrics if any(name.startswith("validation/") for name in one.values)]
-    if validated:
-        last = validated[-1]
-        rows = [
-            f"| {name.removeprefix('validation/')} | {value:.6g} |" for name, value in last.values.items() if name.startswith("validation/")
-        ]
-        text = "\n".join(["| metric | value |", "|---|---|", *rows])
-        parts.append(f"## Evaluation\n\nOn the validation data, after step {last.step:,}:\n\n{text}")
+    for step in reversed(metrics):
+        own = [(name.partition("/")[2], value) for name, value in step.values.items() if name.startswith("validation/")]
+        if own:
+            text = "\n".join(["| metric | value |", "|---|---|", *(f"| {name} | {value:.6g} |" for name, value in own)])
+            return [*parts, f"## Evaluation\n\nOn the validation data, after step {step.step:,}:\n\n{text}"]
     return parts

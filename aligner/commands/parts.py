@@ -5,9 +5,11 @@ It imports click only, so that `aligner --help` and completion in a shell answer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
+from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,32 @@ class Command(click.Command):
 
     def get_short_help_str(self, limit: int = 45) -> str:
         return super().get_short_help_str(limit=200)  # whole sentences in the list of commands
+
+
+class Argument(click.Argument):
+    """An argument; `about` is printed below the options."""
+
+    def __init__(self, name: str, metavar: str, about: str = "", **settings: Any) -> None:
+        super().__init__([name], metavar=metavar, **settings)
+        self.about = about
+
+
+def add(group: click.Group, place: str, *parameters: click.Parameter, help: str, options: type[Any] | None = None) -> None:
+    """Add the command `name = module:function`, whose function in this package is imported when the command runs.
+
+    The function gets the parameters by name; the fields of the dataclass `options` are further options, and reach it as `options`.
+    """
+    name, module, function = re.split(" = |:", place)
+    declared = () if options is None else fields(options)
+
+    def call(**given: Any) -> int:
+        if options is not None:
+            given["options"] = options(**{one.name: given.pop(one.name) for one in declared})
+        return getattr(import_module(f"aligner.commands.{module}"), function)(**given)  # type: ignore[no-any-return]
+
+    of_fields = [click.Option([one.metadata["name"], one.name], default=one.default, **one.metadata["settings"]) for one in declared]
+    epilog = " ".join(one.about for one in parameters if isinstance(one, Argument) and one.about)
+    group.add_command(Command(name, callback=call, params=[*parameters, *of_fields], help=help, epilog=epilog))
 
 
 def config_names(context: click.Context | None, parameter: click.Parameter | None, incomplete: str) -> list[str]:
@@ -61,44 +89,47 @@ class Amount(click.FloatRange):
         return number
 
 
-AMOUNT = Amount(min=0)
+AMOUNT, COUNT, NOT_NEGATIVE = Amount(min=0), click.IntRange(min=1), click.IntRange(min=0)
 FILE = PathType(readable=False)
 DIRECTORY = PathType(readable=False, file_okay=False)
-CONFIG = "CONFIG: a recipe, such as ppo, or one of its configs in conf/ppo/, such as ppo_70b."
-SETTINGS = "KEY=VALUE: settings, as for `aligner train`."
-config_argument = click.argument("config", shell_complete=config_names)
-overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-config_dir = click.option("--config-dir", type=DIRECTORY, metavar="DIR", help="Directory of your own configs and presets.")
-json_option = click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write all results to FILE as JSON.")
-run_directory = click.argument("directory", type=DIRECTORY, metavar="RUN_DIRECTORY")
-RUN_DIRECTORY = "RUN_DIRECTORY: run.directory of the run, which may still be running."
+CONFIG_HELP = "CONFIG: a recipe, such as ppo, or one of its configs in conf/ppo/, such as ppo_70b."
+CONFIG = Argument("name", "CONFIG", CONFIG_HELP, shell_complete=config_names)
+SETTINGS = (
+    Argument("overrides", "[KEY=VALUE]...", "KEY=VALUE: settings, as for `aligner train`.", nargs=-1),
+    click.Option(["--config-dir"], type=DIRECTORY, metavar="DIR", help="Directory of your own configs and presets."),
+)
+RUN = Argument("directory", "RUN_DIRECTORY", "RUN_DIRECTORY: run.directory of the run, which may still be running.", type=DIRECTORY)
 
 
 def option(default: Any, name: str, metavar: str = "", help: str = "", **settings: Any) -> Any:
     """A field of a dataclass that is an option of a command; `settings` are click's."""
-    return field(default=default, metadata={"name": name, "metavar": metavar or None, "help": help, **settings})
-
-
-def options_of(kind: type[Any]) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorator that adds the fields of a dataclass as options to a command, which is called with `options`, an object of that class."""
-
-    def decorate(function: Callable[..., int]) -> Callable[..., int]:
-        def command(**given: Any) -> int:
-            options = kind(**{one.name: given.pop(one.name) for one in fields(kind)})
-            return function(**given, options=options)
-
-        command.__doc__, command.__name__ = function.__doc__, function.__name__
-        command.__click_params__ = list(getattr(function, "__click_params__", []))  # type: ignore[attr-defined]
-        for one in reversed(fields(kind)):
-            settings = dict(one.metadata)
-            is_flag = one.default is False
-            click.option(settings.pop("name"), one.name, default=one.default, is_flag=is_flag, **settings)(command)
-        return command
-
-    return decorate
+    settings |= {"metavar": metavar or None, "help": help, "is_flag": default is False, "show_default": bool(default) and default > 1}
+    return field(default=default, metadata={"name": name, "settings": settings})
 
 
 json_field = partial(option, None, "--json", "FILE", "Write all results to FILE as JSON.", type=FILE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    search: bool = option(False, "--search", help="Find the fastest layouts, placement and GPU shares; given settings are kept.")
+    gpus: int = option(0, "--gpus", "N", "Search on at most N GPUs (default: the config's).")
+    steps: int = option(0, "--steps", "N", "With --search: training steps used to estimate hours.", type=NOT_NEGATIVE)
+    deadline: str = option("", "--deadline", "TIME", "Search the fewest GPUs that make the steps in 24h, 2d, 90m.")
+    write: Path | None = option(
+        None, "--write", "DIR", "With --search: write the best job to DIR, as a config and a Slurm script.", type=DIRECTORY
+    )
+    top: int = option(5, "--top", "N", "With --search: rows of a table.", type=COUNT)
+    against: Path | None = option(
+        None, "--against", "RUN", "Compare with what this run measured (without CONFIG: its own config).", type=DIRECTORY
+    )
+    html: Path | None = option(None, "--html", "FILE", "Write memory by phase and the timeline of a step as one page.", type=FILE)
+    trace: Path | None = option(None, "--trace", "FILE", "Write a step as a trace for ui.perfetto.dev or chrome://tracing.", type=FILE)
+    explain: bool = option(False, "--explain", help="Also show what takes the time of a step, and which settings would shorten it.")
+    calibrate: Path | None = option(
+        None, "--calibrate", "FILE", "Instead fit the cluster's parameters to the measured jobs of FILE.", type=FILE
+    )
+    json_path: Path | None = json_field()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,20 +142,14 @@ class PreflightOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GapOptions:
-    num_prompts: int = option(16, "--prompts", "N", "Number of prompts from data.train.", type=click.IntRange(min=1), show_default=True)
+    num_prompts: int = option(16, "--prompts", "N", "Number of prompts from data.train.", type=COUNT)
     random_prompts: bool = option(False, "--random-prompts", help="Use prompts of random tokens instead of data.train.")
-    num_tokens: int = option(32, "--tokens", "N", "Maximum tokens per response.", type=click.IntRange(min=1), show_default=True)
-    num_traced: int = option(
-        4, "--traced", "N", "Number of responses whose layers are compared, worst first.", type=click.IntRange(min=1), show_default=True
-    )
+    num_tokens: int = option(32, "--tokens", "N", "Maximum tokens per response.", type=COUNT)
+    num_traced: int = option(4, "--traced", "N", "Number of responses whose layers are compared, worst first.", type=COUNT)
     greedy: bool = option(False, "--greedy", help="Sample greedily (log-probs at temperature 1).")
     ulps: float = option(0.0, "--ulps", "X", "Tolerance of an operation (default: 128 float32, else 16).", type=AMOUNT)
     gap: float = option(
-        0.0,
-        "--gap",
-        "NATS",
-        "Tolerance of the mean gap (default: 1e-4 float32, 0.05 bfloat16, 0.01 float16).",
-        type=AMOUNT,
+        0.0, "--gap", "NATS", "Tolerance of the mean gap (default: 1e-4 float32, 0.05 bfloat16, 0.01 float16).", type=AMOUNT
     )
     json_path: Path | None = json_field()
 
@@ -133,7 +158,7 @@ class GapOptions:
 class InspectOptions:
     kind: str = option("", "--kind", "KIND", "Dataset type of a file: sft, preference, kto, ... (docs/data.md; `inspect` detects it).")
     tokenizer: str = option("", "--tokenizer", "DIR", "Directory of the model's tokenizer, for a file.", type=click.Path())
-    num_samples: int = option(3, "--samples", "N", "Number of samples to show.", type=click.IntRange(min=0), show_default=True)
+    num_samples: int = option(3, "--samples", "N", "Number of samples to show.", type=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,12 +178,24 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    from_hf: Path | None = option(None, "--from-hf", "DIR", "Hugging Face directory to read, or ORG/NAME[@REV] of the Hub.", type=DIRECTORY)
+    from_megatron: Path | None = option(
+        None, "--from-megatron", "PATH", "Checkpoint to read, or a folder with some; also Megatron-LM's and NeMo's.", type=FILE
+    )
+    to_megatron: Path | None = option(None, "--to-megatron", "DIR", "Directory for the checkpoint.", type=DIRECTORY)
+    to_hf: Path | None = option(None, "--to-hf", "DIR", "Directory for the Hugging Face model.", type=DIRECTORY)
+    push_to: str = option("", "--push-to-hub", "ORG/NAME", "Upload the Hugging Face model, with a card.")
+    tokenizer: Path | None = option(None, "--tokenizer", "DIR", "Tokenizer for a model of Megatron-LM or NeMo without one.", type=DIRECTORY)
+    tp: int = option(1, "--tp", "N", "Split every layer over N ranks (start as many: torchrun, srun, mpiexec).")
+    pp: int = option(1, "--pp", "N", "Split the layers over N ranks.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MigrateOptions:
     framework: str = option("", "--from", "NAME", "Framework of the input, such as trl, if it is not recognised.")
     trains: str = option("", "--trains", "NAME", "What the input trains, such as dpo, if its keys do not show it.")
-    ranks: int = option(0, "--ranks", "N", "Number of training GPUs, if batch sizes are per device.", type=click.IntRange(min=0))
-    examples: int = option(
-        0, "--examples", "N", "Number of training examples, used to convert epochs to steps.", type=click.IntRange(min=0)
-    )
+    ranks: int = option(0, "--ranks", "N", "Number of training GPUs, if batch sizes are per device.", type=NOT_NEGATIVE)
+    examples: int = option(0, "--examples", "N", "Number of training examples, used to convert epochs to steps.", type=NOT_NEGATIVE)
     output: Path | None = option(None, "--output", "FILE", "Write the config (.yaml) or the command (.sh) to FILE.", type=FILE)
     json_path: Path | None = json_field()

@@ -1,16 +1,23 @@
-"""The programs of a run: one per component, all with the same settings."""
+"""The programs of a run, one per component, all with the same settings; and a run's start on this machine, under the local launcher."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
-from aligner.algorithms.registry import recipe_of
+from aligner.algorithms.registry import composed, recipe_of
+from aligner.cluster.component import Component, check_installed, interpreter
 from aligner.cluster.config import Placement
+from aligner.cluster.local import launch
+from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import ConfigError
+from aligner.parallel import platform
+from aligner.run.from_hub import fetch_named
 from aligner.run.settings import JobRun
 from aligner.servers.components import in_section
+from aligner.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,42 +35,36 @@ def programs(name: str, config: JobRun, overrides: Sequence[str], *, num_process
     """The programs of a run, the one that trains first; the others are its servers.
 
     `config` results from `name` and `overrides`; `num_processes` overrides its number of actor processes. Raises ConfigError
-    where a layout does not fit its ranks.
+    if a layout does not fit its ranks.
     """
-    recipe = recipe_of(name, overrides)
     num_ranks = num_processes or config.num_processes
     overrides = [*overrides, *([f"num_processes={num_processes}"] if num_processes else [])]
     config.parallel.check_world(num_ranks)
-    role = config.traits().role
-    shared = config.run.ranks_per_gpu
-    found = [_program("actor" if role == "actor" else recipe.name, ("train", name, *overrides), num_ranks, -(-num_ranks // shared))]
+    has_servers = config.traits().role == "actor"
+
+    def program(component: str, arguments: Sequence[str], num_ranks: int, *, computes: bool = True) -> Program:
+        section = getattr(config, component, None) if has_servers else None
+        return Program(
+            component=component,
+            arguments=("-m", "aligner.cli", *arguments),
+            num_ranks=num_ranks,
+            num_gpus=-(-num_ranks // config.run.ranks_per_gpu) if computes else 0,
+            environment="" if section is None else section.environment,
+        )
+
+    found = [program("actor" if has_servers else recipe_of(name, overrides).name, ("train", name, *overrides), num_ranks)]
     for server in config.servers():
         with in_section(server.name):
             server.parallel.check_world(server.num_ranks)
-        num_gpus = 0 if server.work is None else -(-server.num_ranks // shared)
-        found.append(_program(server.name, ("serve", server.name, name, *overrides), server.num_ranks, num_gpus))
-    return [replace(program, environment=_environment(config, program.component)) for program in found]
-
-
-def _environment(config: JobRun, component: str) -> str:
-    """The component's setting; recipes without servers have none."""
-    section = getattr(config, component, None) if config.traits().role == "actor" else None
-    return "" if section is None else section.environment
-
-
-def _program(component: str, arguments: Sequence[str], num_ranks: int, num_gpus: int) -> Program:
-    return Program(component=component, arguments=("-m", "aligner.cli", *arguments), num_ranks=num_ranks, num_gpus=num_gpus)
-
-
-def placement_of(config: JobRun) -> Placement:
-    """Recipes without servers have nothing to place."""
-    return config.server_placement
+        arguments = ("serve", server.name, name, *overrides)
+        found.append(program(server.name, arguments, server.num_ranks, computes=server.work is not None))
+    return found
 
 
 def share_out(found: Sequence[Program], placement: Placement, num_gpus: int) -> dict[str, range]:
     """The GPUs of a machine of `num_gpus` by component: each has its own, the one that trains the first; colocated ones all begin there.
 
-    Raises ConfigError where there are too few.
+    Raises ConfigError if there are too few.
     """
     if placement is Placement.colocated:
         own = {program.component: range(program.num_gpus) for program in found}
@@ -78,7 +79,39 @@ def share_out(found: Sequence[Program], placement: Placement, num_gpus: int) -> 
         setting = f"placement={placement.value}: " if len(found) > 1 else ""
         others = ", or placement=colocated" if setting and placement is Placement.separate else ""
         raise ConfigError(
-            f"{setting}this run needs {needed} GPUs ({parts}), and this machine shows {num_gpus}; allowed: at most so "
-            f"many with {counts}{others}"
+            f"{setting}this run needs {needed} GPUs ({parts}), and this machine shows {num_gpus}; allowed: at most "
+            f"{num_gpus} with {counts}{others}"
         )
     return own
+
+
+def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0) -> int:
+    """Start every component of a run with the same settings; returns the exit code.
+
+    `name` is a config; `num_processes` overrides the config's number of actor processes. On a machine with GPUs each component sees its own
+    only. Raises ConfigError before anything starts, also for an environment without Python or without this version of the package.
+    """
+    config = composed(name, overrides)
+    found = programs(name, config, overrides, num_processes=num_processes)
+    config.check_complete()
+    fetch_named(config, records=True)  # before the components wait for each other
+    devices = platform.visible_devices()
+    own = share_out(found, config.server_placement, len(devices)) if devices else {}
+    components = []
+    for index, program in enumerate(found):
+        python = interpreter(program.component, program.environment)
+        if program.environment:
+            check_installed(program.component, python, __version__)
+        components.append(
+            Component(
+                name=program.component,
+                command=(python, "-u", *program.arguments),
+                num_processes=program.num_ranks,
+                env={"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in own[program.component])} if devices else {},
+                main=index == 0,
+                terminal=index == 0,
+            )
+        )
+    servers = [component.name for component in components if not component.main]
+    launcher = getattr(config, "local_launcher", None)
+    return launch(components, run_directory=RunDirectory(Path(config.run.directory)).create(), config=launcher, expect_services=servers)

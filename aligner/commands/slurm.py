@@ -22,11 +22,10 @@ from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import CHOICES
 from aligner.cluster.slurm.client import SlurmClient
-from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.separate import Together
-from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, to_json
+from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, render, to_json
 from aligner.commands.parts import LaunchOptions
-from aligner.commands.programs import Program, placement_of, programs, share_out
+from aligner.commands.programs import Program, programs, share_out
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
 from aligner.planner.config import ClusterConfig, Device
@@ -75,7 +74,7 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
 
 
 def _with_memory(spec: JobSpec, config: JobRun) -> JobSpec:
-    """What `slurm.memory=auto` is on GPU nodes that others share: the plan's figure for the fullest node, and a tenth more."""
+    """Replaces `slurm.memory=auto` on shared GPU nodes by the plan's figure for the fullest node plus 10%."""
     slurm = spec.slurm
     if slurm.memory != "auto" or slurm.exclusive or config.cluster.device is not Device.gpu:
         return spec
@@ -96,7 +95,9 @@ def title_of(name: str, overrides: Sequence[str]) -> str:
 
 def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
     """The conductor's job for this config. Raises ConfigError if ranks do not fill nodes, or layouts do not fit ranks."""
-    overrides = [*overrides, *_reachable(config)]
+    # Other nodes reach a server at every address of its node, unless the user has set its host.
+    hosts = [f"{server.name}.server.host=0.0.0.0" for server in config.servers() if server.settings.host == _LOOPBACK]
+    overrides = [*overrides, *hosts]
     found = programs(name, config, overrides)
     preflight = ("-m", "aligner.cli", "preflight", name, *overrides) if config.slurm.preflight else ()
     cluster = config.cluster
@@ -106,7 +107,7 @@ def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
         max_steps=config.loop.max_steps,
         epochs=config.loop.epochs,
         checkpoints=tuple(config.traits().checkpoints),
-        components=_components(found, placement_of(config), cluster),
+        components=_components(found, config.server_placement, cluster),
         preflight=preflight,
         slurm=replace(config.slurm, cpus_per_rank=config.slurm.cpus_per_rank or cluster.cpus_per_node // cluster.gpus_per_node),
         idle_seconds=max((server.settings.idle_timeout_seconds for server in config.servers()), default=0.0),
@@ -122,14 +123,9 @@ def _compose(name: str, overrides: Sequence[str], *, may_be_incomplete: bool) ->
     return config
 
 
-def _reachable(config: JobRun) -> list[str]:
-    """Settings that let other nodes reach the servers, unless the user has set them: gateways may listen on all interfaces."""
-    return [f"{server.name}.server.host=0.0.0.0" for server in config.servers() if server.settings.host == _LOOPBACK]
-
-
 def _components(found: Sequence[Program], placement: Placement, cluster: ClusterConfig) -> tuple[ComponentSpec, ...]:
-    """Each on nodes of its own; on one node, each with GPUs of its own, where all fit there. Colocated ones are all on the first's."""
-    specs = [replace(_component(program, cluster), part=part) for part, program in enumerate(found)]
+    """Each component on its own nodes, or with its own GPUs on one node if all fit there. Colocated ones share the first one's nodes."""
+    specs = [_component(program, cluster, part) for part, program in enumerate(found)]
     if placement is Placement.colocated:
         return tuple(
             replace(spec, part=0, gpus_per_node=specs[0].gpus_per_node, gpus=None if program.num_gpus else "")
@@ -139,18 +135,15 @@ def _components(found: Sequence[Program], placement: Placement, cluster: Cluster
     if len(found) == 1 or cluster.device is not Device.gpu or total > cluster.gpus_per_node:
         return tuple(specs)
     own = share_out(found, placement, total)
-    return tuple(replace(spec, part=0, gpus_per_node=total, gpus=_fields(own[spec.name])) for spec in specs)
+    fields = {name: f"{gpus.start + 1}-{gpus.stop}" if gpus else "" for name, gpus in own.items()}
+    return tuple(replace(spec, part=0, gpus_per_node=total, gpus=fields[spec.name]) for spec in specs)
 
 
-def _fields(gpus: range) -> str:
-    """As `ComponentSpec.gpus`."""
-    return f"{gpus.start + 1}-{gpus.stop}" if gpus else ""
-
-
-def _component(program: Program, cluster: ClusterConfig) -> ComponentSpec:
+def _component(program: Program, cluster: ClusterConfig, part: int) -> ComponentSpec:
     ranks_per_node = cluster.ranks_on_node(program.component, program.num_ranks)
     return ComponentSpec(
         name=program.component,
+        part=part,
         program=program.arguments,
         num_nodes=program.num_ranks // ranks_per_node,
         ranks_per_node=ranks_per_node,
@@ -160,14 +153,14 @@ def _component(program: Program, cluster: ClusterConfig) -> ComponentSpec:
 
 
 def _python(program: Program) -> str:
-    """The component's interpreter, empty if it has no environment of its own. A container's can be looked for inside only: in the job."""
+    """The component's interpreter; empty without an environment of its own. A container's interpreter is only checked inside the job."""
     if not program.environment or (os.environ.get("ALIGNER_CONTAINER") and "SLURM_JOB_ID" not in os.environ):
         return program.environment
     return interpreter(program.component, program.environment)
 
 
 def _gpu_request(config: JobRun) -> GpuRequest | None:
-    """What `slurm.gpu_request=auto` comes to where this cluster does not take --gpus-per-node; None where it does, or does not say."""
+    """The choice of `slurm.gpu_request=auto` if this cluster does not accept --gpus-per-node; None if it does, or cannot be asked."""
     slurm = config.slurm
     if slurm.gpu_request is not GpuRequest.auto or config.cluster.device is not Device.gpu or shutil.which("scontrol") is None:
         return None
@@ -175,11 +168,11 @@ def _gpu_request(config: JobRun) -> GpuRequest | None:
     try:
         settings = dict(re.findall(r"^(\w+)\s*= (.*)$", client.run("scontrol", "show", "config"), re.MULTILINE))
     except LaunchError as error:
-        print(f"warning: slurm.gpu_request=auto: {error}; GPUs are asked for with --gpus-per-node", file=sys.stderr, flush=True)
+        print(f"warning: slurm.gpu_request=auto: {error}; GPUs are requested with --gpus-per-node", file=sys.stderr, flush=True)
         return None
-    if "gpu" not in settings.get("GresTypes", "gpu").split(","):  # not of sinfo, which shows no GPUs of nodes that are powered down
+    if "gpu" not in settings.get("GresTypes", "gpu").split(","):  # sinfo would miss the GPUs of powered-down nodes
         return GpuRequest.none
-    # Before version 24.05 there are other ways to select nodes, which count GPUs as any generic resource.
+    # Plugins of versions before 24.05 count GPUs as generic resources.
     return GpuRequest.gres if settings.get("SelectType") in ("select/linear", "select/cons_res") else None
 
 
@@ -207,7 +200,7 @@ def _submit(spec: JobSpec, text: str, *, test_only: bool) -> int:
         except subprocess.TimeoutExpired as error:
             raise LaunchError(f"sbatch did not answer within {_SUBMIT_SECONDS:g} s") from error
     if any(codes):
-        raise ConfigError("sbatch refused the job, as it says above; on a machine that is in no cluster: aligner launch local")
+        raise ConfigError("sbatch refused the job (see above); on a machine outside a cluster use: aligner launch local")
     return ExitCode.done
 
 

@@ -65,16 +65,12 @@ def _value(node: ast.expr) -> float:
         return _UNARY[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow):
-            _check_power(left, right)
+        # Before computing: an integer's power may have more digits than fit in memory.
+        are_whole = isinstance(left, int) and isinstance(right, int)
+        if isinstance(node.op, ast.Pow) and are_whole and right > 0 and left.bit_length() * right > MOST_BITS:
+            raise OverflowError
         return _bounded(_BINARY[type(node.op)](left, right))
     raise ValueError(f"{type(node).__name__} is not arithmetic")
-
-
-def _check_power(base: float, exponent: float) -> None:
-    """Raise before computing: an integer's power may have more digits than fit in memory."""
-    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0 and base.bit_length() * exponent > MOST_BITS:
-        raise OverflowError
 
 
 def _bounded(value: object) -> float:

@@ -8,9 +8,12 @@ The policy's tokens are never re-tokenized, and environment text never becomes a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
+
+import torch
 
 from aligner.data.messages import Message
 from aligner.data.tokenizer import Tokenizer
@@ -18,10 +21,10 @@ from aligner.environments.config import EnvironmentConfig, ObservationForm, OnEn
 from aligner.environments.environment import Environment, Observation, Turn, encodable
 from aligner.environments.workers import Awaiting, Outcome, Workers
 from aligner.errors import AlignerError, ConfigError, DataError, UserCodeError
-from aligner.protocols import Exchange, Reply
+from aligner.protocols import Exchange, Reply, RewardModel
 from aligner.rewards.load import load_reward_function, may_pass, raised
 from aligner.telemetry import recording
-from aligner.types import Prompt
+from aligner.types import Prompt, Rollout, Scores
 
 _ASKED, _TURN, _OBSERVED = "QUESTION", "ASSISTANTTURN", "OBSERVATION"  # placeholders in a conversation that is rendered once
 
@@ -56,7 +59,8 @@ def surroundings(config: EnvironmentConfig, tokenizer: Tokenizer, prompts: Seque
     chat = _of_template(tokenizer, config.role)
     if config.form is ObservationForm.chat:
         return chat
-    opening = _behind_question(tokenizer)
+    text = _rendered(tokenizer, [Message(role="user", content=_ASKED)], "user")
+    opening = tuple(tokenizer.encode(text.partition(_ASKED)[2]))
     is_chat = [prompt.tokens[-len(opening) :] == opening for prompt in prompts]
     if any(is_chat) and not all(is_chat):
         odd = prompts[is_chat.index(False)]
@@ -78,11 +82,6 @@ def _of_template(tokenizer: Tokenizer, role: str) -> Surroundings:
             "allowed: another environment.role, or form=plain with a prefix and a suffix"
         )
     return Surroundings(before=tuple(tokenizer.encode(before)), behind=tuple(tokenizer.encode(behind)))
-
-
-def _behind_question(tokenizer: Tokenizer) -> tuple[int, ...]:
-    text = _rendered(tokenizer, [Message(role="user", content=_ASKED)], "user")
-    return tuple(tokenizer.encode(text.partition(_ASKED)[2]))
 
 
 def _rendered(tokenizer: Tokenizer, messages: Sequence[Message], role: str) -> str:
@@ -112,36 +111,26 @@ class Converting:
     token_ids: frozenset[int] | None = None
 
 
+@dataclass
 class EnvironmentFollowUp:
     """`aligner.protocols.FollowUp` over an environment; `name` is its name in messages."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        converting: Converting,
-        *,
-        max_turns: int,
-        timeout_seconds: float,
-        num_workers: int = 32,
-        on_error: OnEnvironmentError = OnEnvironmentError.stop,
-        name: str = "",
-    ) -> None:
-        self.max_turns = max_turns
-        self.environment = environment
-        self.converting = converting
-        self.timeout_seconds = timeout_seconds
-        self.num_workers = num_workers
-        self.on_error = on_error
-        self.name = name or f"environment {type(environment).__name__}"
-        self._awaiting = Awaiting(self.name)
+    environment: Environment
+    converting: Converting
+    _: KW_ONLY
+    max_turns: int
+    timeout_seconds: float
+    num_workers: int = 32
+    on_error: OnEnvironmentError = OnEnvironmentError.stop
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.name = self.name or f"environment {type(self.environment).__name__}"
+        self.awaiting = Awaiting(self.name)
 
     def open(self) -> Exchange:
         """One generation's conversations."""
         return _Exchange(self)
-
-    def settle(self, value: Any) -> Any:
-        """The value, awaited if awaitable; from a worker's thread."""
-        return self._awaiting.settle(value, self.timeout_seconds + 1.0)  # the worker is abandoned before
 
 
 @dataclass(slots=True)
@@ -154,17 +143,13 @@ class _Episode:
     has_begun: bool = False
 
 
-@dataclass(slots=True)
 class _Exchange:
     """`aligner.protocols.Exchange`."""
 
-    owner: EnvironmentFollowUp
-    workers: Workers = field(init=False)
-    episodes: dict[int, _Episode] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        owner = self.owner
+    def __init__(self, owner: EnvironmentFollowUp) -> None:
+        self.owner = owner
         self.workers = Workers(num_workers=owner.num_workers, timeout_seconds=owner.timeout_seconds, name=owner.name)
+        self.episodes: dict[int, _Episode] = {}
 
     def say(self, episode: int, prompt: Prompt, tokens: Sequence[int], *, number: int, is_cut: bool, is_last: bool) -> None:
         text = self.owner.converting.decode(tokens)
@@ -183,7 +168,8 @@ class _Exchange:
 
     def _step(self, episode: _Episode) -> object:
         """In a worker thread."""
-        environment, settle, lane = self.owner.environment, self.owner.settle, recording.rank_lane("environment")
+        environment, lane = self.owner.environment, recording.rank_lane("environment")
+        settle = partial(self.owner.awaiting.settle, timeout_seconds=self.owner.timeout_seconds + 1.0)  # the worker is abandoned before
         if not episode.has_begun:
             with recording.span("reset", lane):
                 episode.state = settle(environment.reset(episode.prompt))
@@ -259,3 +245,42 @@ def environment_follow_up(config: EnvironmentConfig, tokenizer: Tokenizer, promp
         on_error=config.on_error,
         name=f"environment.path={config.path}",
     )
+
+
+class EnvironmentReward:
+    """`aligner.protocols.RewardModel`: an episode's own reward, plus `others`' if any. The part is named `environment`.
+
+    Episodes whose environment failed have no reward.
+    """
+
+    def __init__(self, others: RewardModel | None = None) -> None:
+        self._others = others
+
+    def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
+        """Resolves when the others' scores have come. Raises ValueError for a response that is no episode of an environment."""
+        if single := [rollout for rollout in rollouts if rollout.reward is None]:
+            raise ValueError(f"a response to {single[0].prompt.source} has no environment's reward: the engine used no environment")
+        own = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
+        valid = torch.tensor([not rollout.failed for rollout in rollouts], dtype=torch.bool)
+        scores: Future[Scores] = Future()
+        if self._others is None:
+            scores.set_result(Scores(rewards=own, valid=valid, parts={"environment": own}))
+            return scores
+
+        def add(others: Future[Scores]) -> None:
+            try:
+                given = others.result()
+                parts = {"environment": own} | dict(given.parts)
+                silent = torch.zeros_like(valid) if given.silent is None else given.silent
+                rewards = own + given.rewards.masked_fill(silent, 0.0)
+                scores.set_result(Scores(rewards=rewards, valid=valid & (given.valid | silent), parts=parts))
+            except BaseException as error:  # raised where the sum is awaited
+                scores.set_exception(error)
+
+        self._others.score(rollouts).add_done_callback(add)
+        return scores
+
+    def close(self) -> None:
+        """Close the others."""
+        if self._others is not None:
+            self._others.close()

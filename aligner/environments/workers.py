@@ -66,8 +66,10 @@ class Workers:
             left = deadline - time.monotonic()
             if found or not self._num_pending or left <= 0:
                 return found
+            with self._lock:
+                first = min((call.started for call in self._running), default=time.monotonic())
             try:
-                outcome = self._outcomes.get(timeout=max(0.0, min(left, self._next_limit())))
+                outcome = self._outcomes.get(timeout=max(0.0, min(left, first + self._timeout_seconds - time.monotonic())))
             except queue.Empty:
                 continue
             self._num_pending -= 1
@@ -114,12 +116,7 @@ class Workers:
                 call.thread = thread
 
     def _ended(self) -> list[Outcome]:
-        found = []
-        while True:
-            try:
-                found.append(self._outcomes.get_nowait())
-            except queue.Empty:
-                return found
+        return [self._outcomes.get_nowait() for _ in range(self._outcomes.qsize())]  # nobody else takes any
 
     def _overdue(self) -> list[Outcome]:
         now = time.monotonic()
@@ -130,11 +127,6 @@ class Workers:
                 self._running.discard(call)
             self._start_workers()
         return [Outcome(key=call.key, late=_position(call.thread)) for call in sorted(late, key=lambda call: call.key)]
-
-    def _next_limit(self) -> float:
-        """Seconds until a running call is overdue."""
-        with self._lock:
-            return min((call.started for call in self._running), default=time.monotonic()) + self._timeout_seconds - time.monotonic()
 
 
 class Awaiting:

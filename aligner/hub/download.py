@@ -2,43 +2,33 @@
 
 All tools of Hugging Face share the cache (HF_HOME, HF_HUB_CACHE). Its snapshots do not record whether they are complete, so we keep a
 record of our own beside them, `aligner/<commit>.<files>.json`, written before a download begins and again when it is complete. A snapshot
-without a record was made by another tool and counts as complete if the model's index agrees.
-
-One process at a time downloads a repository into a cache, under a lock file there; the others wait and then find it. Whatever goes wrong
-between here and the Hub becomes one line that names the way out.
+without a record counts as complete if the model's index agrees. One process at a time downloads a repository into a cache, under a lock
+file there; the others wait and then find it. Errors name, in one line, the way out.
 """
 
 from __future__ import annotations
 
 import glob
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_token, snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import CommitOperationAdd, HfApi, constants, errors, get_token, snapshot_download
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from aligner.errors import AlignerError, ConfigError, describe_os_error, is_storage_error
 from aligner.files import is_plain_name, locked, publish
-from aligner.hub.names import Files, HubName, Kind
+from aligner.hub.names import Files, HubName, Kind, parse
 
+CARD = "README.md"
+OPTION = "--push-to-hub"
+_PARTS = (".json", ".safetensors", ".jinja", ".model", "merges.txt")  # the files of an export; never pickles or checkpoints
 INDEX = "model.safetensors.index.json"
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -118,7 +108,6 @@ def _known_commit(folder: Path, wanted: Wanted) -> str:
 
 
 def _in_cache(folder: Path, wanted: Wanted) -> Found | None:
-    """The snapshot, if the cache has all of it."""
     commit = _known_commit(folder, wanted)
     directory = folder / "snapshots" / commit
     if not commit or not directory.is_dir():
@@ -155,9 +144,9 @@ def _inside(file: str, where: object) -> str:
 
 
 def _offline(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Found:
-    """The best that the cache has. Raises ConfigError if that is not enough."""
     commit = _known_commit(folder, wanted)
     directory = folder / "snapshots" / commit
+    has_tokenizer = any((directory / file).is_file() for file in TOKENIZERS)
     begun = commit and _read(_record(folder, commit, wanted.files)) is not None  # and not complete: `_in_cache` would have found it
     if begun:
         what = f"{directory} is not complete"
@@ -168,7 +157,7 @@ def _offline(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Foun
             say(f"warning: {wanted.text}: offline: cannot check whether {directory} has all of its files")
             return Found(directory=directory, commit=commit)
         what = f"{directory} has no data files"
-    elif _looks_whole(directory, wanted.files) or (wanted.files is Files.settings and _has_any(directory, TOKENIZERS)):
+    elif _looks_whole(directory, wanted.files) or (wanted.files is Files.settings and has_tokenizer):
         return Found(directory=directory, commit=commit)
     else:
         what = f"{directory} lacks {'its config.json' if not (directory / 'config.json').is_file() else 'some of the weights'}"
@@ -179,10 +168,6 @@ def _offline(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Foun
         f"{wanted.text}{state}: no such directory here, {what}, and HF_HUB_OFFLINE forbids a download: "
         f"run `hf download {kind}{wanted.name.repo}{revision}` where there is a network"
     )
-
-
-def _has_any(directory: Path, files: Sequence[str]) -> bool:
-    return any((directory / file).is_file() for file in files)
 
 
 def _record(folder: Path, commit: str, files: Files) -> Path:
@@ -199,7 +184,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _alone(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> AbstractContextManager[None]:
-    """Meanwhile no other process downloads this repository into this cache."""
     path, polls = folder / "aligner" / "lock", count()
 
     def waiting(seconds: float) -> None:
@@ -220,27 +204,19 @@ def _download(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Fou
     commit = str(info.sha)
     sizes = {_inside(one.rfilename, wanted.text): int(one.size or 0) for one in info.siblings or []}
     directory, record = folder / "snapshots" / commit, _record(folder, commit, wanted.files)
-    first = _small(sizes) if name.kind is Kind.model else [file for file in sizes if file == "README.md"]
+    first = sorted(file for file in sizes if "/" not in file and file.endswith(_SMALL))
+    if name.kind is not Kind.model:
+        first = [file for file in sizes if file == "README.md"]
     _write(record, complete=False, files=first)
-    if not wanted.commit:
-        _remember(folder, name, commit)
+    if not wanted.commit and not name.is_pinned:  # so that the next process need not ask
+        ref = folder / "refs" / (name.revision or "main")
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        publish(ref, lambda new: new.write_text(commit))
     _get(folder, wanted, commit, {file: sizes[file] for file in first}, say)
     rest = _rest(directory, wanted, sizes)
     _get(folder, wanted, commit, {file: sizes[file] for file in rest}, say)
     _write(record, complete=True, files=[*first, *rest])
     return Found(directory=directory, commit=commit)
-
-
-def _remember(folder: Path, name: HubName, commit: str) -> None:
-    """Record the revision's commit, so that the next process need not ask."""
-    if not name.is_pinned:
-        ref = folder / "refs" / (name.revision or "main")
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        publish(ref, lambda new: new.write_text(commit))
-
-
-def _small(sizes: dict[str, int]) -> list[str]:
-    return sorted(file for file in sizes if "/" not in file and file.endswith(_SMALL))
 
 
 def _rest(directory: Path, wanted: Wanted, sizes: dict[str, int]) -> list[str]:
@@ -278,42 +254,28 @@ def _get(folder: Path, wanted: Wanted, commit: str, sizes: dict[str, int], say: 
         )
     say(f"{wanted.text}: downloading {len(missing)} files, {_size(total)}, of commit {commit} to {folder}")
     request = {"repo_type": wanted.name.kind.value, "revision": commit, "endpoint": endpoint()}
-    pool = ThreadPoolExecutor(1)
+    pool, shows_bars = ThreadPoolExecutor(1), not are_progress_bars_disabled()
+    disable_progress_bars()  # useless in a log
     try:
-        with _without_bars():
-            running = pool.submit(snapshot_download, wanted.name.repo, **request, allow_patterns=[glob.escape(file) for file in missing])
-            while wait([running], timeout=_SECONDS_BETWEEN_LINES).not_done:
-                have = min(total, max(0, _stored(folder) - before))
-                say(f"{wanted.text}: {_size(have)} of {_size(total)} downloaded ({100 * have // max(total, 1)} %)")
-            running.result()
+        running = pool.submit(snapshot_download, wanted.name.repo, **request, allow_patterns=[glob.escape(file) for file in missing])
+        while wait([running], timeout=_SECONDS_BETWEEN_LINES).not_done:
+            have = min(total, max(0, _stored(folder) - before))
+            say(f"{wanted.text}: {_size(have)} of {_size(total)} downloaded ({100 * have // max(total, 1)} %)")
+        running.result()
     finally:
         pool.shutdown(wait=False)
+        if shows_bars:
+            enable_progress_bars()
     if lost := [file for file in missing if not (directory / file).is_file()]:  # where the Hub fails, an incomplete folder may be returned
         raise AlignerError(f"{wanted.text}: {endpoint()} did not send {lost[0]} of commit {commit}; try again")
     say(f"{wanted.text}: {_size(total)} of {_size(total)} downloaded (100 %)")
 
 
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """huggingface_hub's progress bars are useless in a log."""
-    shown = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bars()
-
-
 def _stored(folder: Path) -> int:
-    """Bytes of all files, partial ones too."""
     total = 0
-    if (folder / "blobs").is_dir():
-        for entry in os.scandir(folder / "blobs"):
-            try:
-                total += entry.stat().st_size
-            except FileNotFoundError:  # renamed meanwhile
-                continue
+    for file in (folder / "blobs").glob("*"):
+        with suppress(FileNotFoundError):  # renamed meanwhile
+            total += file.stat().st_size
     return total
 
 
@@ -325,46 +287,81 @@ def explain(error: Exception, text: str, name: HubName, *, endpoint: str, cache:
     """The error to raise in place of huggingface_hub's. `text`: the setting as typed."""
     here, kind = f"{endpoint}/{name.repo}", name.kind.value
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         mend = f"ask for access at {here} with the account of this token" if has_token else f"accept its terms at {here} and {_LOG_IN}"
         return ConfigError(f"{text}: the {kind} is gated, and {'this token may not read it' if has_token else 'no token is set'}: {mend}")
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         private = "or this token may not read it" if has_token else f"or it is private: {_LOG_IN}"
         return ConfigError(f"{text}: no such directory here, and {endpoint} has no {kind} {name.repo}, {private}")
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return ConfigError(f"{text}: {here} has no branch, tag or commit {name.revision or 'main'}")
     if status in (401, 403):
         return ConfigError(f"{text}: {endpoint} refuses the token ({status}): {_LOG_IN}, with a token that may do this")
-    if isinstance(error, HFValidationError):
+    if isinstance(error, errors.HFValidationError):
         return ConfigError(f"{text}: no such directory here, and not a valid name of a {kind} on {endpoint}: {_first_line(error)}")
-    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         return ConfigError(f"{text}: {here} lacks a file that it lists: {_first_line(error)}")
-    if isinstance(error, HfHubHTTPError) and status is not None:
+    if isinstance(error, errors.HfHubHTTPError) and status is not None:
         return AlignerError(f"{text}: {endpoint} answered {status}: {_first_line(error)}")
-    if _is_network(error):
+    storage = isinstance(error, OSError) and is_storage_error(error)
+    unanswered = isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError))
+    if not storage and (unanswered or any(base.__module__.partition(".")[0] in _TRANSPORTS for base in type(error).__mro__)):
+        cause: BaseException = error  # huggingface_hub's own error names none
+        while (earlier := cause.__cause__ or cause.__context__) is not None and isinstance(cause, errors.LocalEntryNotFoundError):
+            cause = earlier
         return AlignerError(
             f"{text}: no such directory here, {cache.parent} lacks some of it, and {endpoint} cannot be reached "
-            f"({_cause(error)}): download it where there is a network, or set HTTPS_PROXY or HF_ENDPOINT"
+            f"({type(cause).__name__}: {_first_line(cause)}): download it where there is a network, or set HTTPS_PROXY or HF_ENDPOINT"
         )
-    if isinstance(error, OSError) and is_storage_error(error):
+    if isinstance(error, OSError) and storage:
         return AlignerError(f"{text}: {describe_os_error(error, cache)}: make space, or name another cache with HF_HOME")
     return AlignerError(f"{text}: {type(error).__name__}: {_first_line(error)}")
 
 
-def _is_network(error: BaseException) -> bool:
-    """Whether no answer came, or an incomplete one."""
-    if isinstance(error, OSError) and is_storage_error(error):
-        return False
-    known = (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, TimeoutError)
-    return isinstance(error, known) or any(base.__module__.partition(".")[0] in _TRANSPORTS for base in type(error).__mro__)
-
-
-def _cause(error: BaseException) -> str:
-    """The first error of a chain: huggingface_hub's own names no cause."""
-    while (earlier := error.__cause__ or error.__context__) is not None and isinstance(error, LocalEntryNotFoundError):
-        error = earlier
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# Uploads: one commit with the files of an export and its card.
+
+
+def prepare(text: str) -> HubName:
+    """The repository of this name, created (private) if it does not exist. Called before the work, to find what would refuse a push.
+
+    Raises ConfigError for an invalid name, or without a token that may write; AlignerError without a network.
+    """
+    name = parse(text)
+    if name is None:
+        is_here = " (there is a file or directory of that name)" if Path(text).exists() else ""
+        raise ConfigError(f"{OPTION} {text}: is not a valid repository name{is_here}; allowed: ORG/NAME")
+    if name.revision:
+        raise ConfigError(f"{OPTION} {text}: a push goes to the main branch; allowed: ORG/NAME")
+    if is_offline():
+        raise ConfigError(f"{OPTION} {text}: HF_HUB_OFFLINE forbids it")
+    if not get_token():
+        raise ConfigError(f"{OPTION} {text}: no token is set: set HF_TOKEN to one that may write, or run `hf auth login`")
+    _asked(name, lambda api: api.create_repo(name.repo, private=True, exist_ok=True))
+    return name
+
+
+def push(directory: Path, name: HubName, *, card: str, message: str) -> str:
+    """Upload the export in `directory` with this card, as one commit; a card in the directory takes precedence.
+
+    Returns the address of the commit. Raises ConfigError for a token that may not write, AlignerError without a network.
+    """
+    files = sorted(file for file in directory.iterdir() if file.is_file() and file.name.endswith(_PARTS))
+    own = directory / CARD
+    operations = [CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=str(file)) for file in files]
+    operations.append(CommitOperationAdd(path_in_repo=CARD, path_or_fileobj=own.read_bytes() if own.is_file() else card.encode()))
+    info = _asked(name, lambda api: api.create_commit(name.repo, operations=operations, commit_message=message))
+    return str(info.commit_url)
+
+
+def _asked(name: HubName, ask: Callable[[HfApi], object]) -> object:
+    try:
+        return ask(HfApi(endpoint=endpoint()))
+    except AlignerError:
+        raise
+    except Exception as error:
+        text, cache = f"{OPTION} {name}", Path(constants.HF_HUB_CACHE) / name.folder
+        raise explain(error, text, name, endpoint=endpoint(), cache=cache, has_token=True) from error

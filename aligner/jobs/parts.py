@@ -36,7 +36,7 @@ from aligner.models.modules.fusions import note_once
 from aligner.models.modules.peft import save_peft
 from aligner.models.training.guard import GuardConfig
 from aligner.models.training.trainable import TrainableModel
-from aligner.models.weights.weights import save_hf
+from aligner.models.weights import save_hf
 from aligner.parallel.collectives import from_rank_0
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column
@@ -215,24 +215,7 @@ def conclude(session: Session, last_step: int, length: loop.LoopConfig) -> ExitC
 
 def _write_done(session: Session, step: int, epochs: float) -> None:
     record = {"step": step, "epochs": epochs, "run_id": session.directory.run_id(), "attempt": os.environ.get("ALIGNER_ATTEMPT", "")}
-    record["time"] = time.time()
-    publish(session.directory.done, lambda new: new.write_text(json.dumps(record) + "\n"))
-
-
-def reporting(
-    session: Session, logging: LoggingConfig, shown: Sequence[Column], *, total_steps: int
-) -> Callable[[int], Reporter | SilentReporter]:
-    """How `run_loop` opens its reporter: the real one on rank 0, a silent one elsewhere."""
-
-    def open_reporter(start_step: int) -> Reporter | SilentReporter:
-        if not session.is_first:
-            return SilentReporter()
-        settings = yaml.safe_load(session.config_yaml)
-        return Reporter(
-            logging, run_directory=session.directory, columns=shown, total_steps=total_steps, start_step=start_step, settings=settings
-        )
-
-    return open_reporter
+    publish(session.directory.done, lambda new: new.write_text(json.dumps(record | {"time": time.time()}) + "\n"))
 
 
 def run_loop(
@@ -253,12 +236,15 @@ def run_loop(
     """
     watch = None if model is None else LearntNothingAlarm(guard, model.fingerprint)
     with ExitStack() as stack:
-        reporter = reporting(session, logging, shown, total_steps=config.max_steps)
 
         def open_reporter(start: int) -> loop.Reporter:
             if watch is not None:
                 watch.begin(start)
-            opened = stack.enter_context(reporter(start))
+            opened: Reporter | SilentReporter = SilentReporter()
+            if session.is_first:
+                settings, about = yaml.safe_load(session.config_yaml), {"run_directory": session.directory, "columns": shown}
+                opened = Reporter(logging, total_steps=config.max_steps, start_step=start, settings=settings, **about)
+            stack.enter_context(opened)
             session.last_words.extend(filter(None, [opened.lost]))
             if length:
                 opened.note(length)
@@ -303,19 +289,12 @@ def _has_learnt(directory: Path) -> bool:
 
 
 def export_at_end(
-    session: Session,
-    config: Any,
-    last_step: int,
-    chunks: Sequence[Transformer],
-    tokenizer: Path,
-    source: Path | None,
+    session: Session, config: Any, last_step: int, chunks: Sequence[Transformer], tokenizer: Path, source: Path | None
 ) -> None:
     """Write the model as a Hugging Face one, with its tokenizer and the settings of the model in `source`, to the run's export directory.
-    Every rank calls it.
 
-    Trained adapters are merged into these weights, and also written separately for PEFT.
-
-    A run stopped by a signal exits without an export; it exports after it is resumed and finished.
+    Every rank calls it. Trained adapters are merged into these weights, and also written separately for PEFT. A run stopped by a signal
+    exits without an export; it exports after it is resumed and finished.
     """
     if not config.run.export_hf or last_step < config.loop.max_steps:
         return

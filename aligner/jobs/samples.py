@@ -20,8 +20,7 @@ from aligner.data.order import order_of
 from aligner.data.prompts import load_prompts
 from aligner.data.stored import row_counts
 from aligner.data.tokenizer import Tokenizer
-from aligner.environments.exchange import environment_follow_up
-from aligner.environments.reward import EnvironmentReward
+from aligner.environments.exchange import EnvironmentReward, environment_follow_up
 from aligner.errors import ConfigError, describe_os_error
 from aligner.jobs.parts import length_of, load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
 from aligner.jobs.sources import frozen_model, pinned, pinned_base

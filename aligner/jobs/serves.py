@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from aligner.algorithms.ppo import TrainPPO
 from aligner.cluster import lease as leases
@@ -28,7 +29,7 @@ from aligner.rewards.forms import OnSamples
 from aligner.rewards.load import build_reward_function
 from aligner.run.session import Session, announced, open_session
 from aligner.servers.components import in_section
-from aligner.servers.config import RequestLimits, ServerConfig
+from aligner.servers.config import RequestLimits
 from aligner.servers.health import Purpose
 from aligner.servers.intake import Operation
 from aligner.servers.registry import Publication
@@ -37,18 +38,23 @@ from aligner.servers.services import CriticService, FunctionRewardService, Rewar
 from aligner.servers.turns import Residence, Turn
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Served:
+    """What a component serves: its operations, its models, and what these can read."""
+
+    operations: tuple[Operation, ...]
+    models: tuple[TrainableModel, ...]
+    limits: RequestLimits
+
+
 def serve_critic(config: TrainPPO) -> None:
     """The critic of a PPO run: trains on the actor's requests until told to stop. Every rank calls it."""
     critic = config.critic
-    with ExitStack() as stack:
-        with in_section("critic"):
-            critic.server.chosen_transport()  # raises before anything is loaded
-            session = stack.enter_context(open_session(config, config.run, critic.parallel, component="critic", writes_config=False))
-        publication = stack.enter_context(announced(session, "critic", heartbeat_seconds=critic.server.heartbeat_seconds))
+    with _opened(config, "critic", critic) as (session, publication):
         model_config = pinned_base(session, "critic.model", critic.model.or_else(config.model))
         with in_section("critic"):
             _, architecture = load_model_files(model_config)
-        config = with_lengths(config)  # raises where the longest rollout does not fit
+        config = with_lengths(config)  # raises if the longest rollout does not fit
         steps = from_rank_0(lambda: with_steps(config).loop.max_steps) if config.loop.epochs else config.loop.max_steps
         config.check_critic(model_config, architecture, session.topology.world_size)
         turn = _begin_turn(session, config, "critic", publication)
@@ -74,46 +80,37 @@ def serve_critic(config: TrainPPO) -> None:
             num_epochs=critic.num_epochs,
             save=keeper.save,
         )
-        operations, models, limits = service.operations(), [model.model], _limits(model_config, architecture)
+        served = _Served(operations=service.operations(), models=(model.model,), limits=_limits(model_config, architecture))
         if critic.with_reward:
             scores = _reward(session, config, critic.parallel)
-            operations, models, limits = (*operations, *scores.operations), [*models, *scores.models], _smaller(limits, scores.limits)
-        residence = _made(session, turn, models)
-        own_tls = config.run.server_tls
-        _serve(session, "critic", operations, residence, config=critic.server, limits=limits, publication=publication, own_tls=own_tls)
+            served = _Served(
+                operations=(*served.operations, *scores.operations),
+                models=(*served.models, *scores.models),
+                limits=RequestLimits(**{name: min(size, getattr(scores.limits, name)) for name, size in asdict(served.limits).items()}),
+            )
+        _serve(session, config, "critic", served, turn, publication)
 
 
 def serve_reward_model(config: OnlineRun) -> None:
     """The reward component of a run: a frozen reward model, or a reward function. Every rank calls it."""
     if config.reward_service != "reward":
         raise ConfigError(f"critic.with_reward=true: the {config.reward_service} serves the reward; start no component for it")
-    reward = config.reward
+    with _opened(config, "reward", config.reward) as (session, publication):
+        turn = None if config.reward.function.path else _begin_turn(session, config, "reward", publication)
+        _serve(session, config, "reward", _reward(session, config, config.reward.parallel), turn, publication)
+
+
+@contextmanager
+def _opened(config: OnlineRun, name: str, section: Any) -> Iterator[tuple[Session, Publication | None]]:
+    """The session of the component with this section, and on rank 0 its announcement."""
     with ExitStack() as stack:
-        with in_section("reward"):
-            reward.server.chosen_transport()  # raises before anything is loaded
-            session = stack.enter_context(open_session(config, config.run, reward.parallel, component="reward", writes_config=False))
-        publication = stack.enter_context(announced(session, "reward", heartbeat_seconds=reward.server.heartbeat_seconds))
-        needs_device = not reward.function.path
-        turn = _begin_turn(session, config, "reward", publication) if needs_device else None
-        scores = _reward(session, config, reward.parallel)
-        residence = _made(session, turn, scores.models)
-        own_tls = config.run.server_tls
-        limits = scores.limits
-        _serve(
-            session, "reward", scores.operations, residence, config=reward.server, limits=limits, publication=publication, own_tls=own_tls
-        )
+        with in_section(name):
+            section.server.chosen_transport()  # raises before anything is loaded
+            session = stack.enter_context(open_session(config, config.run, section.parallel, component=name, writes_config=False))
+        yield session, stack.enter_context(announced(session, name, heartbeat_seconds=section.server.heartbeat_seconds))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Reward:
-    """What scores responses: its operations, and the model, if it is one."""
-
-    operations: tuple[Operation, ...]
-    models: tuple[TrainableModel, ...]
-    limits: RequestLimits
-
-
-def _reward(session: Session, config: OnlineRun, parallel: ParallelConfig) -> _Reward:
+def _reward(session: Session, config: OnlineRun, parallel: ParallelConfig) -> _Served:
     """The reward model on this component's ranks, or the reward function."""
     reward = config.reward
     reward.check_named()
@@ -121,7 +118,7 @@ def _reward(session: Session, config: OnlineRun, parallel: ParallelConfig) -> _R
     model_config = reward.model.or_else(config.model) if is_function else pinned(session, "reward.model", reward.model)
     with in_section("reward"):
         tokenizer, architecture = load_model_files(model_config)
-    with_lengths(config)  # raises where the longest rollout does not fit
+    with_lengths(config)  # raises if the longest rollout does not fit
     models: tuple[TrainableModel, ...] = ()
     if is_function:
         function = build_reward_function(reward.function)
@@ -136,11 +133,11 @@ def _reward(session: Session, config: OnlineRun, parallel: ParallelConfig) -> _R
         service = RewardService(model, encode=tokenizer.encode)
         models = (model.model,)
     session.say(f"reward: serves {reward.function.path or model_config.path}")
-    return _Reward(operations=service.operations(), models=models, limits=_limits(model_config, architecture))
+    return _Served(operations=service.operations(), models=models, limits=_limits(model_config, architecture))
 
 
 def _begin_turn(session: Session, config: OnlineRun, name: str, publication: Publication | None) -> Turn | None:
-    """Rank 0's turn on GPUs that the components share, taken: before a model is made on them. None where they do not."""
+    """Rank 0's turn on GPUs that the components share, taken before a model is made on them. None if they share none."""
     if config.placement is Placement.separate:
         return None
     turn = Turn(session.directory.turn, name)
@@ -153,16 +150,6 @@ def _begin_turn(session: Session, config: OnlineRun, name: str, publication: Pub
 
     from_rank_0(take)
     return turn
-
-
-def _made(session: Session, turn: Turn | None, models: Sequence[TrainableModel]) -> Residence:
-    """The models, away until something is asked of them where they take turns."""
-    residence = Residence(models, turn if session.is_first else None)
-    if turn is not None:
-        residence.move(False)
-        raise_everywhere(None)  # all ranks' are
-        residence.release()
-    return residence
 
 
 def _check_weights(weights: Sequence[float], head: ScalarHead) -> None:
@@ -178,39 +165,30 @@ def _limits(model: ModelConfig, architecture: Architecture) -> RequestLimits:
     return RequestLimits(vocab_size=architecture.vocab_size, max_sequence_length=create.context_length(model, architecture))
 
 
-def _smaller(one: RequestLimits, other: RequestLimits) -> RequestLimits:
-    """What both models can read."""
-    return RequestLimits(
-        vocab_size=min(one.vocab_size, other.vocab_size), max_sequence_length=min(one.max_sequence_length, other.max_sequence_length)
-    )
+def _serve(session: Session, config: OnlineRun, name: str, served: _Served, turn: Turn | None, publication: Publication | None) -> None:
+    """Serve in the run's directory, with its secret. Models that take turns are away until a request needs them.
 
-
-def _serve(
-    session: Session,
-    name: str,
-    operations: Sequence[Operation],
-    residence: Residence,
-    *,
-    config: ServerConfig,
-    limits: RequestLimits,
-    publication: Publication | None,
-    own_tls: bool,
-) -> None:
-    """Serve in the run's directory, with its secret. A launcher ends the servers that it started; a standalone one exits by itself."""
-    run = session.directory
+    A launcher ends the servers that it started; a standalone one exits by itself.
+    """
+    residence = Residence(served.models, turn if session.is_first else None)
+    if turn is not None:
+        residence.move(False)
+        raise_everywhere(None)  # all ranks' are
+        residence.release()
+    run, settings = session.directory, getattr(config, name).server
     alone = not os.environ.get(leases.VARIABLE)
     with in_section(name):
         service = Service(
             name=name,
-            operations=operations,
-            config=config,
-            limits=limits,
+            operations=served.operations,
+            config=settings,
+            limits=served.limits,
             services_dir=run.services,
             secret=run.secret,
             progress=session.progress,
             publication=publication,
             residence=residence,
-            own_tls=own_tls,
-            purpose=Purpose(run.service("actor"), run.done, config.idle_timeout_seconds) if alone else None,
+            own_tls=config.run.server_tls,
+            purpose=Purpose(run.service("actor"), run.done, settings.idle_timeout_seconds) if alone else None,
         )
         serve(service)

@@ -17,6 +17,7 @@ from aligner.models.architecture.divisible import check_together
 from aligner.models.checkpoint import checkpoint
 from aligner.models.checkpoint.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_json
+from aligner.models.checkpoint.hf_weights import HFWeights, described
 from aligner.models.checkpoint.weights import weights_digest
 from aligner.models.config import Architecture, HFArchitecture, Implementation, ModelConfig, PositionEmbedding
 from aligner.models.families import architecture_from_hf, architecture_to_hf, has_layers, weight_names
@@ -26,7 +27,7 @@ from aligner.models.modules.chunk import Chunk, LanguageChunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.hf_probe import probe
-from aligner.models.modules.layer_kinds import attention_of, feed_forward_of
+from aligner.models.modules.layers import attention_of, feed_forward_of
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import check_divisible, resolve_dtype
 from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
@@ -36,7 +37,6 @@ from aligner.models.training.guard import Guard, GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.policy import MegatronPolicy, MegatronRewardModel, MegatronValueModel
 from aligner.models.training.trainable import TrainableModel, Training
-from aligner.models.weights.weights import HFWeights, described
 from aligner.parallel import platform
 from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.exact import check_arithmetic
@@ -91,7 +91,11 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
         architecture = described(source)
     else:
         architecture = replace(config.architecture, vocab_size=config.architecture.vocab_size or vocab_size)
-        _check_family(replace(architecture, vocab_size=architecture.vocab_size or 1))  # whatever the tokenizer will have
+        ours = replace(architecture, vocab_size=architecture.vocab_size or 1)  # whatever the tokenizer will have
+        theirs = architecture_from_hf(architecture_to_hf(ours), where="architecture")
+        for name, value in asdict(ours).items():  # the export of a model that no Hugging Face config describes would be another model
+            if (other := getattr(theirs, name)) != value:
+                raise ConfigError(f"model.architecture.{name}={value}: models of family {ours.family.value} have {other}")
     if config.seq_length > architecture.max_position_embeddings:
         raise ConfigError(
             f"model.seq_length={config.seq_length}: the model was made for at most {architecture.max_position_embeddings} positions"
@@ -112,14 +116,6 @@ def _has_own_modules(config: ModelConfig, source: Path) -> bool:
             raise ConfigError(f"{key}: the checkpoint in {source} is of the other one; allowed: auto, {saved.value}, or `aligner convert`")
         return saved is Implementation.transformers
     return asked is Implementation.transformers or asked is Implementation.auto and not has_layers(read_json(source / CONFIG_FILE))
-
-
-def _check_family(architecture: Architecture) -> None:
-    """Raise ConfigError for a model that no Hugging Face config describes: its export would be another model."""
-    described, ours = asdict(architecture_from_hf(architecture_to_hf(architecture), where="architecture")), asdict(architecture)
-    for name, value in ours.items():
-        if described[name] != value:
-            raise ConfigError(f"model.architecture.{name}={value}: models of family {architecture.family.value} have {described[name]}")
 
 
 def context_length(config: ModelConfig, architecture: Architecture) -> int:
@@ -275,7 +271,6 @@ def create_reward_model(
 
 
 def _ready(chunks: Sequence[Chunk], config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
-    """Load the weights first: the optimizer copies its main weights from them."""
     load_source(chunks, config)
     _start_adapters(chunks, config, topology.seed)
     return TrainableModel(chunks, topology, training)

@@ -35,7 +35,7 @@ from aligner.parallel.collectives import together
 from aligner.protocols import Critic
 from aligner.rollout.config import AsynchronousConfig
 from aligner.rollout.engine.gate import Gate
-from aligner.servers.worker_thread import WorkerThreads
+from aligner.servers.link import WorkerThreads
 
 CLOSE_SECONDS = 10.0
 

@@ -6,6 +6,7 @@ component stops with the same message, which names the ranks that differ or are 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Sequence
@@ -61,7 +62,9 @@ def check(store: Store, record: RankRecord, *, timeout_seconds: float) -> None:
     if verdict:
         store.set(f"read/{record.rank}", "")
         if record.rank == 0:
-            _let_others_read(store, record.world_size)
+            came = [rank for rank in range(record.world_size) if store.check([f"record/{rank}"])]
+            with contextlib.suppress(RuntimeError):  # a rank died meanwhile; the verdict is raised anyway
+                store.wait([f"read/{rank}" for rank in came], timedelta(seconds=_LINGER_SECONDS))
         raise LaunchError(f"the ranks of this component do not fit together: {verdict}")
 
 
@@ -98,14 +101,6 @@ def _await_verdict(store: Store, record: RankRecord, timeout_seconds: float) -> 
     except RuntimeError as error:
         who = f"rank {record.rank} of {record.world_size}"
         raise LaunchError(f"{who} waited {timeout_seconds:.0f} s for rank 0's verdict on the ranks: {error}") from error
-
-
-def _let_others_read(store: Store, world_size: int) -> None:
-    came = [rank for rank in range(world_size) if store.check([f"record/{rank}"])]
-    try:
-        store.wait([f"read/{rank}" for rank in came], timedelta(seconds=_LINGER_SECONDS))
-    except RuntimeError:
-        return  # a rank died meanwhile; the verdict is raised anyway
 
 
 def _read(store: Store, rank: int) -> RankRecord:

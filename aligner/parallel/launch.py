@@ -15,6 +15,7 @@ ALIGNER_MASTER_ADDR and ALIGNER_MASTER_PORT override the address in cases 2 and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import socket
@@ -298,7 +299,12 @@ def _connect(world: World, address: str, port: int, timeout_seconds: float) -> T
 
 def expand_hostlist(text: str) -> list[str]:
     """Host names in order: `n[01-03,7]` -> n01 n02 n03 n7; several brackets multiply. Raises LaunchError on a malformed list."""
-    hosts = [host for part in _split_outside_brackets(text) for host in _expand(part, whole=text)]
+    if not re.fullmatch(r"(?:[^\[\]]|\[[^\[\]]*\])*", text):
+        raise LaunchError(f"Slurm node list {text!r} has unbalanced brackets")
+    hosts: list[str] = []
+    for part in re.findall(r"(?:[^\[\],]|\[[^\[\]]*\])+", text):  # at commas outside brackets
+        choices = [_numbers(piece, text) if place % 2 else [piece] for place, piece in enumerate(re.split(r"[\[\]]", part))]
+        hosts += map("".join, itertools.product(*choices))
     if not hosts:
         raise LaunchError(f"Slurm node list {text!r} names no host")
     return hosts
@@ -315,38 +321,16 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def _split_outside_brackets(text: str) -> list[str]:
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char == "[") - (char == "]")
-        if depth not in (0, 1):
-            raise LaunchError(f"Slurm node list {text!r} has unbalanced brackets")
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    if depth:
-        raise LaunchError(f"Slurm node list {text!r} has unbalanced brackets")
-    return [part for part in parts if part]
-
-
-def _expand(part: str, *, whole: str) -> list[str]:
-    """Expand the first bracket of one element, then the rest of it."""
-    head, bracket, rest = part.partition("[")
-    if not bracket:
-        return [part]
-    ranges, _, tail = rest.partition("]")
-    numbers = [number for item in ranges.split(",") for number in _range(item, whole=whole)]
-    return [head + number + ending for number in numbers for ending in _expand(tail, whole=whole)]
-
-
-def _range(item: str, *, whole: str) -> list[str]:
-    """`01-03` -> 01 02 03 (the width of the first number is kept); `7` -> 7."""
-    first, dash, last = item.partition("-")
-    last = last if dash else first
-    if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
-        raise LaunchError(f"Slurm node list {whole!r} has a malformed range {item!r}")
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+def _numbers(ranges: str, whole: str) -> list[str]:
+    """`01-03,7` -> 01 02 03 7 (the width of a range's first number is kept)."""
+    found: list[str] = []
+    for item in ranges.split(","):
+        first, dash, last = item.partition("-")
+        last = last if dash else first
+        if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
+            raise LaunchError(f"Slurm node list {whole!r} has a malformed range {item!r}")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return found
 
 
 def join_mpi(environ: Mapping[str, str]) -> World:

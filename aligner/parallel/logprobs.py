@@ -147,7 +147,9 @@ def linear_topk(hidden: Tensor, weight: Tensor, k: int, projection: Projection =
     tokens = torch.empty(hidden.shape[0], k, dtype=torch.int64, device=hidden.device)
     logprobs = torch.empty(hidden.shape[0], k, dtype=torch.float32, device=hidden.device)
     size = max(0, min(weight.shape[0], below - start_id))
-    _check_vocabulary(size, k, group, hidden.device)
+    whole = int(_reduce(upload(torch.tensor(size), hidden.device), dist.ReduceOp.SUM, group))
+    if not 1 <= k <= whole:
+        raise ConfigError(f"top_k={k}: must be at least 1 and at most the {whole} words of the vocabulary")
     for rows in projection.chunks(hidden.shape[0]):
         z = projection.logits(hidden[rows], weight)
         peak, total = _normaliser(z, projection)
@@ -159,12 +161,6 @@ def linear_topk(hidden: Tensor, weight: Tensor, k: int, projection: Projection =
         logprobs[rows] = order.values[:, :k].float() - log_normalizer(peak, total)[:, None]
         tokens[rows] = beside(places, group).gather(1, order.indices[:, :k])
     return tokens, logprobs
-
-
-def _check_vocabulary(size: int, k: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    whole = int(_reduce(upload(torch.tensor(size), device), dist.ReduceOp.SUM, group))
-    if not 1 <= k <= whole:
-        raise ConfigError(f"top_k={k}: must be at least 1 and at most the {whole} words of the vocabulary")
 
 
 def _normaliser(z: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:

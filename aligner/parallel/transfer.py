@@ -34,6 +34,10 @@ class Lanes:
         """Whether this rank has a shard of the tensor in training."""
         return self.pp.rank() == move.stage and move.expert_rank in (None, self.ep.rank())
 
+    def splits(self, move: Move) -> dist.ProcessGroup:
+        """The ranks over which the tensor is split."""
+        return self.tp if move.expert_rank is None else self.expert_tp
+
 
 def block_group(size: int, *, backend: str | None = None) -> dist.ProcessGroup | None:
     """The group of this rank's block of `size` consecutive ranks; None for blocks of one. Makes the groups of all blocks. Collective."""
@@ -103,7 +107,7 @@ class Refill:
 
 def _prepare(bucket: Bucket, lanes: Lanes, index: int) -> _Transfer:
     is_expert, gathered = bucket.first.expert_rank is not None, bucket.first.gathered
-    group = lanes.expert_tp if is_expert else lanes.tp
+    group = lanes.splits(bucket.first)
     peers = range(group.size()) if gathered else (group.rank(),)
     steps, offset = [], 0
     for portion in bucket.portions:
@@ -122,7 +126,8 @@ class _Slot:
         self._lanes = lanes
         self._stream = stream
         own = max(transfer.bucket.num_bytes for transfer in transfers)
-        everyones = max((self._num_peers(t.bucket) * t.bucket.num_bytes for t in transfers if t.bucket.first.gathered), default=0)
+        gathered = [transfer.bucket for transfer in transfers if transfer.bucket.first.gathered]
+        everyones = max((lanes.splits(bucket.first).size() * bucket.num_bytes for bucket in gathered), default=0)
         self._own = torch.empty(own, dtype=torch.uint8, device=platform.device())
         self._everyones = torch.empty(everyones, dtype=torch.uint8, device=platform.device())
         self._parts: dict[int, Tensor] = {}
@@ -144,9 +149,6 @@ class _Slot:
             torch.cuda.current_stream().wait_event(self._event)
         return self._parts
 
-    def _num_peers(self, bucket: Bucket) -> int:
-        return (self._lanes.tp if bucket.first.expert_rank is None else self._lanes.expert_tp).size()
-
     def _bring(self, transfer: _Transfer, sources: Mapping[str, Tensor]) -> dict[int, Tensor]:
         bucket, lanes = transfer.bucket, self._lanes
         first = bucket.first
@@ -158,7 +160,7 @@ class _Slot:
             _broadcast(flat, first.stage, lanes.pp)
         if is_expert:
             _broadcast(flat, first.expert_rank, lanes.ep)
-        group = lanes.expert_tp if is_expert else lanes.tp
+        group = lanes.splits(first)
         if not first.gathered:
             return {group.rank(): flat}
         parts = self._everyones[: group.size() * bucket.num_bytes].view(first.dtype)

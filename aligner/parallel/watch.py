@@ -18,6 +18,7 @@ process does not run.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
@@ -106,19 +108,14 @@ class Watch:
     def __post_init__(self) -> None:
         # Rare enough for hundreds of ranks on one shared file system, often enough to notice a stall within a fraction of its time.
         self._interval = min(max(self.stall_seconds / 10, 0.2), 10.0) if self.stall_seconds else 10.0
+        self._answer_seconds = max(MIN_ANSWER_SECONDS, 3 * self._interval)
+        self._own_file = self.health / f"{self.place.component}.{self.place.rank}.json"
+        # Exists once a rank of this start has requested all stacks.
+        self.request = self.stacks / f".{self.place.component}.{self.place.incarnation}.request"
+        self.report = self.stacks / f"{self.place.component}.report.txt"  # of a stall of this component
         self._stopped = threading.Event()
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
-
-    @property
-    def request(self) -> Path:
-        """The file that exists once a rank of this start has requested all stacks."""
-        return self.stacks / f".{self.place.component}.{self.place.incarnation}.request"
-
-    @property
-    def report(self) -> Path:
-        """The report file of a stall of this component."""
-        return self.stacks / f"{self.place.component}.report.txt"
 
     def start(self) -> None:
         """Begin. Raises ConfigError where the run directory cannot be written to."""
@@ -144,7 +141,7 @@ class Watch:
             self._try_to_write()
             recording.flush()
             try:
-                is_over = bool(self.stall_seconds) and (self._is_asked() or self.has_stalled())
+                is_over = bool(self.stall_seconds) and (self.request.exists() or self.has_stalled())
             except OSError as error:
                 self._warn(f"cannot tell whether the component has stalled: {describe_os_error(error, self.health)}")
                 continue
@@ -155,13 +152,6 @@ class Watch:
         """Set a timer that ends the process without the interpreter. This thread resets it; it cannot while native code holds the lock."""
         if self.stall_seconds:
             faulthandler.dump_traceback_later(self.stall_seconds + self._answer_seconds, file=2, exit=True)
-
-    @property
-    def _answer_seconds(self) -> float:
-        return max(MIN_ANSWER_SECONDS, 3 * self._interval)
-
-    def _is_asked(self) -> bool:
-        return self.request.exists()
 
     def has_stalled(self) -> bool:
         """Whether the component has stalled, as far as this rank can tell, and does not wait for a server."""
@@ -187,7 +177,8 @@ class Watch:
         faulthandler.dump_traceback_later(self._answer_seconds + 3 * SPY_SECONDS, file=2, exit=True)
         print(f"{self.place.component}.{self.place.rank}: no progress: writing stacks to {self.stacks}", file=sys.stderr, flush=True)
         try:
-            self._ask()
+            with contextlib.suppress(FileExistsError), self.request.open("x") as file:  # another rank may be first
+                file.write(f"rank {self.place.rank}\n")
             self._dump()
             self.record(dumped=True)
             states = self._wait_for_others()
@@ -202,37 +193,24 @@ class Watch:
         self.last_words(text)
         os._exit(1)
 
-    def _ask(self) -> None:
-        try:
-            with self.request.open("x") as file:
-                file.write(f"rank {self.place.rank}\n")
-        except FileExistsError:
-            pass  # another rank was first
-
-    def _dump(self) -> Path:
+    def _dump(self) -> None:
         """Every thread's stack, below the rank's record."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        path = self.stacks / f"{self.place.component}.{self.place.rank}.{stamp}.txt"
-        with path.open("w") as file:
+        with (self.stacks / f"{self.place.component}.{self.place.rank}.{stamp}.txt").open("w") as file:
             file.write(json.dumps(self._content(dumped=True)) + "\n\n")
             file.flush()
             faulthandler.dump_traceback(file=file, all_threads=True)
-        return path
 
     def _wait_for_others(self) -> list[RankState]:
         """Everybody's record, once all have written their stacks or the time for it is over."""
         deadline = time.monotonic() + self._answer_seconds
         while True:
-            states = self._ours()
+            found = _read_all(self.health, attempt=self.place.attempt)
+            states = [state for state in found if state.place.incarnation == self.place.incarnation]
             answered = [state for state in states if state.dumped or state.ended]
             if len(answered) == self.place.world_size or time.monotonic() > deadline:
                 return [state if state in answered else replace(state, absence=self._absence(state)) for state in states]
             time.sleep(min(self._interval, 0.5))
-
-    def _ours(self) -> list[RankState]:
-        """The record of every rank of this start of the component."""
-        found = _read_all(self.health, attempt=self.place.attempt)
-        return [state for state in found if state.place.incarnation == self.place.incarnation]
 
     def _absence(self, state: RankState) -> str:
         age = self._own_file.stat().st_mtime - state.written
@@ -240,27 +218,30 @@ class Watch:
         return f"{_process_state(state.pid)}; {absence}" if state.place.host == self.place.host else absence
 
     def _spy_on_neighbours(self, states: list[RankState]) -> None:
-        """The stacks of processes on this machine that cannot write their own."""
-        for state in states:
-            if state.absence and state.place.host == self.place.host:
-                path = self.stacks / f"{self.place.component}.{state.place.rank}.by-{self.place.rank}.txt"
-                _spy(state.pid, path, "--nonblocking")
+        """py-spy's view of processes on this machine that cannot write their own stacks; nothing if it is not installed."""
+        program = which("py-spy") or which("py-spy", path=str(Path(sys.executable).parent))
+        for state in states if program else ():
+            if not state.absence or state.place.host != self.place.host:
+                continue
+            command = [program, "dump", "--nonblocking", "--pid", str(state.pid)]
+            with (self.stacks / f"{self.place.component}.{state.place.rank}.by-{self.place.rank}.txt").open("a") as file:
+                file.write(f"\npy-spy dump --nonblocking of process {state.pid}:\n")
+                file.flush()
+                try:
+                    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=SPY_SECONDS)
+                except (OSError, subprocess.TimeoutExpired) as error:
+                    file.write(f"it failed: {error}\n")
 
     def _publish(self, verdict: Verdict) -> str:
         """The first rank to write publishes its report; every rank shows that one."""
         own = self.report.with_suffix(f".{self.place.rank}.tmp")
         own.write_text(f"{verdict.text}\nstacks: {self.stacks}\nstart {self.place.incarnation}\n")
         try:
-            os.link(own, self.report)
-        except FileExistsError:
-            pass
+            with contextlib.suppress(FileExistsError):
+                os.link(own, self.report)
         finally:
             own.unlink()
         return self.report.read_text()
-
-    @property
-    def _own_file(self) -> Path:
-        return self.health / f"{self.place.component}.{self.place.rank}.json"
 
     def _content(self, *, dumped: bool = False, ended: bool = False) -> dict[str, Any]:
         record = asdict(self.progress.snapshot())
@@ -310,22 +291,6 @@ def _process_state(pid: int) -> str:
         return f"process {pid} is gone"
     state = next((line.split(maxsplit=1)[1] for line in lines if line.startswith("State:")), "unknown")
     return f"process {pid} is in state {state}"
-
-
-def _spy(pid: int, path: Path, option: str) -> None:
-    """Append py-spy's view of a process to a file, with native frames if it may see them; nothing if it is not installed."""
-    program = which("py-spy") or which("py-spy", path=str(Path(sys.executable).parent))
-    if program is None:
-        return
-    with path.open("a") as file:
-        file.write(f"\npy-spy dump {option} of process {pid}:\n")
-        file.flush()
-        try:
-            subprocess.run(
-                [program, "dump", option, "--pid", str(pid)], stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=SPY_SECONDS
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            file.write(f"it failed: {error}\n")
 
 
 def diagnose(component: str, states: Sequence[RankState], *, world_size: int, stall_seconds: float) -> Verdict:
@@ -387,10 +352,9 @@ def _behind(by_rank: Mapping[int, RankState]) -> list[int]:
     Counts are compared within a group, since pipeline stages enter different collectives. A rank may be behind only because it waits for
     another one that is behind. Only their lags tell the two apart, so the rank furthest behind is named.
     """
-    tops: dict[str, int] = {}
+    tops: Counter[str] = Counter()
     for state in by_rank.values():
-        for key, count in state.snapshot.counts.items():
-            tops[key] = max(count, tops.get(key, 0))
+        tops |= Counter(state.snapshot.counts)
     lag = {
         rank: max((tops[key] - count for key, count in state.snapshot.counts.items()), default=0)
         for rank, state in by_rank.items()
@@ -406,17 +370,16 @@ def _accusation(state: RankState, waiting: Sequence[RankState]) -> str:
         head = f"{state.name} does not run ({state.absence}); it was last seen {doing}"
     else:
         head = f"{state.name} has ended, {doing}" if state.ended else f"{state.name} stalled: {doing}"
-    kinds: dict[str, list[int]] = {}
+    kinds: defaultdict[str, list[int]] = defaultdict(list)
     for other in waiting:
         if other.snapshot.inside is not None:
-            kinds.setdefault(_collective_text(other.snapshot.inside), []).append(other.place.rank)
+            kinds[_collective_text(other.snapshot.inside)].append(other.place.rank)
     texts = [f"{rank_list(ranks)} in {text}" for text, ranks in kinds.items()]
     more = f", and {len(texts) - NUM_KINDS} other groups" if len(texts) > NUM_KINDS else ""
     return f"{head}; it is waited for by {', '.join(texts[:NUM_KINDS])}{more}" if texts else head
 
 
 def _groups(by_rank: Mapping[int, RankState], waits: Mapping[int, set[int]]) -> dict[str, list[int]]:
-    """Ranks by their activity."""
     found: dict[str, list[int]] = {}
     for rank, state in sorted(by_rank.items()):
         text = _doing(state.snapshot, with_time=False)

@@ -122,7 +122,7 @@ class Kernels:
 
 HIDDEN_PASSES, INNER_PASSES = 16, 5  # how often a layer's small kernels read or write a hidden state, or a feed-forward layer's inside
 ROUTED_PASSES = 6  # and a token on its way to an expert and back
-CHUNK = 64  # tokens: `aligner.models.modules.delta_rule`
+CHUNK = 64  # tokens: `aligner.models.modules.gated_delta_net`
 
 
 def kernels(component: Component, cluster: ClusterConfig) -> Kernels:

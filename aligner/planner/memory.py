@@ -30,7 +30,7 @@ _KERNEL_PAGE = 256  # tokens of a page of the engine's cache if attention kernel
 _VLLM_PAGE = 128  # tokens to which the wrapper rounds a sequence, and of the page that vLLM keeps for itself
 _HEAP_LOSS = 0.5  # part of the activations that is lost if micro-batches differ in length; measured: 0.3 to 0.8
 _HOST_ELEMENT = 16  # bytes of a parameter that the host updates
-EXPORTED_FILE_BYTES = 5 * 2**30  # of an exported model: `aligner.models.weights.weights.MAX_FILE_BYTES`
+EXPORTED_FILE_BYTES = 5 * 2**30  # of an exported model: `aligner.models.weights.MAX_FILE_BYTES`
 HOST_PROCESS_GIB = 3.0  # a rank's Python, torch and its libraries in host memory, beside a GPU
 
 

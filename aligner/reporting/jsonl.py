@@ -58,18 +58,6 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     return [_decode(line, f"{path}:{number}") for number, line in enumerate(complete, start=1)]
 
 
-def read_metrics_since(path: Path, offset: int) -> tuple[list[StepMetrics], int]:
-    """The complete lines from byte `offset` on, and where the last of them begins: more metrics may still be merged into it.
-
-    All lines if the run has resumed from an earlier step since. Raises DataError as `read_metrics`.
-    """
-    data = path.read_bytes()
-    begin = offset if 0 < offset < len(data) and data[offset - 1 : offset] == b"\n" else 0
-    complete = data[begin:].split(b"\n")[:-1]
-    last = begin + sum(len(line) + 1 for line in complete[:-1])
-    return [_decode(line, f"{path}, byte {begin}, line {number}") for number, line in enumerate(complete, start=1)], last
-
-
 class MetricsFile:
     """Appends steps to a file. A step that is logged again right away is merged into its line.
 

@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +19,10 @@ from typing import Any, Protocol
 from aligner.errors import ConfigError
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.rollout_table import SampleRow, cell, markdown_table
+from aligner.settings.schema import flat
 
 _RETRY_SECONDS = 60.0
 _BATCH_PARAMETERS, _VALUE_CHARS, _NAME_CHARS = 100, 500, 250  # MLflow's limits
-_TABLE_COLUMNS = ("reward", "finish_reason", "prompt", "response")
 
 
 class MetricLogger(Protocol):
@@ -75,8 +76,9 @@ class WandbLogger:
         self._run.log({"step": step, **metrics})
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
-        data = [list(_cells(row, self._max_cell_chars)) for row in rows]
-        self._run.log({"step": step, "samples": self._wandb.Table(columns=list(_TABLE_COLUMNS), data=data)})
+        most = self._max_cell_chars
+        data = [[row.reward, row.finish_reason.value, cell(row.prompt, most), cell(row.response, most)] for row in rows]
+        self._run.log({"step": step, "samples": self._wandb.Table(columns=["reward", "finish_reason", "prompt", "response"], data=data)})
 
     def close(self) -> None:
         self._run.finish()
@@ -120,12 +122,8 @@ class NeverFatal:
     """A remote logger whose errors are reported once and never end the run."""
 
     def __init__(self, logger: MetricLogger, name: str, warn: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._logger = logger
-        self._name = name
-        self._warn = warn
-        self._clock = clock
-        self._pause = 0.0
-        self._again_at = 0.0
+        self._logger, self._name, self._warn, self._clock = logger, name, warn, clock
+        self._pause = self._again_at = 0.0
         self._num_lost = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -167,39 +165,29 @@ def open_loggers(
     warn: Callable[[str], None],
 ) -> list[MetricLogger]:
     """The loggers that `config` selects. Raises ConfigError for one that is not installed or cannot start (wrong address, no login)."""
-    loggers: list[MetricLogger] = []
+    starts: dict[str, tuple[str, Callable[[], MetricLogger]]] = {}
     if find_spec("tensorboard") if config.tensorboard is None else config.tensorboard:
-        writer = TensorBoardLogger(tensorboard, resumed_step=resumed_step, max_cell_chars=config.max_cell_chars)
-        loggers.append(NeverFatal(writer, "TensorBoard", warn))
+        make = partial(TensorBoardLogger, tensorboard, resumed_step=resumed_step, max_cell_chars=config.max_cell_chars)
+        starts["TensorBoard"] = f"tensorboard={config.tensorboard}", make
     if config.wandb_project:
-        field = f"wandb_project={config.wandb_project!r}"
-        loggers.append(NeverFatal(_started(lambda: WandbLogger(config, directory, run_id, settings), field), "W&B", warn))
+        starts["W&B"] = f"wandb_project={config.wandb_project!r}", partial(WandbLogger, config, directory, run_id, settings)
     if config.mlflow_tracking_uri:
-        field = f"mlflow_tracking_uri={config.mlflow_tracking_uri!r}"
-        loggers.append(NeverFatal(_started(lambda: MLflowLogger(config, directory, settings), field), "MLflow", warn))
+        starts["MLflow"] = f"mlflow_tracking_uri={config.mlflow_tracking_uri!r}", partial(MLflowLogger, config, directory, settings)
+    loggers: list[MetricLogger] = []
+    for name, (setting, start) in starts.items():
+        try:
+            loggers.append(NeverFatal(start(), name, warn))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"logging.{setting} is set, but this logger cannot start: {type(error).__name__}: {error}") from error
     return loggers
 
 
-def parameters(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
     """Nested settings as MLflow's parameters: dotted names in its alphabet, values as text, both cut to its limits."""
-    found: dict[str, str] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            found |= parameters(value, f"{name}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            found[re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)[:_NAME_CHARS]] = text[:_VALUE_CHARS]
-    return found
-
-
-def _started(start: Callable[[], MetricLogger], field: str) -> MetricLogger:
-    try:
-        return start()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"logging.{field} is set, but this logger cannot start: {type(error).__name__}: {error}") from error
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in flat(settings)}
+    return {re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)[:_NAME_CHARS]: text[:_VALUE_CHARS] for name, text in texts.items()}
 
 
 def _imported(module: str, setting: str, package: str) -> Any:
@@ -208,7 +196,3 @@ def _imported(module: str, setting: str, package: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise ConfigError(f"logging.{setting} requires the package {package} ({error}): pip install {package}, or switch it off") from error
-
-
-def _cells(row: SampleRow, max_chars: int) -> tuple[float, str, str, str]:
-    return row.reward, row.finish_reason.value, cell(row.prompt, max_chars), cell(row.response, max_chars)

@@ -50,7 +50,14 @@ def endpoint_function(url: str, timeout_seconds: float, token_variable: str = ""
     def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
         body = json.dumps({"prompts": prompts, "responses": responses, "answers": answers}).encode()
         request = urllib.request.Request(url, body, headers, method="POST")
-        return _rewards(url, _answer(request, time.monotonic() + timeout_seconds, timeout_seconds))
+        content = _answer(request, time.monotonic() + timeout_seconds, timeout_seconds)
+        try:
+            answer = json.loads(content)
+        except ValueError as error:
+            raise EndpointError(f"{url} answered no JSON: {_excerpt(content)}") from error
+        if not isinstance(answer, dict) or "rewards" not in answer:
+            raise EndpointError(f"{url} answered without rewards: {_excerpt(content)}")
+        return answer["rewards"]
 
     return reward
 
@@ -75,16 +82,6 @@ def _answer(request: urllib.request.Request, deadline: float, timeout_seconds: f
             )
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-
-def _rewards(url: str, body: bytes) -> list[float]:
-    try:
-        answer = json.loads(body)
-    except ValueError as error:
-        raise EndpointError(f"{url} answered no JSON: {_excerpt(body)}") from error
-    if not isinstance(answer, dict) or "rewards" not in answer:
-        raise EndpointError(f"{url} answered without rewards: {_excerpt(body)}")
-    return answer["rewards"]
 
 
 def _excerpt(body: bytes) -> str:
@@ -173,8 +170,6 @@ def composed_reward(
     """The sum that `reward.functions` describes; `served` is the reward model of the part with served=true. Raises ConfigError."""
     parts = {}
     for name, config in configs.items():
-        if config.served and served is None:
-            raise ConfigError(f"reward.functions.{name}.served=true: needs reward.serve=true")
         model = served if config.served else _function_part(name, config, decode)
         parts[name] = Part(model=model, weight=config.weight, on_error=config.on_error)
     return WeightedReward(parts)

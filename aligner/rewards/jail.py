@@ -15,7 +15,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 NOBODY = 65534
@@ -49,24 +49,9 @@ def enter_user_namespace() -> None:
             file.write(text)
 
 
-def die_with_parent(signal_number: int) -> None:
-    """Receive this signal when the thread that started this process ends."""
-    _control("PR_SET_PDEATHSIG", _SET_DEATH_SIGNAL, signal_number)
-
-
 def show_process_files(shown: bool) -> None:
     """Whether this process's user may open its files in /proc; a change of user forbids it until the next exec."""
     _control("PR_SET_DUMPABLE", _SET_DUMPABLE, int(shown))
-
-
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends."""
-    _control("PR_SET_CHILD_SUBREAPER", _SET_SUBREAPER, 1)
-
-
-def make_root_ordinary() -> None:
-    """From the next exec on root has no capabilities."""
-    _control("PR_SET_SECUREBITS", _SET_SECURE_BITS, _NO_ROOT)
 
 
 def filter_calls(program: bytes) -> None:
@@ -296,11 +281,11 @@ def _prepare(order: dict) -> None:
             enter_user_namespace()
     if by_bubblewrap:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 receives no signal from inside without a handler
-        die_with_parent(signal.SIGKILL)  # after the change of user, which would reset it
     else:
         signal.signal(signal.SIGTERM, _end_all)
-        die_with_parent(signal.SIGTERM)
-        adopt_orphans()
+        _control("PR_SET_CHILD_SUBREAPER", _SET_SUBREAPER, 1)  # become the parent of descendants whose own parent ends
+    # When the thread that started this process ends; after the change of user, which would reset it.
+    _control("PR_SET_PDEATHSIG", _SET_DEATH_SIGNAL, signal.SIGKILL if by_bubblewrap else signal.SIGTERM)
 
 
 def _supervise(order: dict, directory: str) -> None:
@@ -355,15 +340,10 @@ def _passed(order: dict) -> str:
     place = os.statvfs(WORK)
     if place.f_files - place.f_ffree > max(64, order["disk_bytes"] // PAGE_BYTES):  # empty files use kernel memory too
         return "disk"
-    most, pids = order["memory_bytes"], _others()
+    most, pids = order["memory_bytes"], [name for name in os.listdir("/proc") if name.isdigit() and name != str(os.getpid())]
     if sum(map(_resident, pids)) > most and sum(map(_share, pids)) > most:  # the first is quick, but counts shared pages repeatedly
         return "memory"
     return ""
-
-
-def _others() -> list[str]:
-    """The other processes."""
-    return [name for name in os.listdir("/proc") if name.isdigit() and name != str(os.getpid())]
 
 
 def _resident(pid: str) -> int:
@@ -408,7 +388,7 @@ def _become(order: dict, directory: str, in_use: int) -> NoReturn:
         own = None if order["isolation"] == "bubblewrap" else (os.getpid(), 0, -os.getpid())
         environment = {"PATH": "/usr/bin:/bin", "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
         if os.geteuid() == 0:  # in a user namespace without another user, with a weaker isolation
-            make_root_ordinary()
+            _control("PR_SET_SECUREBITS", _SET_SECURE_BITS, _NO_ROOT)  # from the next exec on root has no capabilities
         if order["isolation"] == "landlock":
             devices = [f"/dev/{name}" for name in DEVICES]
             restrict_files(order["readable"] + devices, [directory, "/dev/null"])
@@ -426,14 +406,16 @@ def _tell(order: dict, **what: object) -> None:
 
 def _threads_of_user() -> int:
     """This user's current threads: RLIMIT_NPROC counts all of them."""
-    count = 0
+    return sum(_of_processes(lambda place: len(os.listdir(f"{place}/task")) if os.stat(place).st_uid == os.getuid() else 0).values())
+
+
+def _of_processes(read: Callable[[str], int]) -> dict[int, int]:
+    """What `read` finds in the folder of each process, unless it has ended."""
+    found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.stat(f"/proc/{name}").st_uid == os.getuid():
-                count += len(os.listdir(f"/proc/{name}/task"))
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
-    return count
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found[int(name)] = read(f"/proc/{name}")
+    return found
 
 
 def _end_all(*_: object) -> NoReturn:
@@ -447,26 +429,18 @@ def _end_descendants() -> None:
     deadline = time.monotonic() + CLEANUP_SECONDS
     while (pids := _descendants()) and time.monotonic() < deadline:
         for pid in pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it has ended
         _reap(0)
         time.sleep(0.002)
 
 
 def _descendants() -> list[int]:
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat") as file:
-                parent = int(file.read().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(parent, []).append(int(name))
-    found, waiting = [], [os.getpid()]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found += below
-        waiting += below
-    return found
+    def parent(place: str) -> int:
+        with open(f"{place}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+
+    parents, found = _of_processes(parent), [os.getpid()]
+    for above in found:  # which grows
+        found += [pid for pid, its in parents.items() if its == above]
+    return found[1:]

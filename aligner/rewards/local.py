@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeGuard
 
 import numpy as np
@@ -83,6 +83,7 @@ class RewardHung(RewardError):
     """A reward function did not return in time."""
 
 
+@dataclass(eq=False)
 class FunctionReward:
     """A `RewardModel` (aligner.protocols) from a Python function (aligner.rewards.forms) that receives the samples of one `score` call.
 
@@ -95,26 +96,20 @@ class FunctionReward:
     `about` is the function's attribute of that name, a description for the preflight; empty if it has none.
     """
 
-    def __init__(
-        self,
-        function: RewardFunction,
-        decode: Callable[[Sequence[int]], str],
-        timeout_seconds: float,
-        *,
-        name: str = "",
-        on_error: OnError = OnError.stop,
-        num_threads: int = 1,
-    ) -> None:
-        self._function = function
-        self._decode = decode
-        self._timeout_seconds = timeout_seconds
-        self._name = name or repr(function)
-        self.about: str = getattr(function, "about", "")
-        self._on_error = on_error
-        self._may_be_silent = is_trl(function)
+    function: RewardFunction
+    decode: Callable[[Sequence[int]], str]
+    timeout_seconds: float
+    _: KW_ONLY
+    name: str = ""
+    on_error: OnError = OnError.stop
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        self.name = self.name or repr(self.function)
+        self.about: str = getattr(self.function, "about", "")
         self._hanging: list[threading.Thread] = []
-        self._complaints = Complaints(f"reward function {self._name}")
-        self._executor = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="reward")
+        self._complaints = Complaints(f"reward function {self.name}")
+        self._executor = ThreadPoolExecutor(max_workers=self.num_threads, thread_name_prefix="reward")
 
     def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
         """Start scoring; resolves to B rewards on CPU.
@@ -132,14 +127,10 @@ class FunctionReward:
         if not rollouts:
             return Scores.of(torch.zeros(0))
         with recording.span("rewards", recording.rank_lane("reward function"), samples=len(rollouts)):
-            return self._scores_of(rollouts)
-
-    def _scores_of(self, rollouts: list[Rollout]) -> Scores:
-        samples = Samples.of(rollouts, self._decode)
-        deadline = time.monotonic() + self._timeout_seconds
-        if self._on_error is OnError.stop:
-            return _scores(self._rewards(samples, deadline))
-        found, complaint = self._possible_rewards(samples, deadline)
+            samples, deadline = Samples.of(rollouts, self.decode), time.monotonic() + self.timeout_seconds
+            if self.on_error is OnError.stop:
+                return _scores(self._rewards(samples, deadline))
+            found, complaint = self._possible_rewards(samples, deadline)
         scores = _scores(found)
         failed = scores.valid & ~scores.rewards.isfinite()
         if failed.any():
@@ -158,7 +149,7 @@ class FunctionReward:
         except Exception as error:
             culprit = self._culprit(samples, deadline)
             kind = RewardError if may_pass(error) else RewardRefused
-            raise kind(f"reward function {self._name} raised {raised(error)}; {culprit}") from error
+            raise kind(f"reward function {self.name} raised {raised(error)}; {culprit}") from error
 
     def _possible_rewards(self, samples: Samples, deadline: float) -> tuple[list[float | None], str]:
         """One reward per sample, NaN for none, and the first failure. Raises RewardError if too many calls hang already."""
@@ -189,11 +180,11 @@ class FunctionReward:
     def _call(self, samples: Samples, deadline: float) -> object:
         """What the function returns or raises; RewardHung if it has done neither by `deadline` (time.monotonic)."""
         outcome: queue.SimpleQueue[tuple[object, BaseException | None]] = queue.SimpleQueue()
-        function = self._function
+        function = self.function
 
         def run() -> None:
             try:
-                with calling(f"reward function {self._name}"):
+                with calling(f"reward function {self.name}"):
                     result = called(function, samples.samples, samples.version)
                     result = asyncio.run(_await(result)) if inspect.isawaitable(result) else result
                 outcome.put((result, None))
@@ -201,14 +192,14 @@ class FunctionReward:
                 outcome.put((None, error))
 
         # A thread cannot be killed: as a daemon, one that hangs does not keep the process alive.
-        thread = threading.Thread(target=run, name=f"reward-call {self._name}", daemon=True)
+        thread = threading.Thread(target=run, name=f"reward-call {self.name}", daemon=True)
         thread.start()
         try:
             result, error = outcome.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             self._hanging.append(thread)
             raise RewardHung(
-                f"reward function {self._name} returned nothing within timeout_seconds={self._timeout_seconds}; "
+                f"reward function {self.name} returned nothing within timeout_seconds={self.timeout_seconds}; "
                 f"it was {position(thread)[0]}; it was given {len(samples)} samples, from {samples.describe(0)}"
             ) from None
         if isinstance(error, Exception):
@@ -237,21 +228,22 @@ class FunctionReward:
         result = result.tolist() if _is_array(result) else result
         if not isinstance(result, (list, tuple)):
             raise RewardRefused(
-                f"reward function {self._name} returned a {type(result).__name__}, expected a list of {len(samples)} numbers; "
+                f"reward function {self.name} returned a {type(result).__name__}, expected a list of {len(samples)} numbers; "
                 f"it was given {samples.describe(0)}"
             )
         if len(result) != len(samples):
             raise RewardRefused(
-                f"reward function {self._name} returned {len(result)} numbers for {len(samples)} responses, from {samples.describe(0)}"
+                f"reward function {self.name} returned {len(result)} numbers for {len(samples)} responses, from {samples.describe(0)}"
             )
         rewards = [_only(x.tolist()) if _is_array(x) else x for x in result]
         for i, x in enumerate(rewards):
-            if not isinstance(x, numbers.Real) and not (x is None and self._may_be_silent):
+            if not isinstance(x, numbers.Real) and not (x is None and is_trl(self.function)):
                 raise RewardRefused(
-                    f"reward function {self._name} returned {result[i]!r} ({type(result[i]).__name__}), expected a number, "
+                    f"reward function {self.name} returned {result[i]!r} ({type(result[i]).__name__}), expected a number, "
                     f"for {samples.describe(i)}"
                 )
-        return [None if x is None else _float32(x) for x in rewards]
+        huge = {True: math.inf, False: -math.inf}  # beyond the range of float32
+        return [None if x is None else huge[x > 0] if abs(x) > FLOAT32_MAX else float(x) for x in rewards]
 
 
 class Complaints:
@@ -292,11 +284,6 @@ def _is_array(x: object) -> TypeGuard[np.generic | np.ndarray | torch.Tensor]:
 def _only(x: object) -> object:
     """The element of a list of one: a model's output for one sample often has a dimension of one."""
     return _only(x[0]) if isinstance(x, list) and len(x) == 1 else x
-
-
-def _float32(x: numbers.Real) -> float:
-    """x, or infinity beyond the range of float32."""
-    return (math.inf if x > 0 else -math.inf) if abs(x) > FLOAT32_MAX else float(x)
 
 
 async def _await(awaitable: Awaitable[object]) -> object:

@@ -27,7 +27,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -101,8 +101,7 @@ class SandboxLimits:
     open_files: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("wall_seconds", "cpu_seconds", "memory_bytes", "disk_bytes", "output_bytes", "processes", "open_files"):
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
             if not 0 < value < 2**62:
                 raise ConfigError(f"sandbox {name}={value}: must be above 0 and finite")
 
@@ -144,12 +143,17 @@ class Sandbox:
         self._readable_to_start = outermost([*self._readable, *readable_paths(sys.executable)])
         self._groups: Path | None = None
         self.isolation = Isolation.bubblewrap if isolation is Isolation.auto else isolation
-        self._check_works(isolation)
-        self._groups = self._working_groups()
+        strong = self.isolation is Isolation.bubblewrap
+        if refusal := "bwrap was not found" if strong and not self._bubblewrap else self._refusal():
+            why = f"does not work here with {self._interpreter} ({self.isolation.value}: {refusal})"
+            raise ConfigError(f"sandbox isolation={isolation.value}: {why}" + (f"; {WAYS_OUT}" if strong else ""))
+        self._groups = delegated_place()  # where control groups for programs can be made, if anywhere
+        if self._groups and self._refusal():
+            self._groups = None
 
     def run(self, source: str, stdin: str = "") -> Outcome:
         """Run a program, which reads `stdin`. Raises SandboxError if it could not be started; no program can cause that."""
-        return self._run(source, stdin, self.isolation, self.limits)
+        return self._run(source, stdin, self.limits)
 
     def describe(self) -> str:
         """The isolation in one line."""
@@ -161,29 +165,17 @@ class Sandbox:
             memory = "of all its processes together, by a watch" if alone else "of each process"
         return f"sandbox isolation={self.isolation.value}: {GUARANTEES[self.isolation]}; {calls} system calls; memory limit {memory}"
 
-    def _check_works(self, asked: Isolation) -> None:
-        strong = self.isolation is Isolation.bubblewrap
-        refusal = "bwrap was not found" if strong and not self._bubblewrap else self._refusal(self.isolation)
-        if refusal:
-            why = f"does not work here with {self._interpreter} ({self.isolation.value}: {refusal})"
-            raise ConfigError(f"sandbox isolation={asked.value}: {why}" + (f"; {WAYS_OUT}" if strong else ""))
-
-    def _refusal(self, isolation: Isolation) -> str:
-        """Why a trial program does not run with it; empty if it does."""
+    def _refusal(self) -> str:
+        """Why a trial program does not run; empty if it does."""
         try:
-            outcome = self._run("print(6 * 7)", "", isolation, TRIAL)
+            outcome = self._run("print(6 * 7)", "", TRIAL)
         except SandboxError as error:
             return str(error)
         if (outcome.ending, outcome.stdout) == (Ending.exited, "42\n"):
             return ""
         return f"a trial program ended with {outcome.ending.value} {outcome.code}: {outcome.stderr[-500:]}"
 
-    def _working_groups(self) -> Path | None:
-        """Where control groups for programs can be made, if anywhere."""
-        self._groups = delegated_place()
-        return self._groups if self._groups and not self._refusal(self.isolation) else None
-
-    def _run(self, source: str, stdin: str, isolation: Isolation, limits: SandboxLimits) -> Outcome:
+    def _run(self, source: str, stdin: str, limits: SandboxLimits) -> Outcome:
         try:
             with contextlib.ExitStack() as stack:
                 uid = NOBODY if os.geteuid() == 0 and has_nobody() else None
@@ -192,7 +184,7 @@ class Sandbox:
                 memory = limits.memory_bytes + limits.disk_bytes
                 limiting = control_group(self._groups, memory_bytes=memory, processes=limits.processes) if self._groups else None
                 group = stack.enter_context(limiting) if limiting else None
-                order = self._order(isolation, limits, directory, uid) | {"program": program, "control_group": group and group.procs}
+                order = self._order(limits, directory, uid) | {"program": program, "control_group": group and group.procs}
                 outcome = self._started(order, standard_input, limits)
                 killed = outcome.ending is Ending.signal and outcome.code == signal.SIGKILL
                 return replace(outcome, ending=Ending.memory) if killed and group and group.out_of_memory() else outcome
@@ -223,23 +215,19 @@ class Sandbox:
         finally:
             os.close(status)
 
-    def _order(self, isolation: Isolation, limits: SandboxLimits, directory: str, uid: int | None) -> dict[str, object]:
+    def _order(self, limits: SandboxLimits, directory: str, uid: int | None) -> dict[str, object]:
         """The order for aligner.rewards.jail, without the descriptors."""
         command: list[str] = []
-        if isolation is Isolation.bubblewrap:
+        if self.isolation is Isolation.bubblewrap:
             command = bubblewrap_command(self._bubblewrap, self._readable_to_start, limits.disk_bytes, then_nobody=uid is not None)
         return {
-            "isolation": isolation.value,
+            "isolation": self.isolation.value,
             "directory": directory,
             "interpreter": self._interpreter,
             "readable": self._readable,
             "bubblewrap": command,
             "uid": uid,
-            "cpu_seconds": limits.cpu_seconds,
-            "memory_bytes": limits.memory_bytes,
-            "disk_bytes": limits.disk_bytes,
-            "processes": limits.processes,
-            "open_files": limits.open_files,
+            **asdict(limits),
         }
 
 
@@ -263,7 +251,9 @@ class _Watch:
             self._end(at_once=ending is None)
             self._process.stdout.close()
             self._process.stderr.close()
-        said = self._said()
+        said: dict[str, object] = {}  # the process's own report
+        for line in bytes(self._read[self._status]).splitlines():
+            said |= json.loads(line)
         if "error" in said or self._started_at is None:
             text = self._text(self._err).strip()[-500:]
             raise SandboxError(str(said.get("error") or text or f"nothing was started; exit code {self._process.returncode}"))
@@ -293,22 +283,13 @@ class _Watch:
 
     def _end(self, *, at_once: bool) -> None:
         """Reap the process, which ends the program's processes."""
-        if self._gently and not at_once:
-            self._process.send_signal(signal.SIGTERM)
-        elif not at_once:
-            self._process.kill()
+        if not at_once:
+            self._process.send_signal(signal.SIGTERM if self._gently else signal.SIGKILL)
         try:
             self._process.wait(ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(ENDING_SECONDS)
-
-    def _said(self) -> dict[str, object]:
-        """The process's own report."""
-        said: dict[str, object] = {}
-        for line in bytes(self._read[self._status]).splitlines():
-            said |= json.loads(line)
-        return said
 
     def _judged(self, ending: Ending | None, said: dict[str, object]) -> Outcome:
         code = os.waitstatus_to_exitcode(int(said["status"])) if "status" in said else -signal.SIGKILL

@@ -205,7 +205,8 @@ def _may_divide(place: Path, *, is_own: bool) -> bool:
     try:
         if not all(os.access(place / name, os.W_OK) for name in ("", "cgroup.procs", "cgroup.subtree_control")):
             return False
-        if os.geteuid() == 0 and not is_own and not _is_delegated(place):  # root can write everywhere
+        marks = ("user.delegate", "trusted.delegate")  # systemd's, for delegated groups; root can write everywhere
+        if os.geteuid() == 0 and not is_own and not any(name in marks for name in os.listxattr(place)):
             return False
         switches = place / "cgroup.subtree_control"
         if not set(switches.read_text().split()) >= CONTROLLERS:
@@ -213,11 +214,6 @@ def _may_divide(place: Path, *, is_own: bool) -> bool:
         return True
     except OSError:  # the group has processes itself, or controllers are missing
         return False
-
-
-def _is_delegated(place: Path) -> bool:
-    """Whether it has systemd's mark for delegated groups."""
-    return any(name in ("user.delegate", "trusted.delegate") for name in os.listxattr(place))
 
 
 @contextlib.contextmanager

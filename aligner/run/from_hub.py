@@ -1,7 +1,7 @@
-"""Settings that name models and data sets of the Hugging Face Hub: directories, before anything else reads them.
+"""Settings that name models and data sets of the Hugging Face Hub.
 
-A config class says which of its settings may (`from_hub`). `fetch_named` puts the directory of the local cache in place of the name, so
-that whatever comes later sees a directory; `with_names` puts the name back, with its commit, where settings are compared and recorded.
+A config class lists such settings in `from_hub`. `fetch_named` replaces each name by a directory of the local cache before anything else
+reads the settings; `with_names` restores the name, with its commit, before settings are compared and recorded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from aligner.cluster.outcomes import rank_of
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import AlignerError, describe_os_error
+from aligner.files import publish_first
 from aligner.hub.names import DATASETS_PREFIX, Files, HubName, name_of, parse, parse_data
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ WAIT_SECONDS = 3600.0  # of commands without a run's settings
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """One that may name something of the Hub."""
+    """A setting that may name something of the Hub."""
 
     key: str
     section: Any  # a config, or a source of several in `data.train`
@@ -44,7 +44,7 @@ class _Setting:
             object.__setattr__(self.section, self.field, value)
 
     def name(self) -> tuple[HubName, str] | None:
-        """The name, and what follows it."""
+        """The name, and the text behind it."""
         if self.files is Files.data:
             return parse_data(self.value)
         name = parse(self.value)
@@ -62,10 +62,9 @@ def fetch_named(
 ) -> dict[str, Path]:
     """Put directories in place of all names of the Hub; returns the directories by setting.
 
-    What the local cache lacks is downloaded, by one process of the machine. Without `weights` and `data` the configs and tokenizers of the
-    models are enough. A run keeps the commits that it began with; with `records` this may be its beginning. Names in sections that
-    `may_fail` stay where they cannot be fetched. Raises ConfigError or AlignerError as `aligner.hub.download.fetch` does, naming the
-    setting.
+    One process of the machine downloads what the local cache lacks. Without `weights` and `data` the configs and tokenizers of the models
+    are enough. A run keeps the commits that it began with; with `records` this call may be its beginning. If a section `may_fail`, a name
+    that cannot be fetched stays. Raises ConfigError or AlignerError as `aligner.hub.download.fetch` does, naming the setting.
     """
     found: dict[str, Path] = {}
     for setting in _settings(config):
@@ -88,13 +87,13 @@ def fetch_named(
 
 
 def fetch_one(key: str, text: str, files: Files = Files.model) -> Path:
-    """The directory that an argument of a command names: itself, or that of a name of the Hub. Raises as `fetch_named`."""
+    """The directory of a command's argument, which is a path or a name of the Hub. Raises as `fetch_named`."""
     name = parse(text)
     return Path(text) if name is None else _fetch(key, name, files, None, records=False, say=print)
 
 
 def with_names(config: T) -> T:
-    """The config with names and commits in place of directories of the Hub's cache, which may lie elsewhere tomorrow."""
+    """The config with names and commits instead of directories of the Hub's cache, whose place may change."""
     named = copy.deepcopy(config)
     for setting in _settings(named):
         location, rest = setting.value, ""
@@ -107,7 +106,7 @@ def with_names(config: T) -> T:
 
 
 def meeting_seconds(config: Any) -> float:
-    """How long the ranks of a run may take until they have met: longer where one of them may have to download first."""
+    """How long the ranks of a run may take until they have met: longer if one of them may download first."""
     from_hub = any(before.value != after.value for before, after in zip(_settings(config), _settings(with_names(config)), strict=True))
     return float(config.run.start_timeout_seconds + (config.run.download_timeout_seconds if from_hub else 0.0))
 
@@ -157,17 +156,11 @@ def _recorded(run: RunDirectory, name: HubName) -> str:
 
 def _record(run: RunDirectory, name: HubName, commit: str) -> str:
     """Record the commit for the whole run. Of several processes the first to link its file wins; returns that one's."""
-    path, own = _file(run, name), run.hub / f".{uuid.uuid4().hex}.json"
+    path = _file(run, name)
     try:
         run.create()
         run.hub.mkdir(mode=0o700, exist_ok=True)
-        own.write_text(json.dumps({"name": str(name), "commit": commit}) + "\n")
-        try:
-            os.link(own, path)
-        except FileExistsError:
-            pass
-        finally:
-            own.unlink()
+        publish_first(path, json.dumps({"name": str(name), "commit": commit}) + "\n")
     except OSError as error:
         raise AlignerError(f"the commit of {name} could not be recorded: {describe_os_error(error, path)}") from error
     return _recorded(run, name)

@@ -7,9 +7,8 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from omegaconf import OmegaConf
 
@@ -43,7 +42,28 @@ def entrypoint(
     on stderr (ALIGNER_TRACEBACK=1 adds the traceback) and the code of `aligner.cluster.exit_codes`: 2 for ConfigError and DataError, 78 for
     RunHalted, 1 for the others. Any other exception is a bug and keeps its traceback and exit code 1.
     """
-    asked = _Program(schema, name, folders or folders_of(name), columns)
+    places = folders or folders_of(name)
+
+    def do(command: CommandLine, program: str, main: Callable[[T], int | None]) -> int:
+        """Do what the command line asks for; the exit code."""
+        keys, overrides = schema_keys(schema), command.overrides
+        refuse_options(command.unknown, keys)
+        config = chosen_config(name, command, places)
+        if command.asks == "--multirun":
+            return sweep(schema, config, overrides, places, columns=columns)
+        if not command.asks:
+            settings = compose(schema, config, overrides, places)
+            fetch_named(settings, records=True)
+            return int(main(settings) or 0)
+        node = compose_node(schema, config, overrides, places)
+        if command.asks == "--help":
+            groups = groups_of(keys, [*places, *own_folders(overrides)])
+            values = dict(shown_values(node, keys))
+            print(render(keys, values, program=program, file=config, groups=groups, topic=command.topic), flush=True)
+        else:
+            complete = not OmegaConf.missing_keys(node)
+            print(to_yaml(to_object(schema, node)) if complete else OmegaConf.to_yaml(node, resolve=True), end="", flush=True)
+        return 0
 
     def decorate(main: Callable[[T], int | None]) -> Callable[..., None]:
         def run(argv: Sequence[str] | CommandLine | None = None, program: str = "") -> None:
@@ -51,7 +71,7 @@ def entrypoint(
             try:
                 command = argv if isinstance(argv, CommandLine) else read(sys.argv[1:] if argv is None else argv)
                 with outcomes.unless_ended_early(os.environ):
-                    code = asked.do(command, program or f"python {sys.argv[0]}", main)
+                    code = do(command, program or f"python {sys.argv[0]}", main)
             except AlignerError as error:
                 if os.environ.get("ALIGNER_TRACEBACK") == "1":
                     traceback.print_exc()
@@ -74,37 +94,6 @@ def entrypoint(
         return run
 
     return decorate
-
-
-@dataclass(frozen=True, slots=True)
-class _Program:
-    schema: type[Any]
-    name: str  # of the recipe
-    folders: Sequence[Path]
-    columns: Sequence[Column]
-
-    def do(self, command: CommandLine, program: str, main: Callable[[Any], int | None]) -> int:
-        """Do what the command line asks for; the exit code."""
-        schema, places, overrides = self.schema, self.folders, command.overrides
-        keys = schema_keys(schema)
-        refuse_options(command.unknown, keys)
-        config = chosen_config(self.name, command, places)
-        if command.asks == "--multirun":
-            return sweep(schema, config, overrides, places, columns=self.columns)
-        if command.asks:
-            node = compose_node(schema, config, overrides, places)
-        if command.asks == "--help":
-            groups = groups_of(keys, [*places, *own_folders(command.overrides)])
-            values = dict(shown_values(node, keys))
-            print(render(keys, values, program=program, file=config, groups=groups, topic=command.topic), flush=True)
-        elif command.asks == "--cfg":
-            complete = not OmegaConf.missing_keys(node)
-            print(to_yaml(to_object(schema, node)) if complete else OmegaConf.to_yaml(node, resolve=True), end="", flush=True)
-        else:
-            settings = compose(schema, config, overrides, places)
-            fetch_named(settings, records=True)
-            return int(main(settings) or 0)
-        return 0
 
 
 def refuse_options(unknown: Sequence[str], keys: Sequence[SchemaKey]) -> None:

@@ -30,9 +30,8 @@ from aligner.data.report import LoadReport
 from aligner.errors import AlignerError, ConfigError, ServerError, describe_os_error
 from aligner.models.checkpoint import files
 from aligner.parallel import launch, platform, topology
-from aligner.parallel.collective_marks import marked
 from aligner.parallel.collectives import from_rank_0, raise_everywhere
-from aligner.parallel.progress import Progress
+from aligner.parallel.progress import Progress, marked
 from aligner.parallel.topology import ParallelConfig, Topology
 from aligner.parallel.watch import Place, Watch, clear_last_report
 from aligner.rollout.config import EngineKind, RolloutConfig
@@ -43,7 +42,7 @@ from aligner.servers.registry import Publication, make_registration
 from aligner.settings import user_code
 from aligner.settings.compose import fingerprint, to_yaml
 from aligner.settings.explain import recipe_with
-from aligner.settings.schema import SchemaKey, is_known, schema_keys
+from aligner.settings.schema import SchemaKey, flat, is_known, schema_keys
 from aligner.telemetry import recording
 
 _NOT_SET = "(not set)"
@@ -77,7 +76,7 @@ def check_changes(directory: RunDirectory, schema: type, config_yaml: str, *, al
         return ""
     before, keys = _read(newest / "config.yaml"), list(schema_keys(schema))
     changes = _changes(before, yaml.safe_load(config_yaml), keys)
-    if not allowed and any(not is_known(name, keys) for name in changes) and (recipe := recipe_with([name for name, _ in _flat(before)])):
+    if not allowed and any(not is_known(name, keys) for name in changes) and (recipe := recipe_with([name for name, _ in flat(before)])):
         raise ConfigError(f"run.directory={directory.path}: this is a run of {recipe}; name another directory")
     other = {name: change for name, change in changes.items() if not any(fnmatchcase(name, pattern) for pattern in _HARMLESS)}
     if other and not allowed:
@@ -109,21 +108,13 @@ def _changes(before: Any, now: Any, keys: list[SchemaKey]) -> dict[str, tuple[An
     """(before, now) by setting. A setting added to the schema since is no change; one removed, or never in it, is."""
     if not isinstance(before, dict):
         return {}
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = ({name: value for name, value in flat(tree) if value != {}} for tree in (before, now))
     gained = {key.key for key in keys if key.key not in old and not key.open}
     return {
         name: (old.get(name, _NOT_SET), new.get(name, _NOT_SET))
         for name in (*new, *(name for name in old if name not in new))
         if old.get(name, _NOT_SET) != new.get(name, _NOT_SET) and name not in gained
     }
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        elif value != {}:
-            yield f"{prefix}{name}", value
 
 
 def _listed(changes: dict[str, tuple[Any, Any]]) -> str:

@@ -91,21 +91,16 @@ class _Task:
         directory, overrides = Path(job.runtime.output_dir), list(job.overrides.task)
         print(f"\n=== run {job.job.num}: {_own(overrides, self.fixed) or self.config}", flush=True)
         program = ["-m", "aligner.cli", "launch", "local", self.config, *overrides, *self.more, override("run.directory", directory)]
-        _run([sys.executable, "-u", *program])
+        with subprocess.Popen(processes.exec_command([sys.executable, "-u", *program])) as run:
+            try:
+                run.wait()
+            except KeyboardInterrupt:  # it also reaches the run, which saves and ends; so does any end of this process
+                run.wait()
+                raise
         if not RunDirectory(directory).done.is_file():  # at once: not every sweeper reports its runs at the end
             print(f"run {job.job.num} did not finish; its logs: {RunDirectory(directory).logs}", file=sys.stderr, flush=True)
         metric = OmegaConf.select(config, "checkpoint.best_metric", default="")
-        return _newest(directory, metric) if metric else None
-
-
-def _run(command: list[str]) -> None:
-    """A Ctrl-C also reaches the run, which saves and ends; so does any end of this process."""
-    with subprocess.Popen(processes.exec_command(command)) as run:
-        try:
-            run.wait()
-        except KeyboardInterrupt:
-            run.wait()
-            raise
+        return RunView(directory).newest(metric) if metric else None
 
 
 def _own(overrides: Sequence[str], fixed: Sequence[str]) -> str:
@@ -117,13 +112,9 @@ def _ended(returned: JobReturn, fixed: Sequence[str]) -> Ended:
     return Ended(settings=_own(list(returned.overrides or ()), fixed), directory=directory, is_done=RunDirectory(directory).done.is_file())
 
 
-def _newest(directory: Path, metric: str) -> float | None:
-    return RunView(directory).newest(metric)
-
-
 def _show(ended: Sequence[Ended], columns: Sequence[Column]) -> None:
     """A table of the runs, with the newest value of every metric that any of them has."""
-    newest = [{column.label: _newest(one.directory, column.metric) for column in columns} for one in ended]
+    newest = [{column.label: RunView(one.directory).newest(column.metric) for column in columns} for one in ended]
     shown = [column for column in columns if any(values[column.label] is not None for values in newest)]
     table = Table("settings", *(column.label for column in shown), "", "", box=None)
     for one, values in zip(ended, newest, strict=True):

@@ -9,6 +9,7 @@ the certificate of the run's clients: files of the run's owner alone. Each serve
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.client
 import ipaddress
@@ -84,18 +85,17 @@ class Access:
                     f"run.server_tls=true, {name}.server.tls_certificate={config.tls_certificate}: give one of them; the run makes its own"
                 )
             tls = server_context(secret.parent, name, advertised_host(config, os.environ))
-            tls.num_tickets = 0
         elif config.tls_certificate:
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             tls.minimum_version = ssl.TLSVersion.TLSv1_2
-            # A session ticket would make a waiting client's socket readable before there is an answer.
-            tls.num_tickets = 0
             try:
                 tls.load_cert_chain(config.tls_certificate, config.tls_key, password=_no_password)
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"server.tls_certificate={config.tls_certificate}, server.tls_key={config.tls_key}: cannot be used: {error}"
                 ) from error
+        if tls is not None:
+            tls.num_tickets = 0  # a session ticket would make a waiting client's socket readable before there is an answer
         return cls(run_secret(secret), tls)
 
     @classmethod
@@ -179,17 +179,11 @@ def advertised_host(config: ServerConfig, environ: Mapping[str, str]) -> str:
         return _bracketed(config.host)
     names = [name for name in (environ.get("SLURMD_NODENAME", ""), socket.gethostname()) if name]
     for name in names:
-        for address in _resolved(name):
-            if not address.startswith("127.") and _is_ours(address):
-                return name if config.tls_certificate else address
+        with contextlib.suppress(socket.gaierror):  # the resolver may not know a node: its interfaces are used then
+            for *_, (address, _port) in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM):
+                if not address.startswith("127.") and _is_ours(address):
+                    return name if config.tls_certificate else address
     return names[0] if config.tls_certificate else next(_interface_addresses(), "127.0.0.1")
-
-
-def _resolved(name: str) -> list[str]:
-    try:
-        return [entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
-    except socket.gaierror:
-        return []  # the resolver may not know a node: its interfaces are used then
 
 
 def _is_ours(address: str) -> bool:
@@ -287,10 +281,8 @@ def _create_authority(folder: Path) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace a file as a whole; only its owner may read it."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:  # mode 0600
-        file.write(content)
-    os.replace(file.name, path)
+    path.touch(0o600)
+    path.write_bytes(content)
 
 
 class _Signed:

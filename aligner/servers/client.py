@@ -7,10 +7,11 @@ server dies, the client waits for its successor and asks again; each train reque
 from __future__ import annotations
 
 import atexit
+import json
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from aligner.servers import wire
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
 from aligner.servers.ledger import Journal
-from aligner.servers.link import Patience, Recovery, Server, ServiceLink
+from aligner.servers.link import Patience, Recovery, Server, ServiceLink, WorkerThreads, combine
 from aligner.servers.payloads import (
     START,
     CriticStatus,
@@ -38,7 +39,6 @@ from aligner.servers.payloads import (
     position,
 )
 from aligner.servers.registry import Registration, current_attempt
-from aligner.servers.worker_thread import WorkerThreads, combine
 from aligner.types import Rollout, Scores, TokenBatch, ValueBatch
 from aligner.types.rows import num_rows, select_rows
 
@@ -48,177 +48,16 @@ WATCH_SECONDS = 1.0
 Texts = Callable[[Rollout], tuple[str, str, str | None]]  # prompt, response, answer
 
 
-class CriticClient:
-    """A critic behind `services_dir`. Values are asked for in parallel; train and save requests go one after the other, in order.
-
-    `run` is the run's id. The one client that trains and saves has a `journal`; the others only ask for values. Values are those of the
-    critic after all training of which the result was awaited: await values before the next training, and training before the next values.
-    """
-
-    def __init__(
-        self, services_dir: Path, *, config: ClientConfig, access: Access, run: str, journal: Path | None = None, name: str = "critic"
-    ) -> None:
-        """Raises ServerError if the journal cannot be opened."""
-        self._config = config
-        talks = journal is not None
-        self._link = ServiceLink(services_dir, name, config, access=access, attempt=current_attempt(), is_talkative=talks)
-        self._history = CriticHistory(self._link, config, run=run, journal=None if journal is None else Journal(journal))
-        self._infer = WorkerThreads(f"{name}-infer", config.num_threads)
-        self._train = WorkerThreads(f"{name}-train", 1)
-        self._watch = None if journal is None else WorkerThreads(f"{name}-watch", 1)
-        if self._watch is not None:
-            self._watch.submit(self._look_now_and_then)
-        atexit.register(self.close)  # a thread that is inside torch while the interpreter goes away aborts the process
-
-    @property
-    def mark(self) -> str:
-        """Names the request that the critic was trained on last; part of an actor's checkpoint."""
-        return self._history.mark
-
-    def resume(self, mark: str) -> None:
-        """Continue after `mark`, which an actor's checkpoint holds. Only the client with the journal.
-
-        Raises ServerError if the critic was trained on something else and cannot be brought there; it lists the checkpoints and the remedy.
-        """
-        self._history.resume(mark)
-
-    def follow(self, mark: str) -> None:
-        """Ask from now on for values of a critic that was trained last on `mark`."""
-        self._history.follow(mark)
-
-    def wait_until_ready(self) -> Registration:
-        """Block until the server is there; raises ServerUnreachable after `discovery_timeout_seconds`."""
-        return self._link.find(self._config.discovery_timeout_seconds).registration
-
-    def values(self, batch: TokenBatch) -> Future[Tensor]:
-        """Values float32 [B, S], asked for in pieces of `rows_per_request` rows."""
-        rows, piece = num_rows(batch), self._config.rows_per_request
-        parts = [select_rows(batch, start, min(start + piece, rows)) for start in range(0, rows, piece)]
-        return combine([self._infer.submit(lambda part=part: torch.from_numpy(self._history.values(part))) for part in parts], torch.cat)
-
-    def train(self, batch: ValueBatch, step: int) -> Future[dict[str, float]]:
-        """Train on the whole batch in one request; resolves to the critic's metrics."""
-        return self._train.submit(lambda: self._history.train(batch, step).metrics)
-
-    def begin_save(self, step: int) -> Future[None]:
-        """Begin a checkpoint of the current critic; resolves when training may continue."""
-        return self._train.submit(lambda: self._history.begin_save(step))
-
-    def save(self, step: int) -> Future[str]:
-        """Complete a checkpoint, begun or not; resolves to its path on the server's machine."""
-        return self._train.submit(lambda: self._history.save(step))
-
-    def checkpointed(self, step: int) -> None:
-        """Both sides' checkpoints of `step` are complete; the journal may forget what is older."""
-        self._history.checkpointed(step)
-
-    def close(self) -> None:
-        """End the threads; calls under way fail with ServerUnreachable. Happens at exit by itself."""
-        atexit.unregister(self.close)
-        self._link.close()
-        for threads in (self._infer, self._train, self._watch):
-            if threads is not None:
-                threads.close(CLOSE_SECONDS)
-
-    def _look_now_and_then(self) -> None:
-        """Bring a new server to this client's mark even before this client's next request: other ranks may ask first."""
-        while not self._link.is_closed:
-            self._link.pause(WATCH_SECONDS)
-            try:
-                self._history.recovery.look()
-            except ServerError as error:  # the next call raises it too
-                if not self._link.is_closed:
-                    print(f"error: {error}", file=sys.stderr, flush=True)
-                return
-
-
-class RewardClient:
-    """A reward model or reward function behind `services_dir`.
-
-    `texts(rollout)` gives (prompt, response, answer) for servers that score texts. `reduce` turns scores [B, K] into rewards [B].
-    """
-
-    def __init__(
-        self,
-        services_dir: Path,
-        *,
-        config: ClientConfig,
-        access: Access,
-        name: str = "reward",
-        texts: Texts | None = None,
-        reduce: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self._config = config
-        self._texts = texts
-        self._reduce = reduce
-        self._link = ServiceLink(services_dir, name, config, access=access, attempt=current_attempt())
-        self._recovery = Recovery(self._link, config, lambda server, patience: self._link.probe(server))
-        self._threads = WorkerThreads(f"{name}-score", config.num_threads)
-        atexit.register(self.close)
-
-    def wait_until_ready(self) -> Registration:
-        """Block until the server is there; raises ServerUnreachable after `discovery_timeout_seconds`."""
-        return self._recovery.connect()
-
-    def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
-        """One reward per rollout, asked for in pieces of `rows_per_request` rows."""
-        if not rollouts:
-            raise ValueError("RewardClient.score: no rollouts were given")
-        piece = self._config.rows_per_request
-        parts = [rollouts[start : start + piece] for start in range(0, len(rollouts), piece)]
-        pieces = [self._threads.submit(lambda part=part: self._scored(part)) for part in parts]
-        return combine(pieces, lambda rewards: Scores.of(torch.cat(rewards)))
-
-    def attributes(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """All scores of token sequences, float32 [B, K], as the model gives them. Waits for them; raises the error of a failed request."""
-        piece = self._config.rows_per_request
-        parts = [wire.RewardRequest(batch=token_batch(rows[start : start + piece], 0)) for start in range(0, len(rows), piece)]
-        pieces = [self._threads.submit(lambda part=part: self._asked(part)) for part in parts]
-        return torch.cat([one.result() for one in pieces])
-
-    def close(self) -> None:
-        """End the threads; calls under way fail with ServerUnreachable. Happens at exit by itself."""
-        atexit.unregister(self.close)
-        self._link.close()
-        self._threads.close(CLOSE_SECONDS)
-
-    def _scored(self, rollouts: Sequence[Rollout]) -> Tensor:
-        texts = None
-        if self._texts is not None:
-            prompts, responses, answers = zip(*(self._texts(rollout) for rollout in rollouts), strict=True)
-            texts = wire.RewardTexts(prompts=list(prompts), responses=list(responses), answers=list(answers))
-        batch = token_batch([rollout.tokens for rollout in rollouts], 0, extras=[rollout.all_extras for rollout in rollouts])
-        scores = self._asked(wire.RewardRequest(batch=batch, texts=texts))
-        if self._reduce is not None:
-            return self._reduce(scores)
-        if scores.shape[1] != 1:
-            raise RequestRejected(f"reward_model: {scores.shape[1]} attributes per row; set reward.attribute_weights to combine them")
-        return scores[:, 0]
-
-    def _asked(self, request: wire.RewardRequest) -> Tensor:
-        arrays = self._recovery.call(wire.REWARD_MODEL, wire.encode_reward(request), self._config.request_timeout_seconds)
-        return torch.from_numpy(arrays["rewards"])
-
-
-def weighted_sum(weights: Sequence[float]) -> Callable[[Tensor], Tensor]:
-    """A `reduce` for RewardClient: rewards [B] from scores [B, K]. It raises RequestRejected if a row has another number of scores."""
-    factors = torch.tensor(list(weights), dtype=torch.float32)
-
-    def reduce(scores: Tensor) -> Tensor:
-        if scores.shape[1] != len(factors):
-            raise RequestRejected(f"reward_model: {scores.shape[1]} attributes per row, and reward.attribute_weights has {len(factors)}")
-        return scores @ factors
-
-    return reduce
-
-
 TURN_BACK = (
     "Restart the critic server: it then begins at the checkpoint that belongs to the policy's, and gets from the journal what came after"
 )
 
 
 class CriticHistory:
-    """One client's history with the critic of run `run`, up to the request `mark`. Without a journal it can only ask for values."""
+    """One client's history with the critic of run `run`, up to the request `mark`, which is part of an actor's checkpoint.
+
+    Without a journal it can only ask for values. Its calls wait for the answer.
+    """
 
     def __init__(self, link: ServiceLink, config: ClientConfig, *, run: str, journal: Journal | None) -> None:
         self.mark = START
@@ -229,14 +68,13 @@ class CriticHistory:
         self._journal = journal
         self._saving: tuple[int, str] | None = None  # step and mark of a checkpoint that was begun
         self._pair_before = 0
-        self._lock = threading.Lock()
 
-    def values(self, batch: TokenBatch) -> np.ndarray:
+    def ask_values(self, batch: TokenBatch) -> np.ndarray:
         """float32 [B, S]"""
         inputs = wire.encode_values_request(ValuesRequest(batch=batch, after=self.mark))
         return self.recovery.call(wire.CRITIC_INFER, inputs, self._config.request_timeout_seconds)["values"]
 
-    def train(self, batch: ValueBatch, step: int) -> TrainReply:
+    def train_now(self, batch: ValueBatch, step: int) -> TrainReply:
         """Add a request to the history. It is in the journal before it is sent. Raises RequestRejected and removes a bad one."""
         self.recovery.connect()
         arrays = wire.encode_value_batch(batch)
@@ -245,20 +83,21 @@ class CriticHistory:
         identity = TrainIdentity(run=self._run, step=step, part=part, digest=digest_of(arrays), previous=self.mark)
         self._own_journal().append(identity, arrays)
         self.mark = identity.mark
-        inputs = wire.encode_train(arrays, identity)
+        inputs = arrays | wire.encode_fields(identity)
         try:
-            return wire.decode_trained(self.recovery.call(wire.CRITIC_TRAIN, inputs, self._config.train_timeout_seconds))
+            reply = self.recovery.call(wire.CRITIC_TRAIN, inputs, self._config.train_timeout_seconds)
+            return TrainReply(loss_mean=float(reply["loss_mean"][0]), metrics=json.loads(reply["metrics"][0]))
         except RequestRejected:  # a bad request, which no server will ever apply
             self.mark = identity.previous
             self._own_journal().drop_after(identity.previous)
             raise
 
-    def begin_save(self, step: int) -> None:
+    def begin_save_now(self, step: int) -> None:
         """The critic copies its current state for a checkpoint, and continues."""
         self._saving = (step, self.mark)
         self._save(SaveRequest(step=step, after=self.mark, wait=False))
 
-    def save(self, step: int) -> str:
+    def save_now(self, step: int) -> str:
         """The path of the complete checkpoint of `step`: the one that was begun, or a new one."""
         begun = self._saving is not None and self._saving[0] == step
         path = self._save(SaveRequest(step=step, after=self._saving[1] if begun else self.mark, wait=True))
@@ -268,7 +107,7 @@ class CriticHistory:
     def resume(self, mark: str) -> None:
         """Continue after `mark`, the critic's mark in an actor's checkpoint; later entries of the journal are forgotten.
 
-        Raises ServerError if the critic was trained on something else, and the journal does not lead from there to here.
+        Raises ServerError if the critic was trained on something else and cannot be brought there; it lists the checkpoints and the remedy.
         """
         self.follow(mark)
         self._own_journal().drop_after(mark)
@@ -292,7 +131,8 @@ class CriticHistory:
         return self._journal
 
     def _save(self, request: SaveRequest) -> str:
-        return wire.decode_saved(self.recovery.call(wire.CRITIC_SAVE, wire.encode_save(request), self._config.train_timeout_seconds))
+        reply = self.recovery.call(wire.CRITIC_SAVE, wire.encode_fields(request), self._config.train_timeout_seconds)
+        return reply["path"][0].decode()
 
     def _fit(self, server: Server, patience: Patience) -> None:
         """Bring a server that was just met to `self.mark`, or wait until rank 0 has done so."""
@@ -325,7 +165,7 @@ class CriticHistory:
             print(f"critic: {server.registration.describe()} is sent again what it lacks: {steps}, from the journal", flush=True)
         self._continue_save(server, status.mark)
         for identity in missing:
-            inputs = wire.encode_train(journal.read(identity), identity)
+            inputs = journal.read(identity) | wire.encode_fields(identity)
             self._link.call(server, wire.CRITIC_TRAIN, inputs, self._config.train_timeout_seconds)
             patience.renew()
             self._continue_save(server, identity.mark)
@@ -334,11 +174,12 @@ class CriticHistory:
         """A checkpoint that was begun with the server before must be begun again where the critic passes its mark."""
         if self._saving is not None and self._saving[1] == mark:
             request = SaveRequest(step=self._saving[0], after=mark, wait=False)
-            self._link.call(server, wire.CRITIC_SAVE, wire.encode_save(request), self._config.train_timeout_seconds)
+            self._link.call(server, wire.CRITIC_SAVE, wire.encode_fields(request), self._config.train_timeout_seconds)
 
     def _status(self, server: Server, adopt: str | None = None) -> CriticStatus:
-        inputs = wire.encode_status_request(StatusRequest(run=self._run, adopt=adopt))
-        return wire.decode_status(self._link.call(server, wire.CRITIC_STATUS, inputs, self._config.train_timeout_seconds))
+        inputs = wire.encode_fields(StatusRequest(run=self._run, adopt=adopt))
+        reply = self._link.call(server, wire.CRITIC_STATUS, inputs, self._config.train_timeout_seconds)
+        return CriticStatus(**json.loads(reply["status"][0]))
 
     def _misfit(self, server: Server, status: CriticStatus) -> str:
         """Which side has what, and what to do."""
@@ -358,3 +199,142 @@ class CriticHistory:
             f"{both}: the critic is behind, and the journal {held}. Resume both sides from a step that both have a checkpoint of (move "
             "the policy's newer ones away), or set critic.accept_gap=true to continue without the training in between"
         )
+
+
+class CriticClient(CriticHistory):
+    """A critic behind `services_dir`. Values are asked for in parallel; train and save requests go one after the other, in order.
+
+    `run` is the run's id. The one client that trains and saves has a `journal`; the others only ask for values. Values are those of the
+    critic after all training of which the result was awaited: await values before the next training, and training before the next values.
+    """
+
+    def __init__(
+        self, services_dir: Path, *, config: ClientConfig, access: Access, run: str, journal: Path | None = None, name: str = "critic"
+    ) -> None:
+        """Raises ServerError if the journal cannot be opened."""
+        link = ServiceLink(services_dir, name, config, access=access, attempt=current_attempt(), is_talkative=journal is not None)
+        super().__init__(link, config, run=run, journal=None if journal is None else Journal(journal))
+        self._threads = {"infer": WorkerThreads(f"{name}-infer", config.num_threads), "train": WorkerThreads(f"{name}-train", 1)}
+        if journal is not None:
+            self._threads["watch"] = WorkerThreads(f"{name}-watch", 1)
+            self._threads["watch"].submit(self._look_now_and_then)
+        atexit.register(self.close)  # a thread that is inside torch while the interpreter goes away aborts the process
+
+    def wait_until_ready(self) -> Registration:
+        """Block until the server is there; raises ServerUnreachable after `discovery_timeout_seconds`."""
+        return self._link.find(self._config.discovery_timeout_seconds).registration
+
+    def values(self, batch: TokenBatch) -> Future[Tensor]:
+        """Values float32 [B, S], asked for in pieces of `rows_per_request` rows."""
+        rows, piece = num_rows(batch), self._config.rows_per_request
+        parts = [select_rows(batch, start, min(start + piece, rows)) for start in range(0, rows, piece)]
+        return combine(
+            [self._threads["infer"].submit(lambda part=part: torch.from_numpy(self.ask_values(part))) for part in parts], torch.cat
+        )
+
+    def train(self, batch: ValueBatch, step: int) -> Future[dict[str, float]]:
+        """Train on the whole batch in one request; resolves to the critic's metrics."""
+        return self._threads["train"].submit(lambda: self.train_now(batch, step).metrics)
+
+    def begin_save(self, step: int) -> Future[None]:
+        """Begin a checkpoint of the current critic; resolves when training may continue."""
+        return self._threads["train"].submit(lambda: self.begin_save_now(step))
+
+    def save(self, step: int) -> Future[str]:
+        """Complete a checkpoint, begun or not; resolves to its path on the server's machine."""
+        return self._threads["train"].submit(lambda: self.save_now(step))
+
+    def close(self) -> None:
+        """End the threads; calls under way fail with ServerUnreachable. Happens at exit by itself."""
+        atexit.unregister(self.close)
+        self._link.close()
+        for threads in self._threads.values():
+            threads.close(CLOSE_SECONDS)
+
+    def _look_now_and_then(self) -> None:
+        """Bring a new server to this client's mark even before this client's next request: other ranks may ask first."""
+        while not self._link.is_closed:
+            self._link.pause(WATCH_SECONDS)
+            try:
+                self.recovery.look()
+            except ServerError as error:  # the next call raises it too
+                if not self._link.is_closed:
+                    print(f"error: {error}", file=sys.stderr, flush=True)
+                return
+
+
+@dataclass(eq=False)
+class RewardClient:
+    """A reward model or reward function behind `services_dir`.
+
+    `texts(rollout)` gives (prompt, response, answer) for servers that score texts. `reduce` turns scores [B, K] into rewards [B].
+    """
+
+    services_dir: Path
+    _: KW_ONLY
+    config: ClientConfig
+    access: Access
+    name: str = "reward"
+    texts: Texts | None = None
+    reduce: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self._link = ServiceLink(self.services_dir, self.name, self.config, access=self.access, attempt=current_attempt())
+        self._recovery = Recovery(self._link, self.config, lambda server, patience: self._link.probe(server))
+        self._threads = WorkerThreads(f"{self.name}-score", self.config.num_threads)
+        atexit.register(self.close)
+
+    def wait_until_ready(self) -> Registration:
+        """Block until the server is there; raises ServerUnreachable after `discovery_timeout_seconds`."""
+        return self._recovery.connect()
+
+    def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
+        """One reward per rollout, asked for in pieces of `rows_per_request` rows."""
+        if not rollouts:
+            raise ValueError("RewardClient.score: no rollouts were given")
+        piece = self.config.rows_per_request
+        parts = [rollouts[start : start + piece] for start in range(0, len(rollouts), piece)]
+        pieces = [self._threads.submit(lambda part=part: self._scored(part)) for part in parts]
+        return combine(pieces, lambda rewards: Scores.of(torch.cat(rewards)))
+
+    def attributes(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """All scores of token sequences, float32 [B, K], as the model gives them. Waits for them; raises the error of a failed request."""
+        piece = self.config.rows_per_request
+        parts = [wire.RewardRequest(batch=token_batch(rows[start : start + piece], 0)) for start in range(0, len(rows), piece)]
+        pieces = [self._threads.submit(lambda part=part: self._asked(part)) for part in parts]
+        return torch.cat([one.result() for one in pieces])
+
+    def close(self) -> None:
+        """End the threads; calls under way fail with ServerUnreachable. Happens at exit by itself."""
+        atexit.unregister(self.close)
+        self._link.close()
+        self._threads.close(CLOSE_SECONDS)
+
+    def _scored(self, rollouts: Sequence[Rollout]) -> Tensor:
+        texts = None
+        if self.texts is not None:
+            prompts, responses, answers = zip(*(self.texts(rollout) for rollout in rollouts), strict=True)
+            texts = wire.RewardTexts(prompts=list(prompts), responses=list(responses), answers=list(answers))
+        batch = token_batch([rollout.tokens for rollout in rollouts], 0, extras=[rollout.all_extras for rollout in rollouts])
+        scores = self._asked(wire.RewardRequest(batch=batch, texts=texts))
+        if self.reduce is not None:
+            return self.reduce(scores)
+        if scores.shape[1] != 1:
+            raise RequestRejected(f"reward_model: {scores.shape[1]} attributes per row; set reward.attribute_weights to combine them")
+        return scores[:, 0]
+
+    def _asked(self, request: wire.RewardRequest) -> Tensor:
+        arrays = self._recovery.call(wire.REWARD_MODEL, wire.encode_reward(request), self.config.request_timeout_seconds)
+        return torch.from_numpy(arrays["rewards"])
+
+
+def weighted_sum(weights: Sequence[float]) -> Callable[[Tensor], Tensor]:
+    """A `reduce` for RewardClient: rewards [B] from scores [B, K]. It raises RequestRejected if a row has another number of scores."""
+    factors = torch.tensor(list(weights), dtype=torch.float32)
+
+    def reduce(scores: Tensor) -> Tensor:
+        if scores.shape[1] != len(factors):
+            raise RequestRejected(f"reward_model: {scores.shape[1]} attributes per row, and reward.attribute_weights has {len(factors)}")
+        return scores @ factors
+
+    return reduce

@@ -51,7 +51,7 @@ class Frontend:
 
     def __init__(self, config: ServerConfig, incarnation: str, log: Path, endpoints: Sequence[Endpoint], submit: Submit) -> None:
         self._config = config
-        self._incarnation = incarnation
+        self._incarnation, self._marker = incarnation, f"{MARKER}={incarnation}"
         self._log = log
         self._endpoints = endpoints
         self._submit = submit
@@ -60,7 +60,8 @@ class Frontend:
         self._workspace = Path(tempfile.mkdtemp(prefix=processes.PREFIX))  # mode 0700
         self._owned = processes.own(self._workspace)
         self.socket = self._workspace / "http"
-        self._watchdog = self._start_watchdog()
+        command = [sys.executable, "-S", "-E", processes.__file__, str(os.getpid()), self._marker, str(self._workspace)]
+        self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self._processes: dict[int, tuple[int, str]] = {}
         self._ready = threading.Event()
         self._stop = threading.Event()
@@ -87,7 +88,8 @@ class Frontend:
                 raise ServerError("a signal ended it while it was starting")
             if waited > self._config.ready_timeout_seconds:
                 raise ServerError(f"PyTriton was not ready after {waited:.0f} s (server.ready_timeout_seconds); see {self._log}")
-        _close_shared_memory_to_others()
+        for segment in Path("/dev/shm").glob(f"pytrtion{os.getpid()}-*"):  # PyTriton's own spelling
+            segment.chmod(0o600)  # requests go through it, and Triton's Python backend makes it readable for everybody, whatever the umask
         found = processes_with_variable(self._marker)
         self._processes = {pid: (start_ticks(pid) or 0, command) for pid, command in found.items() if "resource_tracker" not in command}
 
@@ -120,10 +122,6 @@ class Frontend:
             self._owned = -1
         self._ends_well = True  # later output of PyTriton's threads is not shown: whoever ended it has reported the reason
 
-    @property
-    def _marker(self) -> str:
-        return f"{MARKER}={self._incarnation}"
-
     def _note(self, text: str) -> None:
         """Write output of Triton or its stubs to the log, and print it unless Triton ends in order."""
         with self._log.open("a") as log:
@@ -132,10 +130,6 @@ class Frontend:
         for line in lines:
             if not self._ends_well and ALWAYS_PRINTED not in line:
                 print(line, flush=True)
-
-    def _start_watchdog(self) -> subprocess.Popen:
-        command = [sys.executable, "-S", "-E", processes.__file__, str(os.getpid()), self._marker, str(self._workspace)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _lost_stub(self) -> bool:
         """Whether one of Triton's children is dead. A starting Triton does not notice, and waits forever for its stub's answer."""
@@ -204,12 +198,6 @@ class Frontend:
                 strict=True,
             )
         return triton
-
-
-def _close_shared_memory_to_others() -> None:
-    """Triton's Python backend makes the memory through which requests go readable for everybody, whatever the umask."""
-    for segment in Path("/dev/shm").glob(f"pytrtion{os.getpid()}-*"):  # PyTriton's own spelling
-        segment.chmod(0o600)
 
 
 def _tensor(spec: TensorSpec):

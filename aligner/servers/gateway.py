@@ -32,7 +32,7 @@ from aligner.servers.access import Access, listen
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.health import Health
 from aligner.servers.intake import Upstream, computed
-from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, AnswerError, Inbound, TensorSpec, body_limit, read_request
+from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, AnswerError, body_limit, read_request
 from aligner.servers.wire import Endpoint
 from aligner.version import __version__
 
@@ -90,7 +90,6 @@ class Seats:
         self._tls = tls
         self._strangers: dict[web.RequestHandler, _Seat] = {}  # oldest first
         self._trusted: set[web.RequestHandler] = set()
-        self._by_address: Counter[str] = Counter()
 
     async def accept(self, listener: socket.socket, handler: Callable[[], web.RequestHandler]) -> None:
         """For good: every connection gets a handler of its own."""
@@ -121,20 +120,19 @@ class Seats:
             return True
         if handler not in self._strangers or len(self._trusted) >= self._max_trusted:
             return False
-        self._leave_strangers(handler)
+        del self._strangers[handler]
         self._trusted.add(handler)
         return True
 
     def leave(self, handler: web.RequestHandler) -> None:
         """The connection has ended."""
-        self._leave_strangers(handler)
+        self._strangers.pop(handler, None)
         self._trusted.discard(handler)
 
     def _enter(self, handler: web.RequestHandler, connection: socket.socket, address: str) -> None:
         if len(self._strangers) >= STRANGERS:
             self._show_out()
         seat = self._strangers[handler] = _Seat(address, connection)
-        self._by_address[address] += 1
         seat.task = asyncio.get_running_loop().create_task(self._open(handler, seat))
         seat.task.add_done_callback(seat.opened)
 
@@ -148,29 +146,17 @@ class Seats:
             seat.connection.close()
             self.leave(handler)
 
-    def _leave_strangers(self, handler: web.RequestHandler) -> None:
-        seat = self._strangers.pop(handler, None)
-        if seat is not None:
-            self._by_address[seat.address] -= 1
-            if not self._by_address[seat.address]:
-                del self._by_address[seat.address]
-
     def _show_out(self) -> None:
         """End the oldest stranger of the address that has most."""
-        if not self._by_address:
-            return
-        address = max(self._by_address, key=self._by_address.__getitem__)
-        handler, seat = next((handler, seat) for handler, seat in self._strangers.items() if seat.address == address)
-        self._leave_strangers(handler)
-        seat.clear()
+        for address, _ in Counter(seat.address for seat in self._strangers.values()).most_common(1):
+            self._strangers.pop(next(handler for handler, seat in self._strangers.items() if seat.address == address)).clear()
 
     async def _show_out_the_late(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             latest = time.monotonic() - STRANGER_SECONDS
-            for handler, seat in [pair for pair in self._strangers.items() if pair[1].since < latest]:
-                self._leave_strangers(handler)
-                seat.clear()
+            for handler in [handler for handler, seat in self._strangers.items() if seat.since < latest]:
+                self._strangers.pop(handler).clear()
 
 
 def allow_files(max_connections: int) -> str:
@@ -295,7 +281,6 @@ class Gateway:
             await self._upstream.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
-        """Every request comes here."""
         try:
             return await self._routed(request)
         except Refusal as refusal:
@@ -325,18 +310,17 @@ class Gateway:
         method, route = self._routes[path]
         if request.method != method:
             raise Refusal(405, f"{path}: {method} only", {"Allow": method})
-        return await route(request)
+        return _json(route) if isinstance(route, dict) else await route(request)
 
-    def _make_routes(self, endpoints: Sequence[Endpoint]) -> dict[str, tuple[str, Route]]:
-        identity = {"name": f"aligner {self._health.name}", "version": __version__, "extensions": ["binary_tensor_data"]}
-        routes: dict[str, tuple[str, Route]] = {
-            "/v2": ("GET", _constant(identity)),
-            "/v2/health/live": ("GET", _constant({"live": True})),
+    def _make_routes(self, endpoints: Sequence[Endpoint]) -> dict[str, tuple[str, Route | dict[str, object]]]:
+        routes: dict[str, tuple[str, Route | dict[str, object]]] = {
+            "/v2": ("GET", {"name": f"aligner {self._health.name}", "version": __version__, "extensions": ["binary_tensor_data"]}),
+            "/v2/health/live": ("GET", {"live": True}),
             "/v2/health/ready": ("GET", self._ready),
         }
         for endpoint in endpoints:
             path = f"/v2/models/{endpoint.name}"
-            routes[path] = ("GET", _constant(_metadata(endpoint)))
+            routes[path] = ("GET", _metadata(endpoint))
             routes[f"{path}/ready"] = ("GET", self._ready)
             routes[f"{path}/infer"] = (
                 "POST",
@@ -362,7 +346,15 @@ class Gateway:
                     inbound = await computed(size, read_request, endpoint, self._limits, header_length, body)
                 except ValueError as error:
                     raise Refusal(400, f"{endpoint.name}: {error}") from error
-                return await self._passed_on(endpoint, inbound)
+                place = object()
+                self._sent[place] = time.monotonic()
+                try:
+                    headers, answer = await self._upstream.ask(endpoint, inbound)
+                except AnswerError as error:
+                    raise Refusal(error.status, error.message) from error
+                finally:
+                    del self._sent[place]
+                return web.Response(body=answer, headers={"Server": SERVER, **headers})
 
         return infer
 
@@ -388,7 +380,6 @@ class Gateway:
             self._pending_bytes -= size
 
     async def _body(self, request: web.BaseRequest, size: int) -> bytearray:
-        """All of the body, in time."""
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = bytearray()
@@ -400,17 +391,6 @@ class Gateway:
         except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
             raise ConnectionResetError("the body ended early") from error
         return body
-
-    async def _passed_on(self, endpoint: Endpoint, inbound: Inbound) -> web.Response:
-        place = object()
-        self._sent[place] = time.monotonic()
-        try:
-            headers, body = await self._upstream.ask(endpoint, inbound)
-        except AnswerError as error:
-            raise Refusal(error.status, error.message) from error
-        finally:
-            del self._sent[place]
-        return web.Response(body=body, headers={"Server": SERVER, **headers})
 
     def _report_refusal(self, request: web.BaseRequest) -> None:
         self._refused += 1
@@ -446,30 +426,11 @@ def _json(document: dict[str, object], status: int = 200, headers: dict[str, str
     return web.Response(body=json.dumps(document).encode(), status=status, headers=named, content_type="application/json")
 
 
-def _constant(document: dict[str, object]) -> Route:
-    async def answer(request: web.BaseRequest) -> web.Response:
-        return _json(document)
-
-    return answer
-
-
 def _metadata(endpoint: Endpoint) -> dict[str, object]:
     """KServe's description of a model; sizes that a request chooses are -1."""
-
-    def described(specs: Sequence[TensorSpec]) -> list[dict[str, object]]:
-        return [
-            {
-                "name": spec.name,
-                "datatype": DATATYPES[spec.dtype],
-                "shape": [size if isinstance(size, int) else -1 for size in spec.shape],
-            }
-            for spec in specs
-        ]
-
-    return {
-        "name": endpoint.name,
-        "versions": ["1"],
-        "platform": "aligner",
-        "inputs": described(endpoint.inputs),
-        "outputs": described(endpoint.outputs),
+    sizes = {spec.name: [size if isinstance(size, int) else -1 for size in spec.shape] for spec in (*endpoint.inputs, *endpoint.outputs)}
+    described = {
+        kind: [{"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": sizes[spec.name]} for spec in specs]
+        for kind, specs in (("inputs", endpoint.inputs), ("outputs", endpoint.outputs))
     }
+    return {"name": endpoint.name, "versions": ["1"], "platform": "aligner", **described}

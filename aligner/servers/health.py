@@ -64,15 +64,11 @@ class Health:
         self.pulse = Pulse(clock)
         self._identity = {"service": name, "incarnation": incarnation, "attempt": attempt, "num_ranks": num_ranks}
         self._config = config
-        self._failure: Callable[[], str | None] | None = None
+        self.failure: Callable[[], str | None] = lambda: None  # why this server no longer accepts requests; None while it does
 
     def watch(self, failure: Callable[[], str | None]) -> None:
         """Set the `failure` callback, which reports a permanent failure."""
-        self._failure = failure
-
-    def failure(self) -> str | None:
-        """Why this server no longer accepts requests; None while it does."""
-        return None if self._failure is None else self._failure()
+        self.failure = failure
 
     def report(self, waiting: int, oldest_seconds: float) -> dict[str, object]:
         """The JSON document of `/v2/health/ready`; the server is ready if its `reason` is None. `waiting`: open requests."""

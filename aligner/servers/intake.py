@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import numpy as np
@@ -124,24 +124,14 @@ async def computed(size: int, call: Callable[..., T], *arguments: object) -> T:
     return call(*arguments) if size < LARGE_BYTES else await asyncio.to_thread(call, *arguments)
 
 
-class Upstream(Protocol):
-    """What is behind the gateway, whose event loop calls it."""
-
-    async def ask(self, endpoint: Endpoint, request: Inbound) -> tuple[dict[str, str], bytes]:
-        """Headers and body of the answer. Raises AnswerError with the reason of another answer than 200."""
-
-    async def close(self) -> None:
-        """No further calls follow."""
-
-
 class Straight:
-    """`submit` is called in this process."""
+    """Behind the gateway, whose event loop calls it: `submit` is called in this process."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
 
     async def ask(self, endpoint: Endpoint, request: Inbound) -> tuple[dict[str, str], bytes]:
-        """See `Upstream`."""
+        """Headers and body of the answer. Raises AnswerError with the reason of another answer than 200."""
         future = await computed(request.nbytes, lambda: self._submit(endpoint, request.arrays()))
         arrays = await asyncio.wrap_future(future)
         named = {"id": request.request_id} if request.request_id else {}
@@ -153,14 +143,14 @@ class Straight:
 
 
 class ThroughTriton:
-    """Triton listens on the Unix socket `path`; PyTriton's threads call `submit`."""
+    """Behind the gateway too: Triton listens on the Unix socket `path`; PyTriton's threads call `submit`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._session: aiohttp.ClientSession | None = None
 
     async def ask(self, endpoint: Endpoint, request: Inbound) -> tuple[dict[str, str], bytes]:
-        """See `Upstream`. Triton's own error texts may hold tracebacks and go to the log."""
+        """As `Straight`. Triton's own error texts may hold tracebacks and go to the log."""
         header, tensors = outbound(request)
         size = len(header) + request.nbytes
         headers = {
@@ -197,6 +187,9 @@ class ThroughTriton:
             connector = aiohttp.UnixConnector(str(self._path), limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         return self._session
+
+
+Upstream = Straight | ThroughTriton
 
 
 async def _pieces(header: bytes, tensors: Sequence[memoryview]) -> AsyncIterator[bytes | memoryview]:

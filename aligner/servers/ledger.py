@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,6 @@ class Refused(ServerError):
         self.reason = reason
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Record:
-    identity: TrainIdentity
-    mark: str
-    reply: TrainReply
-
-
 class Ledger:
     """Starts at the critic's checkpoint of `checkpoint_step` (0: its first weights).
 
@@ -75,20 +68,20 @@ class Ledger:
         self.count = 0
         self.checkpoint_step = 0
         self.accepts_gap = accepts_gap
-        self._records: deque[_Record] = deque(maxlen=NUM_RECORDS)
+        self._records: deque[tuple[TrainIdentity, TrainReply]] = deque(maxlen=NUM_RECORDS)
 
     def find(self, identity: TrainIdentity) -> TrainReply | None:
         """The recorded reply if this very request was applied; None if it is to be applied now. Raises Refused otherwise, naming both."""
         asked = f"step {identity.step} part {identity.part}"
         self.check_run(identity.run)
-        for record in self._records:
-            if record.mark == identity.mark:
-                return record.reply
-            if (record.identity.step, record.identity.part) == (identity.step, identity.part):
+        for applied, reply in self._records:
+            if applied.mark == identity.mark:
+                return reply
+            if (applied.step, applied.part) == (identity.step, identity.part):
                 raise Refused(
                     Reason.conflict,
-                    f"{asked} was applied with other tensors or after another request: {describe(record.mark)} after "
-                    f"{describe(record.identity.previous)}; asked for now is {describe(identity.mark)} after {describe(identity.previous)}",
+                    f"{asked} was applied with other tensors or after another request: {describe(applied.mark)} after "
+                    f"{describe(applied.previous)}; asked for now is {describe(identity.mark)} after {describe(identity.previous)}",
                 )
         if (identity.step, identity.part) <= position(self.mark):
             raise Refused(Reason.past, f"{describe(identity.mark)} comes before what was applied last, {describe(self.mark)}")
@@ -103,7 +96,7 @@ class Ledger:
         self.mark = identity.mark
         self.count += 1
         self.accepts_gap = False  # its history has begun
-        self._records.append(_Record(identity=identity, mark=identity.mark, reply=reply))
+        self._records.append((identity, reply))
 
     def adopt(self, mark: str) -> None:
         """Count as trained last on `mark`, whatever came before. Raises Refused unless this critic accepts a gap."""
@@ -136,7 +129,7 @@ class Ledger:
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint; JSON-able."""
-        records = [{"identity": asdict(record.identity), "reply": asdict(record.reply)} for record in self._records]
+        records = [{"identity": asdict(identity), "reply": asdict(reply)} for identity, reply in self._records]
         return {"run": self.run, "mark": self.mark, "count": self.count, "records": records}
 
     def load_state(self, state: Mapping[str, Any], *, checkpoint_step: int) -> None:
@@ -146,9 +139,8 @@ class Ledger:
                 f"the critic's checkpoint of step {checkpoint_step} belongs to run {state['run']}, this is run {self.run}; "
                 "to begin with its weights, name it in critic.model.path"
             )
-        pairs = [(TrainIdentity(**record["identity"]), TrainReply(**record["reply"])) for record in state["records"]]
-        records = [_Record(identity=identity, mark=identity.mark, reply=reply) for identity, reply in pairs]
-        if records and records[-1].mark != state["mark"]:
+        records = [(TrainIdentity(**record["identity"]), TrainReply(**record["reply"])) for record in state["records"]]
+        if records and records[-1][0].mark != state["mark"]:
             raise CheckpointError(f"the critic's checkpoint of step {checkpoint_step}: its ledger does not end with {state['mark']}")
         self.mark, self.count, self.checkpoint_step = state["mark"], state["count"], checkpoint_step
         self._records = deque(records, maxlen=NUM_RECORDS)

@@ -5,19 +5,25 @@ while training. While an answer is awaited, the registration is watched.
 
 `Recovery` survives the loss of a server: it waits for another one of the same name, brings it up to date, and asks again. Requests must be
 harmless to repeat: inference is; training is, because the server's ledger records the applied ones.
+
+`WorkerThreads` are daemon threads that run calls in order: unlike a ThreadPoolExecutor's they never keep a process from exiting.
 """
 
 from __future__ import annotations
 
 import http.client
+import queue
 import re
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,6 +35,8 @@ from aligner.servers.ledger import Reason
 from aligner.servers.registry import POLL_SECONDS, Liveness, Registration, gone_path, registration_path, wait_for_service
 from aligner.servers.wire import Endpoint
 from aligner.telemetry import recording
+
+T = TypeVar("T")
 
 BUSY, REFUSED = 429, 409
 LOST = (408, 500, 502, 503)  # the server or its Triton is ending; whether the operation ran is unknown
@@ -62,7 +70,7 @@ class ServiceLink:
         self._config = config
         self._access = access
         self._attempt = attempt
-        self._is_talkative = is_talkative
+        self._tell = partial(print, flush=True) if is_talkative else None
         self._answered_at: float | None = None
         self._closed = threading.Event()
 
@@ -106,20 +114,16 @@ class ServiceLink:
             RequestRefused: the request does not fit the server's training history.
             RequestRejected: the server's error message.
         """
-        with recording.span(endpoint.name, recording.rank_lane(f"calls to {self._name}")):
-            return self._call(server, endpoint, inputs, timeout_seconds)
-
-    def _call(self, server: Server, endpoint: Endpoint, inputs: Mapping[str, np.ndarray], timeout_seconds: float) -> dict[str, np.ndarray]:
         registration, what = server.registration, endpoint.name
-        request = encode_request(inputs, endpoint.output_names)
         deadline = time.monotonic() + timeout_seconds
-        while True:
-            status, length, answer = self._answer(server, what, ("POST", f"/v2/models/{what}/infer", *request), deadline, timeout_seconds)
-            if status != BUSY:
-                break
-            if time.monotonic() + self._config.retry_delay_seconds > deadline:
-                raise ServerTimeout(f"{what}: {registration.describe()} was too busy for {timeout_seconds:g} s: {decode_error(answer)}")
-            self.pause(self._config.retry_delay_seconds)
+        with recording.span(what, recording.rank_lane(f"calls to {self._name}")):
+            request = ("POST", f"/v2/models/{what}/infer", *encode_request(inputs, endpoint.output_names))
+            while (reply := self._answer(server, what, request, deadline, timeout_seconds))[0] == BUSY:
+                if time.monotonic() + self._config.retry_delay_seconds > deadline:
+                    why = f"was too busy for {timeout_seconds:g} s: {decode_error(reply[2])}"
+                    raise ServerTimeout(f"{what}: {registration.describe()} {why}")
+                self.pause(self._config.retry_delay_seconds)
+        status, length, answer = reply
         if status in LOST:
             raise ServerUnreachable(f"{what}: {registration.describe()} answered: {decode_error(answer)}. See the server's log.")
         if status != 200:
@@ -138,10 +142,6 @@ class ServiceLink:
         if status != 200:
             raise ServerUnreachable(f"{server.registration.describe()} is not ready: {answer[:2000].decode(errors='replace')}")
 
-    def _tell(self, text: str) -> None:
-        if self._is_talkative:
-            print(text, flush=True)
-
     def _answer(
         self, server: Server, what: str, request: tuple[str, str, dict[str, str], bytes], deadline: float, timeout_seconds: float
     ) -> tuple[int, str | None, bytes]:
@@ -149,44 +149,41 @@ class ServiceLink:
         registration = server.registration
         if self._closed.is_set():
             raise ServerUnreachable(f"{what}: not sent to {registration.describe()}: this client was closed")
+        method, path, headers, body = request
+        connection = self._access.connection(registration.url, self._config.connect_timeout_seconds)
         try:
-            answer = self._exchange(server, request, deadline)
-        except _Expired as error:
-            raise ServerTimeout(
-                f"{what}: {registration.describe()} did not answer within {timeout_seconds:g} s; it may still be working on it"
-            ) from error
+            connection.request(method, path, body=body, headers={**headers, **self._access.headers()})
+            if not self._is_answered(connection.sock, deadline, server.liveness):
+                raise ServerTimeout(
+                    f"{what}: {registration.describe()} did not answer within {timeout_seconds:g} s; it may still be working on it"
+                )
+            response = connection.getresponse()
+            answer = response.status, response.getheader(HEADER_LENGTH), response.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(server, what, error) from error
+        finally:
+            connection.close()
         self._answered_at = time.time()
         return answer
 
-    def _exchange(self, server: Server, request: tuple[str, str, dict[str, str], bytes], deadline: float) -> tuple[int, str | None, bytes]:
-        method, path, headers, body = request
-        connection = self._access.connection(server.registration.url, self._config.connect_timeout_seconds)
-        try:
-            connection.request(method, path, body=body, headers={**headers, **self._access.headers()})
-            self._await_answer(connection.sock, deadline, server.liveness)
-            response = connection.getresponse()
-            return response.status, response.getheader(HEADER_LENGTH), response.read()
-        finally:
-            connection.close()
-
-    def _await_answer(self, sock: socket.socket, deadline: float, liveness: Liveness) -> None:
-        """Return when bytes (or the end of the connection) have arrived."""
+    def _is_answered(self, sock: socket.socket, deadline: float, liveness: Liveness) -> bool:
+        """Whether bytes (or the end of the connection) arrive in time."""
         while not _readable(sock, POLL_SECONDS):
             if self._closed.is_set():
                 raise ConnectionAbortedError("this client was closed")
-            problem = liveness.problem()
-            if problem is not None:
+            if liveness.problem() is not None:
                 if _readable(sock, 1.0):  # an answer that was on its way while the server ended
-                    return
+                    return True
                 raise ConnectionAbortedError("gave up waiting for its answer")
             if time.monotonic() > deadline:
-                raise _Expired
+                return False
+        return True
 
     def _unreachable(self, server: Server, what: str, error: Exception) -> ServerUnreachable:
         """Names the server, its place, since when it is silent, and the state of its registration."""
-        since = "never answered this client" if self._answered_at is None else f"has not answered since {_clock(self._answered_at)}"
+        since = "never answered this client"
+        if self._answered_at is not None:
+            since = f"has not answered since {time.strftime('%H:%M:%S', time.localtime(self._answered_at))}"
         reason = server.liveness.problem(pause_seconds=0.0) or "its registration is alive"
         return ServerUnreachable(
             f"{what}: {server.registration.describe()} {since}: {type(error).__name__}: {error}; {reason}. See the server's log."
@@ -197,14 +194,6 @@ def _readable(sock: socket.socket, timeout_seconds: float) -> bool:
     poll = select.poll()  # unlike select.select it takes descriptors above 1024
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(timeout_seconds * 1000))
-
-
-class _Expired(Exception):
-    """The deadline has passed."""
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
 RETRIED = (Reason.behind.value, Reason.gap.value)  # of a server that was replaced by one with an older past
@@ -315,14 +304,71 @@ class Recovery:
             except (ServerUnreachable, ServerTimeout) as error:
                 if self._link.is_closed:
                     raise
-                hopeless = self._link.is_gone or len(incarnations) > self._config.max_lost_servers
-                if not patience.left or hopeless:
-                    raise self._giving_up(cause, error, patience, len(incarnations)) from error
+                if not patience.left or self._link.is_gone or len(incarnations) > self._config.max_lost_servers:
+                    if cause:
+                        tried = f"{len(incarnations)} came and were lost" if incarnations else "none has taken its place"
+                        waited = f"Waited for another server ({patience.seconds:g} s, server_client.recovery_timeout_seconds)"
+                        cause += f"{waited}: {tried}: "
+                    raise ServerUnreachable(f"{cause}{error}") from error
                 self._link.pause(self._config.retry_delay_seconds)
 
-    def _giving_up(self, cause: str, error: ServerError, patience: Patience, num_servers: int) -> ServerUnreachable:
-        if not cause:
-            return ServerUnreachable(str(error))
-        tried = f"{num_servers} came and were lost" if num_servers else "none has taken its place"
-        waited = f"Waited for another server ({patience.seconds:g} s, server_client.recovery_timeout_seconds)"
-        return ServerUnreachable(f"{cause}{waited}: {tried}: {error}")
+
+class WorkerThreads:
+    """`num_threads` threads over one queue; with one thread calls run strictly in the order of submission."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future, Callable[[], object]] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Queue a call; the future has its result or what it raised."""
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def close(self, timeout_seconds: float) -> None:
+        """End the threads once the queue is empty; waits at most `timeout_seconds`."""
+        deadline = time.monotonic() + timeout_seconds
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:  # it belongs to whoever awaits the future
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+
+def combine(futures: list[Future], join: Callable[[list], T]) -> Future[T]:
+    """A future of `join(results)`, in the order of `futures`; the first of them to fail makes it fail at once."""
+    combined: Future[T] = Future()
+    combined.set_running_or_notify_cancel()
+    lock = threading.Lock()
+    left = len(futures)
+
+    def done(future: Future) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if combined.done():
+                return
+            try:
+                future.result()
+                if left == 0:
+                    combined.set_result(join([part.result() for part in futures]))
+            except BaseException as error:  # raised again by the combined future's result()
+                combined.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(done)
+    return combined

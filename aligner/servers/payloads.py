@@ -102,6 +102,10 @@ class RewardRequest:
         if self.batch is None and self.texts is None:
             raise ValueError("reward_model: send `tokens` with `sequence_lengths`, or `sentences`, or `prompts` with `responses`")
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.texts.responses) if self.batch is None else self.batch.tokens.shape[0]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainRequest:
@@ -126,6 +130,9 @@ class ValuesRequest:
     batch: TokenBatch
     after: str | None = None
 
+    def __post_init__(self) -> None:
+        check_mark("after", self.after or START)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRequest:
@@ -135,6 +142,11 @@ class SaveRequest:
     after: str | None = None
     wait: bool = True
 
+    def __post_init__(self) -> None:
+        check_mark("after", self.after or START)
+        if self.step < 0:
+            raise ValueError(f"step: {self.step}; it must be 0 or more")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatusRequest:
@@ -142,6 +154,9 @@ class StatusRequest:
 
     run: str
     adopt: str | None = None
+
+    def __post_init__(self) -> None:
+        check_mark("adopt", self.adopt or START)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

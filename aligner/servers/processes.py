@@ -39,27 +39,19 @@ def parent(pid: int) -> int | None:
 
 def zombie_children(pid: int) -> list[int]:
     """Children of `pid` that have ended but not been reaped."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(PermissionError):  # another user's, if /proc is mounted with hidepid=1
-            stat = _stat(int(entry.name)) if entry.name.isdigit() else None
-            if stat is not None and stat[0] == "Z" and int(stat[1]) == pid:
-                found.append(int(entry.name))
-    return found
+    table = {int(name): _stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    return [child for child, stat in table.items() if stat is not None and stat[0] == "Z" and int(stat[1]) == pid]
 
 
 def processes_with_variable(assignment: str) -> dict[int, str]:
     """Pid and command line of every process whose initial environment holds `NAME=value` (any, for ''), except this process."""
-    wanted = assignment.encode()
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # gone since the listing, or another user's: not one of ours
+    for pid in {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}:
+        place = Path(f"/proc/{pid}")
+        # Gone since the listing, or another user's: not one of ours.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if assignment.encode() in (place / "environ").read_bytes().split(b"\0"):
+                found[pid] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return {pid: command for pid, command in found.items() if start_ticks(pid) is not None}
 
 
@@ -67,7 +59,7 @@ def _stat(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat from the third on: state, parent, ..."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # another user's, if /proc is mounted with hidepid=1
         return None
     return stat.rpartition(")")[2].split()  # the name, which is before, may hold spaces and brackets
 
@@ -133,13 +125,6 @@ def _boot_time() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def wait_for_end_of(parent: int) -> None:
-    """Return when standard input ends or the parent changes (another process may have inherited the pipe)."""
-    while os.getppid() == parent:
-        if select.select([sys.stdin], [], [], 0.5)[0] and not os.read(sys.stdin.fileno(), 4096):
-            return
-
-
 def kill_marked(assignment: str) -> None:
     """Kill all marked processes; the resource trackers last."""
     started = time.monotonic()
@@ -150,10 +135,8 @@ def kill_marked(assignment: str) -> None:
             return
         for pid, command in found.items():
             if "resource_tracker" not in command or waited > TRACKER_SECONDS:
-                try:
+                with contextlib.suppress(ProcessLookupError):  # it ended by itself between the listing and the signal
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass  # it ended by itself between the listing and the signal
         time.sleep(0.05)
 
 
@@ -163,7 +146,9 @@ def main() -> None:
     started = start_ticks(parent) or 0
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for the server; only its end counts here
-    wait_for_end_of(parent)
+    while os.getppid() == parent:  # until the parent changes or standard input ends (another process may have inherited the pipe)
+        if select.select([sys.stdin], [], [], 0.5)[0] and not os.read(sys.stdin.fileno(), 4096):
+            break
     kill_marked(assignment)
     remove(workspace, parent, started)
 

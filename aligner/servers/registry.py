@@ -6,6 +6,7 @@ touched for `heartbeat_timeout_seconds`, or names a process of this machine that
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -194,7 +195,7 @@ def _beats(path: Path, heartbeat_ns: int, seconds: float) -> bool:
     return False
 
 
-class Publication:
+class Publication(contextlib.AbstractContextManager["Publication"]):
     """A published registration, kept alive by a thread until `withdraw` (or the end of its `with` block)."""
 
     def __init__(self, services_dir: Path, registration: Registration, heartbeat_seconds: float) -> None:
@@ -211,9 +212,6 @@ class Publication:
         self._update()
         self._thread = threading.Thread(target=self._heartbeat, name=f"heartbeat-{registration.name}", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Publication:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.withdraw()
@@ -271,10 +269,6 @@ class Publication:
                 return
 
 
-def _tell_nobody(text: str) -> None:
-    """The default: silence."""
-
-
 def wait_for_service(
     services_dir: Path,
     name: str,
@@ -283,7 +277,7 @@ def wait_for_service(
     heartbeat_timeout_seconds: float = 20.0,
     attempt: str = "",
     abandoned: threading.Event | None = None,
-    tell: Callable[[str], None] = _tell_nobody,
+    tell: Callable[[str], None] | None = None,
 ) -> Registration:
     """Wait until `name` is ready, alive and of this attempt ("": of any), or `abandoned` is set; `tell` gets a line for each change.
 
@@ -295,7 +289,6 @@ def wait_for_service(
     since = time.strftime("%H:%M:%S")
     liveness: Liveness | None = None
     watched: Registration | None = None
-    state = "no server has registered there"
     told: object = None
     while True:
         found, news = read_registration(path), None
@@ -314,32 +307,24 @@ def wait_for_service(
                 problem = f"it belongs to attempt {registration.attempt or '(none)'}, this is attempt {attempt}"
             if problem is None and registration.state == ServiceState.ready:
                 return registration
-            state = f"stale: {registration.describe()}: {problem}" if problem else _loading(registration)
+            does = "waits for its turn on the GPUs" if registration.state == ServiceState.waiting else "is loading"
+            since_start = time.strftime("%H:%M:%S", time.localtime(registration.started_at))
+            state = f"{registration.name} {does} on {registration.host} since {since_start} (pid {registration.pid})"
+            state = f"stale: {registration.describe()}: {problem}" if problem else state
             news = (registration.incarnation, problem is None)
             if problem is None and registration.state == ServiceState.waiting:
                 started = time.monotonic()
         if news != told:
             told = news
-            tell(f"waiting for {name}: {state}")
+            if tell:
+                tell(f"waiting for {name}: {state}")
         waited = time.monotonic() - started
-        if reason := _gone(services_dir, name):
-            raise ServerUnreachable(f"{name}: nobody will start it again: {reason}")
+        with contextlib.suppress(FileNotFoundError):
+            if reason := gone_path(services_dir, name).read_text().strip():
+                raise ServerUnreachable(f"{name}: nobody will start it again: {reason}")
         if waited >= timeout_seconds or abandoned.is_set():
             raise ServerUnreachable(
                 f"{name}: waited {waited:.0f} s (since {since}) for a ready server to appear as {path}; last seen: {state}. "
                 f"Is the {name} server running with the same run directory? See its log."
             )
         abandoned.wait(min(POLL_SECONDS, timeout_seconds - waited))
-
-
-def _loading(registration: Registration) -> str:
-    since = time.strftime("%H:%M:%S", time.localtime(registration.started_at))
-    does = "waits for its turn on the GPUs" if registration.state == ServiceState.waiting else "is loading"
-    return f"{registration.name} {does} on {registration.host} since {since} (pid {registration.pid})"
-
-
-def _gone(services_dir: Path, name: str) -> str:
-    try:
-        return gone_path(services_dir, name).read_text().strip()
-    except FileNotFoundError:
-        return ""

@@ -139,8 +139,7 @@ def serve(service: Service) -> None:
     """
     service.progress.enter_phase(IDLE)
     control = ControlGroup(service.config.control_timeout_seconds)
-    stop = _StopSignal()
-    with stop.installed():
+    with _stop_signals() as stop:
         try:
             if control.rank == 0:
                 _lead(service, control, stop)
@@ -151,63 +150,55 @@ def serve(service: Service) -> None:
     control.close()
 
 
-class _StopSignal:
+@dataclass
+class _Stop:
+    requested: bool = False
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[_Stop]:
     """SIGTERM and SIGINT set a flag; the loop looks at it between operations."""
+    stop, numbers = _Stop(), (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self) -> None:
-        self.requested = False
+    def request(*_: object) -> None:
+        stop.requested = True
 
-    def _request(self, number: int, frame: object) -> None:
-        self.requested = True
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        previous = {number: signal.signal(number, self._request) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    previous = {number: signal.signal(number, request) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class _OperationFailed(ServerError):
     """A handler raised, and every rank knows."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Open:
-    """What rank 0 runs beside its loop."""
-
-    gateway: Gateway
-    frontend: Frontend | None  # with PyTriton
-    publication: Publication
-    health: Health
-
-
-def _lead(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
+def _lead(service: Service, control: ControlGroup, stop: _Stop) -> None:
     """Rank 0: gateway, front end, registration and loop; all taken down again whatever happens, and the other ranks informed."""
     intake = Intake({one.endpoint.name: one for one in service.operations}, service.limits)
     with contextlib.ExitStack() as cleanup:
         try:
-            parts = _open(service, control, intake, stop, cleanup)
+            gateway, frontend, publication, health = _open(service, control, intake, stop, cleanup)
         except Exception as error:
             control.broadcast(Command(failure=f"rank 0: {error}"))
             raise
         supervisor = Supervisor(
             # A signal to the whole process group ends Triton too: then its death is part of the stop.
             [
-                lambda: None if stop.requested or parts.frontend is None else parts.frontend.failure(),
-                parts.gateway.failure,
-                parts.publication.failure,
+                lambda: None if stop.requested or frontend is None else frontend.failure(),
+                gateway.failure,
+                publication.failure,
                 control.announced_failure,
             ],
             grace_seconds=service.config.failure_grace_seconds,
-            last_words=lambda message: _give_up(intake, parts.publication, message),
+            last_words=lambda message: _give_up(intake, publication, message),
         )
         cleanup.callback(supervisor.close)
-        parts.health.watch(lambda: "it is ending (signal)" if stop.requested else supervisor.failure())
+        health.watch(lambda: "it is ending (signal)" if stop.requested else supervisor.failure())
         try:
-            _lead_loop(service, control, intake, supervisor, stop, parts.health.pulse)
+            _lead_loop(service, control, intake, supervisor, stop, health.pulse)
         except _OperationFailed as error:
             intake.close(AnswerError(str(error), status=503))
             raise
@@ -228,7 +219,9 @@ def _give_up(intake: Intake, publication: Publication, message: str) -> None:
     publication.withdraw()
 
 
-def _open(service: Service, control: ControlGroup, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> _Open:
+def _open(
+    service: Service, control: ControlGroup, intake: Intake, stop: _Stop, cleanup: contextlib.ExitStack
+) -> tuple[Gateway, Frontend | None, Publication, Health]:
     """Start gateway and Triton, if it is used, and publish the service. At the end answers leave first, then the registration goes."""
     config, transport = service.config, service.config.chosen_transport()
     publication = service.publication
@@ -257,10 +250,10 @@ def _open(service: Service, control: ControlGroup, intake: Intake, stop: _StopSi
     registration = publication.ready(url)
     absent = "; nvidia-pytriton is not installed" if (config.transport, transport) == (Transport.auto, Transport.http) else ""
     print(f"server: {registration.describe()} is ready, {control.size} rank(s), transport {transport.value}{absent}", flush=True)
-    return _Open(gateway=gateway, frontend=frontend, publication=publication, health=health)
+    return gateway, frontend, publication, health
 
 
-def _start_frontend(service: Service, incarnation: str, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> Frontend:
+def _start_frontend(service: Service, incarnation: str, intake: Intake, stop: _Stop, cleanup: contextlib.ExitStack) -> Frontend:
     """Start Triton; a second time if it dies on the way, as its Python backend sometimes does on a busy machine
     (boost::interprocess::lock_exception, triton-inference-server/server issue 8882). Raises TritonDied the second time.
     """
@@ -279,7 +272,7 @@ def _start_frontend(service: Service, incarnation: str, intake: Intake, stop: _S
     return frontend
 
 
-def _lead_loop(service: Service, control: ControlGroup, intake: Intake, supervisor: Supervisor, stop: _StopSignal, pulse: Pulse) -> None:
+def _lead_loop(service: Service, control: ControlGroup, intake: Intake, supervisor: Supervisor, stop: _Stop, pulse: Pulse) -> None:
     """One command after the other until a stop command. A request that must wait for the devices is kept, while no-ops are sent around."""
     residence, kept = service.residence, None
     while True:
@@ -311,7 +304,7 @@ def _lead_loop(service: Service, control: ControlGroup, intake: Intake, supervis
             return
 
 
-def _follow(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
+def _follow(service: Service, control: ControlGroup, stop: _Stop) -> None:
     """The other ranks: follow rank 0's commands until it stops."""
     supervisor = Supervisor(
         [control.announced_failure],
@@ -328,7 +321,7 @@ def _follow(service: Service, control: ControlGroup, stop: _StopSignal) -> None:
                 return
 
 
-def _take_part(service: Service, control: ControlGroup, command: Command, stop: _StopSignal) -> Answer | AnswerError | None:
+def _take_part(service: Service, control: ControlGroup, command: Command, stop: _Stop) -> Answer | AnswerError | None:
     """Run a command together with all ranks; the encoded answer, or a refusal, on rank 0. Raises _OperationFailed on all ranks."""
     with service.progress.phase(command.operation or IDLE):
         answer, error = _run(service, command, control)

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -67,16 +68,22 @@ class Turn:
         self._file = file
         return True
 
-    def take(self, timeout_seconds: float) -> None:
-        """Wait for the turn. Raises ServerTimeout naming who has it."""
-        deadline = time.monotonic() + timeout_seconds
+    def wait(self, seconds: float) -> bool:
+        """Whether this component has the turn, after at most this long."""
+        deadline = time.monotonic() + seconds
         while not self.try_take():
             if time.monotonic() > deadline:
-                raise ServerTimeout(
-                    f"placement=colocated: {self._name} waited {timeout_seconds:g} s (server_client.train_timeout_seconds) for its turn on "
-                    f"the GPUs, which {self._path.read_text() or 'another component'} has"
-                )
+                return False
             time.sleep(POLL_SECONDS)
+        return True
+
+    def take(self, timeout_seconds: float) -> None:
+        """Wait for the turn. Raises ServerTimeout naming who has it."""
+        if not self.wait(timeout_seconds):
+            raise ServerTimeout(
+                f"placement=colocated: {self._name} waited {timeout_seconds:g} s (server_client.train_timeout_seconds) for its turn on "
+                f"the GPUs, which {self._path.read_text() or 'another component'} has"
+            )
 
     def release(self) -> None:
         """Give it to the others. Does nothing without it."""
@@ -86,33 +93,28 @@ class Turn:
             self._file = None
 
 
+@dataclass(eq=False)
 class Residence:
     """A server's models on the devices that it shares: on every rank, with the turn on rank 0. Without a turn they always stay."""
 
-    def __init__(self, models: Sequence[Movable] = (), turn: Turn | None = None) -> None:
-        self._models = models
-        self._turn = turn
-        self.is_here = True
+    models: Sequence[Movable] = ()
+    turn: Turn | None = None
+    is_here: bool = True
 
     def try_take(self, wait_seconds: float) -> bool:
         """Whether rank 0 has the turn, after at most `wait_seconds`."""
-        deadline = time.monotonic() + wait_seconds
-        while self._turn is not None and not self._turn.try_take():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
+        return self.turn is None or self.turn.wait(wait_seconds)
 
     @property
     def takes_turns(self) -> bool:
         """Whether the models leave while no request needs them; on rank 0."""
-        return self._turn is not None
+        return self.turn is not None
 
     def move(self, here: bool) -> None:
         """Bring this rank's models to the device, or away from it."""
         if here == self.is_here:
             return
-        for model in self._models:
+        for model in self.models:
             model.enter_device() if here else model.leave_device()
         if not here:
             platform.release_cached()
@@ -120,50 +122,47 @@ class Residence:
 
     def release(self) -> None:
         """On rank 0, when all ranks' models are away."""
-        if self._turn is not None:
-            self._turn.release()
+        if self.turn is not None:
+            self.turn.release()
 
 
+@dataclass(eq=False)
 class SharedDevice:
     """The training component's side: it has the turn, unless it gives the GPUs away. Every rank calls every method.
 
     `turn` is rank 0's. A model that is handed to `holds` leaves and comes back with it; what else is on the device has to be asleep.
     """
 
-    def __init__(self, turn: Turn, progress: Progress, *, timeout_seconds: float) -> None:
-        self._turn = turn
-        self._progress = progress
-        self._timeout_seconds = timeout_seconds
-        self._model: Movable | None = None
-        self._is_away = False
+    turn: Turn
+    progress: Progress
+    _: KW_ONLY
+    timeout_seconds: float
+    model: Movable | None = None
 
     def take(self) -> None:
         """Wait for the turn; no rank uses the device before. Raises ServerTimeout."""
-        from_rank_0(lambda: self._turn.take(self._timeout_seconds))
+        from_rank_0(lambda: self.turn.take(self.timeout_seconds))
 
     def holds(self, model: Movable) -> None:
         """The model that is on the device from now on."""
-        self._model = model
+        self.model = model
 
     @contextmanager
     def given_away(self) -> Iterator[None]:
         """In the block the servers can compute, and this component only waits for them. Errors in it are raised on every rank."""
-        assert self._model is not None and not self._is_away
-        self._model.leave_device()
+        assert self.model is not None
+        self.model.leave_device()
         platform.release_cached()
         raise_everywhere(None)  # every rank's memory is free
-        self._turn.release()
-        self._is_away = True
+        self.turn.release()
+        error: AlignerError | None = None
         try:
-            with self._progress.phase(WAIT_FOR_SERVERS):
+            with self.progress.phase(WAIT_FOR_SERVERS):
                 yield
-        except AlignerError:  # a checkpoint may be saved yet
-            self._return()
-            raise
-        self._return()
-
-    def _return(self) -> None:
-        with self._progress.phase(WAIT_FOR_SERVERS):
+        except AlignerError as raised:  # a checkpoint may be saved yet
+            error = raised
+        with self.progress.phase(WAIT_FOR_SERVERS):
             self.take()
-        self._model.enter_device()
-        self._is_away = False
+        self.model.enter_device()
+        if error is not None:
+            raise error

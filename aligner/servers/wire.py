@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from aligner.servers.config import RequestLimits
 from aligner.servers.payloads import (
-    CriticStatus,
     Payload,
     Result,
     RewardRequest,
@@ -24,10 +24,8 @@ from aligner.servers.payloads import (
     SaveRequest,
     StatusRequest,
     TrainIdentity,
-    TrainReply,
     TrainRequest,
     ValuesRequest,
-    check_mark,
     digest_of,
 )
 from aligner.types import Batch, RowTensor, TokenBatch, ValueBatch
@@ -168,20 +166,20 @@ def encode_value_batch(batch: ValueBatch) -> dict[str, np.ndarray]:
     }
 
 
-def encode_identity(identity: TrainIdentity) -> dict[str, np.ndarray]:
-    """step and part int64 [1]; run, digest and previous bytes [1]."""
-    return {
-        "step": np.array([identity.step], dtype=np.int64),
-        "part": np.array([identity.part], dtype=np.int64),
-        "run": _text(identity.run),
-        "digest": _text(identity.digest),
-        "previous": _text(identity.previous),
-    }
+def encode_fields(request: TrainIdentity | SaveRequest | StatusRequest) -> dict[str, np.ndarray]:
+    """Its fields: numbers int64 [1], texts bytes [1]; None is left out."""
+    return _packed(**asdict(request))
 
 
-def encode_train(arrays: Arrays, identity: TrainIdentity) -> dict[str, np.ndarray]:
-    """The tensors of a value batch with its identity."""
-    return {**arrays, **encode_identity(identity)}
+def _packed(**fields: int | str | None) -> dict[str, np.ndarray]:
+    present = {name: value for name, value in fields.items() if value is not None}
+    return {name: _column([value])[0] if isinstance(value, str) else np.array([value], dtype=np.int64) for name, value in present.items()}
+
+
+def _unpacked(arrays: Arrays) -> dict[str, Any]:
+    """The numbers and texts among these tensors."""
+    alone = {name: array for name, array in arrays.items() if array.shape == (1,)}
+    return {name: _texts(name, arrays)[0] if array.dtype.kind in "OS" else int(array[0]) for name, array in alone.items()}
 
 
 def decode_train(arrays: Arrays, limits: RequestLimits) -> TrainRequest:
@@ -206,74 +204,30 @@ def decode_train(arrays: Arrays, limits: RequestLimits) -> TrainRequest:
         old_values=torch.from_numpy(arrays["prev_values"].copy()),
         returns=torch.from_numpy(arrays["returns"].copy()),
     )
-    return TrainRequest(batch=batch, identity=_identity(arrays))
-
-
-def _identity(arrays: Arrays) -> TrainIdentity:
-    identity = TrainIdentity(
-        run=_one_text("run", arrays),
-        step=_step(arrays),
-        part=int(arrays["part"][0]),
-        digest=_one_text("digest", arrays),
-        previous=_one_text("previous", arrays),
-    )
+    identity = TrainIdentity(**_unpacked(arrays))
     found = digest_of({name: array for name, array in arrays.items() if name in {*VALUE_BATCH, *_sent()}})
     if found != identity.digest:
         raise ValueError(f"digest: {identity.digest}, but that of the tensors is {found}")
-    return identity
+    return TrainRequest(batch=batch, identity=identity)
 
 
 def encode_values_request(request: ValuesRequest) -> dict[str, np.ndarray]:
-    return encode_tokens(request.batch) | _encode_mark("after", request.after)
+    return encode_tokens(request.batch) | _packed(after=request.after)
 
 
 def decode_values_request(arrays: Arrays, limits: RequestLimits) -> ValuesRequest:
-    return ValuesRequest(batch=decode_tokens(arrays, limits), after=_mark("after", arrays))
-
-
-def encode_save(request: SaveRequest) -> dict[str, np.ndarray]:
-    numbers = {"step": np.array([request.step], dtype=np.int64), "wait": np.array([int(request.wait)], dtype=np.int64)}
-    return numbers | _encode_mark("after", request.after)
+    return ValuesRequest(batch=decode_tokens(arrays, limits), **_unpacked(arrays))
 
 
 def decode_save(arrays: Arrays, limits: RequestLimits) -> SaveRequest:
-    wait = int(arrays["wait"][0]) if "wait" in arrays else 1
-    if wait not in (0, 1):
+    fields = _unpacked(arrays)
+    if (wait := fields.get("wait", 1)) not in (0, 1):
         raise ValueError(f"wait: {wait}; allowed are 0 and 1")
-    return SaveRequest(step=_step(arrays), after=_mark("after", arrays), wait=bool(wait))
-
-
-def encode_status_request(request: StatusRequest) -> dict[str, np.ndarray]:
-    return {"run": _text(request.run)} | _encode_mark("adopt", request.adopt)
+    return SaveRequest(**fields | {"wait": bool(wait)})
 
 
 def decode_status_request(arrays: Arrays, limits: RequestLimits) -> StatusRequest:
-    return StatusRequest(run=_one_text("run", arrays), adopt=_mark("adopt", arrays))
-
-
-def _encode_mark(name: str, mark: str | None) -> dict[str, np.ndarray]:
-    return {} if mark is None else {name: _text(mark)}
-
-
-def _mark(name: str, arrays: Arrays) -> str | None:
-    return check_mark(name, _one_text(name, arrays)) if name in arrays else None
-
-
-def _text(text: str) -> np.ndarray:
-    array = np.empty(1, dtype=object)
-    array[0] = text.encode("utf-8")
-    return array
-
-
-def _one_text(name: str, arrays: Arrays) -> str:
-    return _texts(name, arrays)[0]
-
-
-def _step(arrays: Arrays) -> int:
-    step = int(arrays["step"][0])
-    if step < 0:
-        raise ValueError(f"step: {step}; it must be 0 or more")
-    return step
+    return StatusRequest(**_unpacked(arrays))
 
 
 def _texts(name: str, arrays: Arrays) -> list[str]:
@@ -323,11 +277,6 @@ def decode_reward(arrays: Arrays, limits: RequestLimits) -> RewardRequest:
 # ---- replies -------------------------------------------------------------------------------------------------------------------------
 
 
-def num_rows(request: RewardRequest) -> int:
-    """How many rows a reward request has."""
-    return len(request.texts.responses) if request.batch is None else request.batch.tokens.shape[0]
-
-
 def _shaped(name: str, tensor: Tensor, rows: int) -> np.ndarray:
     """A result as float32 [rows, *]; raises ValueError for another shape."""
     if tensor.dim() != 2 or tensor.shape[0] != rows:
@@ -352,31 +301,7 @@ def encode_values(request: ValuesRequest, values: Tensor) -> dict[str, np.ndarra
 
 def encode_scores(request: RewardRequest, scores: Tensor) -> dict[str, np.ndarray]:
     """Scores that are not finite are sent too: the client decides the consequence (`guard.reward`)."""
-    return {"rewards": _shaped("rewards", scores, num_rows(request))}
-
-
-def encode_trained(request: TrainRequest, reply: TrainReply) -> dict[str, np.ndarray]:
-    return {"loss_mean": np.array([reply.loss_mean], dtype=np.float32), "metrics": _text(json.dumps(reply.metrics))}
-
-
-def encode_saved(request: SaveRequest, path: str) -> dict[str, np.ndarray]:
-    return {"path": _text(path)}
-
-
-def encode_status(request: StatusRequest, status: CriticStatus) -> dict[str, np.ndarray]:
-    return {"status": _text(json.dumps(asdict(status)))}
-
-
-def decode_trained(arrays: Arrays) -> TrainReply:
-    return TrainReply(loss_mean=float(arrays["loss_mean"][0]), metrics=json.loads(arrays["metrics"][0]))
-
-
-def decode_saved(arrays: Arrays) -> str:
-    return arrays["path"][0].decode()
-
-
-def decode_status(arrays: Arrays) -> CriticStatus:
-    return CriticStatus(**json.loads(arrays["status"][0]))
+    return {"rewards": _shaped("rewards", scores, request.num_rows)}
 
 
 _TOKENS = (
@@ -407,21 +332,21 @@ CRITIC_TRAIN = Endpoint(
     ),
     outputs=(TensorSpec(name="loss_mean", dtype="float32", shape=(1,)), TensorSpec(name="metrics", dtype="bytes", shape=(1,))),
     decode=decode_train,
-    encode=encode_trained,
+    encode=lambda request, reply: _packed(metrics=json.dumps(reply.metrics)) | {"loss_mean": np.array([reply.loss_mean], dtype=np.float32)},
 )
 CRITIC_SAVE = Endpoint(
     name="critic_save",
     tensors=(_STEP, _AFTER, TensorSpec(name="wait", dtype="int64", shape=(1,), optional=True)),
     outputs=(TensorSpec(name="path", dtype="bytes", shape=(1,)),),
     decode=decode_save,
-    encode=encode_saved,
+    encode=lambda request, path: _packed(path=path),
 )
 CRITIC_STATUS = Endpoint(
     name="critic_status",
     tensors=(_RUN, TensorSpec(name="adopt", dtype="bytes", shape=(1,), optional=True)),
     outputs=(TensorSpec(name="status", dtype="bytes", shape=(1,)),),
     decode=decode_status_request,
-    encode=encode_status,
+    encode=lambda request, status: _packed(status=json.dumps(asdict(status))),
 )
 REWARD_MODEL = Endpoint(
     name="reward_model",

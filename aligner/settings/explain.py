@@ -38,15 +38,8 @@ MATTER = (
     *("algorithm.batch_size", "algorithm.prompts_per_step", "algorithm.rollouts_per_step", "algorithm.group_size"),
     *("algorithm.mini_batch_size", "algorithm.num_samples", "algorithm.epochs_per_iteration", "algorithm.advantage_estimator"),
     *("algorithm.loss", "algorithm.divergence", "algorithm.kl_coef", "algorithm.beta", "algorithm.attributes", "algorithm.adds"),
-    *(
-        "algorithm.pairs",
-        "algorithm.top_k",
-        "algorithm.served_by",
-        "optimizer.lr",
-        "critic.optimizer.lr",
-        "loop.max_steps",
-        "loop.save_every",
-    ),
+    *("algorithm.pairs", "algorithm.top_k", "algorithm.served_by", "optimizer.lr", "critic.optimizer.lr"),
+    *("loop.max_steps", "loop.save_every"),
     *("loop.validate_every", "rollout.engine", "rollout.sampling.temperature", "rollout.sampling.max_response_length"),
     *("model.micro_batch_size", "model.recompute", "model.lora.rank", "num_processes", "parallel.tp", "parallel.pp"),
 )
@@ -105,7 +98,7 @@ def unknown_keys(written: Mapping[str, Any], keys: Sequence[SchemaKey], prefix: 
 def hint(key: str, keys: Sequence[SchemaKey]) -> str:
     """A hint for a key that the schema does not know: the setting that is probably meant, why it does not exist, or where to look."""
     names = [named_as(known.key, key) for known in keys if not known.key.endswith("*")]
-    if near := _spelled_alike(key, names):
+    if near := _closest(key, [name for name in names if _are_alike(key.split("."), name.split("."))]):
         return f"did you mean {near}?"
     absent: list[str] = []
     for meaning in _meanings(key):
@@ -205,13 +198,6 @@ def _placed(target: str, key: str, keys: Sequence[SchemaKey]) -> str | None:
     return " and ".join(found)
 
 
-def _spelled_alike(key: str, names: Sequence[str]) -> str | None:
-    """The known key with equally many parts, each spelled like this one's."""
-    parts = key.split(".")
-    alike = [name for name in names if _are_alike(parts, name.split("."))]
-    return _closest(key, alike)
-
-
 def _same_leaf(key: str, names: Sequence[str]) -> str | None:
     """The known key with the same last part; of several the one with the most similar section, if any is similar."""
     section, _, leaf = key.rpartition(".")
@@ -224,10 +210,9 @@ def _same_leaf(key: str, names: Sequence[str]) -> str | None:
 def _alike_leaf(key: str, names: Sequence[str]) -> str | None:
     """The known key, in any section, with a last part that is spelled much like this one's."""
     leaf = key.rpartition(".")[2]
-    leaves = {name: name.rpartition(".")[2] for name in names}
-    return _closest(
-        key, [name for name, other in leaves.items() if other != leaf and 0.8 <= _likeness(leaf, other) and _are_alike([leaf], [other])]
-    )
+    others = [name for name in names if name.rpartition(".")[2] != leaf]
+    alike = [name for name in others if _likeness(leaf, other := name.rpartition(".")[2]) >= 0.8 and _are_alike([leaf], [other])]
+    return _closest(key, alike)
 
 
 def _are_alike(parts: Sequence[str], others: Sequence[str]) -> bool:
@@ -347,29 +332,27 @@ def render(keys: Sequence[SchemaKey], values: Mapping[str, str], *, program: str
     if topic:
         return "\n".join(_of_topic(keys, values, topic))
     unused = _unused(keys, values)
-    sections = [_section_line(key, keys) for key in keys if key.section and "." not in key.key and key.key not in unused]
+    used = {key.key: key for key in keys if not any(key.key.startswith(f"{section}.") for section in unused)}
+    sections = []
+    for section in (key for key in keys if key.section and "." not in key.key and key.key not in unused):
+        count = sum(key.key.startswith(f"{section.key}.") and not key.section for key in keys)
+        sections.append(f"  {section.key:<14} {count:>4}  {section.comment}")
+    by_need = [(needs, [name for name, own in unused.items() if own == needs]) for needs in dict.fromkeys(unused.values())]
     return "\n".join(
         [
             f"usage: {program} [--config-name NAME] [--config-dir DIR] [key=value ...] [group=preset ...]",
             f"       [--help [SECTION|SETTING|{ALL}]] [--cfg job] [--multirun key=value,value ...]",
             f"\nExample:\n  {program} {example(file)}",
             f"\nThe most important settings, with the values of {file}.yaml and the arguments (--cfg job prints all settings as YAML):",
-            *(_line(key, values) for key in most_important(keys, values)),
+            *(_line(used[key], values) for key in MATTER if key in used),
             f"\nSections (--help SECTION lists their settings, --help {ALL} all of them):",
             *sections,
-            *(f"  not used without {' or '.join(needs)}: {', '.join(names)}" for needs, names in _by_need(unused)),
+            *(f"  not used without {' or '.join(needs)}: {', '.join(names)}" for needs, names in by_need),
             "\nGroups:",
             *(f"  {line}" for line in groups),
             "  your own, in DIR/GROUP/NAME.yaml: --config-dir DIR",
         ]
     )
-
-
-def most_important(keys: Sequence[SchemaKey], values: Mapping[str, str]) -> list[SchemaKey]:
-    """The settings that matter most among those that the recipe has and uses."""
-    unused = _unused(keys, values)
-    used = {key.key: key for key in keys if not any(key.key.startswith(f"{section}.") for section in unused)}
-    return [used[key] for key in MATTER if key in used]
 
 
 def example(file: str) -> str:
@@ -399,11 +382,6 @@ def _line(key: SchemaKey, values: Mapping[str, str]) -> str:
     return f"  {setting:<46} {key.type}" + (f"  {key.comment}" if key.comment else "")
 
 
-def _section_line(section: SchemaKey, keys: Sequence[SchemaKey]) -> str:
-    count = sum(key.key.startswith(f"{section.key}.") and not key.section for key in keys)
-    return f"  {section.key:<14} {count:>4}  {section.comment}"
-
-
 def _unused(keys: Sequence[SchemaKey], values: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Sections of the recipe that have no effect with the current settings, with the settings that would give them one."""
     known = {key.key for key in keys}
@@ -418,7 +396,3 @@ def _unused(keys: Sequence[SchemaKey], values: Mapping[str, str]) -> dict[str, t
 def _holds(need: str, values: Mapping[str, str]) -> bool:
     key, _, value = need.partition("=")
     return values[key] == value if value else values[key] not in ("''", '""')
-
-
-def _by_need(unused: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[str]]]:
-    return [(needs, [name for name, own in unused.items() if own == needs]) for needs in dict.fromkeys(unused.values())]

@@ -11,9 +11,10 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,15 @@ def named_as(known: str, key: str) -> str:
     for i, part in enumerate(known_parts):
         own.append(part if part != "*" else parts[i] if parts[:i] == own and i < len(parts) else "NAME")
     return ".".join(own)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested settings by dotted key; an empty mapping is a leaf."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def type_name(kind: object) -> str:

@@ -19,7 +19,7 @@ from arithmetic import TaskFiles, generate
 from rich.console import Console
 from screen import WIDTH, Stage, last_screen, outcome, picture
 
-from aligner.commands.local import launch_local
+from aligner.commands.programs import launch_local
 
 STAGES = (
     Stage(recipe="sft", title="supervised fine-tuning", about="on answers that mostly forget to carry"),

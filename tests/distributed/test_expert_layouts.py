@@ -3,16 +3,20 @@ are those of a single process, and would not be if a rank took padding for token
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
-import experts_job as job
 import pytest
 import torch
+import torch.distributed as dist
+from layout_models import Spec, assert_close, assert_metrics, exported, gradients, make_batch, make_losses, make_model, train_step
+from ranks import joined, laid_out
 from tiers import cases
 
-FOLDER = Path(__file__).parent
+from aligner.models.training import forward
+from aligner.models.training.optimizer import OptimizerConfig
+
 PACKED = {
     "micro_batch_tokens": 64,
     "packing": True,
@@ -44,43 +48,64 @@ LAYOUTS = {name: (parallel, {}) for name, parallel in PADDED_LAYOUTS.items()}
 LAYOUTS |= {f"{name}_packed": (parallel, PACKED) for name, parallel in PADDED_LAYOUTS.items() if "_dp" not in name and "4" not in name}
 EACH = pytest.mark.parametrize("layout", cases(LAYOUTS, fast=FAST))
 
+ROUTER = {"router_aux_loss_coef": 0.3, "router_z_loss_coef": 0.05, "router_bias_update_rate": 0.01}
+
+
+@contextmanager
+def padding_is_taken_for_tokens():
+    real = forward._padding
+    with mock.patch.object(forward, "_padding", lambda part, model: torch.zeros_like(real(part, model))):
+        yield
+
+
+def step(parallel: dict, settings: dict, topology) -> dict:
+    """What one training step with every auxiliary loss and moving biases reports, its gradients, and the biases behind it."""
+    spec = Spec(parallel=parallel, model=ROUTER | settings, experts=True, biases=True, num_layers=4)
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, distributed=False, clip_grad=0.0, eps=1e-4)
+    model = make_model("ppo", spec, topology, optimizer)
+    metrics = train_step(model, make_batch("ppo"), make_losses("ppo")[0])
+    chunks = model.model.chunks
+    biases = {name: tensor for name, tensor in exported(chunks).items() if name.endswith("e_score_correction_bias")}
+    return {"metrics": metrics, "gradients": gradients(chunks), "biases": biases}
+
+
+def both(parallel: dict, settings: dict, topology) -> dict:
+    """The step, and the same one with padding taken for tokens."""
+    found = step(parallel, settings, topology)
+    with padding_is_taken_for_tokens():
+        return found | {"unmasked": step(parallel, settings, topology)}
+
+
+def in_every_layout(layouts: dict) -> dict[str, dict]:
+    """`both`, layout by layout of one world; on the first rank."""
+    results = {}
+    with joined():
+        for name, (parallel, settings) in layouts.items():
+            print(f"layout {name}", flush=True)  # which one an error is of
+            with laid_out(parallel, seed=1) as topology:  # the single process's
+                results[name] = both(parallel, settings, topology)
+        return results if dist.get_rank() == 0 else {}
+
 
 @pytest.fixture(scope="module")
 def one(topology) -> dict[bool, dict]:
-    """What a single process makes of padded rows, and of packed ones (True)."""
-    return {packed: job.both({}, PACKED if packed else {}, topology) for packed in (False, True)}
+    return {packed: both({}, PACKED if packed else {}, topology) for packed in (False, True)}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("experts") / "found.pt"
-
-
-@pytest.fixture
-def many(found, run_distributed, request) -> dict[str, dict]:
-    """What four processes make of it, layout by layout; the job runs once, on those that tests were chosen of."""
-    if not found.exists():
-        found.write_text("")  # a job that fails once is not run for every test
-        chosen = {item.callspec.params["layout"] for item in request.session.items if item.path == request.path}
-        given = {name: LAYOUTS[name] for name in LAYOUTS if name in chosen}
-        run_distributed(FOLDER / "experts_job.py", 4, json.dumps(given), found, timeout=600)
-    return torch.load(found)
+def many(on_ranks, request) -> dict[str, dict]:
+    chosen = {item.callspec.params["layout"] for item in request.session.items if item.path == request.path}
+    return on_ranks(in_every_layout, 4, {name: LAYOUTS[name] for name in LAYOUTS if name in chosen}, timeout=600)[0]
 
 
 @EACH
 def test_experts_equal_a_single_process(layout, one, many):
     expected, got = one[layout.endswith("packed")], many[layout]
     assert expected["metrics"]["moe/load_balancing_loss"] > 1
-    assert got["metrics"] == pytest.approx(expected["metrics"], rel=2e-5, abs=2e-6)
-    assert expected["gradients"].keys() == got["gradients"].keys()
-    for name, gradient in expected["gradients"].items():
-        torch.testing.assert_close(
-            got["gradients"][name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"gradient of {name}: {m}"
-        )
-    assert len(expected["biases"]) == 4
-    for name, bias in expected["biases"].items():
-        assert bias.abs().max() > 0.005  # it has moved
-        torch.testing.assert_close(got["biases"][name], bias, rtol=0, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+    assert_metrics(got["metrics"], expected["metrics"])
+    assert_close(got["gradients"], expected["gradients"], atol=1e-6)
+    assert len(expected["biases"]) == 4 and all(bias.abs().max() > 0.005 for bias in expected["biases"].values())  # they have moved
+    assert_close(got["biases"], expected["biases"], rtol=0, atol=1e-7)
 
 
 @EACH

@@ -116,22 +116,17 @@ def test_slurm_tasks(run_ranks_in, free_port):
 
 
 def run_task(preloaded, env, timeout_seconds):
-    """Exit code and output of one rank."""
     return preloaded.run([str(JOB), "same", str(timeout_seconds)], env, JOB.parent, timeout=120)
 
 
-def test_slurm_rank_that_never_comes_is_named(preloaded, clean_environment, free_port):
-    env = clean_environment(slurm_task(0, ALIGNER_MASTER_PORT=str(free_port)))
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [(0, "of 2 ranks 1 did not come within 2 s"), (1, "rank 1 of 2 waited 2 s for the rendezvous store of rank 0 at localhost:{port}")],
+)
+def test_a_rank_that_never_comes_is_named(rank, said, preloaded, clean_environment, free_port):
+    env = clean_environment(slurm_task(rank, ALIGNER_MASTER_PORT=str(free_port)))
     code, output = run_task(preloaded, env, 2)
-    assert code == 3
-    assert "of 2 ranks 1 did not come within 2 s" in output
-
-
-def test_rank_0_that_never_comes_is_named(preloaded, clean_environment, free_port):
-    env = clean_environment(slurm_task(1, ALIGNER_MASTER_PORT=str(free_port)))
-    code, output = run_task(preloaded, env, 2)
-    assert code == 3
-    assert f"rank 1 of 2 waited 2 s for the rendezvous store of rank 0 at localhost:{free_port}" in output
+    assert code == 3 and said.format(port=free_port) in output
 
 
 def test_taken_port_is_named(preloaded, clean_environment, free_port):

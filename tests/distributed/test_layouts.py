@@ -1,27 +1,32 @@
 """Every layout gives the single process's log-probs, losses, gradients and weights; so do packing, token budgets and recomputation.
 
-One job per layout trains all kinds of model for two steps, and in some a policy for one step with each of its losses. Gradients are
+One world per layout trains several kinds of model for two steps, a kind with many losses for one step with each of them. Gradients are
 compared after clipping (to a norm of 0.5), so differences are relative to that; a distributed optimizer's ranks hold shards of the
 gradient, there weights are compared.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from layout_models import VOCAB, Spec, assert_close, assert_metrics, exported, gradients, make_batch, make_model, make_steps, train_step
+from ranks import world
 
-JOB = Path(__file__).parent / "layout_job.py"
-KINDS = ["ppo", "dpo", "value"]
-SCORES = ["reward_mean", "regression", "steps"]
-WITH_OBJECTIVES = ["dp2", "tp2_cp2_packed", "token_budget"]  # layouts whose jobs train with every other loss too
+from aligner.models.training.optimizer import OptimizerConfig
+
+KINDS = ("ppo", "dpo", "value")
+LOSSES = ("objectives", "preferences", "reward_mean", "regression", "steps")
+OTHERS = ("reward", "sft", "distill", "regression", "steps")
+WITH_OBJECTIVES = ["dp2", "tp2_cp2_packed", "token_budget"]  # with every loss
 PACKED = {"micro_batch_tokens": 48, "packing": True}
 SHARED = PACKED | {"share_prompts": True}
 ROUTER = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
 SP = {"tp": 2, "sequence_parallel": True}
-OTHERS = ["reward", "sft", "distill", "regression", "steps"]
+WITH_OTHERS = ["tp2_cp2_packed", "pp2_interleaved", "dp2"]
 FOUR = {"num_layers": 4}  # instead of two: several to a pipeline stage, or one to each of its chunks
 
 DENSE = {  # name: (processes, what differs from the single process)
@@ -53,13 +58,9 @@ DENSE = {  # name: (processes, what differs from the single process)
     ),
 }
 EXPERTS = {
-    "ep2": (2, {"parallel": {"ep": 2}}),
     "tp2_etp2": (2, {"parallel": SP | {"etp": 2}}),
-    "tp2_ep2": (4, {"parallel": SP | {"ep": 2}}),
-    "cp2_ep2": (2, {"parallel": {"cp": 2, "ep": 2}}),
     "pp2_ep2": (4, {"parallel": {"pp": 2, "ep": 2}}),
 }
-
 ROUTED = {  # experts chosen by somebody else; four layers, as for an interleaved pipeline
     "tp2_ep2_packed_recompute": {"parallel": SP | {"ep": 2}, "model": PACKED | {"recompute": "full"}},
     "cp2_ep2_packed": {"parallel": {"cp": 2, "ep": 2}, "model": PACKED},
@@ -68,122 +69,127 @@ ROUTED = {  # experts chosen by somebody else; four layers, as for an interleave
 }
 
 
+def kinds_of(layout: str) -> list[str]:
+    """What the world of a dense layout trains."""
+    more = (*KINDS, *(LOSSES if layout in WITH_OBJECTIVES else ()), *(OTHERS if layout in WITH_OTHERS else ()))
+    return list(dict.fromkeys(more))
+
+
+def train(fields: dict, kinds: Sequence[str]) -> dict[str, dict]:
+    """Outputs, metrics, gradients and weights of each kind of model; on the first rank."""
+    spec = Spec(**fields)
+    with world(spec.parallel) as topology:
+        found = {kind: train_kind(kind, spec, topology) for kind in kinds}
+        return found if dist.get_rank() == 0 else {}
+
+
+def train_kind(kind: str, spec: Spec, topology) -> dict:
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, distributed=spec.distributed_optimizer, clip_grad=0.5, eps=1e-4)
+    model = make_model(kind, spec, topology, optimizer)
+    batch = make_batch(kind)
+    scores = dict.fromkeys(("reward", "reward_mean", "regression"), "scores") | {"value": "values", "steps": "step_scores"}
+    outputs = partial(teacher_and_student, model) if kind == "distill" else getattr(model, scores.get(kind, "logprobs"))
+    result: dict = {"outputs": [outputs(batch)], "metrics": [], "gradients": []}
+    for given, loss in make_steps(kind):
+        result["metrics"].append(train_step(model, given, loss))
+        if not spec.distributed_optimizer:  # a distributed optimizer's rank holds its own shard of the reduced gradient only
+            result["gradients"].append(gradients(model.model.chunks))
+    return result | {"weights": exported(model.model.chunks), "outputs": [*result["outputs"], outputs(batch)]}
+
+
+def teacher_and_student(model, batch) -> torch.Tensor:
+    """As a teacher the likeliest tokens and their log-probs, as a student those of the tokens that a teacher named."""
+    tokens, logprobs = model.topk(batch, 4, below=VOCAB)
+    return torch.cat([tokens.float(), logprobs, model.named_logprobs(batch).topk_logprobs], dim=2)
+
+
 @pytest.fixture(scope="module")
-def results() -> dict[str, dict]:
-    return {}
+def run(on_ranks) -> Callable[[int, dict, Sequence[str]], dict[str, dict]]:
+    """`run(processes, spec, kinds)`: what a layout makes of these kinds of model; once for all tests."""
+    known: dict[str, dict[str, dict]] = {}
+
+    def trained(processes: int, spec: dict, kinds: Sequence[str]) -> dict[str, dict]:
+        key = repr((processes, spec, kinds))
+        if key not in known:
+            known[key] = on_ranks(train, processes, spec, kinds, timeout=400)[0]
+        return known[key]
+
+    return trained
 
 
-def _run(results, run_distributed, tmp_path: Path, processes: int, spec: dict) -> dict:
-    """What the job gave for a layout; it runs once per layout, for all kinds."""
-    key = json.dumps([processes, spec])
-    if key not in results:
-        output = tmp_path / "result.pt"
-        run_distributed(JOB, processes, json.dumps(spec), output, timeout=400)
-        results[key] = torch.load(output)
-    return results[key]
-
-
-def _single(spec: dict, kinds: list[str]) -> dict:
-    """What a layout is compared with: a model of the same size in one process."""
-    return {"kinds": kinds} | {name: spec[name] for name in ("num_layers",) if name in spec}
-
-
-def _of(layout: str, kind: str, results, run_distributed, tmp_path: Path) -> tuple[dict, dict]:
-    """What one process and a dense layout make of a kind of model; each job trains several kinds."""
+def both(layout: str, kind: str, run) -> tuple[dict, dict]:
     processes, spec = DENSE[layout]
-    kinds = [*KINDS, "objectives", "preferences", *SCORES]
-    one = _run(results, run_distributed, tmp_path, 1, _single(spec, KINDS if "num_layers" in spec else kinds))
-    many = _run(results, run_distributed, tmp_path, processes, spec | {"kinds": kinds if layout in WITH_OBJECTIVES else KINDS})
-    return one[kind], many[kind]
+    alone = ({"num_layers": 4}, [*KINDS, *OTHERS]) if "num_layers" in spec else ({}, list(dict.fromkeys((*KINDS, *LOSSES, *OTHERS))))
+    return run(1, *alone)[kind], run(processes, spec, kinds_of(layout))[kind]
 
 
-def _assert_equal(one: dict, many: dict) -> None:
-    for before, after in ((0, 0), (1, 1)):
-        torch.testing.assert_close(many["outputs"][after], one["outputs"][before], rtol=1e-4, atol=5e-5)
+def assert_equal(one: dict, many: dict) -> None:
+    for expected, got in zip(one["outputs"], many["outputs"], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=5e-5)
     assert one["metrics"][0]["optim/grad_norm"] > 0.5  # the comparison is of something
     for expected, got in zip(one["metrics"], many["metrics"], strict=True):
-        assert got == pytest.approx(expected, rel=2e-5, abs=2e-6)
+        assert_metrics(got, expected)
     for expected, got in zip(one["gradients"], many["gradients"], strict=bool(many["gradients"])):
-        assert expected.keys() == got.keys()
-        for name, gradient in expected.items():
-            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"gradient of {name}: {m}")
-    assert one["weights"].keys() == many["weights"].keys()
-    for name, weight in one["weights"].items():
-        torch.testing.assert_close(many["weights"][name], weight, rtol=1e-4, atol=2e-6, msg=lambda m, name=name: f"weight {name}: {m}")
+        assert_close(got, expected, atol=1e-6)
+    assert_close(many["weights"], one["weights"], atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", DENSE)
-def test_layout_equals_single_process(kind, layout, results, run_distributed, tmp_path):
-    _assert_equal(*_of(layout, kind, results, run_distributed, tmp_path))
+CASES = [(layout, kind) for layout in DENSE for kind in kinds_of(layout) if kind not in ("objectives", "preferences")]
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES, ids=map("-".join, CASES))
+def test_layout_equals_single_process(kind, layout, run):
+    """Also scores: means over a sequence that may lie on several ranks, one token on one of them, labels of which some are missing,
+    others on each replica. An untied output layer is on the last stage alone; of a distilled token K words are looked up in the shards of
+    the vocabulary, for every divergence."""
+    assert_equal(*both(layout, kind, run))
 
 
 @pytest.mark.parametrize("layout", WITH_OBJECTIVES)
-def test_every_loss_of_a_policy(layout, results, run_distributed, tmp_path):
+def test_every_loss_of_a_policy(layout, run):
     """Sequence-level ratios, constants, corrections and KL terms: the same gradient for every micro-batch size, layout and packing."""
-    one, many = _of(layout, "objectives", results, run_distributed, tmp_path)
+    one, many = both(layout, "objectives", run)
     assert len(one["gradients"]) == 7
     assert all(0 < metrics["policy/clip_fraction"] < 1 for metrics in one["metrics"][:5])  # SAPO and REINFORCE have no clipping
-    _assert_equal(one, many)
+    assert_equal(one, many)
 
 
 @pytest.mark.parametrize("layout", WITH_OBJECTIVES)
-def test_losses_on_preferences(layout, results, run_distributed, tmp_path):
+def test_losses_on_preferences(layout, run):
     """Sums and means over responses, the supervised term, margins and labels: each counts pairs or responses, whatever the layout. All
     losses of pairs, then KTO and SteerLM 2."""
-    one, many = _of(layout, "preferences", results, run_distributed, tmp_path)
+    one, many = both(layout, "preferences", run)
     assert len(one["gradients"]) == 19
-    _assert_equal(one, many)
+    assert_equal(one, many)
 
 
-@pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("layout", WITH_OBJECTIVES)
-def test_losses_of_scores(kind, layout, results, run_distributed, tmp_path):
-    """Means over a sequence that may lie on several ranks; labels some of which are missing, in other numbers on each replica; steps."""
-    _assert_equal(*_of(layout, kind, results, run_distributed, tmp_path))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", EXPERTS)
-def test_layout_of_experts_equals_single_process(kind, layout, results, run_distributed, tmp_path):
-    """With both auxiliary losses on, whose weight must not depend on the layout either."""
-    base = {"experts": True, "model": ROUTER, "kinds": KINDS}
-    processes, spec = EXPERTS[layout]
-    one = _run(results, run_distributed, tmp_path, 1, base)
-    many = _run(results, run_distributed, tmp_path, processes, base | spec)
-    assert one[kind]["metrics"][0]["moe/load_balancing_loss"] > 1
-    _assert_equal(one[kind], many[kind])
+def test_layout_of_experts_equals_single_process(layout, run):
+    """With both auxiliary losses on, whose weight must not depend on the layout either; other layouts are in test_expert_layouts.py."""
+    base = {"experts": True, "model": ROUTER}
+    one, many = run(1, base, KINDS), run(EXPERTS[layout][0], base | EXPERTS[layout][1], KINDS)
+    for kind in KINDS:
+        assert one[kind]["metrics"][0]["moe/load_balancing_loss"] > 1
+        assert_equal(one[kind], many[kind])
 
 
-def test_experts_on_replicas_with_different_numbers_of_micro_batches(results, run_distributed, tmp_path):
+def test_experts_on_replicas_with_different_numbers_of_micro_batches(run):
     """Three on one replica and four on the other, which exchange tokens in every pass: fillers keep them in step and count nothing.
     Without the load-balancing loss, which is of micro-batches; the z-loss and the biases count tokens."""
     router = {"router_z_loss_coef": 0.05, "router_bias_update_rate": 0.01}
-    base = {"experts": True, "biases": True, "kinds": ["ppo"], "model": router}
-    one = _run(results, run_distributed, tmp_path, 1, base)
-    many = _run(results, run_distributed, tmp_path, 2, base | {"parallel": {"ep": 2}, "model": router | {"micro_batch_tokens": 24}})
-    _assert_equal(one["ppo"], many["ppo"])
+    base = {"experts": True, "biases": True, "model": router}
+    many = run(2, base | {"parallel": {"ep": 2}, "model": router | {"micro_batch_tokens": 24}}, ["ppo"])
+    assert_equal(run(1, base, ["ppo"])["ppo"], many["ppo"])
 
 
 @pytest.mark.parametrize("layout", ROUTED)
-def test_replayed_routes_equal_a_single_process(layout, results, run_distributed, tmp_path):
+def test_replayed_routes_equal_a_single_process(layout, run):
     """Every token finds its own route in every layer, whatever rank, chunk, slot and pass it is in: outputs, gradients and counts."""
-    base = FOUR | {"experts": True, "kinds": ["routed"]}
-    one = _run(results, run_distributed, tmp_path, 1, base)["routed"]
-    many = _run(results, run_distributed, tmp_path, 2, base | ROUTED[layout])["routed"]
-    for metrics in (*one["metrics"], *many["metrics"]):
+    base = FOUR | {"experts": True}
+    one, many = run(1, base, ["routed"])["routed"], run(2, base | ROUTED[layout], ["routed"])["routed"]
+    seen = [*one["metrics"], *many["metrics"]]
+    for metrics in seen:
         assert metrics["rollout/route_mismatch"] == 0 and metrics["rollout/route_replaced"] > 0.5
-    if "shared" in layout:  # a shared prompt's routes are counted once
-        for metrics in (*one["metrics"], *many["metrics"]):
-            del metrics["rollout/route_replaced"]
-    _assert_equal(one, many)
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.parametrize("layout", ["tp2_cp2_packed", "pp2_interleaved", "dp2"])
-def test_other_kinds_of_model(kind, layout, results, run_distributed, tmp_path):
-    """Scores come from one token on one context-parallel rank; an untied output layer is on the last stage alone; of a distilled token K
-    words are looked up in the shards of the vocabulary, for every divergence."""
-    processes, spec = DENSE[layout]
-    one = _run(results, run_distributed, tmp_path, 1, _single(spec, OTHERS))
-    _assert_equal(one[kind], _run(results, run_distributed, tmp_path, processes, spec | {"kinds": OTHERS})[kind])
+    shared = {"rollout/route_replaced"} if "shared" in layout else set()  # a shared prompt's routes are counted once
+    alike = [side | {"metrics": [{n: v for n, v in step.items() if n not in shared} for step in side["metrics"]]} for side in (one, many)]
+    assert_equal(*alike)

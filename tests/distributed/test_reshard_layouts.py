@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from fake_foreign import FakeForeign
+from ranks import world
+from sampled_models import VOCAB, make_engine, make_inputs, make_policy, sample, write_model
 
-from aligner.types import LabeledBatch
+from aligner.errors import EngineError
+from aligner.losses.sft import sft_loss
+from aligner.models.config import Activation, Architecture, Family, Normalization, PositionEmbedding
+from aligner.parallel import transfer
+from aligner.parallel.collectives import gather_objects
+from aligner.parallel.topology import ParallelConfig
+from aligner.protocols import Replica
+from aligner.rollout.builtin import megatron, refit
+from aligner.rollout.config import RoutingReplay, VerifyRefit
+from aligner.rollout.engine.foreign import StreamedEngine
+from aligner.rollout.engine.lifecycle import PhasedEngine
+from aligner.rollout.engine.manifest import hf_manifest
+from aligner.rollout.engine.work import WorkSharing
+from aligner.types import Prompt, SamplingConfig
 
-JOB = Path(__file__).parent / "reshard_job.py"
-VOCAB, WIDTH = 61, 20
+BUCKET_BYTES = 3000  # many buckets, and matrices that are cut over several
 SP = {"tp": 2, "sequence_parallel": True}
 LAYOUTS = {  # name: (processes, training layout, rollout tensor-parallel sizes, of which reads the parameters in place, models)
     "pp2": (2, {"pp": 2}, [0, 2], None, ["qwen2", "gpt2", "mixtral"]),
@@ -27,22 +45,160 @@ LAYOUTS = {  # name: (processes, training layout, rollout tensor-parallel sizes,
 }
 
 
-@pytest.fixture(scope="module")
-def inputs() -> dict:
-    """Prompts (one of them twice) with seeds, and a batch of labelled rows."""
-    generator = torch.Generator().manual_seed(8)
-    prompts = [torch.randint(8, VOCAB, (length,), generator=generator).tolist() for length in (4, 11, 1, 7, 16)]
-    lengths = torch.tensor([20, 9, 14, 6])
-    positions = torch.arange(WIDTH)
-    tokens = torch.randint(3, VOCAB, (4, WIDTH), generator=generator) * (positions < lengths[:, None])
-    batch = LabeledBatch(tokens=tokens, lengths=lengths, loss_mask=(positions >= 3) & (positions < lengths[:, None]))
-    return {"prompts": [*prompts, prompts[1]], "seeds": [1, 2, 3, 4, 5, 6], "batch": batch}
+def policy_of(directory: Path, topology, parallel: ParallelConfig):
+    return make_policy(directory, topology, parallel, rows=1)
+
+
+def engine_of(policy, tp: int, **settings):
+    megatron.MIB = BUCKET_BYTES
+    routes = RoutingReplay.measure if policy.chunks[0].architecture.num_experts else RoutingReplay.none
+    settings |= {"tp": tp, "refit_bucket_mib": 1, "verify_refit": VerifyRefit.checksum, "routing_replay": routes}
+    return make_engine(policy, length=16, stops=tuple(range(5, 12)), **settings)
+
+
+def generate(engine, inputs: dict) -> dict[int, tuple]:
+    """(tokens, log-probs, finish reason, version, experts of each token and layer) by seed, of what this replica took of the prompts."""
+    rollouts = sample(engine, inputs)
+    experts = {r.seed: r.extras["routes"].sort().values.tolist() if r.extras else None for r in rollouts}
+    return {r.seed: (r.response, r.logprobs, r.finish_reason.value, r.policy_version, experts[r.seed]) for r in rollouts}
+
+
+def describe(engine) -> dict:
+    replica = engine.replica
+    return {
+        "replica": (replica.index, replica.count, replica.is_leader),
+        "in_place": isinstance(engine.engine.weights, refit.TrainingWeights),
+        "layers": len(engine.engine.decoder.weights.layers),
+    }
+
+
+def is_away(tensors) -> bool:
+    return all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+
+
+def check_sleep(engine, policy, inputs: dict, rollouts: dict) -> None:
+    """A sleeping engine holds no weights of its own, refuses to generate, and wakes with the policy's weights, which are away then."""
+    own = [layer.qkv.weight for layer in engine.engine.decoder.weights.layers]
+    training = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    assert is_away(own) and not is_away(training)
+    with pytest.raises(EngineError, match="while it sleeps"):
+        generate(engine, inputs | {"prompts": inputs["prompts"] * 8, "seeds": inputs["seeds"] * 8})
+    logprobs = policy.logprobs(inputs["batch"])
+    for _ in range(2):
+        assert is_away(own)
+        engine.wake()
+        engine.wake()
+        assert is_away(training) and not is_away(own)
+        assert generate(engine, inputs) == rollouts
+        engine.sleep()
+        assert torch.equal(policy.logprobs(inputs["batch"]), logprobs)
+
+
+def error_of(action) -> str:
+    """The message of the EngineError that an action raises, which must be the same on all ranks."""
+    with pytest.raises(EngineError) as error:
+        action()
+    assert len(set(gather_objects(str(error.value)))) == 1
+    return str(error.value)
+
+
+def check_faults(policy, inputs: dict) -> None:
+    """What is wrong on rank 1 alone is raised on both ranks, neither generates, and the next refit mends it. Two ranks, rollout.tp=2."""
+    engine, rank = engine_of(policy, 2), dist.get_rank()
+    engine.refit(1)
+    before = generate(engine, inputs)
+    weight = policy.module.decoder.layers[1].mlp.linear_fc2.weight.data
+    kept = weight.clone()
+    if rank == 1:
+        weight[0, -1] = float("nan")  # in the half that rank 1 keeps
+    message = error_of(lambda: engine.refit(2))
+    assert "failed on rank 1: the weights are not finite: decoder.layers.1.mlp.linear_fc2.weight (1 of" in message
+    assert "its last refit failed" in error_of(lambda: generate(engine, inputs))
+    weight.copy_(kept)
+    engine.refit(1)
+    assert generate(engine, inputs) == before
+
+    named = refit.named_parameters
+    if rank == 1:
+        refit.named_parameters = lambda chunks: dict(list(named(chunks).items())[1:])
+    message = error_of(lambda: engine.refit(2))
+    assert "failed on rank 1: refit: embedding.word_embeddings.weight of" in message and "missing" in message
+    assert "its last refit failed" in error_of(lambda: generate(engine, inputs))
+    refit.named_parameters = named
+    engine.refit(1)
+    assert generate(engine, inputs) == before
+
+
+def check_stream(policy) -> None:
+    """An engine of another package that fails on rank 1 alone: the others do not wait for it, and nothing is generated."""
+    rank, foreign, prompts = dist.get_rank(), FakeForeign(), [Prompt(id=i, tokens=(3,), source="") for i in range(6)]
+    replica = Replica(index=rank, count=dist.get_world_size())
+    manifest = hf_manifest(policy.module.architecture, torch.float32)
+    streamed = StreamedEngine(foreign, policy.export_weights, manifest, replica, bucket_bytes=4000, verified=True)
+    engine = PhasedEngine(streamed, SamplingConfig(), WorkSharing(replica, None), offload=False)
+    assert all(torch.equal(foreign.weights[name], tensor) for name, tensor in policy.export_weights())
+    for method in ("begin", "load", "finish"):
+        foreign.fails_at = method if rank == 1 else ""
+        message = error_of(lambda: engine.refit(1))
+        assert "failed on rank 1: RuntimeError: the package says no" in message and foreign.log[-1] == "abort"
+        assert "its last refit failed" in error_of(lambda: engine.generate(prompts, range(6)))
+    foreign.fails_at = ""
+    engine.refit(7)
+    parts = gather_objects([one for part in engine.generate(prompts, range(6)) for one in part])
+    assert sorted(one.seed for part in parts for one in part) == list(range(6))
+    assert {one.response for part in parts for one in part} == {(7,)}
+
+
+def check_memory(engine) -> None:
+    """At the first buckets of a refit: what there is beside the weights of both sides is two buckets at most."""
+    copy, seen, there_before = transfer._copy, [], storages()
+
+    def counting(copies) -> None:
+        if len(seen) < 6:
+            seen.append(sum(size for place, size in storages().items() if place not in there_before))
+        copy(copies)
+
+    with mock.patch.object(transfer, "_copy", counting):
+        engine.refit(engine.version)
+    assert 0 < max(seen) <= 2 * BUCKET_BYTES, seen
+
+
+def storages() -> dict[int, int]:
+    """Bytes of every storage that a tensor of this process has, by address."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def in_layouts(folder: Path, parallel: dict, models: list[str], rollout_tps: list[int], inputs: dict) -> dict[tuple[str, int], dict]:
+    """What an engine of each rollout layout samples before and after a training step, by model and rollout layout."""
+    with world(parallel) as topology:
+        done = {name: in_rollout_layouts(folder / name, topology, parallel, rollout_tps, inputs) for name in models}
+        return {(name, tp): result for name, results in done.items() for tp, result in results.items()}
+
+
+def in_rollout_layouts(directory: Path, topology, parallel: dict, rollout_tps: list[int], inputs: dict) -> dict[int, dict]:
+    policy = policy_of(directory, topology, ParallelConfig(**parallel))
+    engines = {tp: engine_of(policy, tp) for tp in rollout_tps}
+    results = {tp: describe(engine) | {"rollouts": generate(engine, inputs)} for tp, engine in engines.items()}
+    policy.train_step(inputs["batch"], sft_loss)
+    for tp, engine in engines.items():
+        engine.refit(policy.version)
+        results[tp]["trained_rollouts"] = generate(engine, inputs)
+    for tp in [tp for tp, result in results.items() if not result["in_place"]][:1]:
+        engine = engine_of(policy, tp, offload=True)
+        engine.refit(policy.version)
+        check_sleep(engine, policy, inputs, results[tp]["trained_rollouts"])
+    if not parallel:
+        check_faults(policy, inputs)
+        check_stream(policy)
+    elif "pp" in parallel and directory.name == "qwen2":
+        check_memory(engines[0 if 0 in engines else 1])
+    return results
 
 
 def architectures() -> dict:
     """Tied with biases on query, key and value; tied with learned positions and biases everywhere; untied experts."""
-    from aligner.models.config import Activation, Architecture, Family, Normalization, PositionEmbedding
-
     sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "vocab_size": VOCAB}
     sizes |= {"max_position_embeddings": 64, "initializer_range": 0.25}
     gpt2 = {"position_embedding": PositionEmbedding.learned, "normalization": Normalization.layer_norm, "linear_bias": True}
@@ -56,41 +212,29 @@ def architectures() -> dict:
 
 
 @pytest.fixture(scope="module")
-def folder(topology, tmp_path_factory) -> Path:
-    """Random models with order-one logits, as Hugging Face directories."""
-    from aligner.models.config import ModelConfig
-    from aligner.models.modules.build import build_language_model
-    from aligner.models.weights.weights import save_hf
-    from aligner.parallel.topology import ParallelConfig
+def inputs() -> dict:
+    return make_inputs()
 
+
+@pytest.fixture(scope="module")
+def folder(topology, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("models")
     for name, architecture in architectures().items():
-        chunks = build_language_model(architecture, ModelConfig(), ParallelConfig(), load=False, seed=3)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for key, parameter in chunks[0].named_parameters():
-                if "bias" in key or "norm" in key:
-                    parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-        save_hf(chunks, path / name, writer=True)
+        write_model(architecture, path / name)
     return path
 
 
 @pytest.fixture(scope="module")
 def expected(folder, topology, inputs) -> dict[str, dict]:
     """By model: what one process samples before and after the training step."""
-    import reshard_job
-
-    from aligner.losses.sft import sft_loss
-    from aligner.parallel.topology import ParallelConfig
-
     results = {}
     for name in architectures():
-        policy = reshard_job.make_policy(folder / name, topology, ParallelConfig())
-        engine = reshard_job.make_engine(policy, 0)
-        results[name] = {"rollouts": reshard_job.generate(engine, inputs)}
+        policy = policy_of(folder / name, topology, ParallelConfig())
+        engine = engine_of(policy, 0)
+        results[name] = {"rollouts": generate(engine, inputs)}
         policy.train_step(inputs["batch"], sft_loss)
         engine.refit(policy.version)
-        results[name]["trained_rollouts"] = reshard_job.generate(engine, inputs)
+        results[name]["trained_rollouts"] = generate(engine, inputs)
         before, after = ([r[0] for r in results[name][key].values()] for key in ("rollouts", "trained_rollouts"))
         assert len(set(map(len, before))) > 1 and before != after, name  # the comparison is of something
     return results
@@ -103,11 +247,9 @@ def same(got: dict[int, tuple], expected: dict[int, tuple]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rollout_layout_samples_the_single_processs_tokens(layout, folder, expected, inputs, run_distributed, tmp_path):
+def test_every_rollout_layout_samples_the_single_processs_tokens(layout, folder, expected, inputs, on_ranks):
     nproc, parallel, rollout_tps, in_place, models = LAYOUTS[layout]
-    torch.save(inputs | {"parallel": parallel, "rollout_tps": rollout_tps, "models": models}, tmp_path / "inputs.pt")
-    run_distributed(JOB, nproc, folder, tmp_path, timeout=240)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(nproc)]
+    ranks = on_ranks(in_layouts, nproc, folder, parallel, models, rollout_tps, inputs)
     for name in models:
         wanted = expected[name]
         for chosen in rollout_tps:

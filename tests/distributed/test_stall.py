@@ -2,44 +2,98 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import signal
 import time
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from training_jobs import eventually
 
-JOB = Path(__file__).parent / "stall_job.py"
+from aligner.loop.loop import Clock
+from aligner.parallel.topology import ParallelConfig
+from aligner.run.session import Session, open_session
+from aligner.run.settings import RunConfig
+
 RANKS = 3
-DEADLINE_SECONDS = 60.0
+STALL_SECONDS = 3.0  # a loaded machine may take a second for one collective
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """As much of a job's config as a session needs."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    sampler = None  # it samples nothing
+    num_processes: int = 1
+
+    def servers(self) -> tuple[()]:
+        return ()
+
+    def readers(self) -> dict[str, object]:
+        return {}
+
+
+def component(directory: str, how: str) -> None:
+    """A component of which rank 1 stalls in step 3: sleep, stop or native. Ranks 0 and 1 are one group, all of them another: rank 2 waits
+    for rank 0, which waits for rank 1."""
+    run = RunConfig(
+        directory=directory, num_threads=1, start_timeout_seconds=60, collective_timeout_seconds=60, stall_timeout_seconds=STALL_SECONDS
+    )
+    with open_session(Config(run=run), run, ParallelConfig(), component="actor") as session:
+        pair = dist.new_group([0, 1], group_desc="FIRST_PAIR_GROUP")
+        print(f"pid {os.getpid()}", flush=True)
+        for step in range(1, 5):
+            train(session, step, how, pair)
+
+
+def train(session: Session, step: int, how: str, pair: dist.ProcessGroup) -> None:
+    session.progress.at_step(step)
+    with Clock(session.progress).phase("train"):
+        if step == 3 and session.topology.rank == 1:
+            stall(how)
+        if session.topology.rank < 2:
+            dist.all_reduce(torch.ones(1), group=pair)
+        dist.all_reduce(torch.ones(1))
+
+
+def stall(how: str) -> None:
+    time.sleep(0.5)  # until the health file has this step
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "native":
+        ctypes.PyDLL(None).sleep(60)  # keeps the interpreter's lock: no Python thread of this process runs
+    time.sleep(60)
 
 
 @pytest.fixture
 def run_job(tmp_path, preloaded, clean_environment):
-    """Runs the job; returns the ranks' exit codes (None: still there) once `awaited` have ended, and their outputs."""
-    from torch.distributed import TCPStore
-
-    ranks = []
+    """Runs the component; returns the ranks' exit codes (None: still there) once `awaited` have ended, and their outputs."""
+    started = []
 
     def run(how: str, awaited: list[int]) -> tuple[list[int | None], list[str]]:
+        ranks.ask(tmp_path, component, (str(tmp_path / "run"), how))
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         for rank in range(RANKS):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-            log = tmp_path / f"{rank}.log"
-            ranks.append(preloaded.start([str(JOB), str(tmp_path / "run"), how], clean_environment(common | place), log, tmp_path))
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while any(ranks[rank].poll() is None for rank in awaited) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return [rank.poll() for rank in ranks], [(tmp_path / f"{rank}.log").read_text() for rank in range(RANKS)]
+            environment, log = clean_environment(common | place), tmp_path / f"{rank}.log"
+            started.append(preloaded.start([ranks.__file__, str(tmp_path)], environment, log, tmp_path))
+        eventually(lambda: all(started[rank].poll() is not None for rank in awaited), 60)
+        return [rank.poll() for rank in started], [(tmp_path / f"{rank}.log").read_text() for rank in range(RANKS)]
 
     yield run
-    for rank in ranks:
-        if rank.poll() is None:
-            os.kill(rank.pid, signal.SIGKILL)
-            rank.wait()
+    for rank in started:
+        rank.kill()
+        rank.wait()
 
 
 def test_a_rank_that_sleeps_is_named_and_all_end(run_job, tmp_path):

@@ -18,11 +18,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from resumed_runs import optimizer_and_weights, same_tensors, weights
-from training_jobs import Job, eventually, kill, launcher, ppo_settings, run_job, slow_reward, without_times, write_task
+from resumed_runs import same_runs
+from training_jobs import Job, eventually, kill, launcher, ppo_settings, run_job, slow_reward, write_task
 
 LAUNCH = launcher("ppo")
 NUM_STEPS = 6
@@ -34,22 +34,12 @@ WEIGHTS = {"actor": 3, "critic": 3, "Triton": 3, "helper process": 2, "launcher"
 STARTS = ("logs/", "calls/", "jobs/", "launcher.lock")
 
 
-@dataclass(slots=True)
-class Left:
+LEFT = {"processes": "processes", "ports": "listening ports", "segments": "segments of shared memory", "files": "temporary files"}
+
+
+def told(left: Counter[str]) -> str:
     """What of a run is still there when it should not be."""
-
-    processes: int = 0
-    ports: int = 0
-    segments: int = 0
-    files: int = 0
-
-    def most(self, other: Left) -> Left:
-        """The larger number of each."""
-        return Left(*(max(getattr(self, field.name), getattr(other, field.name)) for field in fields(Left)))
-
-    def __str__(self) -> str:
-        memory = f"{self.segments} segments of shared memory"
-        return f"{self.processes} processes, {self.ports} listening ports, {memory}, {self.files} temporary files"
+    return ", ".join(f"{left[kind]} {name}" for kind, name in LEFT.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +58,8 @@ class Report:
     kills: list[Kill]
     num_starts: int
     num_runs: int
-    left_by_dead: Left
-    left: Left
+    left_by_dead: Counter[str]
+    left: Counter[str]
 
 
 class Observer:
@@ -81,24 +71,20 @@ class Observer:
         self._segments: set[str] = set()
 
     def look(self, pids: Collection[int]) -> None:
-        """Note listening sockets and shared memory of these processes."""
         listening = _listening()
         for pid in pids:
             self._sockets |= listening & _sockets(pid)
             self._segments |= _segments(pid)
 
-    def left(self, job: Job) -> Left:
+    def left(self, job: Job) -> Counter[str]:
         """What is there CLEAN_SECONDS after the job's end, or as soon as nothing is."""
-        eventually(lambda: not job.processes() and self._now(job) == Left(), CLEAN_SECONDS)
+        eventually(lambda: not self._now(job), CLEAN_SECONDS)
         return self._now(job)
 
-    def _now(self, job: Job) -> Left:
-        return Left(
-            processes=len(job.processes()),
-            ports=len(self._sockets & _listening()),
-            segments=sum(Path(name).exists() for name in self._segments),
-            files=sum(not name.startswith("torchinductor_") for name in os.listdir(self._temporary)),  # torch's cache, for the next run
-        )
+    def _now(self, job: Job) -> Counter[str]:
+        files = sum(not name.startswith("torchinductor_") for name in os.listdir(self._temporary))  # torch's cache, for the next run
+        segments = sum(Path(name).exists() for name in self._segments)
+        return +Counter(processes=len(job.processes()), ports=len(self._sockets & _listening()), segments=segments, files=files)
 
 
 def _listening() -> set[str]:
@@ -124,9 +110,7 @@ def _segments(pid: int) -> set[str]:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:  # it has ended meanwhile
         return set()
-    return {
-        line.partition("/dev/shm/")[1] + line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line and "deleted" not in line
-    }
+    return {f"/dev/shm/{line.partition('/dev/shm/')[2]}" for line in lines if "/dev/shm/" in line and "deleted" not in line}
 
 
 def role(command: str) -> str:
@@ -172,21 +156,13 @@ class Chaos:
         self._whole = folder / "whole"
         run_job(LAUNCH, self._whole, self._settings())
         self._span = time.monotonic() - started
-        self.report = Report(kills=[], num_starts=0, num_runs=0, left_by_dead=Left(), left=Left())
+        self.report = Report(kills=[], num_starts=0, num_runs=0, left_by_dead=Counter(), left=Counter())
 
     def _settings(self) -> list[str]:
-        small = {
-            "algorithm.rollouts_per_step": 24,
-            "algorithm.mini_batch_size": 12,
-            "critic.mini_batch_size": 12,
-            "loop.max_steps": NUM_STEPS,
-        }
-        times = {"grace_seconds": 3, "shutdown_timeout_seconds": 10, "max_server_restarts": 2}
         return [
-            *(setting for setting in ppo_settings(self._folder) if setting.partition("=")[0] not in small),
-            *(f"{name}={value}" for name, value in small.items()),
-            *(f"local_launcher.{name}={value}" for name, value in times.items()),
-            *("num_processes=2", "loop.save_every=1", "checkpoint.asynchronous=true", "checkpoint.keep=2"),
+            *(*ppo_settings(self._folder), "algorithm.rollouts_per_step=24", "algorithm.mini_batch_size=12", "critic.mini_batch_size=12"),
+            *("local_launcher.grace_seconds=3", "local_launcher.shutdown_timeout_seconds=10", "local_launcher.max_server_restarts=2"),
+            *("num_processes=2", "loop.save_every=1", "checkpoint.asynchronous=true", "checkpoint.keep=2", f"loop.max_steps={NUM_STEPS}"),
             slow_reward(self._folder, 0.2),
         ]
 
@@ -216,8 +192,8 @@ class Chaos:
                 code = self._disturb(job, observer, kills)
                 left = observer.left(job)
                 output = job.output()
-            print(f"start {self.report.num_starts}: exit code {code}; left: {left}", flush=True)
-            self.report.left_by_dead = self.report.left_by_dead.most(left)
+            print(f"start {self.report.num_starts}: exit code {code}; left: {told(left)}", flush=True)
+            self.report.left_by_dead |= left
             if code == 0:
                 break
             assert len(self.report.kills) > before, f"exit code {code}, and nothing was killed:\n{output[-5000:]}"
@@ -242,19 +218,8 @@ class Chaos:
         return job.wait(max(1.0, deadline - time.monotonic()))
 
     def _compare(self, directory: Path) -> None:
-        """Raise AssertionError where the run is not the one that was left alone."""
-        last = f"step_{NUM_STEPS:06d}"
-        for component in ("policy", "critic"):
-            one, other = (optimizer_and_weights(run / "checkpoints" / component / last) for run in (directory, self._whole))
-            same_tensors(one, other)
-        _same("exported weights", weights(directory), weights(self._whole))
-        _same("metrics", without_times(directory), without_times(self._whole))
-        _same("files of one of the two only", sorted(_files(directory) ^ _files(self._whole)), [])
-
-
-def _same(what: str, found: object, expected: object) -> None:
-    if found != expected:
-        raise AssertionError(f"{what} differ from those of the run that was left alone: {str(found)[:2000]}, {str(expected)[:2000]}")
+        same_runs(directory, self._whole, NUM_STEPS, components=("policy", "critic"))
+        assert sorted(_files(directory) ^ _files(self._whole)) == [], "files of one of the two only"
 
 
 def _files(directory: Path) -> set[str]:
@@ -272,17 +237,10 @@ def table(report: Report) -> str:
     lines += [f"| together | {hit.total()} | {went_on.total()} | {hit.total() - went_on.total()} |", ""]
     lines += [
         f"{report.num_starts} starts, {report.num_runs} runs came to their end: each equal to the run that was left alone, bit for bit.",
-        f"The most that was left {CLEAN_SECONDS:g} s after a start had ended: {report.left_by_dead}; a server that starts sweeps it.",
-        f"Left at the end: {report.left}.",
+        f"The most that was left {CLEAN_SECONDS:g} s after a start had ended: {told(report.left_by_dead)}; a server that starts sweeps it.",
+        f"Left at the end: {told(report.left)}.",
     ]
     return "\n".join(lines)
-
-
-def write_page(path: Path, report: Report, seed: int) -> None:
-    """The page of the docs."""
-    what = (__doc__ or "").split("\n\n")
-    command = f"make chaos ARGS='--kills {len(report.kills)} --seed {seed} --table {path}'"
-    path.write_text("\n".join(["# Killed at random", "", what[0], "", what[2].strip(), "", f"    {command}", "", table(report), ""]))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -301,8 +259,8 @@ def main(argv: Sequence[str]) -> int:
     shutil.rmtree(folder)
     print(table(report))
     if chosen.table:
-        write_page(chosen.table, report, chosen.seed)
-    return 1 if report.left != Left() else 0
+        chosen.table.write_text(table(report) + "\n")
+    return int(bool(report.left))
 
 
 if __name__ == "__main__":

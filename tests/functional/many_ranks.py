@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -17,38 +18,18 @@ STEP_SECONDS = 0.2
 
 
 def job(spec: Path, script: Path) -> int:
-    from aligner.cluster.slurm.allocation import StopRequests, allocation
-    from aligner.cluster.slurm.client import SlurmClient
-    from aligner.cluster.slurm.commands import runtime
-    from aligner.cluster.slurm.conductor import conduct
+    from unittest import mock
+
+    from aligner.cluster.slurm import __main__ as body
     from aligner.cluster.slurm.spec import read_spec
-    from aligner.cluster.slurm.steps import Surroundings
 
-    requests = StopRequests()
-    requests.install()
-    here, found = allocation(os.environ), read_spec(spec)
-    folder = RunDirectory(Path(found.run_directory)).create().jobs / here.job
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "spec.json").write_text(spec.read_text())
-    where = runtime(os.environ, home=Path(__file__).parents[2], directory=here.submit_directory)
-    client = SlurmClient(found.slurm.command_timeout_seconds)
+    def composed(here, *_: object) -> Path:
+        folder = RunDirectory(Path(read_spec(spec).run_directory)).create().jobs / here.job
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(spec, folder / "spec.json"))
 
-    def say(text: str) -> None:
-        print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
-    return conduct(
-        found,
-        Surroundings(
-            allocation=here,
-            runtime=where,
-            client=client,
-            requests=requests,
-            script=script,
-            arguments=(str(spec), str(script)),
-            environ=os.environ,
-            say=say,
-        ),
-    )
+    with mock.patch.object(body, "_compose", composed):
+        return body.main(["--script", str(script), "--config", "many", str(spec), str(script)])
 
 
 def rank(kind: str, run: RunDirectory, max_steps: int) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training_jobs import Job, eventually, kill, without_times
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from training_jobs import Job, eventually, kill, run_job, steps_of, train, without_times
 
 
 def kill_after(job: Job, step: int) -> None:
@@ -24,11 +27,42 @@ def kill_when(job: Job, condition: Callable[[], object]) -> None:
 
 
 def kill_all(job: Job) -> None:
-    """SIGKILL to every process of the job."""
     while processes := job.processes():  # again for what was being started meanwhile
         for pid in processes:
             kill(pid)
         job.process.poll()
+
+
+def killed_and_resumed(
+    recipe: str,
+    folder: Path,
+    settings: list[str],
+    *kills: int | Callable[[Path], object],
+    last: int,
+    components: Sequence[str] = ("policy",),
+) -> tuple[Path, Path, str]:
+    """The directories of a run that nothing disturbed and of one that was killed (after a step, or once a condition of its directory is
+    true) and started again each time, found equal to the last bit; and what the last start said."""
+    whole, killed, program = folder / f"{recipe}_whole", folder / f"{recipe}_killed", train(recipe)
+    run_job(program, whole, settings)
+    for when in kills:
+        with Job(program, killed, settings) as job:
+            kill_after(job, when) if isinstance(when, int) else kill_when(job, lambda when=when: when(killed))
+    output = run_job(program, killed, settings)
+    assert "resumed after step" in output and steps_of(killed) == steps_of(whole)
+    same_runs(killed, whole, last, components=components)
+    return whole, killed, output
+
+
+def in_two_parts(recipe: str, folder: Path, settings: list[str], *, first: int, last: int) -> tuple[Path, Path, str]:
+    """The directories of a run in one and of one that ended after step `first` and went on, found equal; and what the run in one said."""
+    whole, parts, program = folder / f"{recipe}_whole", folder / f"{recipe}_parts", train(recipe)
+    said = run_job(program, whole, [*settings, f"loop.max_steps={last}"])
+    run_job(program, parts, [*settings, f"loop.max_steps={first}"])
+    assert f"resumed after step {first}" in run_job(program, parts, [*settings, f"loop.max_steps={last}"])
+    assert steps_of(parts) == steps_of(whole)
+    same_runs(parts, whole, last)
+    return whole, parts, said
 
 
 def ready_server(directory: Path, component: str, *, after: int = 0) -> int:
@@ -44,7 +78,6 @@ def ready_server(directory: Path, component: str, *, after: int = 0) -> int:
 
 
 def weights(directory: Path) -> bytes:
-    """The exported model's file."""
     return (directory / "export" / "model.safetensors").read_bytes()
 
 
@@ -73,17 +106,12 @@ def optimizer_and_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Raise AssertionError naming the tensors that differ."""
     assert one.keys() == other.keys()
     assert any(name.startswith("optimizer/") for name in one) and any(name.startswith("weights/") for name in one)
     assert [name for name, tensor in one.items() if not torch.equal(tensor, other[name])] == []
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
     state: dict[str, Any] = {}
     _load_state_dict(state, storage_reader=FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return state

@@ -10,12 +10,8 @@ from training_jobs import ROOT, checkpoint_steps, ppo_settings, steps_of
 
 SMOKE = ROOT / "slurm" / "smoke_cpu.sub"
 KINDS = ("actor", "critic", "reward", "tritonserver", "stub", "srun", "conductor")
-ENVIRONMENT = {
-    "ALIGNER_HOME": str(ROOT),
-    "ALIGNER_VENV": sys.prefix,
-    "ALIGNER_PYTHON": sys.executable,
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRONMENT = {"ALIGNER_HOME": str(ROOT), "ALIGNER_VENV": sys.prefix, "ALIGNER_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+PATIENCE_SECONDS = 240.0  # from one end of a component to the next step: three starts on a busy machine of two cores
 
 
 class SlurmRun:
@@ -47,6 +43,23 @@ class SlurmRun:
             logs=self.directory / "logs",
         )
 
+    def begin(self, *options: str, pace: float = 0.3, beyond: int = 1) -> Job:
+        """A job whose steps take at least so long, once it has done a step after this one."""
+        self.set_pace(pace)
+        job = self.submit(*options)
+        self.progress(job, beyond=beyond)
+        return job
+
+    def progress(self, job: Job, *, beyond: int) -> None:
+        job.until(lambda: self.step() > beyond, f"a step after {beyond}", 2 * PATIENCE_SECONDS)
+
+    def finish(self, job: Job, num_steps: int) -> None:
+        """To the end of the run by this job, which leaves nothing: no step is lost, none is done twice."""
+        self.set_pace(0.0)
+        job.wait("COMPLETED", timeout_seconds=3 * PATIENCE_SECONDS)
+        assert steps_of(self.directory) == list(range(1, num_steps + 1))
+        assert job.orphans() == []
+
     def step(self) -> int:
         """The last step of metrics.jsonl; 0 before the first."""
         return max(steps_of(self.directory), default=0)
@@ -60,7 +73,6 @@ class SlurmRun:
         return self.directory / "checkpoints" / component / f"step_{step:06d}"
 
     def processes(self) -> dict[str, list[NodeProcess]]:
-        """What its jobs run on the nodes, by kind."""
         found: dict[str, list[NodeProcess]] = {kind: [] for kind in KINDS}
         for process in self.cluster.processes():
             if (kind := _kind(process)) is not None:
@@ -93,9 +105,8 @@ def _paced_reward(pace: Path) -> str:
 
 def run_settings(folder: Path, num_steps: int) -> list[str]:
     """Cosine decay of both models, adaptive KL, two updates a step, 24 of 64 prompts a step; any number of restarts."""
-    replaced = ("algorithm.", "optimizer.decay=", "critic.optimizer.decay=", "critic.mini_batch_size=")
     return [
-        *(setting for setting in ppo_settings(folder) if not setting.startswith(replaced)),
+        *ppo_settings(folder),
         *("algorithm.rollouts_per_step=24", "algorithm.mini_batch_size=12", "critic.mini_batch_size=12"),
         *("algorithm.kl_coef=0.01", "algorithm.kl_target=0.02", "algorithm.kl_horizon=100"),
         *("optimizer.decay=cosine", "critic.optimizer.decay=cosine"),

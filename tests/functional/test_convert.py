@@ -3,17 +3,21 @@ Megatron-LM and NeMo saved at TP2 x PP2, and the archive of the same; what it re
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import megatron_files
 import pytest
 import torch
+from ranks import world
 from safetensors.torch import load_file
 from training_jobs import run_aligner
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from aligner.cli import main
 from aligner.data.tokenizer import load_tokenizer
+from aligner.parallel.mcore import dist_checkpointing, ensure_metadata_has_dp_cp_group
 
-SAVER = Path(__file__).with_name("megatron_saver.py")
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "stories260k"
 
 
@@ -26,8 +30,6 @@ def convert(*arguments: object) -> str:
 
 def random_model(folder: Path) -> Path:
     """A random Qwen2 with an untied output layer and fewer key/value heads than heads; it has no tokenizer."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = Qwen2Config(**sizes, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False)
@@ -37,8 +39,6 @@ def random_model(folder: Path) -> Path:
 
 @torch.no_grad()
 def logits(folder: Path) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model(torch.arange(3, 27)[None]).logits
 
@@ -53,19 +53,20 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "back" / "tokenizer.json").exists() == (source / "tokenizer.json").exists()
 
 
-def test_over_two_ranks(run_distributed, tmp_path: Path) -> None:
+def convert_on_ranks(*arguments: str) -> None:
+    assert main(["convert", *arguments]) == 0
+
+
+def test_over_two_ranks(on_ranks, tmp_path: Path) -> None:
     """Each holds half of the layers; the checkpoint is the one that a single process writes, and the bits come back."""
     source = random_model(tmp_path / "source")
-    script = tmp_path / "convert.py"
-    script.write_text("import sys\nfrom aligner.cli import main\nsys.exit(main(['convert', *sys.argv[1:]]))\n")
-    run_distributed(script, 2, "--pp", 2, "--from-hf", source, "--to-megatron", tmp_path / "megatron", timeout=200)
-    run_distributed(script, 2, "--pp", 2, "--from-megatron", tmp_path / "megatron", "--to-hf", tmp_path / "back", timeout=200)
+    megatron, back = str(tmp_path / "megatron"), str(tmp_path / "back")
+    on_ranks(convert_on_ranks, 2, "--pp", "2", "--from-hf", str(source), "--to-megatron", megatron)
+    on_ranks(convert_on_ranks, 2, "--pp", "2", "--from-megatron", megatron, "--to-hf", back)
     assert torch.equal(logits(tmp_path / "back"), logits(source))
 
 
 def test_bfloat16_stays(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(random_model(tmp_path / "source")).bfloat16()
     model.save_pretrained(tmp_path / "half")
     convert("--from-hf", tmp_path / "half", "--to-megatron", tmp_path / "megatron")
@@ -76,50 +77,66 @@ def test_bfloat16_stays(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A directory that looks like one of checkpoints."""
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    (folder / "latest").write_text("step_000007\n")
-    return folder
+BOTH = "use --from-hf with --to-megatron, or --from-megatron with --to-hf"
+REFUSED = {  # options with {} for the test's folder, and what is said
+    "two targets": (["--from-hf", "{}", "--to-hf", "{}/out"], BOTH),
+    "two sources": (["--from-megatron", "{}", "--to-megatron", "{}/out"], BOTH),
+    "no target": (["--from-hf", "{}"], BOTH),
+    "no model": (["--from-hf", "{}/none", "--to-megatron", "{}/out"], "no config.json"),
+    "no checkpoint": (["--from-megatron", "{}/none", "--to-hf", "{}/out"], "no such directory"),
+    "no archive": (["--from-megatron", "{}/none.nemo", "--to-hf", "{}/out"], "no such directory"),
+    "an incomplete checkpoint": (["--from-megatron", "{}/checkpoints", "--to-hf", "{}/out"], "not a complete checkpoint"),
+    "a target with a checkpoint": (["--from-hf", "{}/model", "--to-megatron", "{}/checkpoints"], "holds a checkpoint already"),
+    "a target with a model": (["--from-megatron", "{}/empty.nemo", "--to-hf", "{}/model"], "holds a model already"),
+    "an empty archive": (["--from-megatron", "{}/empty.nemo", "--to-hf", "{}/out"], "metadata.json is missing"),
+    "no archive of tar": (["--from-megatron", "{}/damaged.nemo", "--to-hf", "{}/out"], "damaged.nemo: not a NeMo archive, or damaged"),
+    "a tokenizer of its own": (["--from-hf", "{}", "--to-megatron", "{}/out", "--tokenizer", "{}"], "only for --from-megatron"),
+}
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line of a command that is refused before anything starts."""
-    assert main(["convert", *map(str, arguments)]) == 2
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything starts."""
+    for name, text in (("checkpoints/latest", "step_000007\n"), ("model/config.json", "{}\n"), ("damaged.nemo", "no tar" * 200)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "empty.nemo").write_bytes(b"\0" * 600)
+    options, said = REFUSED[case]
+    assert main(["convert", *(option.format(tmp_path) for option in options)]) == 2
     stderr = capsys.readouterr().err
-    assert stderr.startswith("error: ") and stderr.count("\n") == 1
-    return stderr
-
-
-def test_wrong_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    both = "use --from-hf with --to-megatron, or --from-megatron with --to-hf"
-    assert both in refusal(capsys, "--from-hf", tmp_path, "--to-hf", tmp_path / "out")
-    assert both in refusal(capsys, "--from-megatron", tmp_path, "--to-megatron", tmp_path / "out")
-    assert both in refusal(capsys, "--from-hf", tmp_path)
-
-
-def test_a_source_that_is_not_there(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no config.json" in refusal(capsys, "--from-hf", tmp_path / "none", "--to-megatron", tmp_path / "out")
-    assert "no such directory" in refusal(capsys, "--from-megatron", tmp_path / "none", "--to-hf", tmp_path / "out")
-    assert "not a complete checkpoint" in refusal(capsys, "--from-megatron", checkpoint, "--to-hf", tmp_path / "out")
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1 and said in stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_target_that_holds_something(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text("{}\n")
-    assert "holds a checkpoint already" in refusal(capsys, "--from-hf", source, "--to-megatron", checkpoint)
-    (checkpoint / "aligner.json").write_text('{"format": 1, "kind": "language", "step": 7}\n')
-    assert "holds a model already" in refusal(capsys, "--from-megatron", checkpoint, "--to-hf", source)
+TOKENIZER = {"library": "megatron", "type": "GPT2BPETokenizer", "vocab_file": "nemo:0a1b_vocab.json", "merge_file": "nemo:0a1b_merges.txt"}
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"
+TOKENIZER_FILES = {
+    "0a1b_vocab.json": json.dumps({text: number for number, text in enumerate([*LETTERS, "ab", "<|endoftext|>"])}),
+    "0a1b_merges.txt": "#version: 0.2\na b\n",
+}
 
 
-def test_every_layout_and_form_is_the_same_model(run_distributed, tmp_path: Path) -> None:
+def save_as_megatron(folder: Path, parallel: dict[str, int]) -> None:
+    """As Megatron-LM does. Alone: `whole`, and `model.nemo` of the same. On four ranks: read `whole`, save `split`."""
+    with world(parallel, seed=1) as here:
+        args, tp, pp = megatron_files.arguments("mixtral"), parallel.get("tp", 1), parallel.get("pp", 1)
+        model = megatron_files.build(args, tp=tp, pp=pp, first=here.pp_rank == 0, last=here.pp_rank == pp - 1)
+        if parallel:
+            state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None))
+            model.load_state_dict(dist_checkpointing.load(state, str(folder / "whole" / "iter_0000007")), strict=False)
+            megatron_files.save(folder / "split" / "iter_0000007", model, args)
+            return
+        megatron_files.save(folder / "whole" / "iter_0000007", model, args)
+        (folder / "whole" / "latest_checkpointed_iteration.txt").write_text("7")
+        weights = megatron_files.save(folder / "model_weights", model, None, prefix="model.")
+        config = megatron_files.nemo_config("mixtral", num_moe_experts=4, tokenizer=TOKENIZER)
+        megatron_files.pack(folder / "model.nemo", weights, config, {name: text.encode() for name, text in TOKENIZER_FILES.items()})
+
+
+def test_every_layout_and_form_is_the_same_model(on_ranks, tmp_path: Path) -> None:
     """Whole with its padding; cut to the tokenizer's 61 tokens where one is at hand, in the archive or named."""
-    run_distributed(SAVER, 1, tmp_path)
-    run_distributed(SAVER, 4, tmp_path)
+    on_ranks(save_as_megatron, 1, tmp_path, {})
+    on_ranks(save_as_megatron, 4, tmp_path, {"tp": 2, "pp": 2, "etp": 2})
     said = convert("--from-megatron", tmp_path / "split" / "iter_0000007", "--to-hf", tmp_path / "hf_split")
     assert "no tokenizer written: give --tokenizer DIR" in said
     convert("--from-megatron", tmp_path / "model.nemo", "--to-megatron", tmp_path / "checkpoints")
@@ -133,18 +150,3 @@ def test_every_layout_and_form_is_the_same_model(run_distributed, tmp_path: Path
         assert torch.equal(tensor[:rows], nemo[name]) and torch.equal(nemo[name], whole[name]), name
     for name in ("hf_nemo", "hf_whole"):
         assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in (tmp_path / name).iterdir()}
-
-
-def test_archives_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    archive = tmp_path / "model.nemo"
-    archive.write_bytes(b"\0" * 600)
-    assert "metadata.json is missing" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "out")
-    archive.write_bytes(b"no tar" * 200)
-    assert "model.nemo: not a NeMo archive, or damaged" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "out")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    assert "holds a model already" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "model")
-    wrong = refusal(capsys, "--from-hf", tmp_path, "--to-megatron", tmp_path / "out", "--tokenizer", tmp_path)
-    assert "--tokenizer" in wrong and "only for --from-megatron" in wrong
-    assert "no such directory" in refusal(capsys, "--from-megatron", tmp_path / "none.nemo", "--to-hf", tmp_path / "out")
-    assert not (tmp_path / "out").exists()

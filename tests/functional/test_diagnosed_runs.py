@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from training_jobs import SAYS_77, grpo_settings, launcher, ppo_settings, run_job, train, write_task
+from training_jobs import SAYS_77, grpo_settings, launcher, metrics_of, ppo_settings, run_job, train
 
 from aligner import cli
 from aligner.reporting.diagnosis_rules import RULES
-from aligner.reporting.jsonl import read_metrics
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -76,7 +75,6 @@ PROVOKED = {
 
 
 def diagnosed(run: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """The rules that find something in a run."""
     capsys.readouterr()
     code = cli.main(["diagnose", str(run), "--json"])
     found = {finding["rule"] for finding in json.loads(capsys.readouterr().out)["findings"]}
@@ -85,32 +83,30 @@ def diagnosed(run: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
 
 
 @pytest.fixture
-def rewards(tmp_path: Path) -> Path:
-    write_task(tmp_path)
-    path = tmp_path / "rewards.py"
-    path.write_text(REWARDS)
-    return path
+def rewards(task: Path) -> Path:
+    (task / "rewards.py").write_text(REWARDS)
+    return task / "rewards.py"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROVOKED)
-def test_a_run_that_fails_in_silence(name: str, tmp_path: Path, rewards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fails_in_silence(name: str, task: Path, rewards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected, *settings = PROVOKED[name]
-    own = [setting.format(rewards=rewards, prompts=tmp_path / "prompts.jsonl") for setting in settings]
-    said = run_job(train("grpo"), tmp_path / "run", [*grpo_settings(tmp_path), *own, *GOES_ON])
-    assert expected <= diagnosed(tmp_path / "run", capsys)
-    recorded = {metric for line in read_metrics(tmp_path / "run" / "metrics.jsonl") for metric in line.values}
+    own = [setting.format(rewards=rewards, prompts=task / "prompts.jsonl") for setting in settings]
+    said = run_job(train("grpo"), task / name, [*grpo_settings(task), *own, *GOES_ON])
+    assert expected <= diagnosed(task / name, capsys)
+    recorded = {metric for line in metrics_of(task / name) for metric in line.values}
     for rule in RULES:
         if rule.name in expected:
             assert f"diagnosis/{rule.name}" in recorded and said.count(f"warning: {rule.title}: ") == 1, rule.name
 
 
 @pytest.mark.slow
-def test_a_critic_that_does_not_learn(tmp_path: Path, rewards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = [*ppo_settings(tmp_path), f"reward.function.path={rewards}:growing", "reward.serve=false"]
+def test_a_critic_that_does_not_learn(task: Path, rewards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [*ppo_settings(task), f"reward.function.path={rewards}:growing", "reward.serve=false"]
     settings += ["algorithm.rollouts_per_step=32", "algorithm.mini_batch_size=32", "critic.mini_batch_size=32", "critic.optimizer.lr=1e-9"]
-    run_job(launcher("ppo"), tmp_path / "run", [*settings, "loop.max_steps=34", "run.export_hf=false"])
-    assert {"critic_explains_little", "value_loss_grows"} <= diagnosed(tmp_path / "run", capsys)
+    run_job(launcher("ppo"), task / "critic", [*settings, "loop.max_steps=34", "run.export_hf=false"])
+    assert {"critic_explains_little", "value_loss_grows"} <= diagnosed(task / "critic", capsys)
 
 
 def test_every_rule_is_provoked() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from training_jobs import checkpoint_steps, launcher, metrics_of, run_job, series, tiny_settings, train, write_task
+from training_jobs import checkpoint_steps, launcher, metrics_of, run_job, series, supervised_settings, train, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from aligner.data.config import BadLines, Overlong, PreferenceDataConfig
+from aligner.data.supervised import load_preferences
+from aligner.data.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(600)
 TRAIN = train("dpo")
@@ -19,34 +23,27 @@ BETA = 0.1
 def write_pairs(path: Path, *, seed: int, count: int) -> None:
     """Prompts like `3+4=`; the chosen response is of even digits, the rejected one of odd digits, of 2 to 6 each."""
     draw = random.Random(seed)
-    records = [
-        {
-            "prompt": f"{draw.randrange(10)}+{draw.randrange(10)}=",
-            "chosen": "".join(draw.choices("02468", k=draw.randint(2, 6))),
-            "rejected": "".join(draw.choices("13579", k=draw.randint(2, 6))),
-        }
-        for _ in range(count)
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def digits(some: str) -> str:
+        return "".join(draw.choices(some, k=draw.randint(2, 6)))
+
+    rows = [(f"{draw.randrange(10)}+{draw.randrange(10)}=", digits("02468"), digits("13579")) for _ in range(count)]
+    write_rows(path, (dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows))
 
 
 @pytest.fixture(scope="module")
-def rule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rule(task: Path) -> Path:
     """The run directory of 20 steps on pairs that follow the rule."""
-    folder = tmp_path_factory.mktemp("dpo")
-    write_task(folder)
-    write_pairs(folder / "pairs.jsonl", seed=1, count=200)
-    write_pairs(folder / "held_out.jsonl", seed=2, count=50)
-    run_job(launcher("dpo"), folder / "run", rule_settings(folder))
-    return folder / "run"
+    write_pairs(task / "pairs.jsonl", seed=1, count=200)
+    write_pairs(task / "held_out.jsonl", seed=2, count=50)
+    run_job(launcher("dpo"), task / "run", rule_settings(task))
+    return task / "run"
 
 
 def rule_settings(folder: Path) -> list[str]:
-    return [
-        *(setting for setting in tiny_settings(folder) if not setting.startswith(("data.", "rollout.", "optimizer.lr="))),
-        *(f"data.train={folder / 'pairs.jsonl'}", f"data.validation={folder / 'held_out.jsonl'}", "data.max_length=16"),
-        *("algorithm.batch_size=32", "optimizer.lr=3e-3", "loop.max_steps=20", "loop.validate_first=true", "loop.validate_every=10"),
-    ]
+    loop = ("loop.max_steps=20", "loop.validate_first=true", "loop.validate_every=10")
+    own = ("algorithm.batch_size=32", "optimizer.lr=3e-3", f"data.validation={folder / 'held_out.jsonl'}")
+    return supervised_settings(folder, folder / "pairs.jsonl", *own, *loop)
 
 
 @pytest.mark.parametrize(("preset", "settings"), [("simpo", ["algorithm.gamma=0.5"]), ("orpo", ["algorithm.beta=1.0"])])
@@ -54,13 +51,13 @@ def test_losses_without_a_reference_learn_the_rule_too(rule: Path, preset: str, 
     """Margins are of mean log-probs; ORPO's supervised term makes the chosen responses likelier besides."""
     directory = rule.parent / preset
     run_job(TRAIN, directory, [*rule_settings(rule.parent), f"algorithm={preset}", *settings, "run.export_hf=false"])
-    before, *_, after = (line.values for line in metrics_of(directory) if "validation/accuracy" in line.values)
+    before, *_, after = _validated(directory)
     assert after["validation/accuracy"] > 0.95 and after["validation/margin"] > before["validation/margin"] + 0.5
     assert preset == "simpo" or after["validation/sft_loss"] < before["validation/sft_loss"] - 0.3
 
 
 def test_it_prefers_what_it_was_shown_on_unseen_pairs(rule: Path) -> None:
-    before, *_, after = (line.values for line in metrics_of(rule) if "validation/accuracy" in line.values)
+    before, *_, after = _validated(rule)
     assert before["validation/loss"] == pytest.approx(math.log(2)) and before["validation/margin"] == 0  # the policy is the reference
     assert after["validation/accuracy"] > 0.95
     assert after["validation/margin"] > 0.5 and after["validation/loss"] < 0.5
@@ -107,8 +104,6 @@ def test_accuracy_and_margin_rise_on_human_preferences(preferences: Path) -> Non
 @pytest.mark.shared
 def test_its_validation_is_what_transformers_computes(preferences: Path, shared_data: Path) -> None:
     """beta * (log pi - log ref) of each response from the exported model and the original one, row by row, without padding."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(preferences / "export")
     policy = AutoModelForCausalLM.from_pretrained(preferences / "export")
     original = AutoModelForCausalLM.from_pretrained(shared_data / "stories260k")
@@ -129,10 +124,6 @@ def _validated(directory: Path) -> list[dict[str, float]]:
 
 def _short_pairs(tokenizer, path: Path):
     """(tokens, number of prompt tokens) of both responses of every pair that is short enough, as `aligner.data` makes them."""
-    from aligner.data.config import BadLines, Overlong, PreferenceDataConfig
-    from aligner.data.supervised import load_preferences
-    from aligner.data.tokenizer import load_tokenizer
-
     config = PreferenceDataConfig(train=str(path), max_length=LENGTH, overlong=Overlong.drop, bad_lines=BadLines.skip)
     for pair in load_preferences(str(path), config, load_tokenizer(tokenizer.name_or_path))[0]:
         yield tuple((row.tokens, row.loss_mask.index(True)) for row in (pair.chosen, pair.rejected))

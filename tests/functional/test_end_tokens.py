@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from training_jobs import Job, grpo_settings, run_aligner, run_job, series, train, write_task
+import torch
+from training_jobs import Job, grpo_settings, read_rows, run_aligner, run_job, series, train, write_task
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from aligner.data.tokenizer import load_tokenizer
 
@@ -29,21 +32,16 @@ def look(samples):
 """
 
 
-def write_model(folder: Path, tokenizer: Path) -> Path:
+def write_model(folder: Path, *, with_tokenizer: bool = True) -> Path:
     """A random model; its files are those of a published one."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=ROWS, max_position_embeddings=32, **sizes)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": OF_CONFIG, "pad_token_id": 14, "bos_token_id": 1}))
     (folder / "generation_config.json").write_text(GENERATION)
-    if tokenizer != folder:
-        return folder
-    for file in (folder.parent / "tokenizer").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    if with_tokenizer:
+        shutil.copytree(folder.parent / "tokenizer", folder, dirs_exist_ok=True)
     return folder
 
 
@@ -56,7 +54,7 @@ def settings_of(folder: Path, model: Path, tokenizer: str, seen: Path) -> list[s
 
 
 def check(seen: Path) -> None:
-    rows = [json.loads(line) for line in seen.read_text().splitlines()]
+    rows = read_rows(seen)
     every = {token for response, *_ in rows for token in response}
     assert every <= set(range(18)) and len(every) > 15  # 18 tokens
     stops = {2, 7, 9, 11}
@@ -67,7 +65,7 @@ def check(seen: Path) -> None:
 @pytest.mark.parametrize("beside", [True, False], ids=["one-directory", "tokenizer-elsewhere"])
 def test_all_ends_from_stage_to_stage(tmp_path, beside):
     write_task(tmp_path)
-    model = write_model(tmp_path / "model", tmp_path / "model" if beside else tmp_path / "tokenizer")
+    model = write_model(tmp_path / "model", with_tokenizer=beside)
     tokenizer = "" if beside else str(tmp_path / "tokenizer")
     run = tmp_path / "run"
     run_job(train("grpo"), run, settings_of(tmp_path, model, tokenizer, tmp_path / "seen1"))
@@ -87,7 +85,7 @@ def test_all_ends_from_stage_to_stage(tmp_path, beside):
 
 def test_an_end_that_is_no_id_of_the_model_is_refused(tmp_path):
     write_task(tmp_path)
-    model = write_model(tmp_path / "model", tmp_path / "model")
+    model = write_model(tmp_path / "model")
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 32]}')
     with Job(train("grpo"), tmp_path / "run", settings_of(tmp_path, model, "", tmp_path / "seen")) as job:
         output = job.finish(expected=2)
@@ -97,9 +95,9 @@ def test_an_end_that_is_no_id_of_the_model_is_refused(tmp_path):
 def test_a_job_that_writes_responses_leaves_every_end_out(tmp_path):
     """The end tokens 7, 9 and 11 of this model are the characters 3, 5 and 7."""
     write_task(tmp_path)
-    model = write_model(tmp_path / "model", tmp_path / "model")
+    model = write_model(tmp_path / "model")
     where = [f"model.path={model}", f"data.train={tmp_path / 'prompts.jsonl'}", "data.max_prompt_length=8"]
     run_job(train("generate"), tmp_path / "run", [*where, "rollout.sampling.max_response_length=8", "algorithm.num_samples=8"])
-    records = [json.loads(line) for line in (tmp_path / "run" / "written" / "records.jsonl").read_text().splitlines()]
+    records = read_rows(tmp_path / "run" / "written" / "records.jsonl")
     assert len(records) == 512 and {one["finish_reason"] for one in records} == {"stop", "length"}
     assert not any(set(one["response"]) & set("357") for one in records)

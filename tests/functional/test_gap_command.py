@@ -6,17 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from training_jobs import SAYS_77, Job, grpo_settings, run_aligner, series, train, write_task
+from training_jobs import SAYS_77, Job, grpo_settings, run_aligner, series, train
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_alarm_validation_and_attribution(tmp_path: Path) -> None:
-    write_task(tmp_path)
-    run = tmp_path / "run"
+def test_alarm_validation_and_attribution(task: Path) -> None:
+    run = task / "run"
     settings = [
-        *(*grpo_settings(tmp_path), *SAYS_77, "loop.max_steps=9", "run.export_hf=false"),
-        *(f"data.validation={tmp_path / 'prompts.jsonl'}", "data.num_validation_prompts=4", "loop.validate_every=1"),
+        *(*grpo_settings(task), *SAYS_77, "loop.max_steps=9", "run.export_hf=false"),
+        *(f"data.validation={task / 'prompts.jsonl'}", "data.num_validation_prompts=4", "loop.validate_every=1"),
         *("validation.scorer.path=aligner.rewards.builtin:fixed_string", '+validation.scorer.arguments.target="7-"'),
         *("validation.num_samples=2", "checkpoint.best_metric=validation/pass@2"),
         *("guard.logprob_gap.stop=1e-12", "guard.logprob_gap.statistic=p99", "guard.logprob_gap.patience=2"),
@@ -28,10 +27,10 @@ def test_alarm_validation_and_attribution(tmp_path: Path) -> None:
     assert all(0 < ess <= 1 for ess in series(run, "rollout/effective_sample_size"))
     assert len(series(run, "validation/pass@2")) == 2 and (run / "checkpoints" / "policy" / "best").exists()
 
-    code, output = run_aligner("gap", run, "--tokens", 6, "--json", tmp_path / "gap.json")
+    code, output = run_aligner("gap", run, "--tokens", 6, "--json", task / "gap.json")
     assert code == 0, output
     assert "engine and trainer agree within rounding" in output
-    report = json.loads((tmp_path / "gap.json").read_text())
+    report = json.loads((task / "gap.json").read_text())
     assert report["agrees"] and report["num_rollouts"] == 16 and set(report["paths"]) == {"prefill", "decode"}
     code, output = run_aligner("gap", run, "rollout.kernels=torch", "--random-prompts", "--prompts", 2, "--ulps", 1e-6)
     assert code == 1, output

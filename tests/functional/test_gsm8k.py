@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 from builders import load_module
-from training_jobs import ROOT, run_job, train
+from training_jobs import ROOT, run_job, train, write_rows
 
 from aligner.algorithms.grpo import TrainGRPO
 from aligner.errors import DataError
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def gsm8k() -> ModuleType:
-    """examples/nlp/data/gsm8k.py."""
     return load_module(ROOT / "examples" / "nlp" / "data" / "gsm8k.py", "gsm8k_converter")
 
 
@@ -50,13 +49,8 @@ def test_the_tiny_model_runs_through_it(gsm8k: ModuleType, tmp_path: Path, share
     for split in ("train", "test"):
         lines = (shared_data / "gsm8k" / f"{split}.jsonl").read_text(encoding="utf-8").split("\n")[:16]
         (tmp_path / f"{split}.raw").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        records = gsm8k.convert(tmp_path / f"{split}.raw", plain=True)
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    settings = [
-        f"model.path={shared_data / 'stories260k'}",
-        "logging.tensorboard=false",
-        "logging.progress=plain",
-    ]
+        write_rows(tmp_path / f"{split}.jsonl", gsm8k.convert(tmp_path / f"{split}.raw", plain=True))
+    settings = [f"model.path={shared_data / 'stories260k'}", "logging.tensorboard=false", "logging.progress=plain"]
     settings += [f"data.train={tmp_path / 'train.jsonl'}", f"data.validation={tmp_path / 'test.jsonl'}", "loop.max_steps=2"]
     settings += ["guard.learnt_nothing=warn"]  # a model of children's stories solves none of these
     run_job(train("grpo_gsm8k_tiny"), tmp_path / "run", settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster
-from training_jobs import ROOT, run_aligner, tiny_settings, write_task
+from training_jobs import ROOT, read_rows, run_aligner, tiny_settings, write_task
 
 TIMEOUT = 400
 
@@ -82,7 +81,7 @@ def test_the_first_run_of_readme_works_in_an_empty_directory_and_raises_no_alarm
     assert [words[0] for words in typed] == ["train", "report", "train"]  # the third is of a model of the reader's
     code, shown = run_aligner(*typed[0], "logging.tensorboard=false", cwd=tmp_path)
     assert code == 0, shown
-    records = [json.loads(line) for line in (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
+    records = read_rows(tmp_path / "runs" / "first" / "metrics.jsonl")
     accuracy = [record["validation/reward"] for record in records if "validation/reward" in record]
     assert accuracy[0] < 0.65 and accuracy[-1] > 0.75
     assert "(algorithm." not in run_aligner(*typed[1], cwd=tmp_path)[1]
@@ -105,7 +104,7 @@ def test_a_wheel_has_configs_scripts_and_examples(installed: Path, tmp_path: Pat
 def test_the_demo_of_a_wheel(installed: Path, tmp_path: Path) -> None:
     """Not to its end: three PPO steps teach nothing, which is an error."""
     out = run(installed, tmp_path, "demo", "--steps", "3", "--directory", "demo", code=1)
-    records = [json.loads(line) for line in (tmp_path / "demo" / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    records = read_rows(tmp_path / "demo" / "ppo" / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2, 3] and "PPO" in out
     assert out.endswith("the accuracy did not rise: something is wrong\n") and "error" not in out
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from training_jobs import eventually
 
 from aligner.cluster.component import Component
 from aligner.cluster.config import LocalLauncherConfig
@@ -43,7 +44,6 @@ def _python(name: str, code: str, **settings) -> Component:
 
 
 def _main(name: str, code: str, **settings) -> Component:
-    """A main component that comes to its end."""
     return _python(name, f"{code}\n{_DONE}", main=True, **settings)
 
 
@@ -61,18 +61,18 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _wait(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited 60 s for {what}")
-        time.sleep(0.05)
-
-
 def _pid(path: Path) -> int:
-    """The pid that a script writes into `path`."""
-    _wait(lambda: path.exists() and path.read_text().endswith("\n"), f"{path}")
+    assert eventually(lambda: path.exists() and path.read_text().endswith("\n"), 60), path
     return int(path.read_text())
+
+
+def _waits_for(path: Path) -> str:
+    return f"import os, time\nwhile not os.path.exists({str(path)!r}): time.sleep(0.05)\n"
+
+
+def _daemon(path: Path) -> str:
+    """Leaves a process that has left the group behind."""
+    return f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    {_writes_pid(path).strip()}\n    time.sleep(600)\n"
 
 
 def _writes_pid(path: Path) -> str:
@@ -80,39 +80,23 @@ def _writes_pid(path: Path) -> str:
 
 
 def test_the_run_ends_with_the_main_component(tmp_path: Path) -> None:
-    code, output, run = _run(
-        tmp_path,
-        _python("critic", _writes_pid(tmp_path / "critic") + _SLEEP),
-        _main(
-            "actor",
-            f"import os, time\nwhile not os.path.exists({str(tmp_path / 'critic')!r}): time.sleep(0.05)\n"
-            "e = os.environ; print(e['RANK'], e['WORLD_SIZE'], e['MASTER_ADDR'], e['OMP_NUM_THREADS'], 'from', e['LOCAL_RANK'])",
-            num_processes=2,
-            env={"OMP_NUM_THREADS": "1"},
-        ),
-    )
-    assert code == 0
-    assert "[actor.0] 0 2 127.0.0.1 1 from 0\n" in output
-    assert "[actor.1] 1 2 127.0.0.1 1 from 1\n" in output
-    assert run.log("actor", 1).read_text() == "1 2 127.0.0.1 1 from 1\n"
-    assert "FAILED" not in output
+    """Its ranks share a port that other components do not have."""
+    critic = "import os; print(os.environ['MASTER_PORT'], flush=True)\n" + _writes_pid(tmp_path / "critic") + _SLEEP
+    show = "e = os.environ; print(e['RANK'], e['WORLD_SIZE'], e['MASTER_ADDR'], e['OMP_NUM_THREADS'], e['LOCAL_RANK'], e['MASTER_PORT'])"
+    actor = _main("actor", _waits_for(tmp_path / "critic") + show, num_processes=2, env={"OMP_NUM_THREADS": "1"})
+    code, output, run = _run(tmp_path, _python("critic", critic), actor)
+    assert code == 0 and "FAILED" not in output
+    logs = [run.log("actor", rank).read_text() for rank in (0, 1)]
+    (first, port), (second, same) = (log.rsplit(maxsplit=1) for log in logs)
+    assert (first, second) == ("0 2 127.0.0.1 1 0", "1 2 127.0.0.1 1 1")
+    assert port == same != run.log("critic", 0).read_text().strip()
+    assert all(f"[actor.{rank}] {log}" in output for rank, log in enumerate(logs))
     assert not _alive(_pid(tmp_path / "critic"))
-
-
-def test_ranks_of_a_component_share_a_port_that_other_components_do_not_have(tmp_path: Path) -> None:
-    show = "import os; print('port', os.environ['MASTER_PORT'])"
-    code, output, run = _run(tmp_path, _main("a", show, num_processes=2), _main("b", show))
-    ports = [run.log(name, rank).read_text() for name, rank in (("a", 0), ("a", 1), ("b", 0))]
-    assert code == 0, output
-    assert ports[0] == ports[1] != ports[2]
 
 
 def test_a_crash_gives_the_main_component_time_to_save_and_is_reported(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    actor = (
-        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'crashed')!r}): time.sleep(0.05)\n"
-        f"time.sleep(0.5); open({str(saved)!r}, 'w').close(); print('saved a checkpoint')"
-    )
+    actor = _waits_for(tmp_path / "crashed") + f"time.sleep(0.5); open({str(saved)!r}, 'w').close(); print('saved a checkpoint')"
     critic = f"for i in range(30): print('line', i)\nopen({str(tmp_path / 'crashed')!r}, 'w').close(); raise SystemExit(7)"
     config = LocalLauncherConfig(grace_seconds=60.0, shutdown_timeout_seconds=1.0)
     code, output, _ = _run(tmp_path, _python("critic", critic), _python("actor", actor, main=True), config=config)
@@ -123,49 +107,41 @@ def test_a_crash_gives_the_main_component_time_to_save_and_is_reported(tmp_path:
     assert "| line 29\n" in report and "| line 10\n" in report and "| line 9\n" not in report  # the last 20 of 30
 
 
-def test_one_of_two_ranks_is_killed(tmp_path: Path) -> None:
-    code, output, _ = _run(
-        tmp_path,
-        _python(
-            "critic",
-            "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)",
-            num_processes=2,
-        ),
-        _python("actor", _SLEEP, main=True),
-    )
-    assert code == 128 + 9
-    assert "FAILED: component critic, rank 1, was killed by SIGKILL (exit code 137)" in output
+_FAILURES: dict[str, tuple[dict[str, Any], str, dict[str, Any], int, list[str]]] = {  # critic, actor, exit code, what is said
+    "one of two ranks is killed": (
+        {
+            "code": "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)",
+            "num_processes": 2,
+        },
+        *(_SLEEP, {}, 128 + 9, ["FAILED: component critic, rank 1, was killed by SIGKILL (exit code 137)"]),
+    ),
+    "a crash of the main component": (
+        *({"code": _SLEEP}, "raise SystemExit('no such model')", {}, 1),
+        ["FAILED: component actor, rank 0, ended with exit code 1", "| no such model"],
+    ),
+    "a server that leaves with zero": ({"code": "pass"}, _SLEEP, {}, 1, ["FAILED: component critic, rank 0, ended with exit code 0"]),
+    "a rank that leaves with zero has not stopped in order": (
+        *({"code": _SLEEP}, "import os; raise SystemExit(75 * int(os.environ['RANK']))", {"num_processes": 2}, 1),
+        ["FAILED: component actor, rank 0, ended with exit code 0 by itself"],
+    ),
+    "a rank that leaves before the last step": (
+        {"code": _SLEEP},
+        *("import os, time\nif os.environ['RANK'] == '1': os._exit(0)\ntime.sleep(600)", {"num_processes": 2}, 1),
+        [
+            "FAILED: component actor, rank 1, ended with exit code 0 by itself before the last step, without done.json: user code, such as "
+            "a reward function, most likely called exit"
+        ],
+    ),
+}
 
 
-def test_a_crash_of_the_main_component_ends_the_run_with_its_code(tmp_path: Path) -> None:
-    code, output, _ = _run(tmp_path, _python("critic", _SLEEP), _python("actor", "raise SystemExit('no such model')", main=True))
-    assert code == 1
-    assert "FAILED: component actor, rank 0, ended with exit code 1" in output
-    assert "| no such model" in output
-
-
-def test_a_server_that_leaves_with_zero_is_a_failure(tmp_path: Path) -> None:
-    code, output, _ = _run(tmp_path, _python("critic", "pass"), _python("actor", _SLEEP, main=True))
-    assert code == 1
-    assert "FAILED: component critic, rank 0, ended with exit code 0" in output
-
-
-def test_only_done_json_is_success(tmp_path: Path) -> None:
-    """Whatever ends a process with 0: also where one rank of several leaves, and where an earlier start of the run was done."""
-    code, output, _ = _run(tmp_path, _main("actor", "pass"))
-    assert code == 0 and "actor finished" in output
-    leaves = "import os, time\nif os.environ['RANK'] == '1': os._exit(0)\ntime.sleep(600)"
-    code, output, _ = _run(tmp_path, _python("critic", _SLEEP), _python("actor", leaves, num_processes=2, main=True))
-    assert code == 1
-    said = "ended with exit code 0 by itself before the last step, without done.json: user code, such as a reward function, most likely"
-    assert f"FAILED: component actor, rank 1, {said} called exit" in output and "finished" not in output
-
-
-def test_a_rank_that_leaves_with_zero_has_not_stopped_in_order(tmp_path: Path) -> None:
-    leaves = "import os; raise SystemExit(75 * int(os.environ['RANK']))"
-    code, output, _ = _run(tmp_path, _python("actor", leaves, num_processes=2, main=True))
-    assert code == 1
-    assert "FAILED: component actor, rank 0, ended with exit code 0 by itself" in output and "the same command continues" not in output
+@pytest.mark.parametrize("case", _FAILURES)
+def test_a_failure_is_named_and_ends_the_run(case: str, tmp_path: Path) -> None:
+    critic, actor, settings, expected, said = _FAILURES[case]
+    RunDirectory(tmp_path / "run").create().done.touch()  # of an earlier start
+    code, output, _ = _run(tmp_path, _python("critic", **critic), _python("actor", actor, main=True, **settings))
+    assert code == expected and all(text in output for text in said), output
+    assert "actor finished" not in output and "the same command continues" not in output
 
 
 def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
@@ -176,9 +152,8 @@ def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
 
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    wait = f"import os, time\nwhile not os.path.exists({str(pid)!r}): time.sleep(0.05)"
     deaf = _IGNORES_TERM.replace("print(", _writes_pid(pid).strip() + "; print(")
-    code, output, _ = _run(tmp_path, _python("critic", deaf), _main("actor", wait))
+    code, output, _ = _run(tmp_path, _python("critic", deaf), _main("actor", _waits_for(pid)))
     assert code == 0
     assert "critic did not end 1 s after SIGTERM: killing" in output
     assert not _alive(_pid(pid))
@@ -186,9 +161,7 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 def test_a_grandchild_that_left_the_group_and_lost_its_parent_is_ended(tmp_path: Path) -> None:
     pid = tmp_path / "grandchild"
-    daemon = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    {_writes_pid(pid).strip()}\n    time.sleep(600)\n"
-    actor = daemon + f"while not os.path.exists({str(pid)!r}): time.sleep(0.05)"
-    code, _, _ = _run(tmp_path, _main("actor", actor))
+    code, _, _ = _run(tmp_path, _main("actor", _daemon(pid) + _waits_for(pid)))
     assert code == 0
     assert not _alive(_pid(pid))
 
@@ -213,7 +186,7 @@ def test_registered_services_are_announced_and_missing_ones_end_the_run(tmp_path
 
 
 _LAUNCHER = """
-import signal, sys
+import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and `make test &` start this with signals ignored, which the launcher
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # leaves so
 from pathlib import Path
@@ -222,19 +195,18 @@ from aligner.cluster.config import LocalLauncherConfig
 from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
 run, *codes = sys.argv[1:]
-components = [Component(name=f"c{i}", command=(sys.executable, "-S", "-c", code), main=i == 0) for i, code in enumerate(codes)]
+draws = [{"main": True, "terminal": "DRAWS" in os.environ}] + [{}] * len(codes)
+components = [Component(name=f"c{i}", command=(sys.executable, "-S", "-c", code), **draws[i]) for i, code in enumerate(codes)]
 config = LocalLauncherConfig(grace_seconds=5.0, shutdown_timeout_seconds=2.0)
 raise SystemExit(launch(components, run_directory=RunDirectory(Path(run)).create(), config=config))
 """
 
 
-def _launcher(tmp_path: Path, *codes: str) -> subprocess.Popen[str]:
+def _launcher(tmp_path: Path, *codes: str, output: int = subprocess.PIPE, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _LAUNCHER, str(tmp_path / "run"), *codes]
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), **variables}
     return subprocess.Popen(
-        [sys.executable, "-c", _LAUNCHER, str(tmp_path / "run"), *codes],
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, env=environment, stdout=output, stderr=output if output != subprocess.PIPE else subprocess.STDOUT, text=True
     )
 
 
@@ -276,15 +248,14 @@ def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
 
 def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
     obedient, deaf, orphan = tmp_path / "obedient", tmp_path / "deaf", tmp_path / "orphan"
-    daemon = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    {_writes_pid(orphan).strip()}\n    time.sleep(600)\n"
     deaf_code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _writes_pid(deaf) + _SLEEP
-    launcher = _launcher(tmp_path, _writes_pid(obedient) + _SLEEP, deaf_code, daemon + "time.sleep(600)")
+    launcher = _launcher(tmp_path, _writes_pid(obedient) + _SLEEP, deaf_code, _daemon(orphan) + "time.sleep(600)")
     pids = [_pid(obedient), _pid(deaf), _pid(orphan)]
     launcher.kill()
     launcher.communicate(timeout=60)
-    _wait(lambda: not any(_alive(pid) for pid in pids), f"processes {pids} to end after their launcher was killed")
+    assert eventually(lambda: not any(_alive(pid) for pid in pids), 60), pids
     log = tmp_path / "run" / "logs" / "launcher.log"
-    _wait(lambda: "[guard] the launcher ended without stopping" in log.read_text(), "the guard's line in launcher.log")
+    assert eventually(lambda: "[guard] the launcher ended without stopping" in log.read_text(), 60)
 
 
 def test_two_launchers_cannot_share_a_run_directory(tmp_path: Path) -> None:
@@ -299,31 +270,11 @@ def test_two_launchers_cannot_share_a_run_directory(tmp_path: Path) -> None:
 
 def test_a_drawing_component_sees_a_terminal_and_others_go_to_their_logs(tmp_path: Path) -> None:
     """The launcher runs on a pseudo-terminal, as under a user's shell."""
-    import pty
-
-    code = """
-import sys
-from pathlib import Path
-from aligner.cluster.component import Component
-from aligner.cluster.local import launch
-from aligner.cluster.run_directory import RunDirectory
-main = "import sys, os, time\\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)\\nprint('terminal', sys.stdout.isatty())"
-main += sys.argv[2]
-other = "import sys, time\\nprint('noise', flush=True); open(sys.argv[1], 'w').close(); time.sleep(600)"
-flag = sys.argv[1] + ".flag"
-components = [
-    Component(name="other", command=(sys.executable, "-S", "-c", other, flag)),
-    Component(name="main", command=(sys.executable, "-S", "-c", main, flag), main=True, terminal=True),
-]
-raise SystemExit(launch(components, run_directory=RunDirectory(Path(sys.argv[1])).create()))
-"""
+    flag = tmp_path / "flag"
+    main = _waits_for(flag) + "import sys; print('terminal', sys.stdout.isatty())\n" + _DONE
+    other = f"import time\nprint('noise', flush=True); open({str(flag)!r}, 'w').close(); time.sleep(600)"
     reader, writer = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run"), _DONE],
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
-        stdout=writer,
-        stderr=writer,
-    )
+    process = _launcher(tmp_path, main, other, output=writer, DRAWS="1")
     os.close(writer)
     seen = b""
     try:
@@ -335,7 +286,7 @@ raise SystemExit(launch(components, run_directory=RunDirectory(Path(sys.argv[1])
     assert process.wait(timeout=60) == 0
     assert b"terminal True" in seen
     assert b"noise" not in seen
-    assert (tmp_path / "run" / "logs" / "other.0.log").read_text() == "noise\n"
+    assert (tmp_path / "run" / "logs" / "c1.0.log").read_text() == "noise\n"
 
 
 def test_a_server_that_dies_is_started_again_where_that_is_wanted(tmp_path: Path) -> None:
@@ -348,9 +299,8 @@ def test_a_server_that_dies_is_started_again_where_that_is_wanted(tmp_path: Path
         f"child = subprocess.Popen([sys.executable, '-S', '-c', {_SLEEP!r}])\n"
         f"open({str(first)!r}, 'w').write(f'{{child.pid}}\\n'); raise SystemExit(7)"
     )
-    actor = f"import os, time\nwhile not os.path.exists({str(second)!r}): time.sleep(0.05)"
     config = LocalLauncherConfig(grace_seconds=1.0, shutdown_timeout_seconds=1.0, max_server_restarts=1)
-    code, output, run = _run(tmp_path, _python("critic", critic), _main("actor", actor), config=config)
+    code, output, run = _run(tmp_path, _python("critic", critic), _main("actor", _waits_for(second)), config=config)
     assert code == 0
     assert "critic ended with exit code 7; starting it again (1 of 1)" in output
     assert "FAILED" not in output

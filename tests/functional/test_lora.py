@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_jobs import grpo_settings, launcher, metrics_of, run_job, series, tiny_settings, write_task
+from training_jobs import grpo_settings, launcher, metrics_of, run_job, series, supervised_settings, write_rows
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.timeout(600)
+NO_VALIDATION = ("data.validation=''", "loop.validate_every=0")
 LORA = ("model.lora.rank=4", "model.lora.dropout=0.1", "optimizer.lr=1e-2")
 
 
 def write_base(folder: Path) -> None:
     """A random model in Hugging Face's format, with the task's tokenizer, in folder/base."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     shutil.copytree(folder / "tokenizer", folder / "base")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model("llama", vocab_size=18, max_position_embeddings=32, tie_word_embeddings=True, **sizes)
@@ -31,24 +31,19 @@ def write_answers(folder: Path) -> None:
     """Prompts like `3+4=`, answered with even digits."""
     draw = random.Random(1)
     prompts = [f"{draw.randrange(10)}+{draw.randrange(10)}=" for _ in range(64)]
-    records = [{"prompt": prompt, "response": "".join(draw.choices("02468", k=4))} for prompt in prompts]
-    (folder / "answers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_rows(folder / "answers.jsonl", ({"prompt": prompt, "response": "".join(draw.choices("02468", k=4))} for prompt in prompts))
 
 
 def on_base(folder: Path, settings: list[str]) -> list[str]:
-    """The same settings for adapters on the base model."""
     return [*(s for s in settings if not s.startswith(("model.architecture.", "model.tokenizer="))), f"model.path={folder / 'base'}", *LORA]
 
 
 @pytest.fixture(scope="module")
-def sft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of SFT by two tensor-parallel ranks."""
-    folder = tmp_path_factory.mktemp("lora")
-    write_task(folder)
+def sft(task: Path) -> Path:
+    folder = task
     write_base(folder)
     write_answers(folder)
-    kept = [setting for setting in tiny_settings(folder) if not setting.startswith(("data.", "rollout."))]
-    settings = [*on_base(folder, kept), f"data.train={folder / 'answers.jsonl'}", "data.max_length=16", "algorithm.batch_size=32"]
+    settings = on_base(folder, supervised_settings(folder, folder / "answers.jsonl", "algorithm.batch_size=32", *NO_VALIDATION))
     settings += ["num_processes=2", "parallel.tp=2", "parallel.sequence_parallel=true"]
     run_job(launcher("sft"), folder / "sft", [*settings, "loop.max_steps=3"])
     assert "resumed after step 3" in run_job(launcher("sft"), folder / "sft", [*settings, "loop.max_steps=6"])
@@ -86,10 +81,9 @@ def test_grpo_samples_from_what_it_trains(sft: Path) -> None:
 def test_a_stored_reference_is_the_model_without_the_adapters(sft: Path) -> None:
     """DPO whose reference was asked before the first step takes the steps of one that switches its adapters off for every batch."""
     folder = sft.parent
-    pairs = [{"prompt": f"{i % 10}+{i % 7}=", "chosen": "2468"[: 1 + i % 4], "rejected": "13579"[: 1 + i % 5]} for i in range(64)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    kept = [setting for setting in tiny_settings(folder) if not setting.startswith(("data.", "rollout."))]
-    settings = [*on_base(folder, kept), f"data.train={folder / 'pairs.jsonl'}", "data.max_length=16", "algorithm.batch_size=16"]
+    pairs = ({"prompt": f"{i % 10}+{i % 7}=", "chosen": "2468"[: 1 + i % 4], "rejected": "13579"[: 1 + i % 5]} for i in range(64))
+    data = write_rows(folder / "pairs.jsonl", pairs)
+    settings = on_base(folder, supervised_settings(folder, data, "algorithm.batch_size=16", *NO_VALIDATION))
     for kind in ("live", "precomputed"):
         run_job(launcher("dpo"), folder / kind, [*settings, f"algorithm.reference={kind}", "loop.max_steps=4", "run.export_hf=false"])
     for name in ("preference/loss", "preference/margin", "optim/grad_norm"):

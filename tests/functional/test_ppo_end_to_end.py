@@ -21,7 +21,7 @@ from training_jobs import (
 )
 
 from aligner import cli
-from aligner.commands.trace import step_of
+from aligner.commands.report import step_of
 from aligner.telemetry.recording import read_spans
 from aligner.telemetry.spans import Span
 

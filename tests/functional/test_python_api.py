@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from training_jobs import ROOT, write_task
+from training_jobs import ROOT, read_rows
 
 import aligner
 from aligner.errors import AlignerError, ConfigError
@@ -19,34 +19,23 @@ ROWS = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("api")
-    write_task(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def sft(folder: Path) -> aligner.Result:
+def sft(task: Path) -> aligner.Result:
     """SFT of a new model on rows, with settings as sections and as keys."""
-    model = {
-        "tokenizer": folder / "tokenizer",
-        "architecture": ARCHITECTURE | {"max_position_embeddings": 32},
-        "make_vocab_divisible_by": 2,
-    }
+    model = {"tokenizer": task / "tokenizer", "architecture": ARCHITECTURE, "make_vocab_divisible_by": 2}
     sections = {"data": {"train": ROWS, "max_length": 16}, "optimizer": {"lr": 1e-3}}
-    return aligner.train("sft", model=model, max_steps=2, directory=folder / "sft", **sections, **{"algorithm.batch_size": 8})
+    return aligner.train("sft", model=model, max_steps=2, directory=task / "sft", **sections, **{"algorithm.batch_size": 8})
 
 
-def test_the_result_is_what_the_run_left(sft: aligner.Result, folder: Path) -> None:
+def test_the_result_is_what_the_run_left(sft: aligner.Result, task: Path) -> None:
     assert [record["step"] for record in sft.metrics] == [1, 2] and sft.metrics[0]["optim/lr"] <= 1e-3
-    assert sft.checkpoint == folder / "sft" / "checkpoints" / "policy" / "step_000002"
+    assert sft.checkpoint == task / "sft" / "checkpoints" / "policy" / "step_000002"
     model, tokenizer = sft.model(), sft.tokenizer()
     assert isinstance(model, transformers.PreTrainedModel) and model.config.num_hidden_layers == 1
     assert tokenizer.decode(tokenizer("3+4=")["input_ids"]).endswith("3+4=")
-    assert [json.loads(line) for line in (folder / "sft" / "given" / "data_train.jsonl").read_text().splitlines()] == ROWS
+    assert read_rows(task / "sft" / "given" / "data_train.jsonl") == ROWS
 
 
-def test_a_function_with_what_it_closes_over_is_the_reward(sft: aligner.Result, folder: Path) -> None:
+def test_a_function_with_what_it_closes_over_is_the_reward(sft: aligner.Result, task: Path) -> None:
     bonus = 0.25
     prompts = [{"prompt": row["prompt"], "answer": row["response"]} for row in ROWS]
     settings = {"algorithm.prompts_per_step": 4, "algorithm.group_size": 2, "algorithm.mini_batch_size": 8, "algorithm.kl_coef": 0.0}
@@ -55,7 +44,7 @@ def test_a_function_with_what_it_closes_over_is_the_reward(sft: aligner.Result, 
     def reward(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
         return [len(response) + bonus for response in responses]
 
-    where, path = folder / "grpo", sft.checkpoint
+    where, path = task / "grpo", sft.checkpoint
     grpo = aligner.train(
         "grpo", model=path, data=prompts, reward=reward, max_steps=1, directory=where, overrides=["algorithm=dr_grpo"], **settings
     )

@@ -16,11 +16,14 @@ TRAIN = train("grpo")
 
 def settings(task: Path, *, max_steps: int = 6) -> list[str]:
     """Cosine decay over six steps of two updates, whatever part of them is run; 24 of 64 prompts a step: step 3 straddles two epochs."""
-    return [
-        *(setting for setting in grpo_settings(task) if not setting.startswith(("optimizer.decay=", "algorithm.prompts_per_step="))),
-        *("algorithm.prompts_per_step=24", "optimizer.decay=cosine", "optimizer.decay_steps=12"),
-        f"loop.max_steps={max_steps}",
-    ]
+    own = ("algorithm.prompts_per_step=24", "optimizer.decay=cosine", "optimizer.decay_steps=12", f"loop.max_steps={max_steps}")
+    return [*grpo_settings(task), *own]
+
+
+def killed(job: Job, step: int) -> None:
+    job.reached(step)
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.wait()
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +61,7 @@ def test_a_signal_saves_and_kill_9_loses_only_the_unsaved_steps(task: Path, unin
     assert not (run / "done.json").exists()
 
     with Job(TRAIN, run, [*settings(task), slow]) as job:
-        job.reached(last + 1)
-        os.kill(job.process.pid, signal.SIGKILL)
-        job.wait()
+        killed(job, last + 1)
     assert checkpoint_steps(run / "checkpoints" / "policy") == [last]
 
     output = run_job(TRAIN, run, [*settings(task), slow])
@@ -77,9 +78,7 @@ def test_checkpoints_by_time_of_a_run_by_epochs(task: Path, uninterrupted: Path)
     run, length = task / "by_time", ["loop.max_steps=0", "loop.epochs=2.25"]
     given = [*settings(task), *length, "loop.save_minutes=1e-9", "checkpoint.asynchronous=true"]
     with Job(TRAIN, run, [*given, slow_reward(task, 0.2)]) as job:
-        job.reached(4)
-        os.kill(job.process.pid, signal.SIGKILL)
-        job.wait()
+        killed(job, 4)
     kept = checkpoint_steps(run / "checkpoints" / "policy")
     assert 1 <= len(kept) <= 3
     output = run_job(TRAIN, run, [*given, slow_reward(task, 0.2)])
@@ -93,10 +92,8 @@ def test_checkpoints_by_time_of_a_run_by_epochs(task: Path, uninterrupted: Path)
 def test_a_run_that_was_killed_before_its_first_checkpoint_says_so_at_its_start_and_end(task: Path, uninterrupted: Path) -> None:
     run = task / "too_early"
     with Job(TRAIN, run, [*settings(task), slow_reward(task, 0.2)]) as job:
-        job.reached(2)
-        os.kill(job.process.pid, signal.SIGKILL)
+        killed(job, 2)
         assert "first after 30 minutes, then every 30 minutes, and at the end" in job.output()
-        job.wait()
     output = run_job(TRAIN, run, [*settings(task), slow_reward(task, 0.0)])
     lines = [line for line in output.splitlines() if "steps of an earlier start are lost" in line]
     assert len(lines) == 2 and output.splitlines()[-1] == lines[-1]

@@ -21,7 +21,6 @@ from training_jobs import (
     slow_reward,
     steps_of,
     without_times,
-    write_task,
 )
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,9 +30,8 @@ LAUNCH = launcher("ppo")
 
 def settings(folder: Path, reward_seconds: float) -> list[str]:
     """Adaptive KL that moves at every step, cosine decay of both models, two epochs of updates, 24 of 64 prompts a step."""
-    replaced = ("algorithm.", "optimizer.decay=", "critic.optimizer.decay=", "critic.mini_batch_size=")
     return [
-        *(setting for setting in ppo_settings(folder) if not setting.startswith(replaced)),
+        *ppo_settings(folder),
         *("algorithm.rollouts_per_step=24", "algorithm.mini_batch_size=12", "algorithm.num_epochs=2", "critic.mini_batch_size=12"),
         *("algorithm.kl_coef=0.01", "algorithm.kl_target=0.02", "algorithm.kl_horizon=100"),
         *("optimizer.decay=cosine", "critic.optimizer.decay=cosine"),
@@ -43,12 +41,9 @@ def settings(folder: Path, reward_seconds: float) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that was left alone."""
-    folder = tmp_path_factory.mktemp("resume_ppo")
-    write_task(folder)
-    run_job(LAUNCH, folder / "whole", settings(folder, 0.0))
-    return folder / "whole"
+def whole(task: Path) -> Path:
+    run_job(LAUNCH, task / "whole", settings(task, 0.0))
+    return task / "whole"
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +97,18 @@ def wounded(whole: Path) -> Path:
     return directory
 
 
-@pytest.fixture(params=["wounded", pytest.param("resumed", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
+def background(whole: Path) -> Path:
+    """Of one that saves both models in the background at every step: pairs, of which the newest two are kept."""
+    directory, saves = whole.parent / "background", ("loop.save_every=1", "checkpoint.asynchronous=true", "checkpoint.keep=2")
+    run_job(LAUNCH, directory, [*settings(whole.parent, 0.0), *saves])
+    for component in ("policy", "critic"):
+        assert checkpoint_steps(directory / "checkpoints" / component) == [6, 7]
+        assert not list((directory / "checkpoints" / component).glob(".[wr]*"))
+    return directory
+
+
+@pytest.fixture(params=["wounded", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resumed", "background"))])
 def other(request: pytest.FixtureRequest) -> Path:
     """A run that ought to equal the one that was left alone."""
     return request.getfixturevalue(request.param)

@@ -17,22 +17,19 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "servers"))
 
 from malformed import Case, malformed, send
-from server_processes import TRANSPORTS, ToyServer, toy_server
-from toy_server import RUN
+from toy_server import RUN, TRANSPORTS, ToyServer, toy_server
 
 from aligner.servers import wire
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
 from aligner.servers.frontend import MARKER
 from aligner.servers.kserve import decode_response, encode_request
-from aligner.servers.payloads import START, StatusRequest
+from aligner.servers.payloads import START, CriticStatus, StatusRequest
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.registry import Registration, wait_for_service
 
 
 class Caller:
-    """Requests by hand."""
-
     def __init__(self, registration: Registration, secret: Path) -> None:
         self.registration = registration
         self.access = Access.for_client(secret, ClientConfig())
@@ -57,8 +54,8 @@ class Caller:
 
     def state(self) -> tuple[str, int, list[list[float]]]:
         """The mark of what the critic was trained on, how often, and the values of three tokens."""
-        asked = self.infer(wire.CRITIC_STATUS, wire.encode_status_request(StatusRequest(run=RUN)))
-        status = wire.decode_status(asked)
+        asked = self.infer(wire.CRITIC_STATUS, wire.encode_fields(StatusRequest(run=RUN)))
+        status = CriticStatus(**json.loads(asked["status"][0]))
         values = self.infer(wire.CRITIC_INFER, {"tokens": np.array([[1, 2, 3]]), "sequence_lengths": np.array([[3]])})["values"]
         return status.mark, status.count, values.tolist()
 
@@ -120,7 +117,6 @@ def check_triton_is_private(server: ToyServer, processes: dict[int, str]) -> Non
 
 
 def check_stock_client(registration: Registration, caller: Caller) -> None:
-    """tritonclient, with the header added."""
     import tritonclient.http as triton
     from tritonclient.utils import InferenceServerException
 

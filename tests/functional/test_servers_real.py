@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_processes import ROOT, TRANSPORTS, ToyServer, toy_server
-from toy_server import RUN
-from training_jobs import eventually
+from toy_server import RUN, TRANSPORTS, ToyServer, toy_server
+from training_jobs import ROOT, eventually
 
 from aligner.errors import RequestRejected, ServerUnreachable
 from aligner.servers import wire
@@ -31,7 +30,6 @@ CONFIG = ClientConfig(
 
 
 def token_batch(*rows: list[int]) -> TokenBatch:
-    """Rows of one length."""
     return TokenBatch(tokens=torch.tensor(rows), lengths=torch.tensor([len(row) for row in rows]))
 
 
@@ -52,7 +50,6 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 def processes_of(server: ToyServer, incarnation: str) -> dict[int, str]:
-    """Triton, its stubs and their helpers."""
     return processes_with_variable(f"{MARKER}={incarnation}")
 
 
@@ -126,19 +123,11 @@ def test_infer_train_and_save_until_a_signal(transport: str, num_ranks: int, tmp
         critic_client.values(token_batch([1])).result()
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "token"),
-    [
-        pytest.param(2, 66, id="the second rank fails alone"),
-        pytest.param(2, 77, id="the first rank hangs in a collective"),
-    ],
-)
-def test_a_failing_handler_reaches_the_client_and_ends_every_rank(
-    transport: str, num_ranks: int, token: int, tmp_path: Path, critic_client: CriticClient
-) -> None:
-    with toy_server("values", tmp_path / "services", num_ranks=num_ranks, transport=transport) as server:
+@pytest.mark.parametrize("token", [66, 77], ids=["the second rank fails alone", "the first rank hangs in a collective"])
+def test_a_failing_handler_reaches_the_client_and_ends_every_rank(transport: str, token: int, tmp_path: Path, critic_client) -> None:
+    with toy_server("values", tmp_path / "services", num_ranks=2, transport=transport) as server:
         incarnation = critic_client.wait_until_ready().incarnation
-        expected = rf"operation critic_infer failed on rank {num_ranks - 1}: ArithmeticError: token {token} cannot be valued"
+        expected = rf"operation critic_infer failed on rank 1: ArithmeticError: token {token} cannot be valued"
         with pytest.raises(ServerUnreachable, match=rf"{expected}.*Waited for another server \(2 s, .* none has taken its place"):
             critic_client.values(token_batch([1, token])).result()
         assert all(code != 0 for code in server.exit_codes())
@@ -205,20 +194,17 @@ def deaths_while_triton_starts(folder: Path, victim: str, number: int) -> dict[s
 
 
 @pytest.mark.pytriton
+@pytest.mark.parametrize("deaths", [1, 2])
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_a_death_while_triton_starts_is_mended_once(tmp_path: Path, victim: str) -> None:
-    """Its Python backend aborts now and then while it loads models."""
-    environment = deaths_while_triton_starts(tmp_path / "bin", victim, 1)
+def test_a_death_while_triton_starts_is_mended_once(tmp_path: Path, victim: str, deaths: int) -> None:
+    """Its Python backend aborts now and then while it loads models; a second death ends the server."""
+    environment = deaths_while_triton_starts(tmp_path / "bin", victim, deaths)
     client = RewardClient(tmp_path / "services", config=CONFIG, access=run_access(tmp_path), texts=rollout_texts)
     with toy_server("reward", tmp_path / "services", environment=environment) as server, contextlib.closing(client):
-        assert client.score([rollout("AB", "A")]).result().rewards.tolist() == pytest.approx([0.2])
-        assert server.log().count("died while starting") == server.log().count("starting it once more") == 1
-
-
-@pytest.mark.pytriton
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_a_second_death_while_triton_starts_ends_the_server(tmp_path: Path, victim: str) -> None:
-    with toy_server("reward", tmp_path / "services", environment=deaths_while_triton_starts(tmp_path / "bin", victim, 2)) as server:
+        if deaths == 1:
+            assert client.score([rollout("AB", "A")]).result().rewards.tolist() == pytest.approx([0.2])
+            assert server.log().count("died while starting") == server.log().count("starting it once more") == 1
+            return
         assert server.exit_codes() == [1]
         assert server.log().count("starting it once more") == 1
         assert "died while starting; see" in server.log().splitlines()[-1]

@@ -4,11 +4,10 @@ devices of their own: policy, critic and metrics, to the last bit.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from resumed_runs import ready_server, same_runs, weights
+from resumed_runs import ready_server, weights
 from training_jobs import (
     Job,
     checkpoint_steps,
@@ -18,9 +17,9 @@ from training_jobs import (
     ppo_settings,
     run_job,
     series,
-    tiny_settings,
+    supervised_settings,
     without_times,
-    write_task,
+    write_rows,
 )
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,23 +30,17 @@ BOTH = ["placement=colocated", "critic.with_reward=true"]
 
 def reward_model(task: Path) -> Path:
     """The checkpoints of a reward model that has seen a few pairs."""
-    pairs = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "7"} for a in range(8) for b in range(8) if a + b != 7]
-    (task / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    drop = ("data.", "rollout.", "model.micro_batch_size=")
-    given = [setting for setting in tiny_settings(task) if not setting.startswith(drop)]
-    given += [f"data.train={task / 'pairs.jsonl'}", "data.max_length=16", "algorithm.batch_size=16", "model.micro_batch_size=8"]
+    pairs = ({"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "7"} for a in range(8) for b in range(8) if a + b != 7)
+    given = supervised_settings(task, write_rows(task / "pairs.jsonl", pairs), "algorithm.batch_size=16", "model.micro_batch_size=8")
     run_job(launcher("reward_model"), task / "reward_model", [*given, "loop.max_steps=3", "loop.save_every=3", "run.export_hf=false"])
     return task / "reward_model" / "checkpoints" / "reward_model"
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def settings(task: Path) -> list[str]:
     """Two ranks of the actor; validation and checkpoints on the way."""
-    task = tmp_path_factory.mktemp("shared_gpus")
-    write_task(task)
-    replaced = ("algorithm.rollouts_per_step=", "algorithm.mini_batch_size=", "critic.mini_batch_size=")
     return [
-        *(setting for setting in ppo_settings(task) if not setting.startswith(replaced)),
+        *ppo_settings(task),
         *("algorithm.rollouts_per_step=24", "algorithm.mini_batch_size=12", "critic.mini_batch_size=12", "num_processes=2"),
         *(f"reward.model.path={reward_model(task)}", f"data.validation={task / 'prompts.jsonl'}", "data.num_validation_prompts=8"),
         *(f"loop.max_steps={NUM_STEPS}", "loop.save_every=2", "loop.validate_every=2"),
@@ -55,9 +48,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def separate(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run with three components on devices of their own."""
-    directory = tmp_path_factory.mktemp("separate") / "run"
+def separate(settings: list[str], task: Path) -> Path:
+    directory = task / "separate"
     run_job(LAUNCH, directory, settings)
     assert (directory / "logs" / "reward.0.log").exists()
     assert len(set(series(directory, "rollout/reward"))) == NUM_STEPS  # it learns from what the model says
@@ -80,9 +72,8 @@ def test_equal_to_components_of_their_own(settings: list[str], separate: Path, t
 
 
 @pytest.mark.slow
-def test_a_reward_model_on_the_gpus_of_grpo(settings: list[str], tmp_path: Path) -> None:
+def test_a_reward_model_on_the_gpus_of_grpo(settings: list[str], task: Path, tmp_path: Path) -> None:
     (served,) = (setting for setting in settings if setting.startswith("reward.model.path="))
-    task = Path(served.partition("=")[2]).parents[2]
     given = [*grpo_settings(task), served, "reward.serve=true", "loop.max_steps=2", "algorithm.prompts_per_step=8"]
     for placement in ("separate", "colocated"):
         run_job(launcher("grpo"), tmp_path / placement, [*given, f"placement={placement}"])
@@ -106,4 +97,3 @@ def test_a_colocated_critic_with_the_reward_dies(settings: list[str], separate: 
 def same(run: Path, separate: Path) -> None:
     for component in ("policy", "critic"):
         assert checkpoint_steps(run / "checkpoints" / component) == [2, 4]
-    same_runs(run, separate, NUM_STEPS, components=["policy", "critic"])

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Job, SlurmCluster, can_isolate
+from slurm_cluster import Job, SlurmCluster
 from slurm_runs import ENVIRONMENT
 from training_jobs import ROOT
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.slurm.history import newest_step
+from aligner.cluster.slurm.attempt import newest_step
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig, to_json
 
 pytestmark = [
@@ -40,8 +40,6 @@ exec {sys.executable} {ROOT}/tests/functional/many_ranks.py job "$1" "$2"
 @pytest.fixture(scope="module")
 def wide(_slurm_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
     """64 nodes, and some to spare for each that dies: where many nodes die or end at once Slurm drains a few ("Kill task failed")."""
-    if not can_isolate():
-        pytest.skip("namespaces are forbidden here: 76 nodes need addresses of their own")
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as directory:
         with SlurmCluster(Path(directory), num_nodes=sum(SIZES.values()) + 4 * len(SIZES), num_phantoms=0, num_gpus=0) as cluster:
             yield cluster
@@ -95,11 +93,9 @@ def test_the_death_of_any_node(wide: SlurmCluster, tmp_path: Path) -> None:
 
 
 def nodes_of(job: Job, component: str) -> set[str]:
-    """Where ranks of it run."""
     ranks = [one for one in job.processes() if one.variables.get("ALIGNER_COMPONENT") == component and one.program.startswith("python")]
     return {one.node for one in ranks}
 
 
 def batch_host(job: Job) -> str:
-    """Where the conductor runs."""
     return next(one.node for one in job.processes() if one.step is None and "job" in one.command)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 import signal
 import sys
@@ -18,13 +17,11 @@ import pytest
 from resumed_runs import same_runs
 from slurm_cluster import Job, SlurmCluster
 from slurm_job import kill
-from slurm_runs import ENVIRONMENT, KINDS, SMOKE, SlurmRun, run_settings
+from slurm_runs import ENVIRONMENT, KINDS, PATIENCE_SECONDS, SMOKE, SlurmRun, run_settings
 from training_jobs import ROOT, launcher, run_job, series, steps_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
 NUM_KILLS = 30
-# From one end of a component to the next step: three starts on a busy machine of two cores.
-PATIENCE_SECONDS = 240.0
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "slurm").glob("*.sub")))
@@ -73,30 +70,19 @@ def undisturbed(task: Path) -> Callable[[int], Path]:
 
 
 def same_result(run: SlurmRun, num_steps: int, undisturbed: Path) -> None:
-    assert steps_of(run.directory) == list(range(1, num_steps + 1))
     same_runs(run.directory, undisturbed, num_steps, components=["policy", "critic"])
-
-
-def progress(run: SlurmRun, job: Job, *, beyond: int) -> None:
-    """Until a step after this one is done."""
-    job.until(lambda: run.step() > beyond, f"a step after {beyond}", PATIENCE_SECONDS)
 
 
 def test_a_signal(slurm: SlurmCluster, task: Path, undisturbed: Callable[[int], Path]) -> None:
     """One run, two jobs: told to stop, and to the end. The second was submitted by the first."""
     num_steps = 12
     run = SlurmRun(slurm, task, "told", run_settings(task, num_steps))
-    run.set_pace(0.5)
-    told = run.submit()
-    progress(run, told, beyond=2)
+    told = run.begin(pace=0.5, beyond=2)
     told.signal(signal.SIGUSR1)
     told.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)  # it has handed over
     assert run.step() == run.saved() >= 3
     assert told.orphans() == []
-    run.set_pace(0.0)
-    last = told.next_of_run(timeout_seconds=30)
-    last.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
-    assert last.orphans() == []
+    run.finish(told.next_of_run(timeout_seconds=30), num_steps)
     same_result(run, num_steps, undisturbed(num_steps))
 
 
@@ -105,9 +91,7 @@ def test_a_time_limit_and_a_lost_node(slurm: SlurmCluster, task: Path, undisturb
     """Three jobs: out of time, a node lost, and to the end."""
     num_steps = 60
     run = SlurmRun(slurm, task, "disturbed", run_settings(task, num_steps))
-    run.set_pace(3.0)
-    limited = run.submit()
-    progress(run, limited, beyond=1)
+    limited = run.begin(pace=3.0)
     limited.end_in_two_minutes()  # Slurm warns 60 s before that, or a little earlier
     limited.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
     stopped = run.saved()
@@ -116,17 +100,14 @@ def test_a_time_limit_and_a_lost_node(slurm: SlurmCluster, task: Path, undisturb
 
     lost = limited.next_of_run(timeout_seconds=30)
     run.set_pace(0.5)
-    progress(run, lost, beyond=stopped)
+    run.progress(lost, beyond=stopped)
     node = lost.components()[1].nodes
     slurm.kill_node(node)
     lost.wait("NODE_FAIL", "FAILED", timeout_seconds=PATIENCE_SECONDS)
     assert lost.orphans() == []
     slurm.start_node(node)
 
-    run.set_pace(0.0)
-    last = lost.next_of_run(timeout_seconds=60)
-    last.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
-    assert last.orphans() == []
+    run.finish(lost.next_of_run(timeout_seconds=60), num_steps)
     same_result(run, num_steps, undisturbed(num_steps))
 
 
@@ -151,9 +132,7 @@ def test_kill_9_at_random(slurm: SlurmCluster, task: Path, undisturbed: Callable
     assert sum(killed.values()) == NUM_KILLS and set(killed) == set(KINDS)
     run.set_pace(0.0)
     job = _progress_in_any_job(run, job, beyond=num_steps - 1)
-    job = _newest(job)
-    job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
-    assert job.orphans() == []
+    run.finish(_newest(job), num_steps)
     same_result(run, num_steps, undisturbed(num_steps))
 
 
@@ -188,27 +167,3 @@ def _kill_one(run: SlurmRun, job: Job, kind: str, draw: random.Random) -> Job:
         if job.ended:
             job = _newest(job)
         time.sleep(0.05)
-
-
-@pytest.mark.slow
-def test_a_stalled_rank_is_named(slurm: SlurmCluster, task: Path) -> None:
-    """SIGSTOP to one of two ranks of the actor: the job ends, says who it was, and leaves the other's stack."""
-    settings = [
-        *run_settings(task, 90),
-        "num_processes=2",
-        "cluster.gpus_per_node=2",
-        "run.stall_timeout_seconds=60",
-        "slurm.on_actor_failure=end",
-    ]
-    run = SlurmRun(slurm, task, "stalled", [*settings, "slurm.follow_up=false", "slurm.shutdown_timeout_seconds=5"])
-    run.set_pace(0.3)
-    job = run.submit("--ntasks=2", "--ntasks-per-node=2")
-    progress(run, job, beyond=1)
-    ranks = [process for process in run.processes()["actor"] if process.variables.get("SLURM_PROCID") == "1"]
-    assert len(ranks) == 1 and kill(ranks[0], signal.SIGSTOP)
-    job.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)
-    report = (run.directory / "stacks" / "actor.report.txt").read_text()
-    assert "rank 1" in report and "is in state T (stopped)" in report
-    assert list((run.directory / "stacks").glob("actor.0.*.txt"))
-    assert json.loads((run.directory / "attempts.jsonl").read_text().splitlines()[-1])["exit_code"] == 1
-    assert job.orphans() == []

@@ -9,22 +9,21 @@ import shlex
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 from slurm_cluster import Job, SlurmCluster
 from slurm_job import kill
-from slurm_runs import ENVIRONMENT, SlurmRun, run_settings
-from training_jobs import ROOT, steps_of
+from slurm_runs import ENVIRONMENT, PATIENCE_SECONDS, SlurmRun, run_settings
+from training_jobs import ROOT, eventually, steps_of
+
+from aligner.cluster.slurm.client import _FIELD
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
-PATIENCE_SECONDS = 240.0
 NUM_STEPS = 12
 
 
 def launched(slurm: SlurmCluster, run: SlurmRun, *settings: str, **variables: str) -> Job:
-    """`aligner launch slurm`, on the cluster's head node."""
     command = [sys.executable, "-m", "aligner.cli", "launch", "slurm", "ppo_smoke_cpu"]
     output = f"slurm.output={run.directory.parent}/%x-%j.out"
     done = slurm.run(
@@ -46,24 +45,19 @@ def test_a_site_where_nothing_is_exported(slurm: SlurmCluster, task: Path) -> No
     run = SlurmRun(slurm, task, "nothing", run_settings(task, NUM_STEPS))
     run.set_pace(0.3)
     job = launched(slurm, run, SBATCH_EXPORT="NONE", ALIGNER_PREFLIGHT="1")
-    job.until(lambda: run.step() > 2, "step 3", 2 * PATIENCE_SECONDS)
+    run.progress(job, beyond=2)
     assert "preflight on 3 nodes" in job.output and "the preflight" not in job.output.partition("attempt ")[2]
-    (batch,) = [process for process in run.processes()["conductor"]]
+    (batch,) = run.processes()["conductor"]
     assert batch.variables["SLURM_EXPORT_ENV"] == "NONE" and batch.variables["ALIGNER_VENV"] == ENVIRONMENT["ALIGNER_VENV"]
     actor, *_ = run.processes()["actor"]
     assert actor.variables["ALIGNER_COMPONENT"] == "actor" and "SLURM_EXPORT_ENV" not in actor.variables
     job.signal(signal.SIGUSR1)
     job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
-    run.set_pace(0.0)
-    later = job.next_of_run(timeout_seconds=30)
-    later.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
-    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
-    assert later.orphans() == []
+    run.finish(job.next_of_run(timeout_seconds=30), NUM_STEPS)
 
 
 @pytest.fixture
 def other_cluster(_slurm_cluster: SlurmCluster, request: pytest.FixtureRequest):
-    """A cluster with these settings beside the usual one."""
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as directory, SlurmCluster(Path(directory), **request.param) as cluster:
         yield cluster
 
@@ -111,9 +105,6 @@ FIELDS = ("Comment", "Nice", "MinMemoryNode", "MailType", "MailUser", "OverSubsc
 
 
 def asked_of(slurm: SlurmCluster, job: Job) -> list[dict[str, str]]:
-    """What Slurm says of each part of a job."""
-    from aligner.cluster.slurm.client import _FIELD
-
     found = []
     for line in slurm.run("scontrol", "show", "job", "--oneliner", str(job.number)).stdout.splitlines():
         parts = _FIELD.split(line)
@@ -125,19 +116,16 @@ def asked_of(slurm: SlurmCluster, job: Job) -> list[dict[str, str]]:
 def test_following_jobs_ask_for_what_the_first_one_did(slurm: SlurmCluster, task: Path) -> None:
     """After a hand-over, and after a crash: the job goes on with every wish of whoever submitted it."""
     run = SlurmRun(slurm, task, "wishes", [*run_settings(task, NUM_STEPS), "slurm.on_actor_failure=end"])
-    run.set_pace(0.3)
-    job = run.submit(*ASKED, "--time=00:20:00")
+    job = run.begin(*ASKED, "--time=00:20:00")
     first = asked_of(slurm, job)
     assert first[0]["Comment"] == "two words" and first[0]["MinMemoryNode"] == "500M" and first[0]["MailUser"] == "me@site"
-    job.until(lambda: run.step() > 1, "step 2", PATIENCE_SECONDS)
     job.signal(signal.SIGUSR1)
     job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
     second = job.next_of_run(timeout_seconds=30)
     assert asked_of(slurm, second) == first
 
     second.until(lambda: run.processes()["actor"], "its actor", PATIENCE_SECONDS)
-    at = run.step()
-    second.until(lambda: run.step() > at, "a step of it", PATIENCE_SECONDS)
+    run.progress(second, beyond=run.step())
     assert kill(run.processes()["actor"][0])
     second.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)
     run.set_pace(0.0)
@@ -145,8 +133,7 @@ def test_following_jobs_ask_for_what_the_first_one_did(slurm: SlurmCluster, task
     assert asked_of(slurm, third) == first
     gatekeeper = [one for one in job.gatekeepers() if one.state == "COMPLETED"]
     assert len(gatekeeper) == 1 and len(gatekeeper[0].components()) == 1
-    third.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
-    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
+    run.finish(third, NUM_STEPS)
 
 
 @pytest.mark.parametrize("other_cluster", [{"scheduler": "sched/builtin", "num_phantoms": 0}], indirect=True)
@@ -158,7 +145,7 @@ def test_a_site_without_heterogeneous_jobs(other_cluster: SlurmCluster, task: Pa
     run.set_pace(0.3)
     job = launched(other_cluster, run, "slurm.separate=true", "slurm.exclusive=true", "slurm.grace_seconds=3")
     assert [part.name for part in running(other_cluster)] == ["ppo_smoke_cpu", "ppo_smoke_cpu-critic", "ppo_smoke_cpu-reward"]
-    job.until(lambda: run.step() > 2, "step 3", 2 * PATIENCE_SECONDS)
+    run.progress(job, beyond=2)
     critic = next(part for part in running(other_cluster) if part.name.endswith("critic"))
     nodes = {process.node for kind in ("actor", "critic", "reward") for process in run.processes()[kind]}
     assert len(nodes) == 3
@@ -174,18 +161,11 @@ def test_a_site_without_heterogeneous_jobs(other_cluster: SlurmCluster, task: Pa
     next(part for part in running(other_cluster) if part.name.endswith("reward")).cancel()
     second.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)
     assert "which held nodes of this run, has ended" in second.output
-    run.set_pace(0.0)
-    third = second.next_of_run(timeout_seconds=60)
-    third.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
-    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
-    deadline = time.monotonic() + 30
-    while running(other_cluster) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert running(other_cluster) == [] and third.orphans() == []
+    run.finish(second.next_of_run(timeout_seconds=60), NUM_STEPS)
+    assert eventually(lambda: running(other_cluster) == [], 30)
 
 
 def running(cluster: SlurmCluster) -> list[Job]:
-    """Jobs that run or wait, by number of their name."""
     lines = cluster.run("squeue", "--noheader", "--format=%j %i").stdout.splitlines()
     found = sorted(line.split() for line in lines if "gatekeeper" not in line)
     return [cluster.job(int(number), cluster.settings.directory) for _, number in found]
@@ -205,7 +185,7 @@ def test_a_site_that_holds_jobs_to_their_memory(other_cluster: SlurmCluster, tas
         "            bytearray(4 << 30)\n        return [response.count(target[0]) / 8 for response in responses]\n    return score\n"
     )
     job = launched(other_cluster, run, "slurm.memory=3000M", f"reward.function.path={rewards}:reward", ALIGNER_PREFLIGHT="0")
-    job.until(lambda: run.step() > 1, "step 2", 2 * PATIENCE_SECONDS)
+    run.progress(job, beyond=1)
     hungry.touch()
     job.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
     assert "reward was killed: it took more memory than Slurm gave its step (slurm.memory)" in job.output
@@ -214,9 +194,7 @@ def test_a_site_that_holds_jobs_to_their_memory(other_cluster: SlurmCluster, tas
 
 def test_a_cancelled_run_takes_no_nodes_again(slurm: SlurmCluster, task: Path) -> None:
     run = SlurmRun(slurm, task, "cancelled", run_settings(task, NUM_STEPS))
-    run.set_pace(0.3)
-    job = run.submit()
-    job.until(lambda: run.step() > 1, "step 2", PATIENCE_SECONDS)
+    job = run.begin()
     job.cancel()
     job.wait("CANCELLED", timeout_seconds=PATIENCE_SECONDS)
     (gatekeeper,) = job.gatekeepers()
@@ -258,7 +236,6 @@ def test_the_smoke_job_at_every_kind_of_site(_slurm_cluster: SlurmCluster, tmp_p
 
 
 def finishes(cluster: SlurmCluster, folder: Path, *options: str, variables: dict[str, str]) -> None:
-    """The run of the smoke job comes to its end, as its own settings say."""
     job = cluster.submit(
         ROOT / "slurm" / "smoke_cpu.sub",
         f"run.directory={folder}/run",
@@ -293,6 +270,4 @@ def test_the_settings_of_the_documentation_word_for_word(slurm: SlurmCluster, ta
         if not setting.startswith(("slurm.gpu", "slurm.mpi")):
             given.append(setting)
     run = SlurmRun(slurm, task, "documented", run_settings(task, NUM_STEPS))
-    job = launched(slurm, run, *given, "slurm.memory=4000M")
-    job.wait("COMPLETED", timeout_seconds=3 * PATIENCE_SECONDS)
-    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
+    run.finish(launched(slurm, run, *given, "slurm.memory=4000M"), NUM_STEPS)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training_jobs import run_aligner, tiny_settings, write_task
+from training_jobs import run_aligner, supervised_settings, write_rows
 
 from aligner.algorithms.registry import recipes
 from aligner.reporting.jsonl import read_metrics
 
 
-def test_two_learning_rates(tmp_path: Path) -> None:
-    write_task(tmp_path)
-    (tmp_path / "sft.jsonl").write_text('{"prompt": "3+4=", "response": "7"}\n' * 8)
-    settings = [one for one in tiny_settings(tmp_path) if one.startswith(("model.", "logging."))]
-    settings += [f"data.train={tmp_path / 'sft.jsonl'}", "data.max_length=16", "algorithm.batch_size=4", "loop.max_steps=2"]
-    swept = ["optimizer.lr=1e-3,2e-3", "run.export_hf=false", f"run.directory={tmp_path / 'run'}"]
-    code, shown = run_aligner("train", "sft", "--multirun", *swept, *settings)
+def test_two_learning_rates(task: Path) -> None:
+    data = write_rows(task / "sft.jsonl", [{"prompt": "3+4=", "response": "7"}] * 8)
+    settings = [one for one in supervised_settings(task, data, "algorithm.batch_size=4") if not one.startswith("optimizer.lr=")]
+    settings += ["loop.max_steps=2", "loop.validate_every=0", "run.export_hf=false", f"run.directory={task / 'run'}"]
+    code, shown = run_aligner("train", "sft", "--multirun", "optimizer.lr=1e-3,2e-3", *settings)
     assert code == 0, shown
     names = [f"optimizer.lr={lr}" for lr in (0.001, 0.002)]
-    losses = {name: read_metrics(tmp_path / "run" / "sweep" / name / "metrics.jsonl")[-1].values["sft/loss"] for name in names}
+    losses = {name: read_metrics(task / "run" / "sweep" / name / "metrics.jsonl")[-1].values["sft/loss"] for name in names}
     assert len(set(losses.values())) == 2
     table = shown[shown.rindex(" settings") :].splitlines()
     assert [line.split()[0] for line in table[1:3]] == names and all(line.split()[-1] == "done" for line in table[1:3])
-    assert table[3] == f"in {tmp_path / 'run' / 'sweep'}"
+    assert table[3] == f"in {task / 'run' / 'sweep'}"
     column = next(column for column in recipes()["sft"].columns if column.metric == "sft/loss")
     assert [float(line.split()[1]) for line in table[1:3]] == [float(format(losses[name], column.format)) for name in names]
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from training_jobs import run_job, tiny_settings, train, write_task
+from training_jobs import run_job, supervised_settings, train, write_task
 
 from aligner.data.config import SFTDataConfig
 from aligner.data.encoding import encode_conversation
@@ -29,10 +29,9 @@ def test_the_next_stage_reads_the_same(tmp_path: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": named}))
     (tmp_path / "new.jinja").write_text(NEW)
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [turn.as_json() for turn in TURNS]}) + "\n")
-    settings = [one for one in tiny_settings(tmp_path) if not one.startswith(("data.", "rollout."))]
-    settings += [f"data.train={tmp_path / 'chats.jsonl'}", f"data.chat_template={tmp_path / 'new.jinja'}", "data.max_length=16"]
+    own = (f"data.chat_template={tmp_path / 'new.jinja'}", "algorithm.batch_size=1", "loop.max_steps=1")
     run = tmp_path / "run"
-    run_job(train("sft"), run, [*settings, "algorithm.batch_size=1", "loop.max_steps=1"])
+    run_job(train("sft"), run, supervised_settings(tmp_path, tmp_path / "chats.jsonl", *own))
     expected = encode_conversation(
         load_tokenizer(tmp_path / "tokenizer").chatting(SFTDataConfig(train="x", chat_template=str(tmp_path / "new.jinja"))), TURNS
     )

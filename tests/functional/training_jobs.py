@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from builders import load_module
 from preloaded import preloaded
@@ -23,18 +24,16 @@ ROOT = Path(__file__).parents[2]
 MARK = "ALIGNER_TEST_RUN"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SAYS_77 = ("reward.function.path=aligner.rewards.builtin:fixed_string", '+reward.function.arguments.target="7-"')
-
-
+_SIZES = ("num_layers=2", "hidden_size=32", "num_attention_heads=4", "num_key_value_heads=2", "ffn_hidden_size=64")
+SIZES = [f"model.architecture.{size}" for size in (*_SIZES, "max_position_embeddings=32")]
 ALIGNER = (sys.executable, "-u", "-m", "aligner.cli")
 
 
 def train(recipe: str) -> tuple[str, ...]:
-    """The command of a run in one process."""
     return (*ALIGNER, "train", recipe)
 
 
 def launcher(recipe: str) -> tuple[str, ...]:
-    """The command that starts every component of a run."""
     return (*ALIGNER, "launch", "local", recipe)
 
 
@@ -42,25 +41,37 @@ def write_task(folder: Path) -> None:
     """The character tokenizer (18 tokens) in folder/tokenizer, and 64 prompts like `3+4=` in folder/prompts.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     load_module(ROOT / "examples" / "demo" / "arithmetic.py", "demo_arithmetic").write_tokenizer(folder / "tokenizer")
-    records = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_rows(folder / "prompts.jsonl", ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)))
 
 
-def tiny_settings(folder: Path) -> list[str]:
-    """Random weights, responses of at most 8 tokens, a learning rate that a few steps learn with, and no schedule."""
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 64}
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def model_settings(folder: Path) -> list[str]:
+    """Random weights, a learning rate that a few steps learn with, no schedule. Of a setting that is given twice the last value counts."""
     return [
-        f"model.tokenizer={folder / 'tokenizer'}",
-        f"data.train={folder / 'prompts.jsonl'}",
-        *(f"model.architecture.{name}={size}" for name, size in (sizes | {"max_position_embeddings": 32}).items()),
-        "model.make_vocab_divisible_by=2",
-        "model.micro_batch_size=64",
-        "data.max_prompt_length=8",
-        "rollout.sampling.max_response_length=8",
+        *(f"model.tokenizer={folder / 'tokenizer'}", *SIZES, "model.make_vocab_divisible_by=2", "model.micro_batch_size=64"),
         *("optimizer.lr=1e-2", "optimizer.min_lr=0", "optimizer.warmup_steps=0", "optimizer.decay=constant", "optimizer.weight_decay=0"),
         *("logging.tensorboard=false", "logging.progress=plain", "loop.table_every=0"),
         "checkpoint.asynchronous=false",  # what is on the disk when a run is killed is what it had asked for
     ]
+
+
+def supervised_settings(folder: Path, data: Path, *more: str) -> list[str]:
+    """Training and validation on the rows of a file."""
+    return [*model_settings(folder), f"data.train={data}", f"data.validation={data}", "data.max_length=16", *more]
+
+
+def tiny_settings(folder: Path) -> list[str]:
+    """Prompts and responses of at most 8 tokens."""
+    lengths = ("data.max_prompt_length=8", "rollout.sampling.max_response_length=8")
+    return [*model_settings(folder), f"data.train={folder / 'prompts.jsonl'}", *lengths]
 
 
 def ppo_settings(folder: Path) -> list[str]:
@@ -154,7 +165,6 @@ def kill(pid: int) -> None:
 
 
 def eventually(condition: Callable[[], bool], timeout_seconds: float) -> bool:
-    """Whether the condition came true in time."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -176,7 +186,6 @@ def steps_of(directory: Path) -> list[int]:
 
 
 def series(directory: Path, name: str) -> list[float]:
-    """One metric, step by step."""
     return [line.values[name] for line in read_metrics(directory / "metrics.jsonl")]
 
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import same_numbers
@@ -19,10 +19,9 @@ ROWS = ROOT / "build" / "gpu_path"
 # Where the host may wait: the start, checkpoints and exports copy every parameter, ranks that share a GPU every message.
 APART = (
     "parallel/host_collectives",
-    "models/modules/initialise",
     "models/checkpoint",
-    "models/weights/weights.py",
-    "parallel/collective_marks",
+    "models/weights.py",
+    "parallel/progress",
     "models/modules/build.py",
 )
 APART += ("models/training/adam.py", "models/modules/peft.py")
@@ -109,8 +108,6 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A finished run."""
-
     directory: Path
     processes: list[Process] = field(default_factory=list)
 
@@ -119,7 +116,6 @@ class Run:
         return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
 
     def trainer(self) -> list[Process]:
-        """The processes that train the policy, by rank."""
         return sorted((one for one in self.processes if one.component == "train"), key=lambda one: one.rank)
 
 
@@ -133,11 +129,8 @@ def run(case: GpuCase, data: Path, directory: Path, *more: str, on_cpu: bool = F
 
     Real GPUs report no processes. Raises RuntimeError with the run's output where it fails.
     """
-    base = same_numbers.CASES[case.of]
-    own = {"data": data, "runs": directory.parent}
-    settings = [setting.format(**own) for setting in (*same_numbers.MODEL, *base.settings) if not setting.startswith(without)]
-    command = [sys.executable, "-m", "aligner.cli", "launch", "local", base.recipe, *settings, *case.settings]
-    command += [f"run.directory={directory}", f"num_processes={case.ranks}"]
+    given = same_numbers.arguments(replace(same_numbers.CASES[case.of], ranks=case.ranks), data, directory)
+    command = [sys.executable, *(one for one in given if not one.startswith(without)), *case.settings]
     command += ["loop.max_steps=2", "guard.learnt_nothing=warn"] if trains(case) else []
     command += more
     report = directory.with_name(f"{directory.name}-report")

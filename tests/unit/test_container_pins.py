@@ -16,22 +16,9 @@ DOCKERFILES = ("Dockerfile", "Dockerfile.cpu", "Dockerfile.vllm")
 PINS, OF_VLLM = ROOT / "docker" / "versions.txt", ROOT / "docker" / "versions-vllm.txt"
 ON_GPUS = ("Dockerfile", "Dockerfile.vllm")
 # What the GPU image takes from its base image instead of a pin.
-FROM_THE_BASE = {
-    "torch",
-    "numpy",
-    "pyarrow",
-    "datasets",
-    "filelock",
-    "huggingface-hub",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "rich",
-    "psutil",
-    "jinja2",
-    "aiohttp",
-    "click",
-}
+FROM_THE_BASE = set(
+    "aiohttp click datasets filelock huggingface-hub jinja2 numpy psutil pyarrow rich safetensors tokenizers torch transformers".split()
+)
 
 
 def installations(name: str) -> list[list[str]]:

@@ -6,7 +6,7 @@ import ast
 from collections import Counter
 
 import pytest
-from mutants import AREAS, ONCE, ROOT, Fault, killer, read_faults, read_table, table
+from mutants import AREAS, ROOT, Fault, read_faults
 
 FAULTS = read_faults()
 
@@ -42,25 +42,3 @@ def test_a_fault_that_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Fault(was=was, now=now, **fields).plant(source)
-
-
-def test_only_a_test_that_failed_has_killed() -> None:
-    summary = "..F\n=== short test summary info ===\nFAILED tests/unit/test_a.py::test_b[1.0-c] - assert 1 == 2\n1 failed, 2 passed\n"
-    assert killer(1, summary) == "tests/unit/test_a.py::test_b[1.0-c]"
-    assert killer(1, "ERROR tests/unit/test_a.py::test_b - ValueError\n") == "tests/unit/test_a.py::test_b"
-    assert killer(0, "3 passed\n") == "" and killer(-11, "") == "process ended by SIGSEGV"
-    for code, log in ((2, "ERROR tests/unit/test_a.py - SyntaxError\n"), (5, "no tests ran\n"), (1, "")):
-        with pytest.raises(RuntimeError, match=f"pytest ended with {code} and without a failed test"):
-            killer(code, log)
-
-
-def test_what_cannot_be_imported_twice_is_there() -> None:
-    assert all((ROOT / file).is_file() for file in ONCE)
-
-
-def test_a_run_of_some_faults_keeps_the_rows_of_the_others() -> None:
-    faults = FAULTS[:3]
-    known = {faults[0].id: "tests/unit/test_a.py::test_b[x|y]", faults[2].id: ""}
-    text = table(faults, known)
-    assert "1 of 3 killed" in text and "| **survived** |" in text and "| not run yet |" in text
-    assert read_table(text) == known

@@ -13,47 +13,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HEADING = "## What is changed in the process"
 # Functions whose effect is on the whole process; a name without a dot is one of Megatron-Core's.
-CALLS = {
-    "atexit.register",
-    "faulthandler.dump_traceback_later",
-    "faulthandler.enable",
-    "faulthandler.register",
-    "gc.disable",
-    "gc.freeze",
-    "logging.basicConfig",
-    "logging.disable",
-    "model_parallel_cuda_manual_seed",
-    "numpy.random.seed",
-    "os.chdir",
-    "os.sched_setaffinity",
-    "os.putenv",
-    "os.setsid",
-    "os.umask",
-    "random.seed",
-    "resource.setrlimit",
-    "signal.setitimer",
-    "signal.signal",
-    "sys.meta_path.insert",
-    "sys.setprofile",
-    "sys.setrecursionlimit",
-    "sys.settrace",
-    "threading.setprofile",
-    "torch.cuda.manual_seed",
-    "torch.cuda.manual_seed_all",
-    "torch.cuda.set_device",
-    "torch.cuda.set_rng_state",
-    "torch.library.Library",
-    "torch.manual_seed",
-    "torch.set_default_device",
-    "torch.set_default_dtype",
-    "torch.set_float32_matmul_precision",
-    "torch.set_num_interop_threads",
-    "torch.set_num_threads",
-    "torch.set_rng_state",
-    "torch.use_deterministic_algorithms",
-    "warnings.filterwarnings",
-    "warnings.simplefilter",
-}
+CALLS = set(
+    """
+    atexit.register faulthandler.dump_traceback_later faulthandler.enable faulthandler.register gc.disable gc.freeze logging.basicConfig
+    logging.disable model_parallel_cuda_manual_seed numpy.random.seed os.chdir os.putenv os.sched_setaffinity os.setsid os.umask
+    random.seed resource.setrlimit signal.setitimer signal.signal sys.meta_path.insert sys.setprofile sys.setrecursionlimit sys.settrace
+    threading.setprofile torch.cuda.manual_seed torch.cuda.manual_seed_all torch.cuda.set_device torch.cuda.set_rng_state
+    torch.library.Library torch.manual_seed torch.set_default_device torch.set_default_dtype torch.set_float32_matmul_precision
+    torch.set_num_interop_threads torch.set_num_threads torch.set_rng_state torch.use_deterministic_algorithms warnings.filterwarnings
+    warnings.simplefilter
+    """.split()
+)
 LOGGERS = {"setLevel", "addFilter"}
 MODULES = ("ModuleType", "types.ModuleType")  # annotations; attributes of such a value, and of a `type`, are somebody else's
 

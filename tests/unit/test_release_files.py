@@ -36,11 +36,6 @@ def test_one_version_is_said_everywhere(monkeypatch: pytest.MonkeyPatch):
     assert f"## [{aligner.__version__}]" in read("CHANGELOG.md")
 
 
-def test_the_package_brings_its_type_information(monkeypatch: pytest.MonkeyPatch):
-    assert "py.typed" in setup_arguments(monkeypatch)["package_data"]["aligner"]
-    assert (ROOT / "aligner" / "py.typed").is_file()
-
-
 def test_the_public_surface():
     """Every module of it is there, and those that read settings and results import no torch."""
     program = (

@@ -24,8 +24,8 @@ from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import EXPORT, Runtime, runtime, wrapped
 from aligner.cluster.slurm.conductor import conduct
 from aligner.cluster.slurm.separate import hold
-from aligner.cluster.slurm.spec import ContainerConfig, JobSpec, read_spec
-from aligner.cluster.slurm.steps import Surroundings
+from aligner.cluster.slurm.spec import ContainerConfig, read_spec
+from aligner.cluster.slurm.steps import Place
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
 from aligner.telemetry import terminal
@@ -61,8 +61,15 @@ def _run(arguments: argparse.Namespace, requests: StopRequests) -> int:
     overrides = [*arguments.fixed, *arguments.overrides]
     _say(f"job {here.job} on {here.node}: {shlex.join([arguments.config, *overrides])}")
     spec = read_spec(_compose(here, where, arguments.config, overrides))
-    script = _keep_script(spec, here, arguments.script)
-    around = Surroundings(
+    run = RunDirectory(Path(spec.run_directory))
+    script = run.jobs / here.job / "script.sub"  # a copy: Slurm deletes its own after the job
+    try:
+        shutil.copyfile(arguments.script, script)
+    except OSError as error:
+        raise LaunchError(f"cannot copy the batch script {arguments.script} to {script}: {error}") from error
+    place = Place(
+        spec=spec,
+        run=run,
         allocation=here,
         runtime=where,
         client=SlurmClient(spec.slurm.command_timeout_seconds),
@@ -72,7 +79,7 @@ def _run(arguments: argparse.Namespace, requests: StopRequests) -> int:
         environ=os.environ,
         say=_say,
     )
-    return conduct(spec, around)
+    return conduct(place)
 
 
 def _compose(here: Allocation, where: Runtime, config: str, overrides: Sequence[str]) -> Path:
@@ -104,16 +111,6 @@ def _compose(here: Allocation, where: Runtime, config: str, overrides: Sequence[
     if done.returncode or not paths:
         raise LaunchError(f"the config could not be composed (srun's exit code {done.returncode}); see the lines above")
     return Path(paths[-1])
-
-
-def _keep_script(spec: JobSpec, here: Allocation, script: Path) -> Path:
-    """A copy of the batch script in the run directory: Slurm deletes its own after the job."""
-    kept = RunDirectory(Path(spec.run_directory)).jobs / here.job / "script.sub"
-    try:
-        shutil.copyfile(script, kept)
-    except OSError as error:
-        raise LaunchError(f"cannot copy the batch script {script} to {kept}: {error}") from error
-    return kept
 
 
 def _say(text: str) -> None:

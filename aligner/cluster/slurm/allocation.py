@@ -7,7 +7,6 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from aligner.cluster.slurm.spec import JobSpec
 from aligner.errors import ConfigError
@@ -120,16 +119,14 @@ class StopRequests:
 
     def install(self) -> None:
         """From the main thread, before anything is started."""
-        signal.signal(signal.SIGUSR1, self._stop)
-        signal.signal(signal.SIGTERM, self._terminate)
-        signal.signal(signal.SIGINT, self._terminate)
+
+        def note(number: int, frame: object) -> None:
+            self.stop = self.stop or number == signal.SIGUSR1
+            self.terminate = self.terminate or number != signal.SIGUSR1
+
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, note)
 
     @property
     def any(self) -> bool:
         return self.stop or self.terminate
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.stop = True
-
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        self.terminate = True

@@ -1,25 +1,31 @@
 """One start of all components in the job's allocation, until the training component ends, and why.
 
 A server that ends earlier is restarted as often as the settings allow, while the actor waits (its registration is removed).
+
+`attempts.jsonl` is the `History` of a run: the outcome of every start, and whether a restart still helps.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import Lease
 from aligner.cluster.outcomes import TOO_EARLY
-from aligner.cluster.services import is_ready, waits_for_its_turn
+from aligner.cluster.run_directory import RunDirectory, is_ready, waits_for_its_turn
 from aligner.cluster.slurm.client import JobRecord
-from aligner.cluster.slurm.history import History, done_step
-from aligner.cluster.slurm.spec import ComponentSpec, OnFailure
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
 from aligner.cluster.slurm.steps import Place, Step
 from aligner.errors import LaunchError
+from aligner.models.checkpoint import files as checkpoint_files
 from aligner.settings.user_code import was_calling
 
 POLL_SECONDS = 0.25
@@ -57,7 +63,7 @@ class Attempt:
     def __init__(self, place: Place, lease: Lease, history: History, *, number: int) -> None:
         self._spec, self._slurm = place.spec, place.spec.slurm
         self._place = place
-        self._requests, self._say = place.around.requests, place.around.say
+        self._requests, self._say = place.requests, place.say
         self._lease = lease
         self._history = history
         self._number = number
@@ -74,7 +80,8 @@ class Attempt:
         """Start the components, servers first, and watch them to their end. `restarts`: earlier server restarts."""
         self._variables = dict(variables)
         self.restarts = restarts
-        self._log_began = self._place.log_size(self._spec.components[0].name)
+        log = self._place.run.log(self._spec.components[0].name, 0)
+        self._log_began = log.stat().st_size if log.exists() else 0  # what earlier starts have written
         for component in self._spec.components:
             self._place.run.service(component.name).unlink(missing_ok=True)
         try:
@@ -192,7 +199,7 @@ class Attempt:
             return False
         if waits_for_its_turn(self._place.run, step.name):
             step.started_at = time.monotonic()
-        if step.age_seconds() <= self._slurm.ready_timeout_seconds:
+        if time.monotonic() - step.started_at <= self._slurm.ready_timeout_seconds:
             return False
         self._say(f"{step.name} has not registered itself within slurm.ready_timeout_seconds={self._slurm.ready_timeout_seconds:g}")
         self._place.stop([step], time.sleep, gently=False)
@@ -204,7 +211,7 @@ class Attempt:
         self._show(step, outcome.rank if outcome else 0)
         if outcome is not None and outcome.code in (ExitCode.refused, ExitCode.halted):
             return Verdict(ending=_ENDINGS[ExitCode(outcome.code)], reason=self._describe_end(step))
-        lost = self._place.lost(self._place.around.allocation.jobs[step.component.part :][:1])
+        lost = self._place.lost(self._place.allocation.jobs[step.component.part :][:1])
         allowed = self._slurm.on_server_failure is OnFailure.restart and self.restarts < self._slurm.max_server_restarts and not lost
         reason = f"{self._describe_end(step)}{f': {lost}' if lost else ''}"
         self._history.add("server_died", component=step.name, reason=reason, restarted=allowed)
@@ -247,3 +254,77 @@ class Attempt:
 def end_time(components: Sequence[JobRecord]) -> float | None:
     """When the first of the job's components reaches its time limit (Unix time); None: never."""
     return min((record.end_time for record in components if record.end_time is not None), default=None)
+
+
+SUBMITTED, STARTED, ENDED = "job_started", "attempt_started", "job_ended"
+
+
+class History:
+    """Appends lines; each is one JSON object with `time`, `event`, `job` and the event's details."""
+
+    def __init__(self, path: Path, job: str) -> None:
+        self._path = path
+        self._job = job
+
+    def add(self, event: str, **details: Any) -> None:
+        """One line, on disk when this returns. Raises OSError on a full disk."""
+        line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event, "job": self._job, **details})
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines, oldest first; a truncated last line is left out."""
+        lines = []
+        for line in self._path.read_text().splitlines() if self._path.exists() else []:
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue
+        return lines
+
+    def ending_of(self, job: str) -> str:
+        """The recorded ending of a job of this run; empty if none is recorded."""
+        lines = [line for line in self.read() if line["job"] == job and line["event"] == ENDED]
+        return str(lines[-1]["ending"]) if lines else ""
+
+    def started_after(self, job: str) -> str:
+        """A job of this run that has started since that one did; empty without one."""
+        jobs = [line["job"] for line in self.read() if line["event"] == SUBMITTED]
+        return next((later for later in reversed(jobs) if later != job), "") if job in jobs and jobs[-1] != job else ""
+
+    def starts_after(self, step: int) -> int:
+        """How many of the newest attempts started after this same step, since a person last submitted the run."""
+        count = 0
+        for line in reversed(self.read()):
+            if line["event"] == STARTED and line["step"] != step:
+                break
+            count += line["event"] == STARTED
+            if line["event"] == SUBMITTED and not line["continues"]:
+                break
+        return count
+
+
+def no_progress(history: History, newest: int, allowed: int) -> str:
+    """Why another start would be useless: too many produced no checkpoint newer than step `newest`; empty while it may help."""
+    starts = history.starts_after(newest)
+    if starts <= allowed:
+        return ""
+    return f"{starts} starts in a row produced no checkpoint newer than step {newest} (slurm.max_restarts_without_progress={allowed})"
+
+
+def newest_step(run: RunDirectory, folders: Sequence[str]) -> int:
+    """The newest step whose checkpoint is complete in all of the folders; 0: none is. A run resumes after it."""
+    steps = [set(checkpoint_files.complete_steps(run.checkpoints / folder)) for folder in folders]
+    return max(set.intersection(*steps), default=0) if steps else 0
+
+
+def done_step(run: RunDirectory, spec: JobSpec) -> int:
+    """The step at which this run is over by `done.json`; 0 if it is not, or `spec` now requires more steps."""
+    try:
+        done = json.loads(run.done.read_text())
+        over = done["step"] >= spec.max_steps > 0 or done.get("epochs", 0) >= spec.epochs > 0
+        return int(done["step"]) if over else 0
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged: the run will write it again at its end
+        return 0

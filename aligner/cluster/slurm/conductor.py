@@ -15,18 +15,28 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from aligner.cluster import lease as leases
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import Lease, LeaseRecord
-from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.slurm.attempt import POLL_SECONDS, Attempt, Ending, Verdict, end_time
+from aligner.cluster.slurm.attempt import (
+    ENDED,
+    POLL_SECONDS,
+    STARTED,
+    SUBMITTED,
+    Attempt,
+    Ending,
+    History,
+    Verdict,
+    done_step,
+    end_time,
+    newest_step,
+    no_progress,
+)
 from aligner.cluster.slurm.client import OVER, JobRecord
 from aligner.cluster.slurm.following import FollowingJobs, Request
-from aligner.cluster.slurm.history import ENDED, STARTED, SUBMITTED, History, done_step, newest_step, no_progress
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
-from aligner.cluster.slurm.steps import Place, Step, Surroundings
+from aligner.cluster.slurm.steps import Place, Step
 from aligner.errors import LaunchError
 
 SKIP_VARIABLE = "ALIGNER_PREFLIGHT"  # 0: do not run it
@@ -38,10 +48,10 @@ _NAME = "preflight"
 
 def run_preflight(place: Place, variables: Mapping[str, str]) -> Verdict | None:
     """Run the preflight on the job's nodes; None if the job may start."""
-    spec, requests, say = place.spec, place.around.requests, place.around.say
-    if not spec.preflight or place.around.environ.get(SKIP_VARIABLE) == "0":
+    spec, requests, say = place.spec, place.requests, place.say
+    if not spec.preflight or place.environ.get(SKIP_VARIABLE) == "0":
         return None
-    say(f"preflight on {sum(place.around.allocation.num_nodes)} nodes ({SKIP_VARIABLE}=0 skips it)")
+    say(f"preflight on {sum(place.allocation.num_nodes)} nodes ({SKIP_VARIABLE}=0 skips it)")
     components = [_component(spec, index) for index in range(len(spec.components))]
     for component in components:
         for path in (place.run.log(component.name, 0), place.run.logs / f"{component.name}.step.log"):
@@ -99,90 +109,86 @@ _CODES = {
 }
 
 
-def conduct(spec: JobSpec, around: Surroundings) -> int:
+def conduct(place: Place) -> int:
     """Run a job of this run to its end; the exit code. Raises LaunchError if another job holds the run."""
-    run = RunDirectory(Path(spec.run_directory)).create()
-    around.allocation.check(spec)
+    spec, run, job = place.spec, place.run.create(), place.allocation.job
+    place.allocation.check(spec)
     if step := done_step(run, spec):
-        around.say(f"the run in {run.path} is done (step {step}, {run.done.name}): nothing to do")
+        place.say(f"the run in {run.path} is done (step {step}, {run.done.name}): nothing to do")
         return ExitCode.done
-    job = around.allocation.job
-    record = LeaseRecord(job=job, attempt=f"{job}.0", host=around.allocation.node, pid=os.getpid(), valid_seconds=spec.slurm.lease_seconds)
-    lease = leases.claim(run.lease, record, is_over=lambda other: _is_over(around, other))
+    record = LeaseRecord(job=job, attempt=f"{job}.0", host=place.allocation.node, pid=os.getpid(), valid_seconds=spec.slurm.lease_seconds)
+    lease = leases.claim(run.lease, record, is_over=lambda other: _is_over(place, other))
     try:
-        return _Conductor(spec, around, run, lease).run()
+        return _Conductor(replace(place, runtime=place.runtime.with_mount(run.path)), lease).run()
     finally:
         lease.release()
 
 
-def _is_over(around: Surroundings, other: LeaseRecord) -> bool | None:
+def _is_over(place: Place, other: LeaseRecord) -> bool | None:
     """Whether the job that held the run has ended; None if Slurm does not know, or it was no job."""
     try:
-        return around.client.is_over(other.job) if other.job.isdigit() else None
+        return place.client.is_over(other.job) if other.job.isdigit() else None
     except LaunchError as error:
-        around.say(f"warning: cannot ask whether job {other.job} still runs: {error}")
+        place.say(f"warning: cannot ask whether job {other.job} still runs: {error}")
         return None
 
 
 class _Conductor:
-    def __init__(self, spec: JobSpec, around: Surroundings, run: RunDirectory, lease: Lease) -> None:
-        self._spec = spec
-        self._around = around
-        self._run = run
+    def __init__(self, place: Place, lease: Lease) -> None:
+        self._place = place
+        self._spec = place.spec
+        self._run = place.run
         self._lease = lease
-        self._say = around.say
-        self._history = History(run.attempts, around.allocation.job)
+        self._say = place.say
+        self._history = History(place.run.attempts, place.allocation.job)
         self._restarts = 0
         self._is_looked_at = False
-        self._place = Place(spec=spec, run=run, around=replace(around, runtime=around.runtime.with_mount(run.path)))
         self._components = self._ask_for_components()
         self._following = FollowingJobs(
             Request(
-                job=around.allocation.job,
-                name=around.allocation.name,
-                directory=str(around.allocation.submit_directory),
-                script=str(around.script),
-                arguments=around.arguments,
+                job=place.allocation.job,
+                name=place.allocation.name,
+                directory=str(place.allocation.submit_directory),
+                script=str(place.script),
+                arguments=place.arguments,
                 options=tuple(record.options for record in self._components),
             ),
-            self._place,
+            place,
             self._history,
         )
 
     def run(self) -> int:
-        allocation, step = self._around.allocation, self._newest()
+        allocation, step = self._place.allocation, self._newest()
         self._history.add(SUBMITTED, continues=allocation.continues, step=step)
         where = f"continues after step {step}" if step else "starts"
         self._say(f"run {self._run.run_id()[:8]} in {self._run.path} {where}; logs in {self._run.logs}")
         if reason := self._no_progress():
             return self._end(Verdict(ending=Ending.halted, reason=reason))
-        if lost := self._place.lost(self._around.allocation.beside):
+        if lost := self._place.lost(self._place.allocation.beside):
             return self._end(Verdict(ending=Ending.stopped, reason=f"nothing was begun: {lost}"))
         if self._spec.slurm.follow_up:
             self._following.queue_gatekeeper()
         number = 0
         while True:
             self._history.add(STARTED, attempt=self._attempt_id(number), step=self._newest())
-            verdict = self._first_look(number) or self._attempt(number)
+            verdict = None
+            if not (self._is_looked_at or self._place.requests.any):  # a preflight that crashed runs again
+                verdict = run_preflight(self._place, self._variables(number))
+                self._is_looked_at = verdict is None
+            verdict = verdict or self._attempt(number)
             again = self._judge(verdict)
             if again is not None:
                 return self._end(again)
             number += 1
-            self._wait(self._spec.slurm.restart_delay_seconds)
-
-    def _first_look(self, number: int) -> Verdict | None:
-        """The preflight's verdict; None if it passes, or has passed before. One that crashed runs again."""
-        if self._is_looked_at or self._around.requests.any:
-            return None
-        verdict = run_preflight(self._place, self._variables(number))
-        self._is_looked_at = verdict is None
-        return verdict
+            deadline = time.monotonic() + self._spec.slurm.restart_delay_seconds
+            while time.monotonic() < deadline and not self._place.requests.any:
+                time.sleep(POLL_SECONDS)
 
     def _newest(self) -> int:
         return newest_step(self._run, self._spec.checkpoints)
 
     def _attempt_id(self, number: int) -> str:
-        return f"{self._around.allocation.job}.{number}"
+        return f"{self._place.allocation.job}.{number}"
 
     def _variables(self, number: int) -> dict[str, str]:
         """Variables of an attempt's processes."""
@@ -191,9 +197,9 @@ class _Conductor:
         return variables if end is None else {**variables, "ALIGNER_END_TIME": f"{end - self._spec.slurm.abandon_seconds:.0f}"}
 
     def _attempt(self, number: int) -> Verdict:
-        if self._around.requests.terminate:
+        if self._place.requests.terminate:
             return Verdict(ending=Ending.terminated, reason="Slurm is ending the job")
-        if self._around.requests.stop:
+        if self._place.requests.stop:
             return Verdict(ending=Ending.stopped, reason="it had to stop before the components were started")
         if number:
             self._lease.renew(self._attempt_id(number))
@@ -220,20 +226,15 @@ class _Conductor:
 
     def _is_intact(self) -> bool:
         """Whether the allocation can be reused: not if Slurm is ending the job (its signal may still be on the way)."""
-        if self._around.requests.any:
+        if self._place.requests.any:
             return False
         return not any(component.state in (*OVER, "COMPLETING") for component in self._ask_for_components())
-
-    def _wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self._around.requests.any:
-            time.sleep(POLL_SECONDS)
 
     def _ask_for_components(self) -> Sequence[JobRecord]:
         try:
             return self._place.records()
         except LaunchError as error:
-            self._around.say(f"warning: cannot ask Slurm about job {self._around.allocation.job}: {error}")
+            self._place.say(f"warning: cannot ask Slurm about job {self._place.allocation.job}: {error}")
             return []
 
     def _end(self, verdict: Verdict) -> int:

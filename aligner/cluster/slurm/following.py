@@ -16,8 +16,8 @@ from pathlib import Path
 
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import export_option, submission_environment
+from aligner.cluster.slurm.attempt import History, done_step, newest_step, no_progress
 from aligner.cluster.slurm.client import SlurmClient
-from aligner.cluster.slurm.history import History, done_step, newest_step, no_progress
 from aligner.cluster.slurm.separate import Together
 from aligner.cluster.slurm.spec import JobSpec, read_spec
 from aligner.cluster.slurm.steps import Place
@@ -62,7 +62,7 @@ class FollowingJobs:
         self._request = request
         self._history = history
         self._spec, self._slurm = place.spec, place.spec.slurm
-        self._client, self._environ, self._say = place.around.client, place.around.environ, place.around.say
+        self._client, self._environ, self._say = place.client, place.environ, place.say
         self._folder = place.run.jobs / request.job
         self.gatekeeper = ""
 

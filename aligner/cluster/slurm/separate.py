@@ -17,8 +17,7 @@ from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import StopRequests
 from aligner.cluster.slurm.client import OVER, SlurmClient
-from aligner.cluster.slurm.script import part_options
-from aligner.cluster.slurm.spec import JobSpec
+from aligner.cluster.slurm.spec import JobSpec, part_options
 from aligner.errors import LaunchError
 
 _POLL_SECONDS = 0.25
@@ -57,7 +56,8 @@ class Together:
         try:
             self.note.parent.mkdir(parents=True, exist_ok=True)
             for options in others:
-                jobs.append(client.submit([*_dependency(ended), *options], script, self._holds(arguments), cwd=cwd, environ=environ))
+                holds = [f"--holds-for={self.note}", "--", *arguments]
+                jobs.append(client.submit([*_dependency(ended), *options], script, holds, cwd=cwd, environ=environ))
             dependency = _dependency([*ended, f"after:{':'.join(jobs)}"])
             leader = [f"--beside={','.join(jobs)}", "--", *arguments]
             jobs.insert(0, client.submit([*dependency, *first], script, leader, cwd=cwd, environ=environ))
@@ -75,9 +75,6 @@ class Together:
         """The commands in the order of submission, for a person: the script's path and its settings follow."""
         first, *others = self.options
         return [["sbatch", *options] for options in (*others, first)]
-
-    def _holds(self, arguments: Sequence[str]) -> list[str]:
-        return [f"--holds-for={self.note}", "--", *arguments]
 
 
 def _dependency(conditions: Sequence[str]) -> list[str]:
@@ -99,7 +96,10 @@ def hold(note: Path, requests: StopRequests, say: Callable[[str], None]) -> int:
         if requests.stop and not is_passed_on:
             say(f"SIGUSR1: this job is near its end; passed on to job {job}")
             is_passed_on = True
-            _try(say, lambda: client.run("scancel", "--quiet", "--batch", "--signal=USR1", job))
+            try:
+                client.run("scancel", "--quiet", "--batch", "--signal=USR1", job)
+            except LaunchError as error:
+                say(f"warning: {error}")
         try:
             states = [one.state for one in client.show(job)]
             has_warned = False
@@ -114,7 +114,9 @@ def hold(note: Path, requests: StopRequests, say: Callable[[str], None]) -> int:
         if not has_begun and time.monotonic() - began > float(record["idle_seconds"]):
             say(f"job {job} has not begun for {float(record['idle_seconds']):g} s (server.idle_timeout_seconds): the nodes are given back")
             return ExitCode.done
-        _pause(_ASK_SECONDS, requests, is_passed_on)
+        deadline = time.monotonic() + _ASK_SECONDS
+        while time.monotonic() < deadline and not requests.terminate and (is_passed_on or not requests.stop):
+            time.sleep(_POLL_SECONDS)
     return ExitCode.failed
 
 
@@ -131,16 +133,3 @@ def _read(note: Path, requests: StopRequests) -> dict[str, object] | None:
                 raise LaunchError(message) from None
         time.sleep(_POLL_SECONDS)
     return None
-
-
-def _pause(seconds: float, requests: StopRequests, is_passed_on: bool) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not requests.terminate and (is_passed_on or not requests.stop):
-        time.sleep(_POLL_SECONDS)
-
-
-def _try(say: Callable[[str], None], action: Callable[[], object]) -> None:
-    try:
-        action()
-    except LaunchError as error:
-        say(f"warning: {error}")

@@ -74,14 +74,13 @@ class Step:
         if not self.has_ended():
             self._process.send_signal(number)
 
-    def age_seconds(self) -> float:
-        return time.monotonic() - self.started_at
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
-    """The conductor's inputs: job, process environment, script and arguments, Slurm's commands."""
+class Place:
+    """The common part of a job's steps: what the conductor is given, with the run's directory."""
 
+    spec: JobSpec
+    run: RunDirectory
     allocation: Allocation
     runtime: Runtime
     client: SlurmClient
@@ -91,33 +90,24 @@ class Surroundings:
     environ: Mapping[str, str]
     say: Callable[[str], None]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """The common part of a job's steps."""
-
-    spec: JobSpec
-    run: RunDirectory
-    around: Surroundings
-
     def start(self, component: ComponentSpec, *, key: str, variables: Mapping[str, str]) -> Step:
         """Start a component on its part of the job; its ranks write to `<run>/logs`. `key` is new for every start."""
-        around, there = self.around, self.around.allocation
+        there = self.allocation
         outcomes_directory = self.run.jobs / there.job / "outcomes" / key
         log = self.run.logs / f"{component.name}.step.log"
         elsewhere = bool(there.beside and component.part)
         command = srun_command(
             component,
             self.spec.slurm,
-            around.runtime,
+            self.runtime,
             on=there.step_options(component.part),
             log=f"{self.run.logs}/{component.name}",
             shares=self.spec.shares(component),
             container=self.spec.container,
         )
         environment = {
-            **step_environment(around.environ, around.runtime.home, in_container=around.runtime.is_container, of_another_job=elsewhere),
-            **activated(component.python or sys.executable, around.environ),
+            **step_environment(self.environ, self.runtime.home, in_container=self.runtime.is_container, of_another_job=elsewhere),
+            **activated(component.python or sys.executable, self.environ),
             **variables,
             "ALIGNER_COMPONENT": component.name,
             outcomes.VARIABLE: str(outcomes_directory),
@@ -131,14 +121,14 @@ class Place:
 
     def records(self) -> list[JobRecord]:
         """The parts of the job, as the controller knows them. Raises LaunchError."""
-        return [record for job in (self.around.allocation.job, *self.around.allocation.beside) for record in self.around.client.show(job)]
+        return [record for job in (self.allocation.job, *self.allocation.beside) for record in self.client.show(job)]
 
     def lost(self, jobs: Iterable[str]) -> str:
         """Which of these jobs beside this one have ended, and with them their nodes; empty if none, or if Slurm does not answer."""
         try:
-            over = [job for job in jobs if job in self.around.allocation.beside and self.around.client.is_over(job)]
+            over = [job for job in jobs if job in self.allocation.beside and self.client.is_over(job)]
         except LaunchError as error:
-            self.around.say(f"warning: cannot ask whether the servers' jobs still run: {error}")
+            self.say(f"warning: cannot ask whether the servers' jobs still run: {error}")
             return ""
         return f"job {' and '.join(over)}, which held nodes of this run, has ended" if over else ""
 
@@ -149,7 +139,7 @@ class Place:
             self._signal_tasks(running, "TERM")
             running = _wait(running, self.spec.slurm.shutdown_timeout_seconds, pause)
         if running:
-            self.around.say(f"killing {', '.join(step.name for step in running)}")
+            self.say(f"killing {', '.join(step.name for step in running)}")
             for step in running:
                 step.send(signal.SIGTERM)  # srun: "forcing job termination"
             running = _wait(running, _FORCE_SECONDS, pause)
@@ -159,32 +149,25 @@ class Place:
                 step.send(signal.SIGKILL)
             running = _wait(running, _FORCE_SECONDS, pause)
         if running:
-            self.around.say(f"srun of {', '.join(step.name for step in running)} does not end; the end of the job will end it")
+            self.say(f"srun of {', '.join(step.name for step in running)} does not end; the end of the job will end it")
 
     def sweep(self, names: Collection[str]) -> None:
         """Kill steps of these names whose srun has ended: a killed srun leaves its tasks running."""
         try:
-            left = [step for step, name in self.around.client.steps(self.around.allocation.jobs).items() if name in names]
+            left = [step for step, name in self.client.steps(self.allocation.jobs).items() if name in names]
             if left:
-                self.around.say(f"killing steps {', '.join(left)}, which have lost their srun")
-                self.around.client.signal_steps(left, "KILL")
+                self.say(f"killing steps {', '.join(left)}, which have lost their srun")
+                self.client.signal_steps(left, "KILL")
         except LaunchError as error:
-            self.around.say(f"warning: cannot end steps that have lost their srun: {error}")
+            self.say(f"warning: cannot end steps that have lost their srun: {error}")
 
     def _signal_tasks(self, steps: Sequence[Step], name: str) -> None:
         """Signal the tasks through the controller: srun would kill them. If the controller does not answer, the timeout decides."""
         names = {step.name for step in steps}
         try:
-            self.around.client.signal_steps(
-                [step for step, its in self.around.client.steps(self.around.allocation.jobs).items() if its in names], name
-            )
+            self.client.signal_steps([step for step, its in self.client.steps(self.allocation.jobs).items() if its in names], name)
         except LaunchError as error:
-            self.around.say(f"warning: cannot send SIG{name} to {', '.join(sorted(names))}: {error}")
-
-    def log_size(self, name: str) -> int:
-        """Bytes that earlier starts of a component have written to its first rank's log."""
-        path = self.run.log(name, 0)
-        return path.stat().st_size if path.exists() else 0
+            self.say(f"warning: cannot send SIG{name} to {', '.join(sorted(names))}: {error}")
 
     def last_lines(self, component: ComponentSpec, rank: int, count: int, *, since: int = 0) -> list[str]:
         """The end of a rank's log after its first `since` bytes, without colours; of Slurm's own messages if the rank did not write any."""

@@ -39,7 +39,9 @@ def migrate(inputs: Sequence[str], options: MigrateOptions) -> int:
         publish(options.output, lambda path: path.write_text(text))
         print(f"\nwritten: {options.output}")
     if options.json_path is not None:
-        text = json.dumps(_as_json(found), indent=2, default=str) + "\n"
+        names = ("framework", "trains", "recipe", "settings", "rows", "defaults", "open_questions", "stops")
+        kept = {name: value for name, value in asdict(found).items() if name in names} | {"overrides": found.overrides()}
+        text = json.dumps(kept, indent=2, default=str) + "\n"
         publish(options.json_path, lambda path: path.write_text(text))
     return OTHER if found.is_other else 0
 
@@ -118,17 +120,3 @@ def _table(rows: Sequence[Row]) -> list[str]:
 def _shown(value: Any) -> str:
     text = json.dumps(value, default=str) if not isinstance(value, str) else value
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _as_json(found: Migration) -> dict[str, Any]:
-    return {
-        "framework": found.framework,
-        "trains": found.trains,
-        "recipe": found.recipe,
-        "settings": found.settings,
-        "overrides": found.overrides(),
-        "rows": [asdict(one) for one in found.rows],
-        "defaults": [asdict(one) for one in found.defaults],
-        "open_questions": found.open_questions,
-        "stops": found.stops,
-    }

@@ -12,7 +12,7 @@ from typing import Any
 
 from aligner.algorithms.registry import composed, recipe_of
 from aligner.commands.migrate import special, transforms
-from aligner.commands.migrate.reading import Source
+from aligner.commands.migrate.reading import RANKS, Source
 from aligner.commands.migrate.tables import Entry, as_text
 from aligner.commands.migrate.transforms import Context, Kind, Meaning
 from aligner.commands.programs import programs
@@ -66,10 +66,9 @@ class Migration:
         """Whether the command cannot run unchanged, or is another experiment."""
         return bool(self.stops) or any(row.severity is Severity.result for row in (*self.rows, *self.defaults))
 
-    def stopped(self, question: str) -> Migration:
+    def stop(self, question: str) -> None:
         self.open_questions.insert(0, question)
         self.stops.insert(0, question)
-        return self
 
     def overrides(self) -> list[str]:
         return [override(key, replaced(value, "${{oc.env:{}}}")) for key, value in self.settings.items()]
@@ -150,31 +149,29 @@ class _Rows:
         rows = []
         for key, value in source.launcher.items():
             row = Row(key=key, value=value, kind=Kind.none, severity=Severity.cosmetic)
-            row.note = "of its launcher or environment: `aligner launch` starts the ranks"
-            if source.ranks and key.lstrip("-").replace("-", "_") in transforms.RANK_OPTIONS:
+            row.note = "an option of its launcher or environment; here `aligner launch` starts the ranks"
+            if source.ranks and {key.lstrip("-"), key.lstrip("-").replace("_", "-")} & {*RANKS, "config_file"}:
                 row = Row(key=key, value=value, kind=Kind.mapped, settings={"num_processes": self.context.ranks})
-                row.note = "of the launcher: the number of ranks"
+                row.note = "the launcher's number of ranks"
             rows.append(row)
         if ranks and not any(row.settings for row in rows):
-            rows.append(Row(key="--ranks", value=ranks, kind=Kind.mapped, settings={"num_processes": ranks}, note="as you said"))
+            rows.append(Row(key="--ranks", value=ranks, kind=Kind.mapped, settings={"num_processes": ranks}, note="as given"))
         return rows
 
     def unknown(self, key: str, value: Any, source: Source) -> Row:
         table, row = source.table, functools.partial(Row, key=key, value=value)
         for part, prefix in table.parts.items():
             if key.startswith(prefix) and table.knows(key.removeprefix(prefix)):
-                return row(kind=Kind.none, note=f"of the {part} there; the run has one, as its actor says", severity=Severity.cosmetic)
+                return row(kind=Kind.none, note=f"a key of the {part} there; here the actor sets it", severity=Severity.cosmetic)
         if elsewhere := dict.fromkeys(recipe for entry in table.keys if key in entry.names for recipe in entry.recipes):
-            return row(kind=Kind.same, note=f"without effect there either: of {', '.join(elsewhere)}")
+            return row(kind=Kind.same, note=f"without effect there either: a key of {', '.join(elsewhere)}")
         if key.startswith("--config"):
             if str(source.given.get("--config-name")).removesuffix(".yaml") in table.own_configs:
-                return row(kind=Kind.same, note=f"{table.name}'s own: its values are the defaults of the keys that are not given")
-            self.context.ask(
-                f"{key}={value}: there is no such file here, so its keys are missing; start where it lies, or give the file itself"
-            )
-            return row(kind=Kind.another, note="names a file of more keys", severity=Severity.said)
+                return row(kind=Kind.same, note=f"{table.name}'s own config: its values are the defaults of absent keys")
+            self.context.ask(f"{key}={value}: no such file, so its keys are missing; start in its directory, or give the file itself")
+            return row(kind=Kind.another, note="names a file with further keys", severity=Severity.said)
         said = hint(key, list(schema_keys(recipe_of(self.recipe).config)))
-        near = said if said.startswith(("did you mean", "there is no such setting")) else "no name is like it here"
+        near = said if said.startswith(("did you mean", "there is no such setting")) else "no similar name"
         return row(kind=Kind.unknown, note=f"not a key of {table.name} that is known here ({near})", severity=Severity.said)
 
     def given(self, key: str, value: Any, entry: Entry) -> Row:
@@ -257,15 +254,15 @@ def _checked(source: Source, recipe: str, rows: list[Row], defaults: list[Row], 
     chosen = {key: settings[key] for key in sorted(settings, key=_order) if not maker.is_ours(key, settings[key])}
     questions, remarks = (list(dict.fromkeys(asked)) for asked in (maker.context.questions, maker.context.remarks))
     if "num_processes" not in settings and not any("--ranks" in question for question in questions):
-        remarks.append("num_processes: how many GPUs train was not said; say --ranks N (it is 1 otherwise)")
+        remarks.append("num_processes: how many GPUs train is not given; pass --ranks N (default: 1)")
     if "data.train" not in chosen:
         chosen = {"data.train": PLACEHOLDER} | chosen
-        questions.insert(0, f"data.train={PLACEHOLDER}: no data was named")
+        questions.insert(0, f"data.train={PLACEHOLDER}: no data are named")
     for key in ("loop.validate_every", "loop.validate_first"):
         if chosen.get(key) and "data.validation" not in chosen:
             remarks.append(f"{key}={chosen.pop(key)} is left out: no data to validate on were named (data.validation)")
     if "model.path" not in chosen:
-        questions.insert(0, "model.path: no model was named")
+        questions.insert(0, "model.path: no model is named")
     found = Migration(
         framework=source.table.name,
         source=source.table.source,
@@ -285,13 +282,14 @@ def _checked(source: Source, recipe: str, rows: list[Row], defaults: list[Row], 
         config = composed(recipe, [override(key, replaced(value, "{}")) for key, value in chosen.items()])
     except ConfigError as error:
         found.is_refused = True
-        return found.stopped(f"the recipe {recipe} refuses it as it is: {error}")
+        found.stop(f"the recipe {recipe} refuses it as it is: {error}")
+        return found
     try:
         programs(recipe, config, [])
         config.check_complete()
     except ConfigError as error:
         if not (str(error).startswith("reward.") and any(one.startswith(("reward.", "environment.")) for one in questions)):
-            found.stopped(f"it cannot run as it is: {error}")
+            found.stop(f"it cannot run as it is: {error}")
     return found
 
 

@@ -16,10 +16,11 @@ from aligner.commands.migrate.shell import UNREAD, commands
 from aligner.commands.migrate.tables import Table, tables
 from aligner.errors import ConfigError
 from aligner.settings.compose import resolved
+from aligner.settings.schema import flat
 
 _SCRIPTS = {".sh", ".bash", ".sub", ".sbatch", ".slurm", ".txt"}
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_RANKS = {  # options of launchers whose product, each kind at most once, is the number of ranks
+RANKS = {  # options of launchers whose product, each kind at most once, is the number of ranks
     "nproc_per_node": "per_node", "num_gpus": "per_node", "gpus-per-node": "per_node", "ntasks-per-node": "per_node",
     "nnodes": "nodes", "num_nodes": "nodes", "N": "nodes", "nodes": "nodes",
     "num_processes": "all", "ntasks": "all", "n": "all", "np": "all",
@@ -91,7 +92,7 @@ def _of_file(written: dict[str, Any], where: str, framework: str, trains: str) -
         raise ConfigError(f"{where}: its keys do not tell what it trains; pass --from {which} and --trains (such as sft, dpo, grpo)")
     ((table, program),) = found
     _refuse_others(program, where, table)
-    return Source(table=table, trains=trains or program, given=dict(_leaves(written)) if table.style == "hydra" else dict(written))
+    return Source(table=table, trains=trains or program, given=dict(flat(written)) if table.style == "hydra" else dict(written))
 
 
 def _of_script(text: str, folder: Path, where: str, framework: str, trains: str) -> Source:
@@ -110,31 +111,30 @@ def _of_script(text: str, folder: Path, where: str, framework: str, trains: str)
         is_again = other.given == first.given or first.trains not in first.table.recipes
         if is_again and (other.table, other.trains) == (first.table, first.trains):
             first = first if first.ranks else other
-        elif other.table is not first.table or not _belong_together(first, other):
+        elif (both := _joined(first, other)) is None:
             names = ", ".join(f"{one.table.name} {one.trains}" for one in found)
             raise ConfigError(f"{where}: {len(found)} commands that train ({names}); give one of them")
         else:
-            first = _joined(first, other)
+            first = both
     return first
-
-
-def _belong_together(one: Source, other: Source) -> bool:
-    return other.trains in one.table.parts or one.trains in one.table.parts
 
 
 def joined(sources: Sequence[Source]) -> Source:
     """Several files as one source: an actor's and its critic's. Raises ConfigError if they are not of one run."""
     first, *others = sources
     for other in others:
-        if other.table is not first.table or not _belong_together(first, other):
+        if (both := _joined(first, other)) is None:
             raise ConfigError(
                 f"{first.table.name} {first.trains} and {other.table.name} {other.trains} are not of one run; give one at a time"
             )
-        first = _joined(first, other)
+        first = both
     return first
 
 
-def _joined(one: Source, other: Source) -> Source:
+def _joined(one: Source, other: Source) -> Source | None:
+    """None if neither is a part of the other's run."""
+    if other.table is not one.table or not {one.trains, other.trains} & one.table.parts.keys():
+        return None
     main, part = (one, other) if other.trains in one.table.parts else (other, one)
     prefix = main.table.parts[part.trains]
     given = main.given | {f"{prefix}{key}": value for key, value in part.given.items()}
@@ -184,7 +184,7 @@ def _beside(name: str, folder: Path) -> Path | None:
 
 
 def _refuse_others(program: str, where: str, table: Table) -> None:
-    """Raise ConfigError for a program that trains nothing: tables mark it with `!`, followed by what does its work here."""
+    """Raise ConfigError for a program that trains nothing: tables mark it with `!`, followed by the command that does its work here."""
     if program.startswith("!"):
         raise ConfigError(f"{where}: of {table.name}, and it trains nothing that is mapped here: {program[1:]}")
 
@@ -214,7 +214,7 @@ def _launcher(words: Sequence[str], folder: Path) -> tuple[dict[str, Any], int]:
             if name in ("m", "u", "module"):
                 continue
             told[word.partition("=")[0]] = value_of(text) if text else True
-            kind = _RANKS.get(name.replace("-", "_"), _RANKS.get(name, ""))
+            kind = RANKS.get(name.replace("-", "_"), RANKS.get(name, ""))
             if kind:
                 counts[kind] = int(text) if text.isdigit() else 0  # 0: a variable that nothing sets
             file = _beside(text, folder) if name == "config_file" and text else None
@@ -239,8 +239,8 @@ def _hydra(words: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
             overrides[word] = None
     file = folder / place.get("--config-path", "") / f"{place.get('--config-name', '').removesuffix('.yaml')}.yaml"
     text = file.read_text() if "--config-name" in place and file.is_file() else "{}"
-    found = dict(_leaves(_mapping(text, str(file), overrides)))
-    own = {key: found.get(key, value) for key, value in _leaves(_mapping(text, str(file))) if key not in overrides}
+    found = dict(flat(_mapping(text, str(file), overrides)))
+    own = {key: found.get(key, value) for key, value in flat(_mapping(text, str(file))) if key not in overrides}
     yield from (own | {key: found.get(key, value) if "${" in str(value) else value for key, value in overrides.items()}).items()
 
 
@@ -296,11 +296,3 @@ def _typed(value: Any) -> Any:
     if isinstance(value, list):
         return [_typed(one) for one in value]
     return value_of(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
-
-
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value

@@ -30,8 +30,7 @@ def _nemo_prompts(context: Context, samples: float) -> int:
 
 
 def _dschat_step(context: Context) -> float:
-    """Responses that are sampled at a time; if gradients of several such rounds are added up to an update, all of these: the policy is the
-    same."""
+    """Responses that are sampled with one policy: a round, or all rounds whose gradients are added up to an update."""
     sampled = context.product(["per_device_generation_batch_size", "generation_batches", "ranks"])
     return max(sampled, context.product(["per_device_training_batch_size", "gradient_accumulation_steps", "ranks"]))
 
@@ -74,9 +73,9 @@ def trl_rewards(entry: Entry, value: Any, context: Context) -> Meaning:
         else:
             unknown.append(name)
     if unknown:
-        context.ask(f"reward_funcs: {', '.join(unknown)} of TRL is not here: reward.functions.NAME.path, a function in TRL's form too")
+        context.ask(f"reward_funcs: {', '.join(unknown)} of TRL has no counterpart: reward.functions.NAME.path, also in TRL's form")
     own = [name for name in rewards if name in _REWARDS]
-    note = f"for {', '.join(own)} what is most like it (docs/rewards.md)" if own else "it works as it is: docs/rewards.md"
+    note = f"the nearest to {', '.join(own)} (docs/rewards.md)" if own else "works unchanged: docs/rewards.md"
     if len(rewards) == 1 and not unknown and not weights:
         (reward,) = rewards.values()
         return Meaning(settings={f"reward.function.{key}": one for key, one in reward.items()}, differs=bool(own), note=note)
@@ -91,7 +90,7 @@ def trl_correction(entry: Entry, value: Any, context: Context) -> Meaning:
     settings |= {"algorithm.correction.high": context.number("vllm_importance_sampling_clip_max")}
     if what != "truncate":
         settings["algorithm.correction.low"] = context.number("vllm_importance_sampling_clip_min")
-    return Meaning(settings=settings, note="weights are cut off (truncate) or those outside of the bounds are 0 (mask)")
+    return Meaning(settings=settings, note="truncate cuts weights off, mask sets weights outside the bounds to 0")
 
 
 def trl_mixture(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -199,7 +198,7 @@ def remote_reward(entry: Entry, value: Any, context: Context) -> Meaning:
     settings: dict[str, Any] = {"reward.functions": {"remote": {"url": text}}}
     if context.recipe == "ppo":
         settings["reward.serve"] = False
-    return Meaning(settings=settings, differs=True, note="the endpoint is asked in another form: docs/rewards.md")
+    return Meaning(settings=settings, differs=True, note="the endpoint gets requests of another form: docs/rewards.md")
 
 
 def verl_reward(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -234,9 +233,9 @@ def openrlhf_placement(entry: Entry, value: Any, context: Context) -> Meaning:
     """All on the same GPUs, which matters here if there are servers."""
     served = context.recipe == "ppo" or context.value("reward_pretrain") is not None
     if value is not True or not served:
-        return Meaning(note="without servers everything is in the actor's processes" if value is True else "")
+        return Meaning(note="without servers the actor's processes do everything" if value is True else "")
     if context.value("async_train") is True:
-        return Meaning(differs=True, note="asynchronous rollouts want GPUs of their own: placement=separate")
+        return Meaning(differs=True, note="asynchronous rollouts need their own GPUs: placement=separate")
     return Meaning(settings={"placement": "colocated"})
 
 
@@ -258,8 +257,9 @@ def data_prefix(entry: Entry, value: Any, context: Context) -> Meaning:
     return found
 
 
-def nemo_prompts(entry: Entry, value: Any, context: Context) -> Meaning:
-    return to_ours(entry, _nemo_prompts(context, value))
+def of_factors(entry: Entry, value: Any, context: Context) -> Meaning:
+    """The product of entry.factors alone."""
+    return to_ours(entry, int(context.product(entry.factors)))
 
 
 def constant_steps(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -272,7 +272,7 @@ def constant_steps(entry: Entry, value: Any, context: Context) -> Meaning:
     samples = context.first(*names)
     total = rounds * max(1, samples // (context.number("model.global_batch_size") or 1)) if samples else rounds
     if total > value:
-        return Meaning(settings={"optimizer.decay_steps": int(total - value)}, note="the decay ends so long before the run's end")
+        return Meaning(settings={"optimizer.decay_steps": int(total - value)}, note="the decay ends that many steps before the run")
     return Meaning(
         differs=True,
         note=f"the run has {total:g} optimizer steps, so all are near min_lr there: set optimizer.lr to it with optimizer.decay=constant",
@@ -282,26 +282,26 @@ def constant_steps(entry: Entry, value: Any, context: Context) -> Meaning:
 def verl_wandb(entry: Entry, value: Any, context: Context) -> Meaning:
     if "wandb" in listed(context.value("trainer.logger") or []):
         return to_ours(entry, value)
-    return Meaning(note="of W&B, which is not among the loggers")
+    return Meaning(note="W&B is not among the loggers")
 
 
 def verl_no_kl(entry: Entry, value: Any, context: Context) -> Meaning:
     """Without a KL in the loss or the reward the coefficient is 0."""
     if any(context.value(name) is True for name in ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")):
         return Meaning()
-    return Meaning(settings={"algorithm.kl_coef": 0.0}, note="no KL is used there unless it is switched on")
+    return Meaning(settings={"algorithm.kl_coef": 0.0}, note="the KL is off there by default")
 
 
 def verl_dict_keys(entry: Entry, value: Any, context: Context) -> Meaning:
     """The way from another key's field inwards: here a name with dots."""
     way = [context.value(entry.key.replace("_dict_keys", "_key")), *listed(value)]
-    return to_ours(entry, ".".join(map(str, way)), "a field inside of another")
+    return to_ours(entry, ".".join(map(str, way)), "a nested field")
 
 
 def below_one(entry: Entry, value: Any, context: Context) -> Meaning:
     """A ratio is above 0, so that a bound of 1 - 1 and less has no effect."""
     if value >= 1:
-        return to_ours(entry, 0.999, "no bound from below there; the nearest here", differs=True)
+        return to_ours(entry, 0.999, "no lower bound there; the nearest value here", differs=True)
     return to_ours(entry, value)
 
 
@@ -327,7 +327,3 @@ def dschat_split(entry: Entry, value: Any, context: Context) -> Meaning:
     shares = [float(part) for part in str(value).split(",")]
     own = shares[{"sft": 0, "ppo": 2}.get(context.recipe, 1)] if len(shares) == 3 else 0
     return Meaning(absent=own != sum(shares))
-
-
-def dschat_rollouts(entry: Entry, value: Any, context: Context) -> Meaning:
-    return to_ours(entry, int(_dschat_step(context)))

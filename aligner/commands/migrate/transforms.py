@@ -12,10 +12,6 @@ from typing import Any
 
 from aligner.commands.migrate.tables import Entry, as_text
 
-RANK_OPTIONS = (
-    "nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "n", "np", "N",
-    "config_file",
-)  # fmt: skip
 OF_TEXT = ("model", "data", "data_prefix", "remote_reward", "verl_reward")  # transforms that leave a shell's variable unchanged
 
 
@@ -139,7 +135,7 @@ def _whole(value: float) -> float:
 
 
 def spread(entry: Entry, value: Any, context: Context) -> Meaning:
-    """A list, one setting for each of its values."""
+    """A list with a value for each setting."""
     values = value if isinstance(value, list) else _numbers(value)
     if len(values) != len(entry.ours):
         return Meaning(absent=True, note=f"expected {len(entry.ours)} values")
@@ -161,7 +157,7 @@ def model(entry: Entry, value: Any, context: Context) -> Meaning:
     """A directory, an archive, or a model of the Hub; a question if its name stands for a kind of model that does not load here."""
     for pattern, what in _NOT_HERE.items():
         if re.search(pattern, str(value)) and not Path(str(value)).is_dir():
-            context.ask(f"{entry.ours[0]}={value}: by its name it {what}; models of text in 16 bits load here (docs/models.md)")
+            context.ask(f"{entry.ours[0]}={value}: judging by its name, it {what}; only text models in 16 bits load here (docs/models.md)")
     return to_ours(entry, str(value))
 
 
@@ -171,7 +167,7 @@ _LIMITS = {"train": ("max_samples", "data.train_max_samples"), "validation": ("m
 def at_most(context: Context, examples: int) -> int:
     """The number of examples that are read: another key may limit all of them, or each data set."""
     limit = _limit(context, "train")
-    names = context.value("dataset") if isinstance(context.value("stage"), str) else ""  # a bound of each is LLaMA-Factory's
+    names = context.value("dataset") if isinstance(context.value("stage"), str) else ""  # LLaMA-Factory limits each data set
     return min(examples, limit * (str(names).count(",") + 1)) if limit else examples
 
 
@@ -186,7 +182,7 @@ def data(entry: Entry, value: Any, context: Context) -> Meaning:
     weights = [float(part) for part in given if re.fullmatch(r"[\d.]+", part)] or _probabilities(context)
     parts = [part for part in given if part and not re.fullmatch(r"[\d.]+", part)]
     if not parts:
-        return Meaning(absent=True, note="no data is named in it")
+        return Meaning(absent=True, note="it names no data")
     is_train = "train" in "".join(entry.ours)
     splits = ("dataset_train_split", "train_split") if is_train else ("dataset_test_split", "eval_split")
     split = next((context.value(key) for key in splits if context.value(key)), None)
@@ -201,7 +197,7 @@ def data(entry: Entry, value: Any, context: Context) -> Meaning:
     if limit := _limit(context, "train" if is_train else "validation"):
         found = [({"path": one} if isinstance(one, str) else one) | {"max_records": limit} for one in found]
         if len(paths) > 1 and context.value("stage") is None:
-            wrong = f"{limit} of all of them together there, of each here"
+            wrong = f"{limit} of all data sets together there, of each one here"
     settings = dict.fromkeys(entry.ours, found[0] if len(found) == 1 and isinstance(found[0], str) else found)
     return Meaning(settings=settings, differs=bool(wrong), severity="result" if wrong else "", note=wrong or entry.note)
 
@@ -228,7 +224,7 @@ def epochs(entry: Entry, value: Any, context: Context) -> Meaning:
     """Epochs, as steps if the examples are known; the product of entry.factors is the examples of a step."""
     per_step = context.product(entry.factors)
     if not isinstance(value, int | float) or per_step < 1:
-        return Meaning(absent=True, severity="said", note="no number of examples a step follows")
+        return Meaning(absent=True, severity="said", note="the number of examples a step is unknown")
     if not context.examples:
         return Meaning(settings={"loop.epochs": value, "loop.max_steps": 0}, note=f"{per_step:g} examples a step")
     steps_per_epoch = max(1, context.examples // int(per_step))
@@ -248,7 +244,7 @@ def every(entry: Entry, value: Any, context: Context) -> Meaning:
     if value == "inf" or not isinstance(value, int | float) or value <= 0:
         return to_ours(entry, 0, "" if isinstance(value, int | float) else entry.note)
     if value < 1 or (isinstance(value, float) and value == 1.0):
-        return Meaning(differs=True, note="a share of an epoch or of the run there; here in steps: set it")
+        return Meaning(differs=True, note="a share of an epoch or of the run there, steps here: set it")
     return to_ours(entry, int(value))
 
 
@@ -307,6 +303,6 @@ def lora_targets(entry: Entry, value: Any, context: Context) -> Meaning:
     note = f"no such layers here: {', '.join(unknown)}" if unknown else entry.note
     if has_all:
         found.append("experts")
-        note = "of a mixture: with transformers 5 there its experts get no adapters: leave `experts` out then"
+        note = "experts included; with transformers 5 the experts of a mixture get no adapters there: then leave `experts` out"
     settings = dict.fromkeys(entry.ours, found) if found else {}
     return Meaning(settings=settings, differs=bool(unknown) or has_all, severity="result" if unknown else "", note=note)

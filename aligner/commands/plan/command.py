@@ -11,9 +11,8 @@ from pathlib import Path
 from aligner.algorithms.registry import composed, recipes
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import RunDirectory
-from aligner.commands import explain
-from aligner.commands.plan.outputs import Outputs
-from aligner.commands.programs import placement_of
+from aligner.commands.parts import PlanOptions
+from aligner.commands.plan.outputs import changes, show_explained, write_outputs
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs import parts
@@ -41,23 +40,15 @@ LAST_STEPS = 20  # steps of a run whose lengths count
 DOES_NOT_FIT = 1  # exit code; a mistake in the config is 2, as everywhere
 
 
-def plan(
-    name: str,
-    overrides: Sequence[str],
-    *,
-    explains: bool = False,
-    json_path: Path | None = None,
-    outputs: Outputs | None = None,
-) -> int:
+def plan(name: str, overrides: Sequence[str], options: PlanOptions) -> int:
     """Plan the config `name`; prints tables, returns the exit code. Raises ConfigError if the sizes do not divide."""
     job = plan_job(name, overrides)
     report.show(job, report.console())
-    if explains:
-        explain.show(job, explain.changes(job, lambda settings: plan_job(name, [*overrides, *settings])), report.console())
-    if json_path is not None:
-        json_path.write_text(report.to_json(job))
-    if outputs is not None:
-        outputs.write(job)
+    if options.explain:
+        show_explained(job, changes(job, lambda settings: plan_job(name, [*overrides, *settings])), report.console())
+    if options.json_path is not None:
+        options.json_path.write_text(report.to_json(job))
+    write_outputs(job, options)
     return DOES_NOT_FIT if job.problems else 0
 
 
@@ -252,7 +243,7 @@ def _main(config: JobRun, checked: bool) -> Component:
         engine=engine,
         has_reference=traits.has_reference,
         saves_asynchronously=trains and config.checkpoint.asynchronous,
-        turns=frozenset() if placement_of(config) is Placement.separate else turns,
+        turns=frozenset() if config.server_placement is Placement.separate else turns,
     )
 
 
@@ -276,7 +267,7 @@ def _server(config: JobRun, server: Server, checked: bool) -> Component:
         optimizer=server.optimizer,
         work=server.work,
         saves_asynchronously=server.optimizer is not None and config.checkpoint.asynchronous,
-        turns=frozenset() if placement_of(config) is Placement.separate else frozenset(server.work.phases),
+        turns=frozenset() if config.server_placement is Placement.separate else frozenset(server.work.phases),
     )
 
 

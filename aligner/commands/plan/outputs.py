@@ -1,4 +1,4 @@
-"""What `aligner plan` writes and compares besides its tables: `--html`, `--trace`, `--against`.
+"""What `aligner plan` writes and shows besides its tables: `--html`, `--trace`, `--against`, `--explain`.
 
 The page shows memory by phase and stage, the timeline of one step, and the figures of both as a table; its template is
 aligner/reporting/templates/plan.html. All coordinates are pixels.
@@ -6,19 +6,22 @@ aligner/reporting/templates/plan.html. All coordinates are pixels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+
+from rich.console import Console
 
 from aligner.commands import against as comparison
-from aligner.errors import AlignerError, ConfigError, describe_os_error
-from aligner.files import publish
+from aligner.commands.parts import PlanOptions
+from aligner.commands.report import publish_text
+from aligner.errors import ConfigError
+from aligner.models.config import Recompute
 from aligner.planner import report
 from aligner.planner.estimate import ComponentPlan
 from aligner.planner.report import COLUMNS, JobPlan, describe, fullest, listed, seconds
-from aligner.planner.workload import GIB
+from aligner.planner.workload import GIB, Phase
 from aligner.reporting.pages import render_page
 from aligner.telemetry.spans import Row, Span, chrome_trace, rows
 
@@ -27,35 +30,19 @@ MOST_ROWS = 40  # rows of a component in the timeline
 MOST_SPANS = 6000  # drawn spans, the longest ones
 NUM_COLOURS = 8  # colours of the page's style; further kinds are grey
 WIDTH, LEFT, RIGHT = 1080, 190, 1000  # width of a chart, and bounds of its bars
+SHOWN = 6  # causes, and changes, of --explain
+NOTICEABLE = 0.99  # of a step: a change that shortens it less is not shown
 BAR, GAP = 14, 4  # height of a row, and the space between two
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outputs:
-    """`html` and `trace` are files to write; `against` is the directory of a run to compare with."""
-
-    html: Path | None = None
-    trace: Path | None = None
-    against: Path | None = None
-
-    def write(self, job: report.JobPlan) -> None:
-        """Write and print the outputs. Raises AlignerError if a file cannot be written, DataError for a run without two steps."""
-        if self.html is not None or self.trace is not None:
-            spans = job.run.spans
-            _publish(self.html, lambda: report_html(job, spans))
-            _publish(self.trace, lambda: chrome_trace(spans))
-        if self.against is not None:
-            comparison.show(comparison.compare(job, self.against), report.console())
-
-
-def _publish(path: Path | None, text: Any) -> None:
-    if path is None:
-        return
-    try:
-        publish(path, lambda new: new.write_text(text(), encoding="utf-8"))
-    except OSError as error:
-        raise AlignerError(f"the plan could not be written: {describe_os_error(error, path)}") from error
-    print(f"written to {path}")
+def write_outputs(job: report.JobPlan, options: PlanOptions) -> None:
+    """Write and print what the options ask for. Raises AlignerError if a file cannot be written, DataError for a run without two steps."""
+    if options.html is not None:
+        publish_text(options.html, report_html(job, job.run.spans), "the plan")
+    if options.trace is not None:
+        publish_text(options.trace, chrome_trace(job.run.spans), "the plan")
+    if options.against is not None:
+        comparison.show(comparison.compare(job, options.against), report.console())
 
 
 def config_and_overrides(config: str, overrides: Sequence[str], against: Path | None) -> tuple[str, tuple[str, ...]]:
@@ -209,3 +196,78 @@ def _table(job: JobPlan) -> Iterator[tuple[str, ...]]:
             moment, time = fullest(plan, phase), times.get(phase)
             where = (plan.component.name, phase.value, str(moment.stage), f"{moment.total / GIB:.1f}", f"{moment.total / plan.limit:.0%}")
             yield (*where, *((seconds(time.total), listed(time.parts, seconds)) if time else ("", "")))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A step's seconds with these settings, on so many ranks."""
+
+    settings: tuple[str, ...]
+    step_seconds: float
+    num_ranks: int
+
+
+def causes(job: JobPlan) -> dict[str, float]:
+    """Seconds of the trainer's step by cause, largest first: the parts of its phases, and what it waits for."""
+    main = job.components[0]
+    parts = {time.phase.value: time for time in main.times}
+    found: dict[str, float] = {}
+    for name, spent in job.run.phases.items():
+        whole = parts.get(name)
+        if whole is None or name == Phase.generate.value or not whole.total:
+            found[name] = found.get(name, 0.0) + spent
+            continue
+        for cause, share in whole.parts.items():
+            found[cause] = found.get(cause, 0.0) + spent * share / whole.total
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def changes(job: JobPlan, planned: Callable[[Sequence[str]], JobPlan]) -> list[Change]:
+    """Settings that shorten a step and fit, the best first. `planned(settings)` plans the job with them; ConfigErrors are no changes."""
+    found = []
+    for settings in _tried(job):
+        try:
+            other = planned(settings)
+        except ConfigError:
+            continue
+        if not other.problems and other.step_seconds < NOTICEABLE * job.step_seconds:
+            found.append(Change(settings, other.step_seconds, other.num_ranks))
+    return sorted(found, key=lambda change: change.step_seconds)
+
+
+def _tried(job: JobPlan) -> Iterator[tuple[str, ...]]:
+    main = job.components[0].component
+    model, parallel, engine = main.model, main.parallel, main.engine
+    if main.optimizer is not None and model.recompute != Recompute.none:
+        yield ("model.recompute=none",)
+    if model.micro_batch_tokens:
+        yield (f"model.micro_batch_tokens={2 * model.micro_batch_tokens}",)
+    else:
+        yield (f"model.micro_batch_size={2 * model.micro_batch_size}",)
+    if parallel.pp > 1:
+        yield (f"parallel.vpp={2 * parallel.vpp}",)
+        yield (f"parallel.pp={parallel.pp // 2}",)
+    if parallel.tp > 1:
+        yield (f"parallel.tp={parallel.tp // 2}", *(() if engine is None else (f"rollout.tp={engine.tp}",)))
+    if engine is not None:
+        yield (f"rollout.max_batch_size={2 * engine.max_batch_size}",)
+        yield from ((f"rollout.tp={tp}",) for tp in {engine.tp * 2, engine.tp // 2} - {0})
+        if not engine.asynchronous:
+            yield ("rollout.asynchronous.max_staleness=1", "rollout.offload=false", "placement=separate")
+    for plan in job.components:
+        component = plan.component
+        if not component.within:
+            prefix = "" if component is main else f"{component.name}."
+            yield (f"{prefix}num_processes={2 * component.num_ranks}",)
+
+
+def show_explained(job: JobPlan, found: Sequence[Change], out: Console) -> None:
+    """Print both lists."""
+    largest = (f"{name} {value / job.step_seconds:.0%}" for name, value in list(causes(job).items())[:SHOWN])
+    out.print(f"\n[bold]what a step is made of[/]: {', '.join(largest)}")
+    if not found:
+        out.print("no single setting that was tried shortens it by 1%")
+    for change in found[:SHOWN]:
+        ranks = f", on {change.num_ranks} ranks instead of {job.num_ranks}" if change.num_ranks != job.num_ranks else ""
+        saved = 1 - change.step_seconds / job.step_seconds
+        out.print(f"  {' '.join(change.settings)}: {seconds(change.step_seconds)}, {saved:.0%} less{ranks}", soft_wrap=True)

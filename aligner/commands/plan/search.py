@@ -9,7 +9,7 @@ import copy
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from itertools import product
 from operator import attrgetter
@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 from aligner.algorithms.registry import composed, recipe_of
 from aligner.cluster.config import Placement
-from aligner.commands.parts import LaunchOptions
-from aligner.commands.plan.command import DOES_NOT_FIT, components, load, plan_config, with_lengths
-from aligner.commands.plan.outputs import Outputs
+from aligner.commands.calibrate import fit
+from aligner.commands.parts import LaunchOptions, PlanOptions
+from aligner.commands.plan.command import DOES_NOT_FIT, components, load, plan, plan_config, with_lengths
+from aligner.commands.plan.outputs import config_and_overrides, write_outputs
 from aligner.commands.slurm import launch_slurm
 from aligner.errors import ConfigError
 from aligner.losses.correction import Correction
@@ -44,62 +45,59 @@ HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """The options of a search."""
-
-    gpus: int = 0  # the most GPUs; 0: as many as the config's job uses
-    steps: int = 0  # training steps whose hours are shown; 0: not given
-    deadline: str = ""  # such as 24h: the fewest GPUs that complete the steps by then
-    top: int = 5  # arrangements that are shown for the largest number of GPUs
-    write: Path | None = None  # directory for the best job, as a config and a Slurm script
-    json_path: Path | None = None
-
-    def check_unused(self) -> None:
-        """Raise ConfigError for options that have no effect without a search."""
-        for name in ("steps", "write"):
-            if value := getattr(self, name):
-                raise ConfigError(f"--{name} {value}: needs --search")
-
-    def hours(self) -> float:
-        """The deadline's hours; 0: none. Raises ConfigError for a text that is not a duration, or without steps."""
-        if not self.deadline:
-            return 0.0
-        if not re.fullmatch(r"(\d+(\.\d+)?[dhm])+", self.deadline):
-            raise ConfigError(f"--deadline {self.deadline}: allowed: a duration in days, hours or minutes, such as 2d, 24h or 90m")
-        if not self.steps:
-            raise ConfigError(f"--deadline {self.deadline}: needs --steps N, the training steps that it is for")
-        found = sum(float(number) * HOURS[unit] for number, _, unit in re.findall(r"(\d+(\.\d+)?)([dhm])", self.deadline))
-        if not found:
-            raise ConfigError(f"--deadline {self.deadline}: must be above 0")
-        return found
+def run(name: str, overrides: Sequence[str], options: PlanOptions) -> int:
+    """`aligner plan`: calibrate, search, or plan the config, the run in the directory `name`, or the run to compare with."""
+    if options.calibrate is not None:
+        return fit(options.calibrate)
+    name, overrides = config_and_overrides(name, overrides, options.against)
+    if options.search or options.gpus or options.deadline:
+        return search(name, overrides, options)
+    for unused in ("steps", "write"):
+        if value := getattr(options, unused):
+            raise ConfigError(f"--{unused} {value}: needs --search")
+    return plan(name, overrides, options)
 
 
-def search(name: str, overrides: Sequence[str], request: Request, outputs: Outputs | None = None) -> int:
+def hours(options: PlanOptions) -> float:
+    """The deadline's hours; 0: none. Raises ConfigError for a text that is not a duration, or without steps."""
+    given = f"--deadline {options.deadline}"
+    if not options.deadline:
+        return 0.0
+    if not re.fullmatch(r"(\d+(\.\d+)?[dhm])+", options.deadline):
+        raise ConfigError(f"{given}: allowed: a duration in days, hours or minutes, such as 2d, 24h or 90m")
+    if not options.steps:
+        raise ConfigError(f"{given}: needs --steps N, the training steps that it is for")
+    found = sum(float(number) * HOURS[unit] for number, _, unit in re.findall(r"(\d+(\.\d+)?)([dhm])", options.deadline))
+    if not found:
+        raise ConfigError(f"{given}: must be above 0")
+    return found
+
+
+def search(name: str, overrides: Sequence[str], options: PlanOptions) -> int:
     """Search, print the tables, write the best job; returns the exit code: 1 if nothing fits, or meets the deadline.
 
     Raises ConfigError for GPUs that do not fill nodes, a deadline without steps, or settings that a run would refuse in every layout.
     """
-    deadline = request.hours()
-    if request.write is not None:
-        check_writable(request.write, name, overrides)
+    deadline = hours(options)
+    if options.write is not None:
+        check_writable(options.write, name, overrides)
     begun = time.monotonic()
-    found = _Search(name, overrides, request).found(deadline)
-    report.show_search(found, report.console(), top=request.top, took=time.monotonic() - begun)
-    if outputs is not None and found.best is not None:
-        outputs.write(found.best.job)
-    if request.write is not None and found.best is not None:
-        write(request.write, name, overrides, found.best, steps=request.steps)
-    if request.json_path is not None:
-        request.json_path.write_text(report.search_to_json(found))
+    found = _Search(name, overrides, options).found(deadline)
+    report.show_search(found, report.console(), top=options.top, took=time.monotonic() - begun)
+    if found.best is not None:
+        write_outputs(found.best.job, options)
+    if options.write is not None and found.best is not None:
+        write(options.write, name, overrides, found.best, steps=options.steps)
+    if options.json_path is not None:
+        options.json_path.write_text(report.search_to_json(found))
     return 0 if found.best is not None else DOES_NOT_FIT
 
 
 class _Search:
     """The fastest jobs for numbers of GPUs, each planned in full."""
 
-    def __init__(self, name: str, overrides: Sequence[str], request: Request) -> None:
-        self.name, self.request, self.config = name, request, load(name, overrides)
+    def __init__(self, name: str, overrides: Sequence[str], options: PlanOptions) -> None:
+        self.name, self.options, self.config = name, options, load(name, overrides)
         cluster = self.config.cluster
         self.scales = Scales(cluster.device)
         self.space = Space(cluster=cluster, main=self.config.traits().role, typed=_typed(overrides, self.config))
@@ -110,7 +108,7 @@ class _Search:
 
     def found(self, deadline: float) -> Found:
         """Raises ConfigError as `search` does."""
-        most, steps = self._most(deadline), self.request.steps or 1000
+        most, steps = self._most(deadline), self.options.steps or 1000
         rows: list[Row] = []
         alternatives: list[Row] = []
         for gpus in self.space.sizes(most):
@@ -139,9 +137,9 @@ class _Search:
 
     def _most(self, deadline: float) -> int:
         node = self.space.cluster.gpus_per_node
-        if not self.request.gpus:
+        if not self.options.gpus:
             return MOST_GPUS // node * node if deadline else self._of_config()
-        gpus = self.request.gpus
+        gpus = self.options.gpus
         if gpus < 1 or (gpus % node if gpus > node else node % gpus):
             parts = [size for size in range(1, node) if node % size == 0]
             allowed = ", ".join(map(str, [*parts, node, 2 * node, 3 * node]))

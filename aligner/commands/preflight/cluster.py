@@ -23,9 +23,7 @@ from aligner.errors import LaunchError, ServerError
 from aligner.parallel import links, platform
 from aligner.parallel.links import Link, Span
 from aligner.planner.config import ClusterConfig, Device
-from aligner.run.settings import JobRun
 from aligner.servers.access import Access, advertised_host, listen
-from aligner.servers.config import ServerConfig
 
 CLOCK_ROUNDS = 3
 NOTABLE_SECONDS, TOO_FAR_SECONDS = 1.0, 60.0  # of difference between clocks
@@ -76,9 +74,9 @@ def judge_clock(context: Context, seen: Mapping[int, float]) -> Finding:
     rank, offset = max(seen.items(), key=lambda pair: abs(pair[1]))
     figures, size = {"largest_offset_seconds": offset}, abs(offset)
     if len(seen) == 1:
-        return ok("one node", figures)
+        return ok("one node", figures=figures)
     if size < NOTABLE_SECONDS:
-        return ok(f"within {max(size, 0.001):.3f} s of each other", figures)
+        return ok(f"within {max(size, 0.001):.3f} s of each other", figures=figures)
     nodes = context.allocation.node_of
     text = f"{nodes(rank)} is {size:.3g} s {'ahead of' if offset > 0 else 'behind'} {nodes(0)}"
     return (fatal if size >= TOO_FAR_SECONDS else warning)(text, "set the clocks by NTP (chronyc tracking on that node)", figures)
@@ -130,7 +128,7 @@ def judge_network(context: Context, seen: Mapping[int, Measured]) -> Finding:
         slow += [f"{link.name}: {link.rate / typical:.0%} of the median" for link in of_span if link.rate < SLOW * typical]
         slow += _against_plan(span, typical, context.config.cluster)
     if not slow:
-        return ok("\n".join(lines), figures)
+        return ok("\n".join(lines), figures=figures)
     advice = "compare that node's or GPU's link with the others (nvidia-smi topo -m, ibstat, NCCL_DEBUG=INFO), or exclude it: --exclude"
     return warning("\n".join([*lines, "slow: " + "; ".join(slow[:4])]), advice, figures)
 
@@ -203,9 +201,11 @@ def _try_out(context: Context, folder: Path, leaders: list[int]) -> Files:
     run = Path(context.config.run.directory).expanduser().absolute()
     if not run.is_dir() or not _appears(folder, allocation.deadline):
         raise LaunchError(f"{folder} is missing, although rank 0 on {allocation.node_of(0)} made it: {run} is not shared")
-    holder = _lock(folder / "lock") if allocation.rank == 0 else None
+    if allocation.rank == 0:
+        holder = (folder / "lock").open("w")
+        fcntl.lockf(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     own = folder / f"of_{allocation.rank}"
-    write_seconds = _write(own, str(allocation.rank))
+    _, write_seconds = _written(own, [b"damaged"]), _written(own, [str(allocation.rank).encode()])  # the second one replaces a file
     allocation.put(f"written/{allocation.rank}", True)
     other = _next_node(allocation)
     _wait_for(allocation, "written", other, "write")
@@ -218,7 +218,10 @@ def _try_out(context: Context, folder: Path, leaders: list[int]) -> Files:
     text = (folder / f"of_{other}").read_text()
     if text != str(other):
         raise LaunchError(f"the file of rank {other} in {folder} reads {text!r}: a rename is not atomic here")
-    _hard_link(own, folder / f"link_{allocation.rank}")
+    try:
+        os.link(own, folder / f"link_{allocation.rank}")
+    except OSError as error:
+        raise LaunchError(f"{folder}: a hard link cannot be made ({error}); a run needs a file system with hard links") from error
     locks_hold = True
     if allocation.rank != 0:
         _wait_for(allocation, "written", 0, "lock a file")
@@ -226,11 +229,10 @@ def _try_out(context: Context, folder: Path, leaders: list[int]) -> Files:
     allocation.put(f"tried/{allocation.rank}", True)
     for rank in leaders:
         _wait_for(allocation, "tried", rank, "try the files")
-    if holder is not None:
-        os.close(holder)
-    return Files(
-        seen_after_seconds=seen_after, write_seconds=write_seconds, rate=_rate(folder / f"large_{allocation.rank}"), locks_hold=locks_hold
-    )
+    if allocation.rank == 0:
+        holder.close()
+    rate = SAMPLE_BYTES / _written(folder / f"large_{allocation.rank}", [os.urandom(1 << 20)] * (SAMPLE_BYTES >> 20))
+    return Files(seen_after_seconds=seen_after, write_seconds=write_seconds, rate=rate, locks_hold=locks_hold)
 
 
 def _appears(path: Path, deadline: float) -> bool:
@@ -242,54 +244,26 @@ def _appears(path: Path, deadline: float) -> bool:
     return True
 
 
-def _write(path: Path, text: str) -> float:
-    """Seconds to replace a file as the registry and the checkpoints do. Done twice: the second write replaces a file."""
-    for attempt in ("damaged", text):
-        started = time.monotonic()
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            file.write(attempt)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+def _written(path: Path, pieces: Sequence[bytes]) -> float:
+    """Seconds to write a file and give it its name, as the registry and the checkpoints do."""
+    started, temporary = time.monotonic(), path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
     return time.monotonic() - started
-
-
-def _hard_link(path: Path, name: Path) -> None:
-    try:
-        os.link(path, name)
-    except OSError as error:
-        raise LaunchError(f"{name.parent}: a hard link cannot be made ({error}); a run needs a file system with hard links") from error
-
-
-def _lock(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
 
 
 def _is_locked(path: Path, deadline: float) -> bool:
     if not _appears(path, deadline):
         return False
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
+    with path.open("r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
     return False
-
-
-def _rate(path: Path) -> float:
-    data = os.urandom(1 << 20)
-    started = time.monotonic()
-    with path.open("wb") as file:
-        for _ in range(SAMPLE_BYTES >> 20):
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return SAMPLE_BYTES / (time.monotonic() - started)
 
 
 def _clean(context: Context, folder: Path, leaders: list[int]) -> None:
@@ -320,20 +294,7 @@ def judge_filesystem(context: Context, seen: Mapping[int, Files]) -> Finding:
     if without := [rank for rank, files in seen.items() if not files.locks_hold]:
         advice = "mount with locks across nodes (Lustre: -o flock) if reward functions or data sets need them"
         return warning(f"{found}; {who(context.allocation, without)}: got a lock that rank 0 holds", advice, figures)
-    return ok(found, figures)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reached:
-    """One node's server addresses, and the servers it could not reach, with the reason."""
-
-    addresses: dict[str, str] = field(default_factory=dict)  # server -> host:port
-    unreachable: dict[str, str] = field(default_factory=dict)  # server -> why
-
-
-def servers(config: JobRun) -> dict[str, ServerConfig]:
-    """The servers that a run of this config has."""
-    return {server.name: server.settings for server in config.servers()}
+    return ok(found, figures=figures)
 
 
 @item(
@@ -343,13 +304,17 @@ def servers(config: JobRun) -> dict[str, ServerConfig]:
     needs=("filesystem",),
     advice="port 0 picks a free one; host 0.0.0.0 is every address of the server's node",
 )
-def ports(context: Context) -> Reached:
+def ports(context: Context) -> dict[str, str]:
+    """The servers that this node could not reach, with the reason."""
     config, allocation = context.config, context.allocation
-    wanted = servers(config)
+    wanted = {server.name: server.settings for server in config.servers()}
     if not wanted:
-        return Reached()
+        return {}
     listen("127.0.0.1", 0).close()  # PyTriton listens there
-    _check_certificates(config, wanted)
+    directory = RunDirectory(Path(config.run.directory))
+    for name, server in wanted.items():  # raises for a certificate or secret that cannot be used
+        Access.for_server(directory.secret, server, name=name, own_tls=config.run.server_tls)
+    Access.for_client(directory.secret, config.server_client, own_tls=config.run.server_tls)
     listeners = {}
     try:
         for name, server in wanted.items():
@@ -358,7 +323,7 @@ def ports(context: Context) -> Reached:
             except ServerError as error:
                 raise ServerError(f"{name}: {error}") from error
         addresses = {name: f"{advertised_host(wanted[name], os.environ)}:{it.getsockname()[1]}" for name, it in listeners.items()}
-        return Reached(addresses=addresses, unreachable=_reach_neighbour(context, addresses))
+        return _unreachable(allocation, addresses)
     finally:
         allocation.put(f"tried/{allocation.rank}", True)
         for rank in allocation.leaders():  # the ports stay open until all have tried
@@ -367,24 +332,15 @@ def ports(context: Context) -> Reached:
             listener.close()
 
 
-def _check_certificates(config: JobRun, wanted: Mapping[str, ServerConfig]) -> None:
-    """Raise ConfigError if a certificate or the run's secret is unusable."""
-    directory = RunDirectory(Path(config.run.directory))
-    for name, server in wanted.items():
-        Access.for_server(directory.secret, server, name=name, own_tls=config.run.server_tls)
-    if wanted:
-        Access.for_client(directory.secret, config.server_client, own_tls=config.run.server_tls)
-
-
-def _reach_neighbour(context: Context, own: Mapping[str, str]) -> dict[str, str]:
+def _unreachable(allocation: Allocation, own: Mapping[str, str]) -> dict[str, str]:
     """Connect to the servers of the next node; failures by server."""
-    allocation = context.allocation
+    has_other_components = os.environ.get("SLURM_HET_SIZE", "1") not in ("0", "1")  # on nodes of their own
     allocation.put(f"addresses/{allocation.rank}", dict(own))
     other = _next_node(allocation)
     addresses = _wait_for(allocation, "addresses", other, "listen")
     failed = {}
     for name, address in addresses.items():
-        if address.startswith(_LOOPBACK) and (other != allocation.rank or _has_other_components()):
+        if address.startswith(_LOOPBACK) and (other != allocation.rank or has_other_components):
             failed[name] = f"{allocation.node_of(other)} would be called {address}, which every node has"
             continue
         host, _, port = address.rpartition(":")
@@ -395,40 +351,29 @@ def _reach_neighbour(context: Context, own: Mapping[str, str]) -> dict[str, str]
     return failed
 
 
-def _has_other_components() -> bool:
-    """In a heterogeneous Slurm job the servers run on nodes of their own."""
-    return os.environ.get("SLURM_HET_SIZE", "1") not in ("0", "1")
-
-
 @ports.judged
-def judge_ports(context: Context, seen: Mapping[int, Reached]) -> Finding:
+def judge_ports(context: Context, seen: Mapping[int, dict[str, str]]) -> Finding:
     """Fatal if a server is unreachable from another node, or two servers with the same fixed port could share a node."""
-    wanted = servers(context.config)
+    wanted = {server.name: server.settings for server in context.config.servers()}
     if not wanted:
         return ok("this run has no servers")
-    if clash := _same_port(wanted):
+    same = ([name for name, its in wanted.items() if its.port == server.port and server.port] for server in wanted.values())
+    if clash := next((names for names in same if len(names) > 1), None):
         text = f"{' and '.join(clash)} have the same port {wanted[clash[0]].port}: on one node only one of them can listen"
         advice = "give each its own port, or 0 (clients find it through the run directory)"
         return (warning if len(seen) > 1 else fatal)(text, advice)
     problems: dict[str, list[int]] = {}
-    for rank, reached in seen.items():
-        for name, why in reached.unreachable.items():
+    for rank, unreachable in seen.items():
+        for name, why in unreachable.items():
             problems.setdefault(f"{name}: {why}", []).append(rank)
     if problems:
         text = "; ".join(f"{who(context.allocation, ranks)}: {why}" for why, ranks in list(problems.items())[:4])
         names = " and ".join(f"{name}.server.host" for name in wanted)
         advice = f"set {names} to 0.0.0.0 or to the cluster's interface; if it is set, let these nodes reach each other's ports"
         return fatal(text, advice)
-    described = ", ".join(f"{name} on {_described(server, seen, context.config.run.server_tls)}" for name, server in wanted.items())
-    return ok(described)
-
-
-def _described(server: ServerConfig, seen: Mapping[int, Any], own_tls: bool) -> str:
-    port = f"port {server.port}" if server.port else "a free port"
     reach = f", reached from the other {'node' if len(seen) == 2 else 'nodes'}" if len(seen) > 1 else ""
-    return f"{server.host}, {port}{' with TLS' if own_tls or server.tls_certificate else ''}{reach}"
-
-
-def _same_port(wanted: Mapping[str, ServerConfig]) -> Sequence[str]:
-    same = ([name for name, its in wanted.items() if its.port == server.port and server.port] for server in wanted.values())
-    return next((names for names in same if len(names) > 1), ())
+    described = []
+    for name, server in wanted.items():
+        tls = " with TLS" if context.config.run.server_tls or server.tls_certificate else ""
+        described.append(f"{name} on {server.host}, {f'port {server.port}' if server.port else 'a free port'}{tls}{reach}")
+    return ok(", ".join(described))

@@ -10,14 +10,15 @@ does not answer, a collective without its partner) is abandoned and reported wit
 from __future__ import annotations
 
 import json
-import queue
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from enum import Enum
+from functools import partial
 from textwrap import shorten
 from typing import Any, TypeVar, get_type_hints
 
@@ -89,16 +90,11 @@ class Context:
         return self.job
 
 
-def ok(found: str, figures: Mapping[str, float] | None = None) -> Finding:
-    return Finding(level=Level.ok, found=found, figures=figures or {})
+def _finding(level: Level, found: str, advice: str = "", figures: Mapping[str, float] | None = None) -> Finding:
+    return Finding(level=level, found=found, advice=advice, figures=figures or {})
 
 
-def warning(found: str, advice: str = "", figures: Mapping[str, float] | None = None) -> Finding:
-    return Finding(level=Level.warning, found=found, advice=advice, figures=figures or {})
-
-
-def fatal(found: str, advice: str = "", figures: Mapping[str, float] | None = None) -> Finding:
-    return Finding(level=Level.fatal, found=found, advice=advice, figures=figures or {})
+ok, warning, fatal = (partial(_finding, level) for level in (Level.ok, Level.warning, Level.fatal))
 
 
 @dataclass(slots=True, eq=False)
@@ -240,21 +236,18 @@ class Runner:
 
     def run(self, items: Sequence[Item]) -> dict[str, Finding]:
         """All items, in order; every rank calls it with the same items. Raises LaunchError on a rank that has lost rank 0."""
-        chosen = {item.name for item in items}
+        chosen, findings = {item.name for item in items}, self.context.findings
         for item in items:
-            missing = [name for name in item.needs if name in chosen and not self._is_passed(name)]
+            missing = [name for name in item.needs if name in chosen and findings[name].level in (Level.fatal, Level.not_run)]
             if missing or self.lost:
                 reason = f"needs {', '.join(missing)}" if missing else "a rank was lost"
                 finding = Finding(level=Level.not_run, found=reason)
             else:
                 finding = self._run(item)
-            self.context.findings[item.name] = finding
+            findings[item.name] = finding
             if self._progress is not None:
                 self._progress(item.name, finding)
-        return self.context.findings
-
-    def _is_passed(self, name: str) -> bool:
-        return self.context.findings[name].level in (Level.ok, Level.warning)
+        return findings
 
     def _run(self, item: Item) -> Finding:
         here, started = self.context.allocation, time.monotonic()
@@ -275,7 +268,7 @@ class Runner:
     def _observe(self, item: Item, timeout: float) -> Answer:
         here = self.context.allocation
         try:
-            observed = within(timeout + THREAD_MARGIN_SECONDS, lambda: item.observe(self.context), lambda: here.has("failed"))
+            observed = within(timeout + THREAD_MARGIN_SECONDS, partial(item.observe, self.context), partial(here.has, "failed"))
         except Abandoned:
             return Answer(abandoned=True)
         except Hung as error:
@@ -350,31 +343,25 @@ class Hung(Exception):
 
 def within(seconds: float, action: Callable[[], Any], has_failed_elsewhere: Callable[[], bool]) -> Any:
     """Run `action` in a thread; returns or raises as it does. Raises Hung on timeout, or soon after another rank's failure."""
-    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    outcome: Future[Any] = Future()
 
     def run() -> None:
         try:
-            outcome.put((action(), None))
+            outcome.set_result(action())
         except BaseException as error:  # handed to the waiting thread, which raises it
-            outcome.put((None, error))
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="preflight", daemon=True)  # a daemon: one that hangs does not keep the process alive
     started = time.monotonic()
     deadline, failed = started + seconds, False
     thread.start()
     while True:
-        try:
-            result, error = outcome.get(timeout=max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())))
-            break
-        except queue.Empty:
-            if not failed and has_failed_elsewhere():
-                failed, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)
-            if time.monotonic() >= deadline:
-                text = f"did not finish within {time.monotonic() - started:.0f} s; it was {position(thread)}"
-                raise Hung(text, after_failure=failed) from None
-    if error is not None:
-        raise error
-    return result
+        if wait([outcome], max(0.0, min(_POLL_SECONDS, deadline - time.monotonic()))).done:
+            return outcome.result()
+        if not failed and has_failed_elsewhere():
+            failed, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() >= deadline:
+            raise Hung(f"did not finish within {time.monotonic() - started:.0f} s; it was {position(thread)}", after_failure=failed)
 
 
 def position(thread: threading.Thread) -> str:

@@ -125,9 +125,9 @@ def weights(context: Context) -> Readable:
 def check_model(model: UsedModel) -> tuple[str, list[str]]:
     """(a few words, warnings) on the files of `model.path`. Raises CheckpointError naming file and fault."""
     from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
+    from aligner.models.checkpoint.hf_weights import HFWeights
     from aligner.models.create import read_architecture, source_directory  # Megatron-Core comes with it
     from aligner.models.families import weight_names
-    from aligner.models.weights.weights import HFWeights
 
     source = source_directory(model.config, key=model.key)
     if source is None:

@@ -6,8 +6,9 @@ import platform as interpreter
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -32,20 +33,11 @@ PACKAGES = (
 ABSENT = "absent"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """A rank and its node."""
-
-    rank: int
-    node: str
-    world_size: int
-    started_by: str
-
-
 @item(
     "ranks", Where.every_rank, seconds=300.0, advice="look at those nodes (sinfo, the job's log), or exclude them from the job: --exclude"
 )
-def meet(context: Context) -> Place:
+def meet(context: Context) -> dict[str, Any]:
+    """The number of ranks that this rank expects, and what started it."""
     allocation = context.allocation
     own = {"node": allocation.node, "world_size": allocation.size}
     if allocation.store.add(f"preflight/claims/{allocation.rank}", 1) > 1:
@@ -56,18 +48,18 @@ def meet(context: Context) -> Place:
     if len(places) != allocation.size:
         raise LaunchError(f"rank {allocation.rank} on {allocation.node} expected {allocation.size} ranks, rank 0 {len(places)}")
     allocation.nodes = tuple(place["node"] for place in places)
-    return Place(rank=allocation.rank, node=allocation.node, world_size=allocation.size, started_by=allocation.world.source.value)
+    return {"world_size": allocation.size, "started_by": allocation.world.source.value}
 
 
 @meet.judged
-def judge_ranks(context: Context, seen: Mapping[int, Place]) -> Finding:
+def judge_ranks(context: Context, seen: Mapping[int, dict[str, Any]]) -> Finding:
     size, per_node = context.allocation.size, Counter(context.allocation.nodes)
     if different := agree(
         context,
         seen,
-        lambda theirs, ours: f" expected {theirs.world_size} ranks, rank 0 {ours.world_size}",
+        lambda theirs, ours: f" expected {theirs['world_size']} ranks, rank 0 {ours['world_size']}",
         advice="start all ranks with one srun, torchrun or mpiexec",
-        of=lambda place: place.world_size,
+        of=lambda place: place["world_size"],
     ):
         return different
     found = f"{size} {'rank' if size == 1 else 'ranks'} on {len(per_node)} {'node' if len(per_node) == 1 else 'nodes'}"
@@ -75,7 +67,7 @@ def judge_ranks(context: Context, seen: Mapping[int, Place]) -> Finding:
     if len(set(per_node.values())) > 1:
         uneven = ", ".join(f"{node}: {count}" for node, count in sorted(per_node.items(), key=lambda pair: pair[1])[:6])
         return warning(f"{found}, unevenly spread ({uneven})", "give every node the same number of ranks: --ntasks-per-node", figures)
-    return ok(f"{found}, started by {seen[0].started_by}", figures)
+    return ok(f"{found}, started by {seen[0]['started_by']}", figures=figures)
 
 
 @item("config", Where.every_rank, seconds=120.0, needs=("ranks",))
@@ -121,29 +113,21 @@ def _has_delta_nets(model: ModelConfig) -> bool:
         return False
 
 
-def wanted_ranks(config: JobRun) -> dict[str, int]:
-    """The ranks of every component that the run starts, the training one first."""
-    return {_main(config): config.num_processes} | {server.name: server.num_ranks for server in config.servers()}
-
-
-def _main(config: JobRun) -> str:
-    return "actor" if config.traits().role == "actor" else "trainer"
-
-
 def _judge_sizes(size: int, config: JobRun, mark: str) -> Finding:
     """Whether the rank count matches a component of the config, or all together, and whether the layouts divide."""
-    wanted = wanted_ranks(config)
-    layouts = {_main(config): config.parallel} | {server.name: server.parallel for server in config.servers()}
-    for name, count in wanted.items():
+    main, wanted = "actor" if config.traits().role == "actor" else "trainer", {}
+    layouts = [(main, config.num_processes, config.parallel), *((one.name, one.num_ranks, one.parallel) for one in config.servers())]
+    for name, count, layout in layouts:
+        wanted[name] = count
         try:
             with in_section(name if name in SERVERS else ""):
-                layouts[name].check_world(count)
+                layout.check_world(count)
         except ConfigError as error:
             return fatal(f"{name}: {error}", f"change {name}'s parallel sizes, or its num_processes")
     listed = ", ".join(f"{name} {count}" for name, count in wanted.items())
     figures = {f"wanted_{name}": float(count) for name, count in wanted.items()}
     if size in (*wanted.values(), sum(wanted.values())):
-        return ok(f"{mark} on every rank; it needs {listed}", figures)
+        return ok(f"{mark} on every rank; it needs {listed}", figures=figures)
     advice = "start the preflight on the nodes of one component, or of all; or set num_processes to the job's number of ranks"
     return warning(f"it needs {listed}; {size} came", advice, figures)
 
@@ -166,12 +150,9 @@ def fetch(context: Context) -> dict[str, str]:
 def judge_hub(context: Context, seen: Mapping[int, dict[str, str]]) -> Finding:
     """Fatal if a rank has another commit than rank 0."""
     advice = "name the commit: ORG/NAME@COMMIT"
-    different = agree(context, seen, lambda theirs, ours: f": {_listed(theirs)}; rank 0: {_listed(ours)}", advice)
-    return different or ok(_listed(seen[0]) or "no setting names a model or data set of the Hub")
-
-
-def _listed(named: Mapping[str, str]) -> str:
-    return ", ".join(f"{key}: {value}" for key, value in named.items())
+    listed = {rank: ", ".join(f"{key}: {value}" for key, value in named.items()) for rank, named in seen.items()}
+    different = agree(context, listed, lambda theirs, ours: f": {theirs}; rank 0: {ours}", advice)
+    return different or ok(listed[0] or "no setting names a model or data set of the Hub")
 
 
 def own_versions() -> dict[str, str]:

@@ -264,17 +264,14 @@ class _Probe:
 
     def refit_and_compare(self, version: int) -> tuple[float, float]:
         """(seconds of the refit, largest difference between the engine's log-probs and the policy's) with the policy's current weights."""
-        from aligner.parallel.collectives import gather_objects
+        from aligner.commands.gap import samples
 
         self._engine.sleep()
         started = time.monotonic()
         self._engine.refit(version)
         self._engine.wake()
         seconds = time.monotonic() - started
-        own = [one for part in self._engine.generate(self._prompts, list(range(len(self._prompts))), self._sampling) for one in part]
-        parts = gather_objects(own if self._engine.replica.is_leader else [])
-        self._engine.sleep()  # the policy's turn
-        rollouts = sorted((rollout for part in parts for rollout in part), key=lambda rollout: rollout.seed)
+        rollouts = samples(self._engine, self._prompts, self._sampling)
         self.num_tokens = sum(len(rollout.response) for rollout in rollouts)
         return seconds, _gap(self._policy, rollouts, self._pad_id)
 
@@ -314,4 +311,4 @@ def judge_engine(context: Context, seen: Mapping[int, Trial]) -> Finding:
         return fatal(found, advice, figures)
     if gap > NOTABLE_GAP:
         return warning(found, "watch rollout/logprob_gap in the run: importance ratios start from this difference", figures)
-    return ok(found, figures)
+    return ok(found, figures=figures)

@@ -20,7 +20,7 @@ import torch
 
 from aligner.commands.preflight.framework import Context, Finding, Where, agree, fatal, item, ok, warning, who
 from aligner.commands.preflight.models import tokenizer_of
-from aligner.commands.programs import placement_of, programs, share_out
+from aligner.commands.programs import programs, share_out
 from aligner.errors import ConfigError
 from aligner.loop.loop import NEWEST_BY_TIME
 from aligner.models.config import Dtype
@@ -106,7 +106,7 @@ def judge_devices(context: Context, seen: Mapping[int, Machine]) -> Finding:
     figures |= {"gpu_gib": min(machine.gpu_bytes for machine in seen.values()) / GIB, "node_gpus": float(first.node_gpus)}
     if "SLURM_JOB_ID" not in os.environ and len(set(allocation.nodes)) == 1 and first.node_gpus:  # as `aligner launch local` would
         found = programs(context.name, context.config, context.overrides)
-        share_out(found, placement_of(context.config), first.node_gpus)
+        share_out(found, context.config.server_placement, first.node_gpus)
     if same := _on_same_gpu(context, seen):
         return fatal(same, "as many tasks per node as it has GPUs; run.ranks_per_gpu lets ranks share one", figures)
     crowded = [rank for rank, machine in seen.items() if allocation.nodes.count(allocation.nodes[rank]) > machine.gpus > 1]
@@ -142,7 +142,7 @@ def _judge_host(context: Context, seen: Mapping[int, Machine], found: str, figur
     if small:
         text = f"{found}; {who(context.allocation, small)}: /dev/shm has {seen[small[0]].shared_bytes / GIB:.2f} GiB"
         return warning(text, "give the container more: --shm-size, --ipc=host", figures)
-    return ok(found, figures)
+    return ok(found, figures=figures)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,7 +241,7 @@ def judge_plan(context: Context, seen: Mapping[int, Planned]) -> Finding:
                 f"cluster={wanted.device.value} with {wanted.gpu_memory_gib:g} GiB is configured, {devices['gpu_gib']:.1f} GiB are here"
             )
     found = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.peak.items()) + f" of {plan.limit / GIB:.1f} GiB a rank"
-    return warning(found, "; ".join(notes), figures) if notes else ok(found, figures)
+    return warning(found, "; ".join(notes), figures) if notes else ok(found, figures=figures)
 
 
 @item("space", Where.first_rank, seconds=30.0, needs=("filesystem", "plan"))
@@ -270,4 +270,4 @@ def judge_space(context: Context, seen: Mapping[int, int]) -> Finding:
         return fatal(found, advice, figures)
     if free < everything:
         return warning(found, "set checkpoint.keep, save less often (loop.save_every), or free some space", figures)
-    return ok(found, figures)
+    return ok(found, figures=figures)

@@ -331,7 +331,6 @@ _NUMBERS += ("rope_score_scale", "glu_limit", "glu_offset", "attention_temperatu
 
 
 def _check_sizes(a: Architecture) -> None:
-    """Raise ConfigError for numbers out of range, and for fields whose kind of layer is off."""
     require(a, "architecture", AT_LEAST_1, *_COUNTS, "attention_temperature_length")
     if a.num_layers > MOST_LAYERS:
         raise a.wrong("num_layers", f"must be at most {MOST_LAYERS}")
@@ -353,7 +352,6 @@ def _check_sizes(a: Architecture) -> None:
 
 
 def _check_positions(a: Architecture) -> None:
-    """Raise ConfigError for rotary embeddings that are not computed."""
     if not 0 < a.rotary_fraction <= 1:
         raise a.wrong("rotary_fraction", "must be in (0, 1]")
     learned = a.position_embedding == PositionEmbedding.learned
@@ -389,7 +387,6 @@ def _check_rope_scaling(a: Architecture) -> None:
 
 
 def _check_layers(a: Architecture) -> None:
-    """Raise ConfigError for lists of layers' numbers, windows and chunks that do not go together."""
     if a.full_attention_layers and not (a.sliding_window or a.attention_chunk):
         raise a.wrong("full_attention_layers", "needs sliding_window > 0 or attention_chunk > 0; allowed without: []")
     for name in _LAYER_LISTS:
@@ -406,7 +403,6 @@ def _check_layers(a: Architecture) -> None:
 
 
 def _check_parts(a: Architecture) -> None:
-    """Raise ConfigError for norms and sums that do not go together."""
     side_by_side = a.parallel_residual != ParallelResidual.none
     for name, is_on in {"parallel_residual": side_by_side, "post_norms": a.post_norms, "residual_norms": a.residual_norms}.items():
         if is_on and a.num_experts:
@@ -424,7 +420,6 @@ def _check_parts(a: Architecture) -> None:
 
 
 def _check_experts(a: Architecture) -> None:
-    """Raise ConfigError for mixtures of experts that are not computed."""
     if not a.num_experts:
         return
     if a.shared_ffn_hidden_size < 0 or a.shared_expert_gate > bool(a.shared_ffn_hidden_size):
@@ -440,7 +435,6 @@ def _check_experts(a: Architecture) -> None:
 
 
 def _check_router(a: Architecture) -> None:
-    """Raise ConfigError for ways of choosing experts that are not computed here."""
     groups, kept, chosen = a.router_groups, a.router_groups_per_token, a.experts_per_token
     if a.router_bias and not a.router_sigmoid:
         raise a.wrong("router_bias", "is computed for sigmoid scores; allowed with router_sigmoid=True")
@@ -465,7 +459,6 @@ def _check_router(a: Architecture) -> None:
 
 
 def _check_latent(a: Architecture) -> None:
-    """Raise ConfigError for models that cannot have latent attention."""
     if not a.latent_size:
         return
     if not 1 <= a.value_head_dim <= a.head_dim:
@@ -482,7 +475,6 @@ def _check_latent(a: Architecture) -> None:
 
 
 def _check_linear(a: Architecture) -> None:
-    """Raise ConfigError for a gate on attention, or gated delta nets, that are not computed."""
     if a.attention_gate and a.rotary_interleaved:
         raise a.wrong("attention_gate", "allowed with rotary_interleaved=False")
     if not a.linear_attention_layers:

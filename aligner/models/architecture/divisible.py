@@ -63,7 +63,7 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
     """Raise ConfigError for settings that are valid alone but not together."""
     if isinstance(architecture, HFArchitecture):
         return _check_own_modules(architecture, model, parallel)
-    problem, experts = _variant_problem(architecture), architecture.num_experts
+    problem, experts = unusual(architecture, UNUSUAL | _FACTOR), architecture.num_experts
     overlap, invariant, cp = "parallel.tp_comm_overlap=true: needs", "model.batch_invariant=true:", parallel.cp
     sums = "the sums over a token's experts have no invariant form here; allowed: dense models"
     refuse(
@@ -162,11 +162,6 @@ def unusual(architecture: Architecture, fields: Mapping[str, tuple[Any, str]] = 
     return ""
 
 
-def _variant_problem(architecture: Architecture) -> str:
-    """What of the model the batch-invariant modules do not compute; empty where they compute all."""
-    return unusual(architecture, UNUSUAL | _FACTOR)
-
-
 def torch_layers_reason(architecture: Architecture) -> str:
     """What of the model only torch's layers compute here; empty where others may."""
     parted = {} if architecture.rotary_fraction == 1 else _FACTOR
@@ -196,7 +191,6 @@ def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], l
 
 
 def _tensor_problem(architecture: Architecture, tp: int) -> str:
-    """Why `tp` ranks cannot split one of the model's sizes; empty if they can split all."""
     sizes = ["num_attention_heads", "hidden_size"]
     sizes += ["ffn_hidden_size"] if architecture.dense_layers or not architecture.num_experts else []
     for name in (*sizes, "shared_ffn_hidden_size", "linear_key_heads"):

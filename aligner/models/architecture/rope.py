@@ -1,11 +1,11 @@
 """Frequencies of the rotary embedding, plain or scaled for longer contexts: one for each pair of rotated dimensions, float32.
 
-Linear (Chen et al. 2023, 2306.15595), by parts as in Llama 3.1, and YaRN (Peng et al. 2023, 2309.00071), whose factor on
-cosines and sines is `Architecture.rope_attention_factor`; LongRoPE (Ding et al. 2024, 2402.13753) has one too, and two sets of divisors.
-Dynamic scaling begins beyond `max_position_embeddings`, where no sequence is.
+Linear (Chen et al. 2023, 2306.15595), by parts as in Llama 3.1, YaRN (Peng et al. 2023, 2309.00071) and LongRoPE (Ding et al. 2024,
+2402.13753); the last two have a factor on cosines and sines (`Architecture.rope_attention_factor`). Dynamic scaling begins beyond
+`max_position_embeddings`, where no sequence is.
 
-Which of LongRoPE's sets is taken depends on the context length of the run alone, so that a token's log-prob depends on nothing but what is
-before it. transformers takes the long one where the longest row of a batch has more tokens than `rope_original_length`.
+Which of LongRoPE's two sets of divisors is taken depends on the context length of the run alone, so that a token's log-prob depends on
+nothing but what is before it. transformers takes the long one where the longest row of a batch has more tokens than `rope_original_length`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ def score_scale(architecture: Architecture) -> float:
 
 
 def _by_wavelength(plain: Tensor, architecture: Architecture) -> Tensor:
-    """Short wavelengths unchanged, long ones divided by the factor, a linear mixture between."""
     factor, low, high = architecture.rope_llama3_factor, architecture.rope_low_freq_factor, architecture.rope_high_freq_factor
     turns = architecture.rope_original_length / (2 * math.pi / plain)
     share = ((turns - low) / ((high - low) or 1e-9)).clamp(0, 1)  # a step if both are equal

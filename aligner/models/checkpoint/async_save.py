@@ -1,9 +1,9 @@
 """Writing Megatron-Core distributed checkpoints from a thread of the training process.
 
 Megatron-Core splits a save into a plan (collective), the writing of each rank's files (local) and the metadata (collective), and forks
-processes for the middle part: one more per file. Here a thread writes the same files. A thread dies with its process, so no orphan of a
-killed run keeps writing. `wait` raises its error. Nothing is forked out of a process that holds CUDA, NCCL and gloo threads. While the
-thread writes or hashes, it holds the interpreter's lock only briefly.
+processes for the middle part. Here a thread writes the same files: it dies with its process, so no orphan of a killed run keeps writing,
+nothing is forked out of a process that holds CUDA, NCCL and gloo threads, and `wait` raises its error. While it writes or hashes, it holds
+the interpreter's lock only briefly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
-from aligner.errors import CheckpointError, describe_os_error
+from aligner.errors import CheckpointError
 from aligner.models.checkpoint.files import explain
 from aligner.models.checkpoint.manifest import Digest, digest
 from aligner.parallel.collectives import gather_objects, raise_everywhere
@@ -41,13 +42,19 @@ class PlannedDirectory:
         """(path, file name, (bytes to write, tensors to write)) of each file. Copying and writing change the list in place."""
         return [] if self.request.async_fn is None else self.request.async_fn_args[1]
 
-    @property
-    def transforms(self) -> list[Any]:
-        """torch's write transforms: none, but its writing function requires the argument."""
-        return [] if self.request.async_fn is None else self.request.async_fn.args[0]
-
 
 OVERHEAD = 1.02  # of file formats, and small files
+
+
+@contextmanager
+def _explained(directory: Path) -> Iterator[None]:
+    """Raise CheckpointError, with rank and cause, for what Megatron-Core raises meanwhile; its warnings are left out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except (TorchCheckpointException, OSError) as error:
+            raise CheckpointError(f"writing a checkpoint failed: rank {dist.get_rank()}: {explain(error, directory)}") from error
 
 
 def plan(state: dict[str, Any], directory: Path) -> PlannedDirectory:
@@ -55,21 +62,16 @@ def plan(state: dict[str, Any], directory: Path) -> PlannedDirectory:
 
     Raises CheckpointError.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            request = dist_checkpointing.save(state, str(directory), async_sharded_save=True, **SAVE_PLAN)
-        except OSError as error:
-            raise CheckpointError(f"writing a checkpoint failed: rank {dist.get_rank()}: {describe_os_error(error, directory)}") from error
+    with _explained(directory):
+        request = dist_checkpointing.save(state, str(directory), async_sharded_save=True, **SAVE_PLAN)
     return PlannedDirectory(path=directory, request=request, results={})
 
 
 def planned_bytes(planned: Sequence[PlannedDirectory]) -> int:
     """Bytes that all ranks together will write. Collective."""
-    own = 0
-    for part in planned:
-        for _, _, (objects, tensors) in part.buckets:
-            own += sum(buffer.getbuffer().nbytes for _, buffer in objects) + sum(tensor.nbytes for _, tensor in tensors)
+    buckets = [bucket for part in planned for _, _, bucket in part.buckets]
+    own = sum(buffer.getbuffer().nbytes for objects, _ in buckets for _, buffer in objects)
+    own += sum(tensor.nbytes for _, tensors in buckets for _, tensor in tensors)
     return int(sum(gather_objects(own)) * OVERHEAD)
 
 
@@ -84,8 +86,10 @@ class FileWriter:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         if in_background:
-            for part in planned:
-                _copy_to_host(part)
+            for part in planned:  # CPU tensors are copied too: a planned one may be the live weight itself
+                for number, (path, name, (objects, tensors)) in enumerate(part.buckets):
+                    copied = [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in tensors]
+                    part.buckets[number] = (path, name, (objects, copied))
             # A daemon: where the process ends with an error, nobody will publish what it writes.
             self._thread = threading.Thread(target=self._write, name=f"checkpoint-writer-{root.name}", daemon=True)
             self._thread.start()
@@ -99,52 +103,35 @@ class FileWriter:
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait until every rank has written. Every rank calls it. If one fails or times out, every rank raises its CheckpointError."""
-        start, error = time.monotonic(), self._error
+        start, failed = time.monotonic(), None
         if self._thread is not None:
             self._thread.join(timeout_seconds)
-            error = self._error
-            if self._thread.is_alive():
-                seconds = time.monotonic() - start
-                error = TimeoutError(f"its files were not written {seconds:.0f} s after they were waited for")
+        error = self._error
+        if not self.is_done:
+            error = TimeoutError(f"its files were not written {time.monotonic() - start:.0f} s after they were waited for")
         if error is not None:
             failed = CheckpointError(f"writing a checkpoint failed: rank {dist.get_rank()}: {explain(error, self._root)}")
             failed.__cause__ = error
-            raise_everywhere(failed)
-        raise_everywhere(None)
+        raise_everywhere(failed)
 
     def _write(self) -> None:
         with recording.span("write files", recording.rank_lane("checkpoint")):
-            self._write_all()
-
-    def _write_all(self) -> None:
-        try:
-            for part in self.planned:
-                for number in range(len(part.buckets)):
-                    path = Path(part.buckets[number][0])
-                    part.results[number] = _write_bucket(part, number)
-                    self.digests[str(path.relative_to(self._root))] = digest(path)
-        except Exception as error:  # of whatever kind: raised by `wait`, on every rank
-            self._error = error
+            try:
+                for part in self.planned:
+                    for number, (path, *_) in enumerate(list(part.buckets)):
+                        part.results[number] = _write_bucket(part, number)
+                        self.digests[str(Path(path).relative_to(self._root))] = digest(Path(path))
+            except Exception as error:  # of whatever kind: raised by `wait`, on every rank
+                self._error = error
 
 
 def write_metadata(part: PlannedDirectory) -> None:
     """Write the files that describe what the ranks wrote into a directory. Every rank calls it, after `FileWriter.wait`."""
     if part.request.async_fn is not None:
         part.request.async_fn_args[2].put(part.results)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            for finalize in part.request.finalize_fns:
-                finalize()
-        except (TorchCheckpointException, OSError) as error:
-            raise CheckpointError(f"writing a checkpoint failed: rank {dist.get_rank()}: {explain(error, part.path)}") from error
-
-
-def _copy_to_host(part: PlannedDirectory) -> None:
-    """Replace every tensor by a host copy. CPU tensors are copied too: a planned one may be the live weight itself."""
-    for number, (path, name, (objects, tensors)) in enumerate(part.buckets):
-        copied = [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in tensors]
-        part.buckets[number] = (path, name, (objects, copied))
+    with _explained(part.path):
+        for finalize in part.request.finalize_fns:
+            finalize()
 
 
 def _write_bucket(part: PlannedDirectory, number: int) -> list[Any]:
@@ -155,7 +142,7 @@ def _write_bucket(part: PlannedDirectory, number: int) -> list[Any]:
     working: queue.Queue[int] = queue.Queue()
     working.put(number)  # it is taken out at the end, as its parent process expects
     filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-        part.transforms, number, (path, name, (objects, on_host)), results, working, use_fsync=True
+        part.request.async_fn.args[0], number, (path, name, (objects, on_host)), results, working, use_fsync=True
     )
     part.buckets[number] = (path, name, ([], []))
     _, written = results.get_nowait()

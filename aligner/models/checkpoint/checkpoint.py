@@ -21,8 +21,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,7 @@ from aligner.models.checkpoint.weights import load_weights as load_weights
 from aligner.models.checkpoint.weights import to_marker as adapters_to_marker
 from aligner.models.config import HFArchitecture, Implementation
 from aligner.models.families import architecture_to_hf
-from aligner.models.training import finite
-from aligner.models.training.trainable import TrainableModel, generator_state, set_generator_state
+from aligner.models.training.trainable import TrainableModel, check_before_save, generator_state, set_generator_state
 from aligner.parallel.collectives import broadcast_object, from_rank_0, gather_objects, raise_everywhere
 
 IMPLEMENTATION = "implementation"  # key of a marker: whose modules the model is made of; absent: Megatron-Core's
@@ -73,60 +72,44 @@ class SaveRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Contents:
-    """The sums of a checkpoint's tensors at the time the save started."""
-
-    directory: Path
-    vocabulary: int
-    sums: Mapping[str, checkpoint_sums.Sum]
-    read_back: Mapping[str, Sequence[Any]]  # by folder: the shapes and places of what is read back before the checkpoint is published
-
-    def check(self) -> None:
-        """Compare the tensors on disk with those that were in memory. Collective. Raises CheckpointError."""
-        for folder, shards in self.read_back.items():
-            found = checkpoint_sums.read_back(self.directory / folder, shards, vocabulary=self.vocabulary)
-            checkpoint_sums.compare(self.sums, found, f"{self.directory / folder}: as it was read back")
-
-
 class PendingSave:
     """A checkpoint whose files are being written. The model may be trained on meanwhile. Every rank holds one."""
 
-    def __init__(self, contents: _Contents, final: Path, marker: Mapping[str, Any], writer: async_save.FileWriter) -> None:
-        self.final = final
-        self._contents = contents
-        self._writing = contents.directory
-        self._marker = marker
-        self._writer = writer
+    final: Path
+    writing: Path
+    marker: Mapping[str, Any]
+    writer: async_save.FileWriter
+    vocabulary: int
+    sums: Mapping[str, checkpoint_sums.Sum]  # of the tensors at the time the save started
+    read_back: Mapping[str, Sequence[Any]]  # by folder: the shapes and places of what is read back before the checkpoint is published
 
     @property
     def is_written(self) -> bool:
         """Whether this rank has finished writing its files, or failed to."""
-        return self._writer.is_done
+        return self.writer.is_done
 
     def publish(self, timeout_seconds: float = WRITE_TIMEOUT_SECONDS) -> Path:
         """Wait until every rank has written, then make the checkpoint visible and move `latest`. Every rank calls it.
 
         Returns its directory. If one rank fails, removes the written files and raises CheckpointError on every rank.
         """
-        try:
-            self._writer.wait(timeout_seconds)
-            _on_rank_0(lambda: (self._writing / RESERVED).unlink())  # its room is for the metadata
-            for part in self._writer.planned:
+        with _discarding(self.writing):
+            self.writer.wait(timeout_seconds)
+            _on_rank_0(lambda: (self.writing / RESERVED).unlink())  # its room is for the metadata
+            for part in self.writer.planned:
                 async_save.write_metadata(part)
-            self._contents.check()
-            digests = {name: entry for part in gather_objects(self._writer.digests) for name, entry in part.items()}
+            for folder, shards in self.read_back.items():
+                found = checkpoint_sums.read_back(self.writing / folder, shards, vocabulary=self.vocabulary)
+                checkpoint_sums.compare(self.sums, found, f"{self.writing / folder}: as it was read back")
+            digests = {name: entry for part in gather_objects(self.writer.digests) for name, entry in part.items()}
             _on_rank_0(lambda: self._finish(digests))
-        except CheckpointError:
-            if dist.get_rank() == 0:
-                files.discard(self._writing)
-            raise
         return self.final
 
     def _finish(self, digests: Mapping[str, manifest.Digest]) -> None:
-        checkpoint_sums.write(self._writing, self._contents.sums)
-        manifest.write(self._writing, digests)
-        files.write_marker(self._writing, self._marker)
-        files.publish(self._writing, self.final)
+        checkpoint_sums.write(self.writing, self.sums)
+        manifest.write(self.writing, digests)
+        files.write_marker(self.writing, self.marker)
+        files.publish(self.writing, self.final)
 
 
 def save(checkpoints: Path, model: TrainableModel, request: SaveRequest) -> Path:
@@ -146,15 +129,19 @@ def start_save(
     final = step_directory(checkpoints, request.step)
     model.wake()
     model.settle()
-    finite.check_before_save(model.chunks, model.optimizer, model.topology.rank)
+    check_before_save(model.chunks, model.optimizer, model.topology.rank)
     generators = gather_objects(generator_state())
     made: list[Path] = []
     _on_rank_0(lambda: made.append(_start(final, model, request, generators)))
     writing = broadcast_object(made[0] if made else None)
     states = _states(model, with_optimizer=_has_optimizer_state(model) and not request.weights_only)
-    contents = _contents(writing, model, states, read_back=read_back)
+    vocabulary = model.chunks[0].architecture.vocab_size
+    sums = checkpoint_sums.saved(checkpoint_sums.find(states.values(), vocabulary=vocabulary))
+    shards = {folder: [one.without_data() for one in checkpoint_sums.tensors(state)] for folder, state in states.items()}
     planned = [async_save.plan(state, writing / folder) for folder, state in states.items()]
-    _check_room(writing, async_save.planned_bytes(planned))
+    needed = async_save.planned_bytes(planned)
+    with _discarding(writing):
+        _on_rank_0(lambda: files.check_room(writing, needed))
     marker: dict[str, Any] = {"kind": kind_of(model.chunks), "step": request.step, files.FINITE: True}
     if isinstance(model.chunks[0].architecture, HFArchitecture):
         marker[IMPLEMENTATION] = Implementation.transformers.value
@@ -162,24 +149,24 @@ def start_save(
     if model.chunks[0].head is not None:
         marker |= model.chunks[0].head.to_marker()
     writer = async_save.FileWriter(planned, writing, in_background=in_background)
-    return PendingSave(contents, final, marker, writer)
+    return PendingSave(
+        final=final,
+        writing=writing,
+        marker=marker,
+        writer=writer,
+        vocabulary=vocabulary,
+        sums=sums,
+        read_back=shards if read_back else {},
+    )
 
 
 def _states(model: TrainableModel, *, with_optimizer: bool) -> dict[str, Any]:
-    """The sharded state in memory, by folder."""
     weights = sharded_state(model.chunks)
     if not with_optimizer:
         return {"weights": weights}
     shards = checkpoint_optimizer.sharded_state(model.optimizer, weights)
     # A rank that holds padding only has none.
     return {"weights": sharded_state(model.chunks), "optimizer": {"optimizer": shards} if shards else {}}
-
-
-def _contents(writing: Path, model: TrainableModel, states: Mapping[str, Any], *, read_back: bool) -> _Contents:
-    vocabulary = model.chunks[0].architecture.vocab_size
-    sums = checkpoint_sums.saved(checkpoint_sums.find(states.values(), vocabulary=vocabulary))
-    shards = {folder: [one.without_data() for one in checkpoint_sums.tensors(state)] for folder, state in states.items()}
-    return _Contents(directory=writing, vocabulary=vocabulary, sums=sums, read_back=shards if read_back else {})
 
 
 def load(model: TrainableModel, path: Path, *, verify: bool = True) -> dict[str, Any]:
@@ -271,7 +258,6 @@ def _has_optimizer_state(model: TrainableModel) -> bool:
 
 
 def _start(final: Path, model: TrainableModel, request: SaveRequest, generators: list[dict[str, Any]]) -> Path:
-    """Make the directory and write the small files, which hold the state of this moment."""
     state = {
         "step": request.step,
         "version": model.version,
@@ -300,10 +286,11 @@ def _start(final: Path, model: TrainableModel, request: SaveRequest, generators:
     return writing
 
 
-def _check_room(writing: Path, needed: int) -> None:
-    """If the planned files do not fit, clean up and raise CheckpointError on every rank."""
+@contextmanager
+def _discarding(writing: Path) -> Iterator[None]:
+    """Remove the directory where what happens meanwhile raises CheckpointError, which it does on every rank."""
     try:
-        _on_rank_0(lambda: files.check_room(writing, needed))
+        yield
     except CheckpointError:
         if dist.get_rank() == 0:
             files.discard(writing)
@@ -321,14 +308,12 @@ def _reserve(path: Path) -> None:
             file.write(bytes(RESERVED_BYTES))
 
 
-def _read_optimizer(wanted: dict[str, Any], directory: Path) -> dict[Any, Any]:
-    return read({"optimizer": wanted} if wanted else {}, directory / "optimizer").get("optimizer", {})
-
-
 def _load_optimizer(model: TrainableModel, directory: Path) -> None:
     weights = sharded_state(model.chunks)
     # Nothing else holds the tensors that are read: they are released one by one as the optimizer takes them.
-    loaded = _read_optimizer(checkpoint_optimizer.sharded_state(model.optimizer, weights, is_loading=True), directory)
+    wanted = checkpoint_optimizer.sharded_state(model.optimizer, weights, is_loading=True)
+    loaded = read({"optimizer": wanted} if wanted else {}, directory / "optimizer").get("optimizer", {})
+    del wanted
     try:
         strangers = checkpoint_optimizer.restore(model.optimizer, weights, loaded, step=model.version)
     except CheckpointError as error:
@@ -347,13 +332,18 @@ def estimated_bytes(model: TrainableModel) -> int:
     topology, config = model.topology, model.config
     dense_copies = topology.world_size // (topology.tp_size * topology.pp_size)
     expert_copies = topology.world_size // (config.expert_model_parallel_size * config.expert_tensor_parallel_size * topology.pp_size)
+    state = 0  # bytes of the optimizer for each parameter
+    if model.optimizer is not None:
+        adam = model.optimizer.chained_optimizers[0].config
+        moments = 2 * (adam.exp_avg_dtype.itemsize if adam.use_precision_aware_optimizer else torch.float32.itemsize)
+        state = MAIN_COPY_BYTES + moments
     own = 0.0
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
             if chunk.lora.is_on and not parameter.requires_grad:  # of a model with adapters, they are saved alone
                 continue
             copies = expert_copies if ".experts." in name else dense_copies
-            own += parameter.numel() * (parameter.element_size() + _optimizer_bytes(model)) / copies
+            own += parameter.numel() * (parameter.element_size() + state) / copies
     return int(sum(gather_objects(own)) * async_save.OVERHEAD)
 
 
@@ -370,11 +360,3 @@ def shortage(model: TrainableModel, directory: Path, *, keep: int) -> str:
     if free < size:
         raise ConfigError(f"run.directory: {room}: not even one fits; make room there, or name another directory")
     return f"warning: {room}: room for {free // max(size, 1)}, the run needs {wanted} at a time (checkpoint.keep={keep})"
-
-
-def _optimizer_bytes(model: TrainableModel) -> int:
-    if model.optimizer is None:
-        return 0
-    part = model.optimizer.chained_optimizers[0]
-    moments = 2 * (part.config.exp_avg_dtype.itemsize if part.config.use_precision_aware_optimizer else torch.float32.itemsize)
-    return MAIN_COPY_BYTES + moments

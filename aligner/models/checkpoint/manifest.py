@@ -62,17 +62,12 @@ def verify(directory: Path, *, needed: Callable[[str], bool]) -> None:
     if not damaged:
         return
     more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-    older = from_rank_0(lambda: _older(directory))
+    beside = from_rank_0(lambda: list(files.complete_steps(directory.parent).values()))
+    older = beside[: beside.index(directory)] if directory in beside else []
     intact = next((path.name for path in reversed(older) if not damage(path, needed=lambda _: True)), None)
     mending = f"move {directory.name} away to continue from it, or let run.damaged_checkpoint=fall_back do it"
     advice = f"{intact} is intact: {mending}" if intact else "no older checkpoint beside it is intact"
     raise CheckpointError(f"{directory}: {damaged[0]}{more}; {advice}")
-
-
-def _older(directory: Path) -> list[Path]:
-    steps = files.complete_steps(directory.parent)
-    own = next((step for step, path in steps.items() if path.name == directory.name), 0)
-    return [path for step, path in steps.items() if step < own]
 
 
 def damage(directory: Path, *, needed: Callable[[str], bool]) -> list[str]:

@@ -1,17 +1,17 @@
 """The optimizer's part of a checkpoint, in a layout-independent form.
 
-Megatron-Core's distributed optimizer keeps float32 weights and moments in flat buffers that are cut over the data-parallel ranks. So a
-rank holds a range of each parameter's flattened elements (`param_range_map["param"]`, by which every step copies the float32 weights to
-the model's). Each rank writes and reads its ranges under the parameter's name. A range of a tensor of n dimensions is at most
-2n - 1 boxes, and each box is a shard of the whole model's tensor: nothing is gathered, and no offset in a buffer is used. (Upstream's
-`fully_reshardable` form gathers everything on every rank and, up to 0.19, cuts at the wrong places behind a bucket that ends in padding:
-Megatron-LM pull request 5077. Names, shapes and types in the files are the same.)
+Megatron-Core's distributed optimizer keeps float32 weights and moments in flat buffers that are cut over the data-parallel ranks: a rank
+holds a range of each parameter's flattened elements (`param_range_map["param"]`). It writes and reads its ranges under the parameter's
+name. A range of a tensor of n dimensions is at most 2n - 1 boxes, and each box is a shard of the whole model's tensor: nothing is gathered,
+and no offset in a buffer is used. (Upstream's `fully_reshardable` form, with the same names, shapes and types in the files, gathers
+everything on every rank and, up to 0.19, cuts at the wrong places behind a bucket that ends in padding: Megatron-LM pull request 5077.)
 
 The only parameter-group state that the run's config does not give is the number of steps taken: the model's version.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -93,7 +93,6 @@ class _Held:
     size: int
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
-        """(which state, its float32 elements)."""
         tensors = self.part._get_main_param_and_optimizer_states(self.parameter)
         for state in _STATES:
             tensor = tensors[state].detach()
@@ -101,12 +100,10 @@ class _Held:
             yield state, tensor if tensor.dtype == torch.float32 else tensor.to("cpu", torch.float32)
 
     def blank(self) -> Iterator[tuple[str, Tensor]]:
-        """As `values`, with tensors to fill."""
         for state in _STATES:
             yield state, torch.empty(self.size, dtype=torch.float32)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the float32 elements of each state."""
         if not isinstance(self.part.optimizer, HostAdam):
             self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
             return
@@ -149,8 +146,8 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
     for held in _held(optimizer, sharded_weights):
         tensors = {}
         for state in _STATES:
-            names = [f"{held.name}.{state}.{number}" for number in range(_count(loaded, f"{held.name}.{state}"))]
-            tensors[state] = torch.cat([loaded.pop(name).flatten() for name in names])
+            numbered = (f"{held.name}.{state}.{number}" for number in itertools.count())
+            tensors[state] = torch.cat([loaded.pop(name).flatten() for name in itertools.takewhile(loaded.__contains__, numbered)])
         found.append((held, tensors))
         if not held.is_of_the_weights(tensors["param"]):
             strangers.append(held.weight.key)
@@ -166,13 +163,6 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
     for held, tensors in found:
         held.fill(tensors)
     return []
-
-
-def _count(loaded: Mapping[str, Tensor], prefix: str) -> int:
-    number = 0
-    while f"{prefix}.{number}" in loaded:
-        number += 1
-    return number
 
 
 def _pieces(weight: Any, key: str, values: Tensor, start: int) -> list[ShardedTensor]:

@@ -1,8 +1,8 @@
 """Checks the pickles in Megatron-Core's checkpoint directories before they are loaded: loading a pickle can run arbitrary code.
 
 torch unpickles `.metadata` without restrictions, so it is first read with an unpickler that knows only the classes of such files. Byte
-objects (Transformer Engine's extra states, 0.19's common state) and `common.pt` must load as plain data. torch reads tensors as such.
-Megatron-LM's own `common.pt` holds objects of its classes: `load_inert` reads it with stand-ins for them, importing and calling nothing.
+objects (Transformer Engine's extra states, 0.19's common state) and `common.pt` must load as plain data. Megatron-LM's own `common.pt`
+holds objects of its classes: `load_inert` reads it with stand-ins for them, importing and calling nothing.
 """
 
 from __future__ import annotations

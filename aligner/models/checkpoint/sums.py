@@ -1,8 +1,8 @@
 """Sums over the bit patterns of a checkpoint's tensors: taken in memory before writing, compared after loading.
 
-A tensor's sum adds its elements' bit patterns, each times an odd number for each of its indices in the whole model's tensor, modulo 2^64.
-So the sum adds up over any split, and reveals a changed or misplaced element. It leaves out vocabulary padding, which depends on the
-layout. A checkpoint's `sums.json` has, per tensor, the sum, the number of elements and their type.
+A tensor's sum adds its elements' bit patterns, each times an odd number for each of its indices in the whole model's tensor, modulo 2^64:
+it adds up over any split, and reveals a changed or misplaced element. It leaves out vocabulary padding, which depends on the layout.
+`sums.json` has the sum, the number of elements and the type of each tensor.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def find(states: Iterable[Any], *, vocabulary: int) -> Found:
     own: dict[str, _Copies] = {}
     for shard, total in zip(shards, _numbers([_sum(shard, vocabulary) for shard in shards]), strict=True):
         copies = own.setdefault(shard.key, _Copies(dtype=str(shard.data.dtype), by_replica={}))
-        copies.add(_replica(shard), _within(shard, vocabulary).numel(), total)
+        replica = (shard.replica_id,) if isinstance(shard.replica_id, int) else tuple(shard.replica_id)
+        copies.add(replica, _within(shard, vocabulary).numel(), total)
     whole: dict[str, _Copies] = {}
     for part in gather_objects(own):
         for key, copies in part.items():
@@ -91,7 +92,12 @@ def read(directory: Path) -> dict[str, Sum]:
 
 def compare(wanted: Mapping[str, Sum], found: Found, what: str) -> None:
     """Raise WrongContents if any copy of a tensor differs from the saved one. Converted types cannot be compared."""
-    wrong = [key for key, copies in found.items() if key in wanted and not _is(copies, wanted[key])]
+    wrong = []
+    for key, copies in found.items():
+        if (expected := wanted.get(key)) is not None and copies.dtype == expected.dtype:
+            whole = [total for elements, total in copies.by_replica.values() if elements == expected.elements]
+            if not whole or any(f"{total:016x}" != expected.sum for total in whole):
+                wrong.append(key)
     if wrong:
         raise WrongContents(
             f"{what}: {len(wrong)} of {len(found)} tensors are not those that were in memory when they were saved ({SUMS}): "
@@ -117,19 +123,7 @@ def tensors(state: Any) -> Iterator[ShardedTensor]:
             yield from tensors(leaf.build())
 
 
-def _is(copies: _Copies, wanted: Sum) -> bool:
-    if copies.dtype != wanted.dtype:
-        return True
-    whole = [total for elements, total in copies.by_replica.values() if elements == wanted.elements]
-    return bool(whole) and all(f"{total:016x}" == wanted.sum for total in whole)
-
-
-def _replica(shard: ShardedTensor) -> tuple[int, ...]:
-    return (shard.replica_id,) if isinstance(shard.replica_id, int) else tuple(shard.replica_id)
-
-
 def _numbers(scalars: Sequence[Tensor]) -> list[int]:
-    """Integers of several devices, read from each at once."""
     found = [0] * len(scalars)
     for device in {scalar.device for scalar in scalars}:
         places = [place for place, scalar in enumerate(scalars) if scalar.device == device]
@@ -139,14 +133,12 @@ def _numbers(scalars: Sequence[Tensor]) -> list[int]:
 
 
 def _within(shard: ShardedTensor, vocabulary: int) -> Tensor:
-    """The part of a shard that is not padding."""
     if not shard.allow_shape_mismatch:
         return shard.data
     return shard.data[: max(0, vocabulary - shard.global_offset[shard.prepend_axis_num])]
 
 
 def _sum(shard: ShardedTensor, vocabulary: int) -> Tensor:
-    """An int64 scalar on the tensor's device."""
     data = _within(shard, vocabulary).detach()
     first = math.prod(2 * index + 1 for index in shard.global_offset[: shard.prepend_axis_num])
     return _weighted(data, shard.global_offset[shard.prepend_axis_num :]) * (first % (1 << 63))

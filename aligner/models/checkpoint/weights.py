@@ -27,7 +27,7 @@ from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.lora import Adapter, make_adapters, named_adapters
 from aligner.models.modules.scalar_head import HEAD, read_head
-from aligner.models.weights.weights import fill, load_hf
+from aligner.models.weights import fill, load_hf
 from aligner.parallel.collectives import from_rank_0, raise_everywhere
 from aligner.parallel.mcore import NEEDS_COMMON_FILE, ShardedTensor, dist_checkpointing, parallel_state, version
 
@@ -101,7 +101,6 @@ def _verified(path: Path, verify: bool) -> Path:
 def _read_states(
     chunks: Sequence[Chunk], directory: Path, states: Sequence[dict[str, Any]], *, with_head: bool = True
 ) -> list[dict[str, Any]]:
-    """Read the tensors of `states` (one per chunk), except heads that the checkpoint lacks."""
     kind = read_marker(directory)["kind"]
     _check_architecture(directory, chunks[0])
     if kind != kind_of(chunks) and kind != "language":

@@ -8,12 +8,12 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family, HFArchitecture
-from aligner.models.families import cohere, deepseek, gemma, glm, gpt, llama, olmo, qwen
+from aligner.models.families import deepseek, dense, gpt, llama, qwen
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 from aligner.models.families.own_modules import OWN_NAMES
 
-_LINEAGES = (llama, qwen, gemma, glm, deepseek, olmo, cohere, gpt)
+_LINEAGES = (llama, qwen, dense, deepseek, gpt)
 FAMILIES: dict[Family, llama.HFFamily] = {family: found for lineage in _LINEAGES for family, found in lineage.FAMILIES.items()}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from aligner.models.config import Architecture, Family
 from aligner.models.families import llama, mapping
+from aligner.models.families.dense import glm_to_hf
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import NameTable, Rule, rule
@@ -87,7 +88,6 @@ def _names(architecture: Architecture) -> NameTable:
 
 
 def _common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing: dict[str, Any]) -> Architecture:
-    """What DeepSeek-V2 and V3 share."""
     hf.only(_FIXED)
     rotated, values = hf.size("qk_rope_head_dim"), hf.size("v_head_dim")
     head_dim = hf.size("qk_nope_head_dim") + rotated
@@ -108,7 +108,6 @@ def _common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing:
 
 
 def _common_to_hf(a: Architecture) -> dict[str, Any]:
-    """The inverse of `_common_from_hf`."""
     hf = llama.common_to_hf(replace(a, rotary_fraction=1.0)) | mixture_to_hf(a) | {name: value for name, (value,) in _FIXED.items()}
     return hf | {
         "head_dim": a.rotated,
@@ -138,6 +137,23 @@ def _v3_from_hf(hf: HFConfig) -> Architecture:
     return _common_from_hf(hf, Family.deepseek_v3, interleaved=hf.flag("rope_interleave", True), routing=routing)
 
 
+# GLM-4.5 (2508.06471): GLM-4's heads, DeepSeek-V3's mixture of experts.
+_GLM_FIXED = {"norm_topk_prob": (True,)}
+
+
+def _glm_names(architecture: Architecture) -> NameTable:
+    biases = mapping.QKV_BIAS if architecture.qkv_bias else {}
+    norms = mapping.QK_NORM if architecture.qk_norm else {}
+    return mixture_names(architecture, mapping.QKV | biases | norms | mapping.ATTENTION_OUT)
+
+
+def _glm_from_hf(hf: HFConfig) -> Architecture:
+    hf.only(_GLM_FIXED)
+    common = llama.common_from_hf(hf, Family.glm4_moe, key_value_heads=8, norm_eps=1e-5, fraction=0.5)
+    routing = mixture_from_hf(hf, groups=hf.size("n_group", absent=1), best=2, dense=1, scale=1.0, sigmoid=True)
+    return replace(common, qkv_bias=hf.flag("attention_bias", False), qk_norm=hf.flag("use_qk_norm", False), **routing)
+
+
 FAMILIES = {
     Family.deepseek_v2: HFFamily("DeepseekV2ForCausalLM", _names, _v2_from_hf, _v2_to_hf),
     Family.deepseek_v3: HFFamily(
@@ -145,5 +161,8 @@ FAMILIES = {
         _names,
         _v3_from_hf,
         lambda a: _common_to_hf(a) | {"rope_interleave": a.rotary_interleaved} | {name: value for name, (value,) in _V3_FIXED.items()},
+    ),
+    Family.glm4_moe: HFFamily(
+        "Glm4MoeForCausalLM", _glm_names, _glm_from_hf, lambda a: glm_to_hf(a) | mixture_to_hf(a) | {"use_qk_norm": a.qk_norm}
     ),
 }

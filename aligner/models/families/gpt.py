@@ -11,17 +11,7 @@ from aligner.models.config import Activation, Architecture, Family, Normalizatio
 from aligner.models.families import llama, mapping
 from aligner.models.families.hf_config import HFConfig, layer_types, rope_to_hf
 from aligner.models.families.llama import HFFamily
-from aligner.models.families.mapping import (
-    EMBEDDING,
-    OUTPUT_LAYER,
-    OUTPUT_PROJECTION,
-    PROJECTION,
-    Layout,
-    NameTable,
-    affine,
-    llama_like,
-    rule,
-)
+from aligner.models.families.mapping import Layout, NameTable, affine, llama_like, rule
 
 _SIZES = {name: (name,) for name in ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")}
 _SIZES["num_layers"] = ("num_hidden_layers",)  # our names -> the file's, the one that is written first
@@ -51,7 +41,7 @@ def _common_to_hf(a: Architecture, *, sizes: Mapping[str, tuple[str, ...]] = _SI
 # linear layers are `Conv1D`, whose weights are stored as [in, out].
 _GPT2_NAMES = NameTable(
     before={
-        EMBEDDING: rule("transformer.wte.weight", layout=Layout.vocabulary),
+        mapping.EMBEDDING: rule("transformer.wte.weight", layout=Layout.vocabulary),
         "embedding.position_embeddings.weight": rule("transformer.wpe.weight"),
     },
     layer=affine("input_layernorm", "ln_1")
@@ -60,7 +50,7 @@ _GPT2_NAMES = NameTable(
     | affine("pre_mlp_layernorm", "ln_2")
     | affine("mlp.linear_fc1", "mlp.c_fc", transposed=True)
     | affine("mlp.linear_fc2", "mlp.c_proj", transposed=True),
-    after=affine("decoder.final_layernorm", "transformer.ln_f") | {OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary)},
+    after=affine("decoder.final_layernorm", "transformer.ln_f") | {mapping.OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary)},
     layer_prefix="transformer.h.{layer}.",
     base_prefix="transformer.",
     ignored=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",  # causal masks
@@ -124,7 +114,7 @@ _OPT_QKV = {
     for kind in ("weight", "bias")
 }
 _OPT_EMBEDDINGS = {
-    EMBEDDING: rule("model.decoder.embed_tokens.weight", layout=Layout.vocabulary),
+    mapping.EMBEDDING: rule("model.decoder.embed_tokens.weight", layout=Layout.vocabulary),
     "embedding.position_embeddings.weight": rule("model.decoder.embed_positions.weight"),
 }
 
@@ -134,7 +124,7 @@ def _opt_names(architecture: Architecture) -> NameTable:
     norms = ("post_attention_layernorm", "post_mlp_layernorm") if behind else ("input_layernorm", "pre_mlp_layernorm")
     final = {} if behind else affine("decoder.final_layernorm", "model.decoder.final_layer_norm")
     return NameTable(
-        before=_OPT_EMBEDDINGS | ({PROJECTION: rule("model.decoder.project_in.weight")} if projected else {}),
+        before=_OPT_EMBEDDINGS | ({mapping.PROJECTION: rule("model.decoder.project_in.weight")} if projected else {}),
         layer=affine(norms[0], "self_attn_layer_norm")
         | _OPT_QKV
         | affine("self_attention.linear_proj", "self_attn.out_proj")
@@ -142,8 +132,8 @@ def _opt_names(architecture: Architecture) -> NameTable:
         | affine("mlp.linear_fc1", "fc1")
         | affine("mlp.linear_fc2", "fc2"),
         after=final
-        | ({OUTPUT_PROJECTION: rule("model.decoder.project_out.weight")} if projected else {})
-        | {OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary)},
+        | ({mapping.OUTPUT_PROJECTION: rule("model.decoder.project_out.weight")} if projected else {})
+        | {mapping.OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary)},
         layer_prefix="model.decoder.layers.{layer}.",
         base_prefix="model.",
         ignored=r"(?!)",
@@ -194,7 +184,7 @@ def _opt_to_hf(a: Architecture) -> dict[str, Any]:
 
 # GPT-NeoX (2204.06745) and Pythia: attention and feed-forward layer side by side, LayerNorm, biases everywhere, heads rotated in part.
 _NEOX_NAMES = NameTable(
-    before={EMBEDDING: rule("gpt_neox.embed_in.weight", layout=Layout.vocabulary)},
+    before={mapping.EMBEDDING: rule("gpt_neox.embed_in.weight", layout=Layout.vocabulary)},
     layer=affine("input_layernorm", "input_layernorm")
     | affine("pre_mlp_layernorm", "post_attention_layernorm")
     | affine("self_attention.linear_qkv", "attention.query_key_value", layout=Layout.fused_qkv)
@@ -202,7 +192,7 @@ _NEOX_NAMES = NameTable(
     | affine("mlp.linear_fc1", "mlp.dense_h_to_4h")
     | affine("mlp.linear_fc2", "mlp.dense_4h_to_h"),
     after=affine("decoder.final_layernorm", "gpt_neox.final_layer_norm")
-    | {OUTPUT_LAYER: rule("embed_out.weight", layout=Layout.vocabulary)},
+    | {mapping.OUTPUT_LAYER: rule("embed_out.weight", layout=Layout.vocabulary)},
     layer_prefix="gpt_neox.layers.{layer}.",
     base_prefix="gpt_neox.",
     ignored=r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",

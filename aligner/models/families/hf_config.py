@@ -131,8 +131,9 @@ ROPE_KINDS: Mapping[str, Callable[[Scaling], dict[str, Any]]] = {
 UNFACTORED = tuple(kind for kind in ROPE_KINDS if kind != "yarn")  # those without a factor on cosines and sines
 
 
-def rope_to_hf(a: Architecture) -> dict[str, Any]:
-    """The rotary keys of a Hugging Face config, in the old and the new place, so that transformers 4 and 5 both read them."""
+def rope_to_hf(a: Architecture, *, always_fraction: bool = False) -> dict[str, Any]:
+    """The rotary keys of a Hugging Face config, in the old and the new place, so that transformers 4 and 5 both read them;
+    `always_fraction`: with the rotated part of heads even if they are rotated whole, where that is not the default."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": a.rope_theta}
     factor = next((name for name in ROPE_FACTORS if getattr(a, name)), "")
     if factor:
@@ -155,10 +156,8 @@ def rope_to_hf(a: Architecture) -> dict[str, Any]:
             factors |= {"attention_factor": a.rope_attention_factor}
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": a.rope_original_length} | factors
         scaling = {"type": "longrope"} | factors  # transformers 4 allows Phi-3 no other keys
-    fraction: dict[str, float] = {}
-    if a.rotary_fraction != 1:
-        rope["partial_rotary_factor"] = a.rotary_fraction
-        fraction = {"partial_rotary_factor": a.rotary_fraction}
+    fraction = {} if a.rotary_fraction == 1 and not always_fraction else {"partial_rotary_factor": a.rotary_fraction}
+    rope |= fraction
     return fraction | {"rope_parameters": rope, "rope_theta": a.rope_theta, "rope_scaling": scaling}
 
 
@@ -284,12 +283,11 @@ class HFConfig:
         rope = self._values.get(source) or {}
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             raise self.refusal(source, rope, "one object for all layers")
-        base = self.checked(
-            f"{source}.rope_theta" if "rope_theta" in rope else base_name, self._beside(rope, "rope_theta", theta, base_name)
-        )
+        named = f"{source}.rope_theta" if "rope_theta" in rope else base_name
+        base = self.checked(named, rope.get("rope_theta", self._values.get(base_name, theta)))
         if base == 0:
             raise self.refusal("rope_theta", base, "a number > 0")
-        part = self.checked(part_name, self._beside(rope, "partial_rotary_factor", fraction, part_name))
+        part = self.checked(part_name, rope.get("partial_rotary_factor", self._values.get(part_name, fraction)))
         fields: dict[str, Any] = {"rope_theta": base, "rotary_fraction": part}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
@@ -299,14 +297,10 @@ class HFConfig:
         known = ROPE_KINDS if kinds is None else kinds
         if kind not in known:
             raise self.refusal(f"{source}.rope_type", kind, " or ".join(json.dumps(name) for name in ("default", *known)))
-        given = Scaling(self, source, kind, {"original_max_position_embeddings": self._values.get("max_position_embeddings")} | rope)
-        if "original_max_position_embeddings" in self._values:
-            given.values["original_max_position_embeddings"] = self._values["original_max_position_embeddings"]
+        key = "original_max_position_embeddings"
+        own = {key: self._values[key]} if key in self._values else {}
+        given = Scaling(self, source, kind, {key: self._values.get("max_position_embeddings")} | rope | own)
         return fields | (ROPE_KINDS | LONGROPE)[kind](given)
-
-    def _beside(self, rope: Mapping[str, Any], key: str, absent: float, name: str) -> Any:
-        """The value in the rotary object, else at the file's top level under `name`."""
-        return rope[key] if key in rope else self._values.get(name, absent)
 
     def checked(self, key: str, value: Any) -> float:
         """`value` of `key` as a finite number >= 0."""
@@ -314,14 +308,18 @@ class HFConfig:
             raise self.refusal(key, value, "a finite number >= 0")
         return float(value)
 
+    def layer_types(self, other: str, is_other: Callable[[int], Any]) -> list[str]:
+        """`other` or full attention for each layer; `is_other`: for each layer, from 0, where the file has no `layer_types`."""
+        types, count = self.value("layer_types"), self.size("num_hidden_layers")
+        if types is None:
+            return [other if is_other(number) else FULL for number in range(count)]
+        if not isinstance(types, list) or len(types) != count or any(kind not in (FULL, other) for kind in types):
+            raise self.refusal("layer_types", types, f'{count} of "{FULL}" and "{other}", one for each layer')
+        return types
+
     def windows(self, window: int | None, has_window: Callable[[int], Any]) -> dict[str, Any]:
         """The fields of a model whose windowed layers see `window` tokens; `has_window`: of each layer, from 0, without `layer_types`."""
-        default = [WINDOWED if has_window(number) else FULL for number in range(self.size("num_hidden_layers"))]
-        types = self.value("layer_types")
-        if types is None:
-            types = default
-        elif not isinstance(types, list) or len(types) != len(default) or set(types) - {WINDOWED, FULL}:
-            raise self.refusal("layer_types", types, f'{len(default)} of "{FULL}" and "{WINDOWED}", one for each layer')
+        types = self.layer_types(WINDOWED, has_window)
         if WINDOWED not in types:
             return {}
         if window is None:

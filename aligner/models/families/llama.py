@@ -87,8 +87,8 @@ def common_from_hf(
     )
 
 
-def common_to_hf(a: Architecture) -> dict[str, Any]:
-    """The inverse of `common_from_hf`."""
+def common_to_hf(a: Architecture, *, always_fraction: bool = False) -> dict[str, Any]:
+    """The inverse of `common_from_hf`; `always_fraction` as for `rope_to_hf`."""
     return {
         "model_type": a.family.value,
         "num_hidden_layers": a.num_layers,
@@ -99,7 +99,7 @@ def common_to_hf(a: Architecture) -> dict[str, Any]:
         "intermediate_size": a.ffn_hidden_size,
         "vocab_size": a.vocab_size,
         "max_position_embeddings": a.max_position_embeddings,
-        **rope_to_hf(a),
+        **rope_to_hf(a, always_fraction=always_fraction),
         "rms_norm_eps": a.norm_eps,
         "tie_word_embeddings": a.tied_embeddings,
         "hidden_act": "silu",
@@ -221,14 +221,17 @@ def _llama4_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_LLAMA4_FIXED)
     layers = range(hf.size("num_hidden_layers"))
     common = common_from_hf(hf, Family.llama4_text, key_value_heads=8, head_dim=128, theta=5e5, norm_eps=1e-5, rope_kinds=UNFACTORED)
-    biases, experts = hf.flag("attention_bias", False), _moe_layers(hf, layers)
+    biases, step, listed = hf.flag("attention_bias", False), hf.size("interleave_moe_layer_step", absent=1), hf.value("moe_layers")
+    experts = list(layers[step - 1 :: step]) if listed is None else listed
+    if listed is None and not experts:
+        raise hf.refusal("interleave_moe_layer_step", step, f"at most num_hidden_layers={len(layers)}")
+    if not isinstance(experts, list) or not experts or any(type(one) is not int or one not in layers for one in experts):
+        raise hf.refusal("moe_layers", listed, f"a list of layers' numbers, from 0 to {len(layers) - 1}, at least one")
     by_interval = (int((layer + 1) % hf.size("no_rope_layer_interval", absent=4) != 0) for layer in layers)
     rotates = hf.value("no_rope_layers") or list(by_interval)
     if not isinstance(rotates, list) or len(rotates) != len(layers) or any(one not in (0, 1) for one in rotates):
         raise hf.refusal("no_rope_layers", rotates, f"{len(layers)} times 1 (rotary positions) or 0 (none), one for each layer")
-    types = hf.value("layer_types") or [_CHUNKED if rotates[layer] else FULL for layer in layers]
-    if not isinstance(types, list) or len(types) != len(layers) or any(kind not in (_CHUNKED, FULL) for kind in types):
-        raise hf.refusal("layer_types", types, f'{len(layers)} times "{_CHUNKED}" or "{FULL}", one for each layer')
+    types = hf.layer_types(_CHUNKED, lambda layer: rotates[layer])
     tuned = hf.value("attn_temperature_tuning")
     if not (tuned is None or type(tuned) in (bool, int)):  # 4 in early files means true
         raise hf.refusal("attn_temperature_tuning", tuned, "true or false")
@@ -254,17 +257,6 @@ def _llama4_from_hf(hf: HFConfig) -> Architecture:
         router_sigmoid=True,
         weighted_expert_inputs=True,
     )
-
-
-def _moe_layers(hf: HFConfig, layers: range) -> list[int]:
-    """Numbers of the layers with experts."""
-    step, listed = hf.size("interleave_moe_layer_step", absent=1), hf.value("moe_layers")
-    found = list(layers[step - 1 :: step]) if listed is None else listed
-    if listed is None and not found:
-        raise hf.refusal("interleave_moe_layer_step", step, f"at most num_hidden_layers={len(layers)}")
-    if not isinstance(found, list) or not found or any(type(one) is not int or one not in layers for one in found):
-        raise hf.refusal("moe_layers", listed, f"a list of layers' numbers, from 0 to {len(layers) - 1}, at least one")
-    return found
 
 
 def _llama4_to_hf(a: Architecture) -> dict[str, Any]:

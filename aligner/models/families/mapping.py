@@ -146,7 +146,6 @@ class NameTable:
 
 
 def _is_stacked(rule: Rule) -> bool:
-    """Whether the tensors of an expert's row are those of all experts."""
     return "{expert}" not in rule.hf_names[0]
 
 
@@ -288,10 +287,9 @@ def llama_like(
     mlp: Mapping[str, Rule] = MLP,
     dense: Mapping[str, Rule] = MappingProxyType({}),
 ) -> NameTable:
-    """Llama's table, with more rows for its attention and the layer `out` behind it, and perhaps another feed-forward part, and that of
-    a mixture's layers without experts.
-
-    Biases of query, key and value, and of gate and up, directly follow their weights: tensors that an engine fuses must arrive together.
+    """Llama's table, with more rows for its attention and the layer `out` behind it, and perhaps another feed-forward part, `dense` for a
+    mixture's layers without experts. Biases of query, key and value, and of gate and up, directly follow their weights: tensors that an
+    engine fuses must arrive together.
     """
     layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | dict(out) | MLP_NORM | dict(mlp)
     return NameTable(layer=layer, dense=dense)

@@ -4,6 +4,7 @@ their mixtures of experts (2407.10671): many small ones, Qwen2's beside one with
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,16 +15,11 @@ from aligner.models.families.hf_config import FULL, UNFACTORED, HFConfig, layer_
 from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import Layout, NameTable, Rule, llama_like, rule
 
-_KEY_VALUE_HEADS = 32  # default of absent keys
+_HEADS = 32  # of keys and values, where the key is absent
 _FIXED = {"attention_bias": (False,)}
 
 
-def _upper_windows(hf: HFConfig) -> dict[str, Any]:
-    """The windows of Qwen2 and Qwen3: if they are on, of the layers from `max_window_layers`."""
-    return _switched_windows(hf, lambda number, bound: number >= bound)
-
-
-def _switched_windows(hf: HFConfig, has_window: Callable[[int, int], bool]) -> dict[str, Any]:
+def _switched_windows(hf: HFConfig, has_window: Callable[[int, int], bool] = operator.ge) -> dict[str, Any]:
     """Windows with a switch. `has_window`: whether a layer, from 0, has one by default, given the file's `max_window_layers`."""
     window = hf.optional_size("sliding_window", absent=4096) if hf.flag("use_sliding_window", False) else None
     bound = int(hf.number("max_window_layers", 28))
@@ -31,17 +27,15 @@ def _switched_windows(hf: HFConfig, has_window: Callable[[int, int], bool]) -> d
 
 
 def _windows_to_hf(architecture: Architecture) -> dict[str, Any]:
-    """The inverse of `_switched_windows`."""
     if not architecture.sliding_window:
         return {"use_sliding_window": False}
-    types = layer_types(architecture)
-    return {"use_sliding_window": True, "sliding_window": architecture.sliding_window, "layer_types": types}
+    return {"use_sliding_window": True, "sliding_window": architecture.sliding_window, "layer_types": layer_types(architecture)}
 
 
 def _qwen3_from_hf(hf: HFConfig) -> Architecture:
     hf.only(_FIXED)
-    common = llama.common_from_hf(hf, Family.qwen3, key_value_heads=_KEY_VALUE_HEADS, head_dim=128)
-    return replace(common, qk_norm=True, **_upper_windows(hf))
+    common = llama.common_from_hf(hf, Family.qwen3, key_value_heads=_HEADS, head_dim=128)
+    return replace(common, qk_norm=True, **_switched_windows(hf))
 
 
 def _mixture(hf: HFConfig, *, normalized: bool = False) -> dict[str, Any]:
@@ -60,7 +54,6 @@ def _mixture(hf: HFConfig, *, normalized: bool = False) -> dict[str, Any]:
 
 
 def _mixture_to_hf(a: Architecture) -> dict[str, Any]:
-    """The inverse of `_mixture`."""
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": a.dense_layers,
@@ -155,7 +148,8 @@ def _next_common_from_hf(hf: HFConfig, family: Family, *, key_value_heads: int =
     """All but the mixtures. `key_value_heads`: the default. Raises ConfigError for biases on attention, and for YaRN."""
     hf.only(_FIXED)
     common = llama.common_from_hf(hf, family, key_value_heads=key_value_heads, head_dim=256, fraction=0.25, rope_kinds=UNFACTORED)
-    linear = _linear_layers(hf, common.num_layers)
+    every = hf.size("full_attention_interval", absent=4)
+    linear = [layer for layer, kind in enumerate(hf.layer_types(_LINEAR, lambda layer: (layer + 1) % every)) if kind == _LINEAR]
     return replace(
         common,
         normalization=Normalization.rms_norm_1p,
@@ -167,27 +161,13 @@ def _next_common_from_hf(hf: HFConfig, family: Family, *, key_value_heads: int =
 
 
 def _shared_expert(hf: HFConfig) -> dict[str, Any]:
-    """The fields of what every token passes beside its experts."""
     return {"shared_ffn_hidden_size": hf.size("shared_expert_intermediate_size", absent=512), "shared_expert_gate": True}
 
 
-def _linear_layers(hf: HFConfig, count: int) -> list[int]:
-    """Numbers of the layers that are delta nets."""
-    types, every = hf.value("layer_types"), hf.size("full_attention_interval", absent=4)
-    if types is None:
-        return [layer for layer in range(count) if (layer + 1) % every]
-    if not isinstance(types, list) or len(types) != count or set(types) - {_LINEAR, FULL}:
-        raise hf.refusal("layer_types", types, f'{count} of "{FULL}" and "{_LINEAR}", one for each layer')
-    return [layer for layer, kind in enumerate(types) if kind == _LINEAR]
-
-
 def _next_common_to_hf(a: Architecture) -> dict[str, Any]:
-    """The inverse of `_next_common_from_hf`."""
     own: dict[str, Any] = {key: getattr(a, name) or absent for name, (key, absent) in _SIZES.items()}
     own |= {"layer_types": [_LINEAR if a.is_linear(layer) else FULL for layer in range(a.num_layers)], "attention_bias": False}
-    hf = llama.common_to_hf(a) | own | {"partial_rotary_factor": a.rotary_fraction}
-    hf["rope_parameters"] |= {"partial_rotary_factor": a.rotary_fraction}
-    return hf
+    return llama.common_to_hf(a, always_fraction=True) | own
 
 
 def _next_to_hf(a: Architecture) -> dict[str, Any]:
@@ -204,7 +184,7 @@ FAMILIES = {
     Family.qwen2: HFFamily(
         "Qwen2ForCausalLM",
         llama_like(attention=mapping.QKV_BIAS),
-        lambda hf: replace(llama.common_from_hf(hf, Family.qwen2, key_value_heads=_KEY_VALUE_HEADS), qkv_bias=True, **_upper_windows(hf)),
+        lambda hf: replace(llama.common_from_hf(hf, Family.qwen2, key_value_heads=_HEADS), qkv_bias=True, **_switched_windows(hf)),
         lambda a: llama.common_to_hf(a) | _windows_to_hf(a),
     ),
     Family.qwen3: HFFamily(

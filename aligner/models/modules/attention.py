@@ -1,26 +1,21 @@
 """Core attention where Transformer Engine is absent: causal, grouped queries, packed sequences, context parallelism.
 
-Padded rows need no mask: padding comes after every real token. Packed rows are attended one sequence at a time, so no work is done
-between sequences. Under context parallelism each rank gathers the keys and values of its group. Its own two chunks of queries attend to
-everything before the chunk, and causally to the chunk itself (`aligner.parallel.context` defines the chunks). Where a packed row's
-sequences begin is known on the host, once for all layers (`SegmentedPackedSeqParams`).
+Padded rows need no mask: padding comes after every real token. Packed rows are attended one segment at a time; one that continues a shared
+prompt (`aligner.models.modules.shared_prompts`) attends to all of that too. Where segments begin is known on the host, once for all layers
+(`SegmentedPackedSeqParams`). Under context parallelism each rank gathers the keys and values of its group; its two chunks of queries attend
+to everything before the chunk, and causally to the chunk itself (`aligner.parallel.context` defines the chunks).
 
-In packed rows with shared prompts (`aligner.models.modules.shared_prompts`) every segment attends causally to itself, and to all of the
-prompt that it continues.
-
-The CPU kernel gives each part's output and log-sum-exp. They are combined as in ring attention (Liu et al. 2023, 2310.01889). Given the
-combined output and log-sum-exp, the kernel's backward pass over a part gives that part's share of the gradients.
-
-On a GPU, in 16 bits, FlashAttention's kernel for sequences of several lengths takes all runs of queries in one call, each with its keys:
-the prompt's and its own, or every chunk up to its own, which one exchange per layer gathers. In float32 each run is a call, and the
-causal mask is aligned with the ends.
+The CPU kernel gives each part's output and log-sum-exp, which are combined as in ring attention (Liu et al. 2023, 2310.01889). Given the
+combined ones, its backward pass over a part gives that part's share of the gradients. On a GPU, in 16 bits, FlashAttention takes all runs
+of queries in one call, each with its keys; in float32 each run is a call, and the causal mask is aligned with the ends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,19 +25,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from aligner.models.architecture import rope
 from aligner.models.config import Architecture
-from aligner.models.modules.latent_attention import as_wide, cut_heads
 from aligner.models.modules.shared_prompts import KeySpans, SegmentedPackedSeqParams
 from aligner.models.modules.windowed_attention import Form, attend, by_chunk, form_of, with_sinks
+from aligner.parallel import mcore
 from aligner.parallel.context import chunk_numbers, gather_ranks, gather_sequence, local_slots
-from aligner.parallel.mcore import (
-    MegatronModule,
-    PackedSeqParams,
-    ProcessGroupCollection,
-    TransformerConfig,
-    make_sharded_tensors_for_checkpoint,
-    parallel_state,
-    set_tensor_model_parallel_attributes,
-)
 from aligner.types.rows import upload
 
 Segments = Sequence[tuple[int, int, int]]  # (first slot, one beyond the last, index of the segment that it continues or -1)
@@ -70,7 +56,7 @@ def shared_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     """Causal attention within each segment and to the prompt that it continues: [T, heads, D] from query [T, heads, D] and key, value
     [T, groups, D]. `segments` cover all T slots; those that continue a prompt directly follow it."""
     if query.is_cuda:
-        return torch.cat([_one_segment(query, key, value, segments, number, scale) for number in range(len(segments))])
+        return by_segment(query, key, value, segments, partial(_attend_to_past, scale=scale))
     return _SharedAttention.apply(query, key, value, segments, scale)
 
 
@@ -94,16 +80,14 @@ def all_runs(query: Tensor, key: Tensor, value: Tensor, spans: KeySpans, scale: 
     return out
 
 
-def _one_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, number: int, scale: float) -> Tensor:
-    start, stop, prefix = segments[number]
-    k, v = key[start:stop], value[start:stop]
-    if prefix >= 0:
-        first, last, _ = segments[prefix]
-        k, v = torch.cat([key[first:last], k]), torch.cat([value[first:last], v])
-    q, k, v = (x.transpose(0, 1)[None] for x in (query[start:stop], k, v))
-    mask = causal_lower_right(q.shape[2], k.shape[2])
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out[0].transpose(0, 1)
+def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """As `shared_attention`, each segment by itself: `attend` gets [1, heads, L, D], with the keys of the segment that it continues."""
+    outs = []
+    for start, stop, prefix in segments:
+        spans = [(start, stop)] if prefix < 0 else [segments[prefix][:2], (start, stop)]
+        keys, values = (torch.cat([x[first:last] for first, last in spans]) for x in (key, value))
+        outs.append(attend(*(_rows(x) for x in (query[start:stop], keys, values)))[0].transpose(0, 1))
+    return torch.cat(outs)
 
 
 class _SharedAttention(torch.autograd.Function):
@@ -178,17 +162,17 @@ def _rows(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-class CoreAttention(MegatronModule):
+class CoreAttention(mcore.MegatronModule):
     """`core_attention` of Megatron-Core's self-attention over `scaled_dot_product_attention`."""
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: mcore.TransformerConfig,
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        pg_collection: mcore.ProcessGroupCollection | None = None,
         architecture: Architecture | None = None,
         **_: Any,
     ) -> None:
@@ -202,8 +186,9 @@ class CoreAttention(MegatronModule):
             self.scale *= (rope.factor(architecture, layer_number - 1) / rope.factor_of_scores(architecture)) ** 2
         if architecture and architecture.attention_scale_by_layer:
             self.scale /= layer_number
-        self.sinks = new_sinks(config) if self.form.sinks else None
-        self.cp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])).cp
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.sinks = split_parameter(torch.zeros(heads, **placed(config))) if self.form.sinks else None
+        self.cp_group = (pg_collection or mcore.ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])).cp
 
     def forward(
         self,
@@ -213,7 +198,7 @@ class CoreAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: mcore.PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
         """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; packed: [T, heads, D] -> [T, heads * D].
@@ -221,8 +206,9 @@ class CoreAttention(MegatronModule):
         Values may be narrower than keys: then the output's heads are as wide as they.
         """
         if (size := value.shape[-1]) < (wide := key.shape[-1]):
-            attended = self.forward(query, key, as_wide(value, key), attention_mask, packed_seq_params=packed_seq_params)
-            return cut_heads(attended, wide, size)
+            value = F.pad(value, (0, wide - size))  # kernels need one width
+            attended = self.forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+            return attended.unflatten(-1, (-1, wide))[..., :size].flatten(-2)
         if self.tempered is not None:
             query = self._with_temperature(query, self.tempered, packed_seq_params)
         if packed_seq_params is None:
@@ -233,20 +219,19 @@ class CoreAttention(MegatronModule):
         ranks = self.cp_group.size()  # all of which come to the same decision
         plain = self.form.within(packed_seq_params.spans.most_keys if ranks == 1 else max(sizes) * ranks).is_plain
         if not plain and ranks == 1:
-            return self.by_segment(query, key, value, packed_seq_params.segments)
+            return by_segment(query, key, value, packed_seq_params.segments, self._attend).flatten(1)
         if plain and takes_all_runs(query):
-            if self.cp_group.size() > 1:
+            if ranks > 1:
                 key, value = (gather_ranks(tensor, self.cp_group) for tensor in (key, value))
             return all_runs(query, key, value, packed_seq_params.spans, self.scale).flatten(1)
-        if self.cp_group.size() == 1:
+        if ranks == 1:
             return shared_attention(query, key, value, packed_seq_params.segments, self.scale).flatten(1)
         parts = zip(*(tensor.unsqueeze(1).split(sizes) for tensor in (query, key, value)), strict=True)
         return torch.cat([self._one_block(*part) for part in parts]).flatten(1)
 
     def _with_temperature(
-        self, query: Tensor, architecture: Architecture, packed: SegmentedPackedSeqParams | PackedSeqParams | None
+        self, query: Tensor, architecture: Architecture, packed: SegmentedPackedSeqParams | mcore.PackedSeqParams | None
     ) -> Tensor:
-        """The queries of this rank's slots, by the positions of these."""
         ranks = self.cp_group.size()
         if packed is None:
             positions = upload(local_slots(query.shape[0] * ranks, self.cp_group.rank(), ranks), query.device)
@@ -254,16 +239,6 @@ class CoreAttention(MegatronModule):
             positions = packed.positions
         scale = rope.temperature(architecture, positions)
         return (query * scale.view(-1, *[1] * (query.dim() - 1))).to(query.dtype)
-
-    def by_segment(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        """[T, heads * D] of a packed row, each segment by itself with the keys of the segment that it continues."""
-        outs = []
-        for start, stop, prefix in segments:
-            spans = [(start, stop)] if prefix < 0 else [segments[prefix][:2], (start, stop)]
-            keys, values = (torch.cat([x[first:last] for first, last in spans]) for x in (key, value))
-            q, k, v = (x.transpose(0, 1)[None] for x in (query[start:stop], keys, values))
-            outs.append(self._attend(q, k, v)[0].transpose(0, 1))
-        return torch.cat(outs).flatten(1)
 
     def _one_block(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[S, B, heads, D] of sequences of equal length, this rank's part of each."""
@@ -287,7 +262,6 @@ class CoreAttention(MegatronModule):
         return by_chunk(q, k, v, form.chunk, self._causal) if form.chunk else self._causal(q, k, v)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`_attend` to all keys."""
         if self.sinks is not None:
             return _attend_to_past(*with_sinks(q, k, v, self.sinks, self.scale), self.scale)[..., : v.shape[-1]]
         return _attend_to_past(q, k, v, self.scale)
@@ -296,35 +270,38 @@ class CoreAttention(MegatronModule):
         return {} if self.sinks is None else split_for_checkpoint({"sinks": self.sinks}, prefix, sharded_offsets)
 
 
-def split_for_checkpoint(tensors: dict[str, Tensor], prefix: str, sharded_offsets: tuple) -> dict:
-    """Megatron-Core's sharded tensors of parameters whose first dimension the tensor-parallel ranks split."""
-    groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
-    return make_sharded_tensors_for_checkpoint(tensors, prefix, dict.fromkeys(tensors, 0), sharded_offsets, **groups)
+def split_for_checkpoint(tensors: dict[str, Tensor], prefix: str, sharded_offsets: tuple, *, splits: bool = True) -> dict:
+    """Megatron-Core's sharded tensors of parameters whose first dimension the tensor-parallel ranks split; without `splits` they are whole
+    on all of them."""
+    state, dims = mcore.parallel_state, dict.fromkeys(tensors, 0) if splits else {}
+    groups = {"tp_group": state.get_tensor_model_parallel_group(), "dp_cp_group": state.get_data_parallel_group(True)}
+    return mcore.make_sharded_tensors_for_checkpoint(tensors, prefix, dims, sharded_offsets, **groups)
 
 
-def new_sinks(config: TransformerConfig) -> torch.nn.Parameter:
-    """Zeros for this tensor-parallel rank's heads, [heads]."""
-    device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    heads = config.num_attention_heads // config.tensor_model_parallel_size
-    sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
-    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
-    return sinks
+def placed(config: mcore.TransformerConfig) -> dict[str, Any]:
+    """Type and device of new parameters."""
+    # None is torch's default device: the CPU, or the meta device while a plan is made.
+    return {"dtype": config.params_dtype, "device": None if config.use_cpu_initialization else torch.cuda.current_device()}
+
+
+def split_parameter(share: Tensor) -> torch.nn.Parameter:
+    """This rank's share of a parameter whose first dimension the tensor-parallel ranks split."""
+    parameter = torch.nn.Parameter(share)
+    mcore.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    return parameter
 
 
 def _attend_to_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    if q.shape[2] == k.shape[2]:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    if q.is_cuda:
-        mask = causal_lower_right(q.shape[2], k.shape[2])
+    if q.is_cuda or q.shape[2] == k.shape[2]:
+        mask = causal_lower_right(q.shape[2], k.shape[2])  # none is made of a square one
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return _PastAttention.apply(q, k, v, scale)
 
 
 class _PastAttention(torch.autograd.Function):
-    """Exact attention in two parts, past and chunk, combined by their log-sum-exps, as in ring attention (Liu et al. 2023, 2310.01889).
-
-    The CPU kernel supports only square causal masks, and an explicit [L, P + L] mask of a long context would not fit in memory. The
-    queries of a group share its keys: over the past they are extra rows; within the chunk each is attended in turn.
+    """`_attend_to_past` on a CPU in two parts, past and chunk: its kernel knows square causal masks only, and an explicit [L, P + L] mask
+    of a long context would not fit in memory. The queries of a group share its keys: over the past they are extra rows; within the chunk
+    each is attended in turn.
     """
 
     @staticmethod
@@ -356,15 +333,11 @@ class _PastAttention(torch.autograd.Function):
         grad_q, past_k, past_v = _kernel_backward(
             as_rows(grad), as_rows(q), k[:, :, :past], v[:, :, :past], as_rows(out), as_rows(lse), 0.0, False, scale=ctx.scale
         )
-        own_q, own_k, own_v = [], [], []
-        for members in zip(*(_members(x, groups) for x in (grad, q, out, lse)), strict=True):
-            grad_member, q_member, out_member, lse_member = members
-            parts = _kernel_backward(
-                grad_member, q_member, k[:, :, past:], v[:, :, past:], out_member, lse_member, 0.0, True, scale=ctx.scale
-            )
-            own_q.append(parts[0])
-            own_k.append(parts[1])
-            own_v.append(parts[2])
+        parts = [
+            _kernel_backward(*own[:2], k[:, :, past:], v[:, :, past:], *own[2:], 0.0, True, scale=ctx.scale)
+            for own in zip(*(_members(x, groups) for x in (grad, q, out, lse)), strict=True)
+        ]
+        own_q, own_k, own_v = zip(*parts, strict=True)
         grad_q = grad_q.reshape(q.shape) + _interleave(own_q).reshape(q.shape)
         return grad_q, torch.cat([past_k, sum(own_k)], dim=2), torch.cat([past_v, sum(own_v)], dim=2), None
 
@@ -374,6 +347,6 @@ def _members(x: Tensor, groups: int) -> list[Tensor]:
     return [part.contiguous() for part in x.reshape(x.shape[0], groups, -1, *x.shape[2:]).unbind(dim=2)]
 
 
-def _interleave(members: list[Tensor]) -> Tensor:
+def _interleave(members: Sequence[Tensor]) -> Tensor:
     """The inverse of `_members`, [B, groups, queries per group, L, ...]."""
     return torch.stack(members, dim=2)

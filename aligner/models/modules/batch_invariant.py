@@ -14,17 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.config import Activation
-from aligner.models.modules.attention import CoreAttention
+from aligner.models.modules.attention import CoreAttention, by_segment
 from aligner.models.modules.layers import LayerModules, Norm, ZeroCenteredLayerNorm
 from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
-from aligner.parallel import exact
-from aligner.parallel.mcore import (
-    ColumnParallelLinear,
-    PackedSeqParams,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from aligner.parallel import exact, mcore
 
 ACTIVATIONS = {
     Activation.silu: exact.silu,
@@ -34,7 +27,7 @@ ACTIVATIONS = {
 }
 
 
-class InvariantColumnLinear(ColumnParallelLinear):
+class InvariantColumnLinear(mcore.ColumnParallelLinear):
     """A linear layer whose outputs are split over the tensor-parallel ranks."""
 
     def _forward_impl(
@@ -49,14 +42,14 @@ class InvariantColumnLinear(ColumnParallelLinear):
         **_: Any,
     ) -> Tensor:
         if sequence_parallel:
-            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+            input = mcore.gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
         elif allreduce_dgrad:
-            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+            input = mcore.copy_to_tensor_model_parallel_region(input, group=tp_group)
         out = exact.linear_with_gradient(input, weight)
         return out if bias is None else out + bias
 
 
-class InvariantRowLinear(RowParallelLinear):
+class InvariantRowLinear(mcore.RowParallelLinear):
     """A linear layer whose inputs are split over the tensor-parallel ranks: the sum over them is exact too."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -77,25 +70,20 @@ class InvariantRMSNorm(torch.nn.RMSNorm):
 
 
 class InvariantLayerNorm(torch.nn.LayerNorm):
+    around = 0.0  # added to the weights
+
     def forward(self, input: Tensor) -> Tensor:
         return exact.with_gradient(
-            lambda x, *affine: exact.layer_norm(x, *affine, self.eps),
-            lambda x, *affine: F.layer_norm(x, self.normalized_shape, *affine, self.eps),
+            lambda x, weight, bias: exact.layer_norm(x, weight + self.around, bias, self.eps),
+            lambda x, weight, bias: F.layer_norm(x, self.normalized_shape, weight + self.around, bias, self.eps),
             input,
             self.weight,
             self.bias,
         )
 
 
-class InvariantZeroCenteredLayerNorm(ZeroCenteredLayerNorm):
-    def forward(self, input: Tensor) -> Tensor:
-        return exact.with_gradient(
-            lambda x, weight, bias: exact.layer_norm(x, weight + 1.0, bias, self.eps),
-            lambda x, weight, bias: F.layer_norm(x, self.normalized_shape, weight + 1.0, bias, self.eps),
-            input,
-            self.weight,
-            self.bias,
-        )
+class InvariantZeroCenteredLayerNorm(InvariantLayerNorm, ZeroCenteredLayerNorm):
+    around = 1.0
 
 
 class InvariantNorm(Norm):
@@ -108,11 +96,11 @@ class InvariantAttention(CoreAttention):
     """Core attention, each query by itself."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: PackedSeqParams | None = None, **options: Any
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: mcore.PackedSeqParams | None = None, **options: Any
     ) -> Tensor:
         if not isinstance(packed_seq_params, SegmentedPackedSeqParams) or self.cp_group.size() > 1:
             return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **options)
-        return self.by_segment(query, key, value, packed_seq_params.segments)
+        return by_segment(query, key, value, packed_seq_params.segments, self._attend).flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return exact.with_gradient(partial(exact.causal_attention, scale=self.scale), super()._attend, q, k, v)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,33 +20,23 @@ from torch import Tensor
 
 from aligner.models.architecture import rope
 from aligner.models.architecture.divisible import fp8_token_multiple
-from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
+from aligner.models.config import Architecture, ModelConfig, Normalization, PositionEmbedding, Recompute
+from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout, shard
+from aligner.models.modules.attention import split_for_checkpoint
 from aligner.models.modules.batch_invariant import INVARIANT
-from aligner.models.modules.chunk import WeightGather
+from aligner.models.modules.chunk import WeightGather, global_name
 from aligner.models.modules.heads import combined_head, linear_head
-from aligner.models.modules.initialise import initialise
-from aligner.models.modules.layer_kinds import block_spec, finish_transformer_engine
-from aligner.models.modules.layers import ORDINARY
+from aligner.models.modules.latent_attention import WholeLinear
+from aligner.models.modules.layers import KINDS, ORDINARY, SPLIT_INPUTS, block_spec, finish_transformer_engine
+from aligner.models.modules.linear import is_split
 from aligner.models.modules.lora import attach
 from aligner.models.modules.megatron_config import transformer_config
-from aligner.models.modules.scalar_head import VALUES, ScalarHead
+from aligner.models.modules.scalar_head import HEAD, VALUES, ScalarHead
 from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
 from aligner.models.training.placement import Splits, input_shape
 from aligner.parallel import mcore
 from aligner.parallel.exact import EXACT
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
-from aligner.parallel.mcore import (
-    ColumnParallelLinear,
-    GPTModel,
-    LanguageModule,
-    PackedSeqParams,
-    TransformerConfig,
-    VocabParallelEmbedding,
-    ensure_metadata_has_dp_cp_group,
-    gather_from_sequence_parallel_region,
-    make_sharded_tensors_for_checkpoint,
-    parallel_state,
-)
 from aligner.parallel.topology import ParallelConfig
 
 
@@ -75,8 +66,8 @@ def stages(parallel: ParallelConfig) -> list[Stage]:
     return [
         Stage(
             vp_stage=number,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
+            pre_process=mcore.parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+            post_process=mcore.parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
         )
         for number in numbers
     ]
@@ -85,13 +76,13 @@ def stages(parallel: ParallelConfig) -> list[Stage]:
 WHOLE = Stage()
 
 
-def narrow(model: GPTModel, size: int) -> None:
+def narrow(model: mcore.GPTModel, size: int) -> None:
     """Replace the embedding and the output layer of a chunk, as far as it has them, by ones of this width (OPT-350M)."""
     config = model.config
     if model.pre_process:
         model.embedding.word_embeddings = ProjectedEmbedding(model.vocab_size, size, config=config, tp_group=model.pg_collection.tp)
     if model.post_process:
-        model.output_layer = ColumnParallelLinear(
+        model.output_layer = mcore.ColumnParallelLinear(
             size,
             model.vocab_size,
             config=config,
@@ -101,18 +92,17 @@ def narrow(model: GPTModel, size: int) -> None:
             skip_weight_param_allocation=model.pre_process and model.share_embeddings_and_output_weights,
             tp_group=model.pg_collection.tp,
         )
-        model.output_projection = _whole_linear(config, config.hidden_size, size)
-        # Every tensor-parallel rank projects its part of the tokens: the gradients are summed.
-        model.output_projection.weight.sequence_parallel = config.sequence_parallel
+        model.output_projection = WholeLinear(config, config.hidden_size, size)
 
 
-class ProjectedEmbedding(VocabParallelEmbedding):
+class ProjectedEmbedding(mcore.VocabParallelEmbedding):
     """A vocabulary of `size` numbers a token, projected to the residual stream. The projection is whole on every tensor-parallel rank, and
     so is its gradient: Megatron-Core splits the tokens behind it."""
 
-    def __init__(self, vocab_size: int, size: int, *, config: TransformerConfig, tp_group: Any) -> None:
+    def __init__(self, vocab_size: int, size: int, *, config: mcore.TransformerConfig, tp_group: Any) -> None:
         super().__init__(vocab_size, size, init_method=config.embedding_init_method, config=config, tp_group=tp_group)
-        self.projection = _whole_linear(config, size, config.hidden_size)
+        self.projection = WholeLinear(config, size, config.hidden_size)
+        self.projection.weight.sequence_parallel = False
 
     def forward(self, input_: Tensor) -> Tensor:
         """[B, S] -> [B, S, H]."""
@@ -120,19 +110,12 @@ class ProjectedEmbedding(VocabParallelEmbedding):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """For checkpoints: the rows by their rank's share, and the projection."""
-        groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
-        own = {"projection.weight": self.projection.weight}
-        projection = make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets, **groups)
+        projection = split_for_checkpoint({"projection.weight": self.projection.weight}, prefix, sharded_offsets, splits=False)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | projection
 
 
-def _whole_linear(config: TransformerConfig, inputs: int, outputs: int) -> torch.nn.Linear:
-    device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    return torch.nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype, device=device)
-
-
 @contextmanager
-def _naming_norms(config: TransformerConfig, architecture: Architecture) -> Iterator[None]:
+def _naming_norms(config: mcore.TransformerConfig, architecture: Architecture) -> Iterator[None]:
     """While a model is made: Megatron-Core 0.19 takes the specification's norms of queries and keys only where its config has some. But in
     training it sums their gradients over tensor-parallel ranks there, each of which has its own of norms of all heads."""
     has_norms, config.qk_layernorm = config.qk_layernorm, architecture.qk_norm or architecture.qk_norm_of_heads or architecture.qk_l2_norm
@@ -142,7 +125,7 @@ def _naming_norms(config: TransformerConfig, architecture: Architecture) -> Iter
         config.qk_layernorm = has_norms
 
 
-class Transformer(GPTModel):
+class Transformer(mcore.GPTModel):
     """A GPTModel that ends at the hidden states; the output layer holds weights only. A `chunk.Chunk`."""
 
     head: ScalarHead | None = None
@@ -155,7 +138,7 @@ class Transformer(GPTModel):
         *,
         load: bool,
         stage: Stage = WHOLE,
-        config: TransformerConfig | None = None,
+        config: mcore.TransformerConfig | None = None,
         has_vocabulary: bool = True,
     ) -> None:
         config = config or transformer_config(architecture, model, parallel, load=load)
@@ -209,7 +192,7 @@ class Transformer(GPTModel):
             attach(self, model.lora)
 
     def _preprocess(
-        self, *args: Any, position_ids: Tensor | None = None, packed_seq_params: PackedSeqParams | None = None, **options: Any
+        self, *args: Any, position_ids: Tensor | None = None, packed_seq_params: mcore.PackedSeqParams | None = None, **options: Any
     ) -> tuple:
         if position_ids is not None and self.architecture.position_offset:
             position_ids = position_ids + self.architecture.position_offset
@@ -250,7 +233,7 @@ class Transformer(GPTModel):
         """[S, B, H] without the split of sequence parallelism; `grads_are_partial` where ranks contribute parts of the gradient."""
         if not self.config.sequence_parallel:
             return hidden
-        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=grads_are_partial)
+        return mcore.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=grads_are_partial)
 
 
 class LanguageModel(Transformer):
@@ -276,20 +259,10 @@ class LanguageModel(Transformer):
 class ScalarModel(Transformer):
     """A value or reward model: a linear head in float32 gives as many numbers per position as `head` has outputs."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        *,
-        load: bool,
-        head: ScalarHead = VALUES,
-        stage: Stage = WHOLE,
-        config: TransformerConfig | None = None,
-    ) -> None:
-        super().__init__(architecture, model, parallel, load=load, stage=stage, config=config, has_vocabulary=False)
+    def __init__(self, architecture: Architecture, *args: Any, head: ScalarHead = VALUES, **options: Any) -> None:
+        super().__init__(architecture, *args, has_vocabulary=False, **options)
         self.head = head
-        if not stage.post_process:
+        if not self.post_process:
             return
         device = self.output_layer.weight.device
         self.output_layer = None  # nothing is projected onto the vocabulary
@@ -303,37 +276,98 @@ class ScalarModel(Transformer):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         # GPTModel's and LanguageModule's versions expect an output layer.
-        return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata))
+        return super(mcore.LanguageModule, self).sharded_state_dict(
+            prefix, sharded_offsets, mcore.ensure_metadata_has_dp_cp_group(metadata)
+        )
 
 
-def _shared_config(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """The config of all chunks; with `parallel.tp_comm_overlap`, also make the buffers that Transformer Engine needs before its layers."""
+_RESIDUAL = tuple(f"{name}.weight" for name in SPLIT_INPUTS)
+_DECAY = "self_attention.A_log"
+_ONES = tuple(f"self_attention.{name}" for kind in KINDS for name in kind.ones)
+
+
+def initialise(chunks: list[Any], seed: int) -> None:
+    """Fill the parameters of a model's chunks, but for a scalar model's head and for adapters. Norms start at one, biases at zero.
+
+    Every tensor is drawn whole, by a generator of its own, and then cut: a model from scratch is the same with any tensor, pipeline or
+    expert parallel size, and no two pipeline stages draw the same numbers. Standard deviations are GPT-2's and Megatron-Core's:
+    `initializer_range`, over sqrt(2 layers) for what is added to the residual stream.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.startswith(HEAD) or ADAPTER in name or parameter.device.type == "meta":
+                continue
+            with torch.no_grad():
+                _fill(chunk, name, parameter, seed)
+
+
+def _decays(chunk: Any, name: str, seed: int) -> Tensor:
+    """This rank's logarithms of a delta net's decays, which are uniform up to 16, as in transformers."""
+    generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    drawn = torch.empty(chunk.architecture.linear_value_heads, device="cpu").uniform_(0.01, 16, generator=generator)
+    group = chunk.pg_collection.tp
+    return drawn.log().chunk(group.size())[group.rank()]
+
+
+def _fill(chunk: Any, name: str, parameter: Tensor, seed: int) -> None:
+    unique = global_name(chunk, name)
+    if unique.endswith(_DECAY):
+        parameter.copy_(_decays(chunk, unique, seed))
+        return
+    if parameter.dim() == 1:
+        if unique.endswith(_ONES):
+            parameter.fill_(1.0)
+            return
+        is_norm = "norm" in unique and unique.endswith("weight")
+        around_zero = chunk.architecture.normalization in (Normalization.layer_norm_1p, Normalization.rms_norm_1p)
+        parameter.fill_(1.0 if is_norm and not around_zero else 0.0)
+        return
+    if unique == OUTPUT_LAYER and chunk.share_embeddings_and_output_weights:
+        unique = EMBEDDING  # the last stage's copy of a tied embedding
+    split = is_split(parameter)
+    group = chunk.pg_collection.expt_tp if "local_experts" in unique else chunk.pg_collection.tp
+    shape = list(parameter.shape)
+    if split:
+        shape[parameter.partition_dim] *= group.size()
+    std = chunk.architecture.initializer_range
+    if unique.endswith(_RESIDUAL):
+        std /= math.sqrt(2.0 * chunk.architecture.num_layers)
+    rows = chunk.architecture.vocab_size if unique in (EMBEDDING, OUTPUT_LAYER) else shape[0]
+    number = zlib.crc32(f"{seed}/{unique}".encode())  # 32 bits: the generator does not look at more
+    generator = torch.Generator(device="cpu").manual_seed(number)
+    full = torch.zeros(shape, device="cpu")  # vocabulary padding, which depends on the layout, stays zero
+    full[:rows] = torch.randn((rows, *shape[1:]), generator=generator, device="cpu") * std
+    if split:
+        layout = Layout.gate_up if unique.endswith("linear_fc1.weight") and chunk.architecture.gated_mlp else Layout.plain
+        full = shard(layout, full, dim=parameter.partition_dim, num_shards=group.size(), index=group.rank())
+    parameter.copy_(full)
+
+
+def _build(
+    kind: Any, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, seed: int, **options: Any
+) -> list[Any]:
+    """All chunks share a config. With `parallel.tp_comm_overlap`, first make the buffers that Transformer Engine's layers need."""
     config = transformer_config(architecture, model, parallel, load=True)
     if parallel.tp_comm_overlap:
         multiple = fp8_token_multiple(config) if config.fp8 else 1
         splits = Splits(cp_size=parallel.cp, sequence_parallel_size=parallel.tp, packed=True, token_multiple=multiple)
         shape = (input_shape([model.micro_batch_tokens], splits)[1] // parallel.cp, config.hidden_size)
         mcore.initialize_user_buffers(shape, tp=parallel.tp, dtype=config.params_dtype, fp8=bool(config.fp8))
-    return config
+    chunks = [kind(architecture, model, parallel, load=True, stage=stage, config=config, **options) for stage in stages(parallel)]
+    if not load:
+        initialise(chunks, seed)
+    return chunks
 
 
 def build_language_model(
     architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, seed: int = 0
 ) -> list[LanguageModel]:
     """This rank's chunks of a policy. Without `load` the weights are random, the same for every layout."""
-    config = _shared_config(architecture, model, parallel)
-    chunks = [LanguageModel(architecture, model, parallel, load=True, stage=stage, config=config) for stage in stages(parallel)]
-    if not load:
-        initialise(chunks, seed)
-    return chunks
+    return _build(LanguageModel, architecture, model, parallel, load=load, seed=seed)
 
 
 def build_scalar_model(
     architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, head: ScalarHead = VALUES, seed: int = 0
 ) -> list[ScalarModel]:
     """This rank's chunks of a value or reward model, as `build_language_model`."""
-    config = _shared_config(architecture, model, parallel)
-    chunks = [ScalarModel(architecture, model, parallel, load=True, head=head, stage=stage, config=config) for stage in stages(parallel)]
-    if not load:
-        initialise(chunks, seed)
-    return chunks
+    return _build(ScalarModel, architecture, model, parallel, load=load, seed=seed, head=head)

@@ -118,22 +118,20 @@ class WeightGather:
     """Updated weights travel between data-parallel replicas while the next batch is prepared and the first layers already compute.
 
     With a distributed optimizer (ZeRO stage 1; Rajbhandari et al. 2020, 1910.02054) a rank updates its share of each bucket of weights, and
-    an all-gather exchanges the shares. Here it is asynchronous: `start` issues it for all buckets in the order in which a forward pass
-    needs them, a layer waits for its own buckets, and everything else that reads weights calls `finish` first (`Transformer.settle`). All
-    ranks issue the same collectives in the same order. Nothing is copied, and the numbers are those of the synchronous exchange.
-
-    Megatron-Core's own hooks are not used. They issue the gathers, so that a replica without rows in a validation batch would leave the
-    others waiting, and they wait for the parameters of modules that are called: the output layer's weight and an adapter's B are read
-    without that. `runner`: the chunk's DistributedDataParallel, made with `overlap_param_gather`.
+    an all-gather exchanges the shares. Here `start` issues it for all buckets in the order in which a forward pass needs them, a layer
+    waits for its own buckets, and everything else that reads weights calls `finish` first (`Chunk.settle`). All ranks issue the same
+    collectives in the same order; the numbers are those of the synchronous exchange. Megatron-Core's own hooks would leave the others
+    waiting for a replica without rows in a validation batch, and miss what is read without a module's call: the output layer's weight, an
+    adapter's B. `runner`: the chunk's DistributedDataParallel, made with `overlap_param_gather`.
     """
 
     def __init__(self, runner: Any) -> None:
         runner.disable_forward_pre_hook(param_sync=False)
-        self._group_of = runner.param_to_bucket_group
+        group_of = runner.param_to_bucket_group
         everything = (*runner.bucket_groups, *runner.expert_parallel_bucket_groups)
         order: dict[Any, None] = {}
         for module, parameters in _readers(runner.module):
-            groups = self._groups(parameters)
+            groups = list(dict.fromkeys(group_of[p] for p in parameters if p in group_of))
             order |= dict.fromkeys(groups)
             if groups:
                 module.register_forward_pre_hook(lambda *_, groups=groups: _finish_gathers(groups))
@@ -148,9 +146,6 @@ class WeightGather:
     def finish(self) -> None:
         """Wait until all weights are there (on a GPU the stream waits, not the host). Does nothing where they are."""
         _finish_gathers(self._groups_in_order)
-
-    def _groups(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
-        return list(dict.fromkeys(self._group_of[p] for p in parameters if p in self._group_of))
 
 
 def _readers(chunk: Any) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

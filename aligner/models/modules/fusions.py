@@ -68,6 +68,7 @@ def fusions(architecture: Architecture, model: ModelConfig, dtype: torch.dtype) 
     no_experts = "" if architecture.num_experts else "the model has no experts"
     adapters = "model.lora.rank > 0: an adapter reads the input of each product" if model.lora.is_on else ""
     swiglu = architecture.gated_mlp and architecture.activation is Activation.silu
+    apex = "" if "weight_gradients" in importable else "Apex's fused_weight_gradient_mlp_cuda does not import"
     kernels = {
         Kernel.attention: fusion(te, torch_layers, "model.share_prompts=true: torch's" if model.share_prompts else ""),
         Kernel.norm: fusion(te, torch_layers, adapters),
@@ -90,7 +91,7 @@ def fusions(architecture: Architecture, model: ModelConfig, dtype: torch.dtype) 
             version="transformer-engine 1.9 or newer",
         ),
         Kernel.permutation: fusion(te, no_experts, torch_layers, needs="permutation", version="transformer-engine 2.1 or newer"),
-        Kernel.weight_gradients: fusion(te) if uses_te else _by_apex(importable),
+        Kernel.weight_gradients: fusion(te) if uses_te else fusion("Apex", apex if torch.cuda.is_available() else "there is no GPU"),
         Kernel.adam: fusion(mcore.fused_adam(), "" if mcore.fused_adam() else "neither Transformer Engine's nor Apex's imports"),
     }
     return Fusions(transformer_engine=uses_te, reason=reason, kernels=kernels)
@@ -118,12 +119,6 @@ def choose_layers(architecture: Architecture, model: ModelConfig, dtype: torch.d
     if dtype == torch.float32 and not model.fp8:
         return False, "Transformer Engine's attention over packed rows is of 16 bits, the model of float32"
     return True, f"transformer-engine {mcore.transformer_engine_version()}"
-
-
-def _by_apex(importable: frozenset[str]) -> Fusion:
-    """torch's layers add gradients to the buffers with Apex's extension."""
-    missing = "" if "weight_gradients" in importable else "Apex's fused_weight_gradient_mlp_cuda does not import"
-    return Fusion(by="Apex", off=missing if torch.cuda.is_available() else "there is no GPU")
 
 
 def table(found: Fusions) -> str:

@@ -67,9 +67,7 @@ def topk_outputs(
 
 def value_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
     """Value of the state in which each token that `mask` selects was chosen: float32 [B, S], 0 elsewhere. Position 0 must be False."""
-    hidden = module.whole_sequences(hidden, grads_are_partial=False)
-    selected, places = _select(hidden, placement.next_token_of, mask)
-    return TokenOutputs(values=_scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape))
+    return TokenOutputs(values=_scored(module, hidden, placement.next_token_of, mask))
 
 
 def score_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, lengths: Tensor, width: int) -> TokenOutputs:
@@ -91,9 +89,13 @@ def score_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, 
 
 def step_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
     """Score of the step that ends at each token in `mask`, from that token's own hidden state: float32 [B, S], 0 elsewhere."""
-    hidden = module.whole_sequences(hidden, grads_are_partial=False)
-    selected, places = _select(hidden, placement.token_of, mask)
-    return TokenOutputs(step_scores=_scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape))
+    return TokenOutputs(step_scores=_scored(module, hidden, placement.token_of, mask))
+
+
+def _scored(module: ScalarChunk, hidden: Tensor, index: Tensor, mask: Tensor) -> Tensor:
+    """The head's first output, [B, S], where `_select` selects."""
+    selected, places = _select(module.whole_sequences(hidden, grads_are_partial=False), index, mask)
+    return _scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape)
 
 
 def linear_head(head: ScalarHead, size: int, device: torch.device, *, residual: int = 0) -> torch.nn.Linear:

@@ -1,11 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, 2405.04434, 2.1): keys and values of all heads are made of one small vector per token, the
 latent, beside which each token has one rotated key for all heads.
 
-Megatron-Core's own module makes its own angles, so packed rows and shared prompts would not reach it; and without Transformer Engine it
-splits the projections onto the latents over the tensor-parallel ranks, and leaves to each rank the gradient that its own heads give the
-rotated key. Here these projections are whole on every rank, and the key's gradient is summed over the heads of all.
-
-A head's rotated dimensions come first, as Megatron-Core rotates them; queries and keys have the same order.
+Megatron-Core's own module makes its own angles, so packed rows and shared prompts would not reach it, and splits the projections onto the
+latents. Here these are whole on every rank, and the rotated key's gradient is summed over the heads of all. A head's rotated dimensions
+come first, as Megatron-Core rotates them; queries and keys have the same order.
 """
 
 from __future__ import annotations
@@ -14,19 +12,12 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.architecture.rope import neighbours_apart
 from aligner.models.config import Architecture
-from aligner.parallel.mcore import (
-    ModuleSpec,
-    SelfAttention,
-    TransformerConfig,
-    build_module,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from aligner.models.modules.attention import placed
+from aligner.parallel import mcore
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever a model's own rms_norm_eps is: in `transformers` too
 
@@ -34,22 +25,21 @@ LATENT_EPS = 1e-6  # of the latents' norms, whatever a model's own rms_norm_eps 
 class WholeLinear(torch.nn.Linear):
     """A linear layer without bias that every tensor-parallel rank has whole; under sequence parallelism for its part of a sequence."""
 
-    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype, device=device)
+    def __init__(self, config: mcore.TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False, **placed(config))
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-class LatentAttention(SelfAttention):
+class LatentAttention(mcore.SelfAttention):
     """Megatron-Core's attention over other queries, keys and values. It has no `linear_qkv`: the specification's is an `IdentityOp`."""
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: mcore.TransformerConfig,
         submodules: Any,
         *args: Any,
         architecture: Architecture,
-        norm: ModuleSpec,
+        norm: mcore.ModuleSpec,
         linear: type[torch.nn.Module],
         **options: Any,
     ) -> None:
@@ -60,7 +50,7 @@ class LatentAttention(SelfAttention):
         self.heads = a.num_attention_heads // config.tensor_model_parallel_size
 
         def normed(size: int) -> torch.nn.Module:
-            return build_module(norm, config=config, hidden_size=size, eps=LATENT_EPS)
+            return mcore.build_module(norm, config=config, hidden_size=size, eps=LATENT_EPS)
 
         def split(inputs: int, outputs: int) -> torch.nn.Module:
             settings = {"init_method": config.init_method, "bias": False, "tp_group": self.pg_collection.tp}
@@ -81,35 +71,23 @@ class LatentAttention(SelfAttention):
         a = self.architecture
         plain = a.head_dim - a.rotated
         latent, shared = self.linear_kv_down_proj(hidden_states).split([a.latent_size, a.rotated], dim=-1)
-        query_plain, query_rotated = self._queries(hidden_states).unflatten(-1, (self.heads, -1)).split([plain, a.rotated], dim=-1)
+        if a.query_latent_size:
+            queries = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))[0]
+        else:
+            queries = self.linear_q_proj(hidden_states)[0]
+        query_plain, query_rotated = queries.unflatten(-1, (self.heads, -1)).split([plain, a.rotated], dim=-1)
         expanded, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         key_plain, value = expanded.unflatten(-1, (self.heads, -1)).split([plain, a.value_head_dim], dim=-1)
-        key_rotated = self._for_all_heads(shared)[..., None, :].expand(*key_plain.shape[:-1], -1)
+        # The whole sequence's rotated keys, whose gradient is the sum over all ranks' heads.
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            shared = mcore.gather_from_sequence_parallel_region(shared, tensor_parallel_output_grad=True, group=group)
+        else:
+            shared = mcore.copy_to_tensor_model_parallel_region(shared, group=group)
+        key_rotated = shared[..., None, :].expand(*key_plain.shape[:-1], -1)
         if a.rope_attention_factor != 1:
             query_rotated, key_rotated = query_rotated * a.rope_attention_factor, key_rotated * a.rope_attention_factor
         query, key = torch.cat([query_rotated, query_plain], dim=-1), torch.cat([key_rotated, key_plain], dim=-1)
         if a.rotary_interleaved:
             query, key = (neighbours_apart(x, a.rotated) for x in (query, key))
         return query, key, value
-
-    def _queries(self, hidden_states: Tensor) -> Tensor:
-        if not self.architecture.query_latent_size:
-            return self.linear_q_proj(hidden_states)[0]
-        return self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))[0]
-
-    def _for_all_heads(self, shared: Tensor) -> Tensor:
-        """The whole sequence's rotated keys, whose gradient is the sum over all ranks' heads."""
-        group = self.pg_collection.tp
-        if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(shared, tensor_parallel_output_grad=True, group=group)
-        return copy_to_tensor_model_parallel_region(shared, group=group)
-
-
-def as_wide(value: Tensor, key: Tensor) -> Tensor:
-    """Values with zeros behind them, as wide as the keys: kernels need one width."""
-    return F.pad(value, (0, key.shape[-1] - value.shape[-1]))
-
-
-def cut_heads(attended: Tensor, wide: int, size: int) -> Tensor:
-    """[..., heads * size] of [..., heads * wide], each head's first dimensions."""
-    return attended.unflatten(-1, (-1, wide))[..., :size].flatten(-2)

@@ -57,3 +57,9 @@ def linear_weight(parameter: Tensor) -> LinearWeight:
 def weight_storage(chunks: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors that hold the parameters of a model's chunks."""
     return (tensor for chunk in chunks for parameter in chunk.parameters() for tensor in linear_weight(parameter).storage)
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether this is a shard of a tensor-parallel parameter, also where there is one rank."""
+    # Megatron marks split parameters with an attribute that others do not have at all.
+    return "tensor_model_parallel" in parameter.__dict__ and parameter.tensor_model_parallel

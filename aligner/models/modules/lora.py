@@ -1,5 +1,5 @@
 """Low-rank adapters on Megatron-Core's linear layers (LoRA; Hu et al. 2021, 2106.09685): W x becomes W x + scaling B A x, and only A and B
-learn.
+learn. B starts at zero; A's entries are uniform in +-1 / sqrt(inputs), as PEFT's.
 
 A layer that holds several of Hugging Face's projections (query, key and value; gate and up) has a pair for each of them, so that an adapter
 is one of PEFT's, too. The A's lie one below the other and are one product; each B gives its own rows of the fused output.
@@ -8,8 +8,6 @@ Tensor parallelism splits the pairs as it splits W, and only [tokens, rank] is e
 B is split: A x is gathered from the parts of a sequence, or its gradient is summed. Where W's input is split, A is split and A x is summed
 (reduce-scattered under sequence parallelism), and B is on every rank. An expert's tokens are exchanged outside of it, for adapter and
 weight together; there the gradients of what is on every rank are summed instead.
-
-B starts at zero: a model with new adapters is the model without. A's entries are uniform in +-1 / sqrt(inputs), as PEFT's.
 """
 
 from __future__ import annotations
@@ -32,17 +30,9 @@ from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, Layout, Rule
 from aligner.models.families.own_modules import has_adapter
 from aligner.models.modules.chunk import global_name
-from aligner.models.modules.layer_kinds import KINDS, SPLIT_INPUTS
+from aligner.models.modules.layers import KINDS, SPLIT_INPUTS
 from aligner.models.modules.linear import LinearWeight, linear_weight
-from aligner.parallel.mcore import (
-    ProcessGroupCollection,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-    tensor_parallel,
-)
+from aligner.parallel import mcore
 from aligner.types.rows import upload
 
 _ALL_PARTS = {name: target for kind in KINDS for name, target in kind.linears.items()}
@@ -103,7 +93,9 @@ class AdapterSite:
 class Adapter(torch.nn.Module):
     """The pairs of one linear layer: `a` [pairs * rank, in] and `b` by part, [rows, rank]; this rank's shares of them."""
 
-    def __init__(self, site: AdapterSite, lora: LoraConfig, process_groups: ProcessGroupCollection, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self, site: AdapterSite, lora: LoraConfig, process_groups: mcore.ProcessGroupCollection, *, sequence_parallel: bool
+    ) -> None:
         super().__init__()
         self.site = site
         self.pairs = site.pairs
@@ -120,10 +112,9 @@ class Adapter(torch.nn.Module):
             self._mark(matrix, split_dim=0 if self.pairs.splits_output else None)
 
     def _mark(self, parameter: torch.nn.Parameter, *, split_dim: int | None) -> None:
-        """Set the attributes that Megatron-Core's optimizer and gradient reductions read."""
         # A whole parameter counts in gradient norms on the first tensor-parallel rank alone; of unsplit experts each rank has others.
         has_others = split_dim is not None or (self.pairs.is_expert and self.group.size() == 1)
-        set_tensor_model_parallel_attributes(parameter, has_others, -1 if split_dim is None else split_dim, 1)
+        mcore.set_tensor_model_parallel_attributes(parameter, has_others, -1 if split_dim is None else split_dim, 1)
         parameter.allreduce = self.site.allreduce
         parameter.sequence_parallel = self.splits_sequence and split_dim is None  # each rank's gradient is of its part of the sequence
 
@@ -151,8 +142,8 @@ class Adapter(torch.nn.Module):
         # Ranks drop differently if they hold different parts, and equally if they hold the same: with sequence parallelism the generator
         # of the layers differs by rank, though the tokens of an expert are gathered.
         apart = self.splits_sequence or not self.pairs.splits_output
-        generators = tensor_parallel.get_cuda_rng_tracker()
-        with generators.fork() if apart else generators.fork(tensor_parallel.get_data_parallel_rng_tracker_name()):
+        generators = mcore.tensor_parallel.get_cuda_rng_tracker()
+        with generators.fork() if apart else generators.fork(mcore.tensor_parallel.get_data_parallel_rng_tracker_name()):
             return F.dropout(x, self.dropout)
 
     def _exchanged(self, hidden: Tensor) -> Tensor:
@@ -161,15 +152,15 @@ class Adapter(torch.nn.Module):
             return hidden
         if self.pairs.splits_output:
             if self.splits_sequence:
-                return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.group)
-            return copy_to_tensor_model_parallel_region(hidden, group=self.group)
+                return mcore.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.group)
+            return mcore.copy_to_tensor_model_parallel_region(hidden, group=self.group)
         if self.splits_sequence:
-            return reduce_scatter_to_sequence_parallel_region(hidden, group=self.group)
-        return reduce_from_tensor_model_parallel_region(hidden, group=self.group)
+            return mcore.reduce_scatter_to_sequence_parallel_region(hidden, group=self.group)
+        return mcore.reduce_from_tensor_model_parallel_region(hidden, group=self.group)
 
     def _complete(self, parameter: Tensor) -> Tensor:
         """A replicated parameter whose gradient is summed over an expert's ranks, which hold parts of it."""
-        return copy_to_tensor_model_parallel_region(parameter, group=self.group) if self.pairs.is_expert else parameter
+        return mcore.copy_to_tensor_model_parallel_region(parameter, group=self.group) if self.pairs.is_expert else parameter
 
     def _expanded(self, hidden: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
         """[..., rows of the fused output on this rank]; zeros where a part has no pair."""
@@ -183,12 +174,10 @@ class Adapter(torch.nn.Module):
 
 def sites(chunk: Any, lora: LoraConfig) -> list[AdapterSite]:
     """The linear layers of a chunk that `lora` names. Raises ConfigError if none matches, or one cannot be split as its weight is."""
-    linears = {
-        name.removesuffix(".weight"): chunk.get_submodule(name.removesuffix(".weight"))
-        for name, _ in chunk.named_parameters()
-        if _LINEAR.fullmatch(name) or isinstance(chunk.architecture, HFArchitecture) and name.endswith(".weight")
-    }
-    found = [site for name, module in linears.items() if (site := _site(chunk, name, module, lora)) is not None]
+    own = isinstance(chunk.architecture, HFArchitecture)  # has other names
+    weights = [name for name, _ in chunk.named_parameters() if name.endswith(".weight") and (own or _LINEAR.fullmatch(name))]
+    linears = [name.removesuffix(".weight") for name in weights]
+    found = [site for name in linears if (site := _site(chunk, name, chunk.get_submodule(name), lora)) is not None]
     if not found:
         raise ConfigError(
             f"model.lora.targets={[target.value for target in lora.targets]}: the model has no such layer "
@@ -297,12 +286,11 @@ def initialise_adapters(chunks: Sequence[Any], seed: int) -> None:
     """Fill the A's: each drawn whole by a generator of its own and then cut, so that every layout starts from the same ones."""
     for chunk in chunks:
         for name, adapter in named_adapters(chunk):
-            fill_adapter(adapter, global_name(chunk, name), seed)
+            _fill(adapter, global_name(chunk, name), seed)
 
 
 @torch.no_grad()
-def fill_adapter(adapter: Adapter, unique: str, seed: int) -> None:
-    """New pairs of the layer that is called `unique` in the whole model."""
+def _fill(adapter: Adapter, unique: str, seed: int) -> None:
     pairs, group = adapter.pairs, adapter.group
     size = adapter.a.shape[1] * (1 if pairs.splits_output else group.size())
     for part, own in zip(pairs.trained, adapter.a.split(adapter.rank), strict=False):

@@ -24,26 +24,14 @@ from aligner.parallel.topology import ParallelConfig
 __all__ = ["check_divisible", "resolve_dtype", "transformer_config"]
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
 # The non-linearities of feed-forward layers, the trainer's and the engine's.
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.silu: F.silu,
     Activation.gelu: F.gelu,
-    Activation.gelu_tanh: _gelu_tanh,
-    Activation.squared_relu: _squared_relu,
+    Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
+    Activation.squared_relu: lambda x: F.relu(x).square(),
     Activation.relu: F.relu,
-    Activation.quick_gelu: _quick_gelu,
+    Activation.quick_gelu: lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -72,7 +60,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
     """Megatron-Core's config. `load` skips random initialisation (weights will be read); never through `perform_initialization=False`,
     which also leaves out the tensor-parallel attributes and so corrupts gradient norms."""
     check_together(architecture, model, parallel)
-    skip: dict[str, Any] = {"init_method": _keep, "output_layer_init_method": _keep} if load else {}
+    skip: dict[str, Any] = dict.fromkeys(("init_method", "output_layer_init_method"), lambda weight: weight) if load else {}
     dtype = resolve_dtype(model.dtype)
     fused = fusions(architecture, model, dtype)
     if parallel.tp_comm_overlap and not fused.transformer_engine:
@@ -88,7 +76,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         activation_func=(batch_invariant.ACTIVATIONS if model.batch_invariant else ACTIVATIONS)[architecture.activation],
         activation_func_clamp_value=architecture.glu_limit or None,
         glu_linear_offset=architecture.glu_offset,
-        normalization="RMSNorm" if architecture.normalization in _RMS_NORMS else "LayerNorm",
+        normalization="RMSNorm" if architecture.normalization in (Normalization.rms_norm, Normalization.rms_norm_1p) else "LayerNorm",
         layernorm_zero_centered_gamma=architecture.normalization == Normalization.layer_norm_1p,
         layernorm_epsilon=architecture.norm_eps,
         add_bias_linear=architecture.linear_bias,
@@ -122,7 +110,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         **skip,
         **_layout(parallel),
         **_experts(architecture, model, fused),
-        **_recomputation(model.recompute),
+        **_RECOMPUTATION[model.recompute],
     )
 
 
@@ -198,16 +186,8 @@ def _experts(architecture: Architecture, model: ModelConfig, fused: Fusions) -> 
     }
 
 
-def _recomputation(recompute: Recompute) -> dict[str, Any]:
-    if recompute == Recompute.none:
-        return {}
-    if recompute == Recompute.selective:
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-_RMS_NORMS = (Normalization.rms_norm, Normalization.rms_norm_1p)
-
-
-def _keep(weight: Tensor) -> Tensor:
-    return weight
+_RECOMPUTATION: dict[Recompute, dict[str, Any]] = {
+    Recompute.none: {},
+    Recompute.selective: {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    Recompute.full: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}

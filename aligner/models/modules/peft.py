@@ -22,9 +22,9 @@ from aligner.models.config import Architecture, Family, LoraConfig
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.modules.chunk import Chunk, global_name
-from aligner.models.modules.lora import Adapter, Pairs, named_adapters, pairs_of
+from aligner.models.modules.lora import Adapter, named_adapters, pairs_of
 from aligner.models.modules.scalar_head import HEAD, ScalarHead
-from aligner.models.weights.shards import Place, adapter_shards, all_places, gather_plain, named_shards, places_everywhere, shard_anywhere
+from aligner.models.weights import all_places, gathered, named_shards, places_everywhere, shard_anywhere
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -65,26 +65,21 @@ def projections(architecture: Architecture, lora: LoraConfig) -> list[Projection
     found = []
     for weight in weight_names(architecture).names(architecture):
         pairs = pairs_of(weight, architecture, lora.targets)
-        if pairs is not None:
-            found += _of_layer(weight.removesuffix(".weight") + ADAPTER, pairs)
+        prefix = weight.removesuffix(".weight") + ADAPTER
+        for block, (name, parts) in enumerate(pairs.projections.items() if pairs is not None else ()):
+            found.append(Projection(name=name, a=f"{prefix}a", block=block, b=tuple(f"{prefix}b.{part}" for part in parts)))
     return found
-
-
-def _of_layer(prefix: str, pairs: Pairs) -> Iterator[Projection]:
-    for block, (name, parts) in enumerate(pairs.projections.items()):
-        yield Projection(name=name, a=f"{prefix}a", block=block, b=tuple(f"{prefix}b.{part}" for part in parts))
 
 
 def export_adapters(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
     """(PEFT's name, full tensor) of a head's parameters and of every A and B. Collective: every rank consumes it to its end."""
     chunk = chunks[0]
-    own = adapter_shards(chunks)
-    places = {place.name: place for place in places_everywhere(chunks, [place for place, _ in own.values()])}
+    own = {part.place.name: part for part in named_shards(chunks, adapters=True)}
+    places = {place.name: place for place in places_everywhere(chunks, [part.place for part in own.values()])}
 
     def whole(name: str) -> Tensor:
-        place: Place = places[name]
-        held = own[name][1].detach() if name in own else None
-        return gather_plain(chunk, place, shard_anywhere(chunk, place, held))
+        held = own[name].parameter.detach() if name in own else None
+        return gathered(chunk, places[name], shard_anywhere(chunk, places[name], held))
 
     if chunk.head is not None:
         heads = {part.place.name: part.parameter.detach() for part in named_shards(chunks) if part.place.name.startswith(HEAD)}
@@ -109,12 +104,8 @@ def save_peft(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None
 
 def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head: ScalarHead | None = None) -> dict[str, Any]:
     """The content of `adapter_config.json`; of a value or reward model, which trains its `head` too."""
-    trained = [] if head is None else [_head_module(head, architecture)]
-    task = "CAUSAL_LM"
-    if head is not None:
-        task = "TOKEN_CLS" if head.has_bias else "SEQ_CLS"
-    name = parse(base)
-    targets = _targets(architecture, lora)
+    task = "CAUSAL_LM" if head is None else "TOKEN_CLS" if head.has_bias else "SEQ_CLS"
+    name, targets = parse(base), _targets(architecture, lora)
     plain = "target_parameters" not in targets  # PEFT drops nothing of parameters, and of two pairs in one it takes both ranks for rsLoRA's
     alpha = lora.alpha if plain else lora.scaling * lora.rank
     return {
@@ -131,7 +122,7 @@ def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head
         "alpha_pattern": {both: 2 * alpha for both in targets["rank_pattern"]},
         "fan_in_fan_out": architecture.family is Family.gpt2,  # its layers are Conv1D
         "bias": "none",
-        "modules_to_save": trained or None,
+        "modules_to_save": None if head is None else [_head_module(head, architecture)],
     }
 
 
@@ -162,7 +153,6 @@ def _ending(name: str, parts: int) -> str:
 
 
 def _head_name(chunk: Chunk, name: str) -> str:
-    """PEFT's name of one of the head's parameters."""
     return f"{_PREFIX}{chunk.head.hf_name(name, chunk.architecture.family)}"
 
 
@@ -192,7 +182,6 @@ def load_peft(chunks: Sequence[Chunk], directory: Path) -> None:
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What the two files hold. Raises CheckpointError for one that is missing or cannot be read."""
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
             raise CheckpointError(f"model.lora.path={directory}: no {name} there")

@@ -1,44 +1,34 @@
 """The experts' router with auxiliary losses that keep their weight under this project's token counts.
 
 Gradients here are sums over micro-batches and ranks that are divided once, by the loss's own count: response tokens, pairs or sequences.
-Megatron-Core's router scales its auxiliary losses for a division by *all* tokens, and by the tokens of one rank where several share a
-sequence. Here each micro-batch's auxiliary loss is multiplied by the number of its real tokens, on whatever ranks they are, and
-`AuxiliaryLosses.weigh` turns the later division by the loss's count into one by the tokens of the whole batch. So the objective is
+Megatron-Core's router scales its auxiliary losses for a division by *all* tokens. Here each micro-batch's auxiliary loss is multiplied by
+the number of its real tokens, on whatever ranks they are, and `AuxiliaryLosses.weigh` turns the later division by the loss's count into one
+by the tokens of the whole batch. So whatever the layout, the objective is
 
-    main loss per count  +  coefficient * (mean over the batch's tokens of their micro-batch's auxiliary loss),
+    main loss per count  +  coefficient * (mean over the batch's tokens of their micro-batch's auxiliary loss).
 
-whatever the layout. (A load-balancing loss is quadratic in a micro-batch's routing, so unlike everything else it does depend on which rows
-share a micro-batch.) Load balancing: 2101.03961, equation 4; z-loss: 2202.08906, equation 5.
+(A load-balancing loss is quadratic in a micro-batch's routing: it does depend on which rows share a micro-batch.) Load balancing:
+2101.03961, equation 4; z-loss: 2202.08906, equation 5.
 
-The experts that a sampler chose can be replayed in training, or compared with the router's own choice. Small differences of arithmetic
-between sampler and trainer send some tokens to other experts, which changes their log-probs far more than the rounding did. With replay
-the experts that sampled a token are those that train it (R3: Ma et al. 2025, 2510.11370). The choice alone is replayed: gate scores are
-the trainer's, at the sampler's experts and normalised over these, so gradients reach the router through them. Tokens that the sampler
-computed nothing after (the last of each row) and padding go where the router sends them. Megatron-Core's hook for it is used
-(`router_replay.get_replay_topk`, which it asks for a choice of experts), not its `RouterReplay`: that learns from outside whether a pass
-recomputes, once for all routers of the process, and in a pipeline some do while others do not.
+The experts that a sampler chose can be replayed in training (R3: Ma et al. 2025, 2510.11370), or compared with the router's own choice:
+small differences of arithmetic send some tokens to other experts, which changes their log-probs far more than the rounding did. The choice
+alone is replayed: gate scores are the trainer's, at the sampler's experts, so gradients reach the router. Tokens that the sampler computed
+nothing after (the last of each row) and padding go where the router sends them. Megatron-Core's hook is used, not its `RouterReplay`: that
+learns from outside whether a pass recomputes, once for all routers of the process, and in a pipeline some do while others do not.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from aligner.models.config import Architecture
-from aligner.parallel import platform
-from aligner.parallel.mcore import (
-    MoEAuxLossAutoScaler,
-    TopKRouter,
-    TransformerConfig,
-    get_tokens_per_expert_and_token_count,
-    switch_load_balancing_loss_func,
-)
+from aligner.parallel import mcore, platform
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Mean, Metric
 from aligner.types import Batch, DistillationBatch, LabeledBatch, TokenOutputs, no_expert
@@ -61,28 +51,25 @@ REPLACED = "rollout/route_replaced"  # routes where the trainer's own choice wou
 Choose = Callable[..., tuple[Tensor, Tensor]]  # (scores, k, groups, groups per token) -> the k best scores and their experts
 
 
-class Choice(Protocol):
-    """What Megatron-Core's router asks for each token's experts."""
+class Choice:
+    """What Megatron-Core's router asks for each token's experts: of its best groups alone (DeepSeek: 2405.04434, 2.2.2; 2412.19437, 2.1.2;
+    Megatron-Core's own groups are scored by another number of their experts), and where a token `has_route` (bool [N, 1]) those in
+    `routes` int64 [N, k]."""
 
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Choose
-    ) -> tuple[Tensor, Tensor]: ...
+    layer_number = 0  # set by Megatron-Core 0.19
 
-
-class Replayed:
-    """`Choice` of the experts in `routes` int64 [N, k], where a token `has_route` (bool [N, 1]); elsewhere of `own`, or Megatron-Core's."""
-
-    def __init__(self, routes: Tensor, has_route: Tensor, own: Choice | None) -> None:
-        self._routes, self._has_route, self._own = routes, has_route, own
-        self.own_experts: Tensor | None = None  # int64 [N, k], what would have been chosen
+    def __init__(self, architecture: Architecture, routes: Tensor | None = None, has_route: Tensor | None = None) -> None:
+        self._architecture, self._routes, self._has_route = architecture, routes, has_route
+        self.own_experts: Tensor | None = None  # int64 [N, k], what would have been chosen without routes
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Choose
     ) -> tuple[Tensor, Tensor]:
-        if self._own is None:
-            _, self.own_experts = choose(scores, topk, num_groups, group_topk)
-        else:
-            _, self.own_experts = self._own.get_replay_topk(scores, topk, num_groups, group_topk, choose)
+        """(scores, experts) [N, topk]."""
+        found = choose(limited(scores, self._architecture), topk, num_groups, group_topk)
+        if self._routes is None:
+            return found
+        self.own_experts = found[1]
         experts = torch.where(self._has_route, self._routes, self.own_experts)
         return scores.gather(1, experts), experts
 
@@ -134,9 +121,9 @@ def routed(router: Any, routing: Callable[[], tuple[Tensor, Tensor]]) -> tuple[T
         return routing()
     routes = given.long()
     has_route = routes[:, :1] != no_expert(given.dtype)
-    own = router.router_replay
-    replayed = Replayed(routes, has_route, own) if layer.replays else None
-    router.router_replay = replayed or own
+    own, replayed = router.router_replay, None
+    if layer.replays:
+        router.router_replay = replayed = Choice(router.architecture, routes, has_route)
     try:
         scores, chosen = routing()
     finally:
@@ -167,22 +154,7 @@ def take_metrics(routers: Sequence[Any]) -> dict[str, Metric]:
     return metrics
 
 
-@dataclass(slots=True)
-class GroupLimit:
-    """`Choice` of a token's experts from its best groups alone, as in DeepSeek (2405.04434, 2.2.2; 2412.19437, 2.1.2). Megatron-Core's own
-    groups are scored by another number of their experts."""
-
-    architecture: Architecture
-    layer_number: int = 0  # set by Megatron-Core 0.19
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
-    ) -> tuple[Tensor, Tensor]:
-        """(scores, experts) [N, topk], of the best groups."""
-        return choose(limited(scores, self.architecture), topk, num_groups, group_topk)
-
-
-class Router(TopKRouter):
+class Router(mcore.TopKRouter):
     """Top-k router of one layer. `balance` adds up what it saw in training passes: load-balancing loss per token, summed over tokens."""
 
     def __init__(self, *args, architecture: Architecture, **kwargs) -> None:
@@ -196,8 +168,9 @@ class Router(TopKRouter):
         if architecture.expert_biases:  # Megatron-Core's has a bias where all linear layers have one
             self.bias = torch.nn.Parameter(torch.zeros_like(self.weight[:, 0]))
             self.bias.sequence_parallel = self.config.sequence_parallel
+        self.architecture = architecture
         if architecture.router_groups:
-            self.router_replay = GroupLimit(architecture)
+            self.router_replay = Choice(architecture)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return routed(self, lambda: super(Router, self).routing(logits, padding_mask=padding_mask))
@@ -207,10 +180,10 @@ class Router(TopKRouter):
         if coefficient == 0:
             return probs
         own_tokens = routing_map.sum() / self.topk  # first: the reduction below happens in place
-        per_expert, _, tokens = get_tokens_per_expert_and_token_count(
+        per_expert, _, tokens = mcore.get_tokens_per_expert_and_token_count(
             routing_map=routing_map, reduce_group=self.tp_cp_group, topk=self.topk, with_padding_mask=with_padding_mask
         )
-        share = switch_load_balancing_loss_func(  # of this rank's tokens; summed over the ranks of the sequence it is the whole
+        share = mcore.switch_load_balancing_loss_func(  # of this rank's tokens; summed over the ranks of the sequence it is the whole
             probs=scores_for_aux_loss,
             tokens_per_expert=per_expert,
             total_num_tokens=torch.as_tensor(tokens).clamp(min=1),  # a filler micro-batch has none
@@ -220,7 +193,7 @@ class Router(TopKRouter):
         )
         seen = share.detach() / coefficient * tokens
         self.balance = Mean(total=self.balance.total + seen, count=self.balance.count + own_tokens)
-        return MoEAuxLossAutoScaler.apply(probs, share * tokens)
+        return mcore.MoEAuxLossAutoScaler.apply(probs, share * tokens)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         coefficient = self.config.moe_z_loss_coeff
@@ -228,7 +201,7 @@ class Router(TopKRouter):
             return logits
         squares = torch.logsumexp(logits.float(), dim=-1).square()
         real = squares if padding_mask is None else squares.masked_fill(padding_mask, 0.0)
-        return MoEAuxLossAutoScaler.apply(logits, real.sum() * coefficient)
+        return mcore.MoEAuxLossAutoScaler.apply(logits, real.sum() * coefficient)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count each expert's tokens [N, experts] for the step's change of the biases; Megatron-Core's mask of padding [N] does not fit."""
@@ -250,7 +223,7 @@ class AuxiliaryLosses:
         self._aux, self._z = aux, z
         self._active = bool(chunks[0].config.num_moe_experts) and bool(aux or z)
 
-    def weigh(self, config: TransformerConfig, batch: Batch, loss: Loss) -> None:
+    def weigh(self, config: mcore.TransformerConfig, batch: Batch, loss: Loss) -> None:
         """Make the division by the loss's count, which comes after the backward pass, one by the batch's tokens for these losses."""
         if not self._active:
             return

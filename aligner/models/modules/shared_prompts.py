@@ -7,6 +7,7 @@ every row. Outputs and gradients equal those of separate rows: a prompt's keys a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -66,7 +67,10 @@ class SegmentedPackedSeqParams(PackedSeqParams):
 def segments_of(batch: Batch, *, share: bool) -> list[Segment]:
     """The packed input of a micro-batch, in order: whole rows, and where `share` asks for it each family's prompt before its rows."""
     lengths = batch.lengths.tolist()
-    shared = _shared_with_row_before(batch) if share and isinstance(batch, MaskedBatch) else [0] * len(lengths)
+    shared = [0] * len(lengths)  # tokens that each row shares with the one before it
+    if share and isinstance(batch, MaskedBatch):
+        pairs = itertools.pairwise(prompt_keys(batch))
+        shared = [0] + [key[0] - 1 if isinstance(key, tuple) and key == before else 0 for before, key in pairs]
     found: list[Segment] = []
     prefix: int | None = None
     for row, length in enumerate(lengths):
@@ -89,12 +93,6 @@ def prompt_keys(batch: MaskedBatch) -> list[object]:
     tokens = batch.tokens.cpu().numpy()
     kept = [b"".join(extra.prompt_key(row, stop) for extra in batch.extras.values()) for row, stop in enumerate(first)]
     return [(stop, tokens[row, :stop].tobytes() + kept[row]) if stop > 1 else row for row, stop in enumerate(first)]
-
-
-def _shared_with_row_before(batch: MaskedBatch) -> list[int]:
-    """How many tokens each row shares with the one before it; 0 where that has another prompt."""
-    keys = prompt_keys(batch)
-    return [0] + [key[0] - 1 if isinstance(key, tuple) and key == before else 0 for before, key in zip(keys[:-1], keys[1:], strict=True)]
 
 
 def local_segments(segments: Sequence[Segment], bounds: Sequence[int], cp_size: int) -> list[tuple[int, int, int]]:

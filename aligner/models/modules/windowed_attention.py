@@ -81,8 +81,8 @@ def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: 
     """Queries, keys and values whose attention without sinks begins with that of [B, heads, L, D] and [B, groups, T, D] with `sinks`
     [heads]: for kernels, which write no scores out.
 
-    One more key comes first, whose value is 0. Further dimensions of a query mark its head in the group; there that key has
-    the heads' sinks, in two parts, the second of which is what the type rounds off the first.
+    One more key comes first, whose value is 0. Further dimensions of a query mark its head in the group; there that key has the heads'
+    sinks, in two parts, the second of which is what the type rounds off the first.
     """
     share = query.shape[1] // key.shape[1]
     exact = (sinks.float() / scale).view(-1, share)

@@ -1,12 +1,11 @@
 """Megatron-Core's distributed optimizer, its learning-rate schedule and the loss scale of float16, from `OptimizerConfig`.
 
 `HostAdam` is `optimizer.cpu_offload`: AdamW whose float32 weights, moments and computation are the host's, on Megatron-Core's
-HybridDeviceOptimizer. Upstream's class (0.16.1 and 0.19 have the same) still splits groups, steps and sets learning rates. Mended here:
+HybridDeviceOptimizer, which still splits groups, steps and sets learning rates. Mended here (0.16.1 and 0.19 have the same):
 
 - It copies the whole model's parameters to page-locked memory before it is made again of this rank's shards: `open` makes copies once.
 - It locks memory in powers of two, and loses the lock where it makes float32 of bfloat16: uploads would be slow, and wait.
 - It takes no views of float32 weights, which heads of reward models and critics are, and copies nothing on a machine without CUDA.
-- It rounds to the model's type on the host.
 
 Megatron-Core's precision-aware mode goes with it: gradients reach it in the buffers that reduced them, the device keeps no float32 weights.
 """
@@ -180,8 +179,8 @@ class LossScale:
     """The loss scale of a float16 model, the same on every rank: losses are multiplied by it before the backward pass, and gradients
     divided by it afterwards. It has no effect for other models.
 
-    float16 has 10 bits of mantissa where bfloat16 has 7, so the log-probs of sampler and trainer differ by far less (2510.26788); but it
-    holds nothing below 6e-8 nor above 65504. The scale keeps small gradients from vanishing. It is halved when a gradient overflows, and
+    float16 has three more bits of mantissa than bfloat16, so the log-probs of sampler and trainer differ by far less (2510.26788); but it
+    holds nothing below 6e-8 nor above 65504. The scale keeps small gradients from vanishing: it is halved when a gradient overflows, and
     that update is left out; it doubles after a number of updates without an overflow (Micikevicius et al. 2017, 1710.03740, section 3.2).
     It is a power of two, so that scaling rounds nothing. Losses are sums over tokens here, so it is smaller than for means.
     """

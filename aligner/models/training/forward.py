@@ -79,12 +79,7 @@ def forward(chunks: list[Any], parts: list[MicroBatch], outputs: Outputs) -> lis
         chunk.eval()
     try:
         with torch.no_grad():
-            results = _run(
-                chunks,
-                parts,
-                lambda part: lambda hidden, non_loss_data=True: outputs(hidden, part),
-                forward_only=True,
-            )
+            results = _run(chunks, parts, lambda part: lambda hidden, non_loss_data=True: outputs(hidden, part), forward_only=True)
     finally:
         for chunk in chunks:
             chunk.train(was_training)
@@ -118,7 +113,11 @@ def _run(chunks: list[Any], parts: list[MicroBatch], loss_of: Callable[[MicroBat
         options = {}
         if model.config.num_moe_experts:
             options["padding_mask"] = _padding(part, model)
-            give(routers([_unwrapped(model)]), None if part.routes is None else upload(_own_slots(part.routes, model), platform.device()))
+            module, routes = _unwrapped(model), part.routes
+            if routes is not None:
+                tp = module.pg_collection.tp  # sequence parallelism leaves a part of the slots to this rank's routers
+                routes = upload(routes.chunk(tp.size())[tp.rank()] if model.config.sequence_parallel else routes, platform.device())
+            give(routers([module]), routes)
         return model(placed.tokens, placed.positions, None, packed_seq_params=placed.packed, **options), loss_of(part)
 
     rows, length = parts[0].placement.whole_shape
@@ -145,12 +144,6 @@ def _padding(part: MicroBatch, model: Any) -> Tensor:
         return padding
     tp = module.pg_collection.tp
     return padding.chunk(tp.size(), dim=1)[tp.rank()].contiguous()
-
-
-def _own_slots(routes: Tensor, model: Any) -> Tensor:
-    """Of [L, ...] those that sequence parallelism leaves to this rank's routers."""
-    tp = _unwrapped(model).pg_collection.tp
-    return routes.chunk(tp.size())[tp.rank()] if model.config.sequence_parallel else routes
 
 
 def _unwrapped(model: Any) -> Any:

@@ -1,12 +1,12 @@
 """The response to a loss, a gradient or a reward that is not finite.
 
 A bad update never reaches the weights. `stop` ends the run after its last whole step. `skip` leaves the update out. `roll_back` ends every
-component; the restarted run resumes from the last checkpoint of all components, without the training step of the bad batch. A critic
-behind a server leaves its update out whatever the setting, and reports that in its reply: the actor decides for both.
+component; the restarted run resumes from the last checkpoint of all components, without the training step of the bad batch. A critic behind
+a server leaves its update out whatever the setting, and reports that in its reply: the actor decides for both.
 
-An update with finite loss and gradient is made. It may still leave non-finite or absurdly large parameters (the learning rate, a hardware
-fault). By then main weights and moments have changed too, and no copy of them is kept, so the update cannot be left out: `skip` acts as
-`roll_back`. Neither those weights nor any later ones are saved.
+An update with finite loss and gradient is made. If it still leaves non-finite or absurdly large parameters (the learning rate, a hardware
+fault), it cannot be left out, since no copy of main weights and moments is kept: `skip` acts as `roll_back`. Neither those weights nor any
+later ones are saved.
 """
 
 from __future__ import annotations

@@ -109,10 +109,7 @@ class HostMemory:
 
     def _to_host(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         waiting = self._free.get(storage.nbytes())
-        if waiting:
-            host = waiting.pop()
-        else:
-            host = self._memory.take(storage.nbytes())
+        host = waiting.pop() if waiting else self._memory.take(storage.nbytes())
         host.copy_(storage, non_blocking=True)
         return host
 

@@ -52,8 +52,8 @@ class Placement:
     """The model's input on this rank, [rows, L] slots, and what each slot holds.
 
     `token_of` and `next_token_of` are flat positions (row * S + t) in the micro-batch's [B, S] tensors: of the slot's own token, and of the
-    token that its hidden state predicts; -1 for no token (padding, and the last token of a sequence). They stay on the host, which
-    chooses by them what is projected: of a mask on a GPU it would have to ask how much it selects.
+    token that its hidden state predicts; -1 for no token (padding, and the last token of a sequence). They stay on the host, which chooses
+    by them what is projected.
     """
 
     tokens: Tensor  # int64 [rows, L]
@@ -99,7 +99,9 @@ def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None)
         slots = slots.to(token_of.device)
         token_of, next_token_of, positions = (x[:, slots] for x in (token_of, next_token_of, positions))
     if splits.packed:
-        packed = _packed_params(bounds, batch.tokens.device)
+        starts = torch.tensor(bounds, dtype=torch.int32, device=batch.tokens.device)
+        longest = max(stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest)
         if splits.segmented or splits.share_prompts:
             own = local_segments(segments, bounds, splits.cp_size)
             described = {"segments": tuple(own), "positions": positions.flatten(), "spans": key_spans(own, splits.cp_rank, splits.cp_size)}
@@ -180,12 +182,6 @@ def _packed_bounds(lengths: list[int], splits: Splits, total: int) -> list[int]:
     for length in lengths:
         bounds.append(bounds[-1] + _round_up(length, splits.row_multiple))
     return bounds if bounds[-1] == total else [*bounds, total]
-
-
-def _packed_params(bounds: list[int], device: torch.device) -> PackedSeqParams:
-    starts = torch.tensor(bounds, dtype=torch.int32, device=device)
-    longest = max(stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -16,7 +16,7 @@ from aligner.models.modules.scalar_head import ScalarHead
 from aligner.models.training.forward import MicroBatch
 from aligner.models.training.offload import LockedMemory
 from aligner.models.training.trainable import Field, TrainableModel
-from aligner.models.weights.weights import export_hf
+from aligner.models.weights import export_hf
 from aligner.parallel import platform
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Metric
@@ -46,7 +46,7 @@ class _Trained(ABC):
 
     @abstractmethod
     def _outputs(self, hidden: Tensor, part: MicroBatch) -> TokenOutputs:
-        """What a loss reads, from the last hidden states."""
+        pass
 
 
 class MegatronPolicy(_Trained):
@@ -161,7 +161,6 @@ class ReferencePolicy:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """The module has the frozen weights meanwhile."""
         parameters = self._parameters()
         current = [p.data for p in parameters]
         try:
@@ -175,14 +174,10 @@ class ReferencePolicy:
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         self._policy.model.settle()
-        return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad or self._keeps_all(chunk)]
-
-    def _keeps_all(self, chunk: LanguageChunk) -> bool:
-        return self._whole or not chunk.lora.is_on
+        return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad or self._whole or not chunk.lora.is_on]
 
 
 def _own_routes(batch: MaskedBatch) -> MaskedBatch:
-    """The batch without its sampler's."""
     return replace(batch, extras={name: extra for name, extra in batch.extras.items() if name != Routes.name})
 
 

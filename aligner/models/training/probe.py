@@ -5,8 +5,9 @@ Modules that Transformer Engine fuses into one (a norm into the linear layer beh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from aligner.models.architecture import rope
 from aligner.models.config import Architecture
 from aligner.models.modules.build import rounded_scale
 from aligner.models.modules.chunk import LanguageChunk
-from aligner.models.modules.layer_kinds import attention_of
+from aligner.models.modules.layers import attention_of
 from aligner.models.training import forward as passes
 from aligner.models.training.placement import Placement
 from aligner.models.training.tracing import SPLIT, Operation, Place, Tap, Trace
@@ -62,7 +63,6 @@ class _Look:
         self._tokens = upload(tokens.t().reshape(-1), platform.device())  # Megatron-Core's order: [L, rows]
 
     def add(self, operation: Operation, layer: int, output: Tensor) -> None:
-        """An output of this rank: of all slots, or under sequence parallelism of its part of them."""
         tokens = self._tokens
         if operation in SPLIT:
             rows = self._trace.chosen(tokens)  # before ranks exchange anything
@@ -72,7 +72,6 @@ class _Look:
         self._trace.add(Place(layer, operation), tokens, output.reshape(len(tokens), -1))
 
     def last(self, hidden: Tensor, part: passes.MicroBatch) -> TokenOutputs:
-        """From the last hidden states: logits of the wanted tokens."""
         chunk = self._chunk
         rows = self._trace.chosen(self._tokens)
         selected = chunk.whole_sequences(hidden, grads_are_partial=False).reshape(len(self._tokens), -1)[rows]
@@ -86,20 +85,18 @@ class _Look:
 
 @contextmanager
 def _hooks(chunk: LanguageChunk, tap: Tap) -> Iterator[None]:
-    """Show `tap` the outputs of a chunk's modules."""
     layers = chunk.decoder.layers
     hooked: list[tuple[int, _Hooked]] = [(layer.layer_number - 1, one) for layer in layers for one in _of_layer(chunk.architecture, layer)]
     if chunk.post_process and chunk.decoder.final_layernorm is not None:
         hooked.append((chunk.architecture.num_layers, (chunk.decoder.final_layernorm, Operation.final_norm, False)))
     with ExitStack() as stack:
         if chunk.pre_process:
-            stack.callback(chunk.embedding.register_forward_hook(_after_embedding(tap, chunk.architecture.embedding_scale)).remove)
+            stack.callback(chunk.embedding.register_forward_hook(partial(_embedded, tap, chunk.architecture.embedding_scale)).remove)
         for number, (module, operation, before) in hooked:
-            handle = module.register_forward_pre_hook(_before(tap, operation, number)) if before else None
-            factor = rope.factor(chunk.architecture, number)
-            stack.callback((handle or module.register_forward_hook(_after(tap, operation, number, factor))).remove)
+            look = partial(_look, tap, operation, number, rope.factor(chunk.architecture, number))
+            stack.callback((module.register_forward_pre_hook if before else module.register_forward_hook)(look).remove)
         for layer in (layer for layer in layers if chunk.architecture.has_experts(layer.layer_number - 1)):
-            stack.callback(layer.mlp.router.register_forward_hook(_after_router(tap, layer.layer_number - 1)).remove)
+            stack.callback(layer.mlp.router.register_forward_hook(partial(_routed, tap, layer.layer_number - 1)).remove)
         yield
 
 
@@ -119,25 +116,22 @@ def _of_layer(architecture: Architecture, layer: Any) -> list[_Hooked]:
     return [one for one in found if one[2] or not (one[0] is None or isinstance(one[0], IdentityOp))]
 
 
-def _before(tap: Tap, operation: Operation, number: int) -> Callable:
-    return lambda module, inputs: tap(operation, number, inputs[0])
+def _look(tap: Tap, operation: Operation, number: int, factor: float, _: torch.nn.Module, inputs: tuple, output: Any = None) -> None:
+    """A hook, before or after a module."""
+    if output is None:
+        tap(operation, number, inputs[0])
+        return
+    if operation is Operation.attention:  # the factor on cosines and sines is in its scale
+        tap(Operation.queries, number, inputs[0] * factor)
+        tap(Operation.keys, number, inputs[1] * factor)
+    if isinstance(output, tuple):  # with a bias that is added later, or an empty context
+        output = output[0] if output[1] is None else output[0] + output[1]
+    tap(operation, number, output)
 
 
-def _after(tap: Tap, operation: Operation, number: int, factor: float) -> Callable:
-    def look(module: torch.nn.Module, inputs: tuple, output: Any) -> None:
-        if operation is Operation.attention:  # the factor on cosines and sines is in its scale
-            tap(Operation.queries, number, inputs[0] * factor)
-            tap(Operation.keys, number, inputs[1] * factor)
-        if isinstance(output, tuple):  # with a bias that is added later, or an empty context
-            output = output[0] if output[1] is None else output[0] + output[1]
-        tap(operation, number, output)
-
-    return look
+def _embedded(tap: Tap, scale: float, _: torch.nn.Module, __: tuple, output: Tensor) -> None:
+    tap(Operation.embedding, -1, output * rounded_scale(scale, output.dtype))
 
 
-def _after_embedding(tap: Tap, scale: float) -> Callable:
-    return lambda module, inputs, output: tap(Operation.embedding, -1, output * rounded_scale(scale, output.dtype))
-
-
-def _after_router(tap: Tap, number: int) -> Callable:
-    return lambda module, inputs, output: tap(Operation.router, number, output[0])
+def _routed(tap: Tap, number: int, _: torch.nn.Module, __: tuple, output: tuple) -> None:
+    tap(Operation.router, number, output[0])

@@ -7,29 +7,28 @@ layout. See `aligner.protocols`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aligner.errors import ConfigError
+from aligner.errors import CheckpointError, ConfigError
 from aligner.models.architecture.divisible import fp8_token_multiple
 from aligner.models.modules.chunk import Chunk, WeightGather
 from aligner.models.modules.fusions import note_once
 from aligner.models.modules.linear import weight_storage
 from aligner.models.modules.router import AuxiliaryLosses, routers, take_metrics
 from aligner.models.modules.shared_prompts import prompt_keys
-from aligner.models.training import finite
 from aligner.models.training import forward as passes
 from aligner.models.training.adam import LossScale, build_optimizer, build_scheduler, main_weights
 from aligner.models.training.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
-from aligner.models.training.offload import HostMemory, by_device, device_tensors, gradients
+from aligner.models.training.offload import HostMemory, by_device, device_tensors, gradients, optimizer_tensors
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.placement import Splits
 from aligner.parallel import mcore, platform
-from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, gather_objects, reduce_metrics
+from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, gather_objects, raise_everywhere, reduce_metrics
 from aligner.parallel.mcore import tensor_parallel
 from aligner.parallel.micro_batches import Family, MicroBatching, Plan, plan, plan_families
 from aligner.parallel.topology import Topology
@@ -37,6 +36,8 @@ from aligner.protocols import Loss
 from aligner.telemetry.metrics import Max, Mean, Metric, Sum, without_values
 from aligner.types import Batch, LossOutput, MaskedBatch, PreferenceBatch, Routes, TokenBatch, TokenOutputs
 from aligner.types.rows import num_rows, pad_columns
+
+_SHOWN = 3  # tensors that a message names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,54 @@ def set_generator_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def non_finite_parameters(runners: Sequence[Any], limit: float) -> str:
+    """Which trained parameters are not finite, or above `limit` in magnitude (0: any finite one may be); empty where all are sound.
+
+    `runners`: this rank's DDP-wrapped chunks. Before an asynchronous gather each rank has its own share of the update, and of the others'
+    shares what it had before: a fault there is found an update later. The same on every rank. Collective: one number is added up.
+    """
+    buffers = [buffer for runner in runners for buffer in (*runner.buffers, *runner.expert_parallel_buffers)]
+    # The distributed optimizer keeps all parameters of a buffer in one tensor.
+    flat = [t for b in buffers for t in ([b.param_data] if b.param_data is not None else [p.data for p in b.params])]
+    count = (~_sound(flat, limit)).sum()
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(count)
+    return _describe(runners, limit) if int(count) else ""
+
+
+def check_before_save(chunks: Sequence[torch.nn.Module], optimizer: Any, rank: int) -> None:
+    """Raise CheckpointError on every rank where a weight, a moment or a main weight of the optimizer on any rank is not finite."""
+    weights = [p.data for chunk in chunks for p in chunk.parameters()]
+    own, saved = [], {"the weights": weights, "the optimizer": optimizer_tensors(optimizer) if optimizer is not None else []}
+    for what, tensors in saved.items():
+        bad = sum(int((~_sound(own_device, 0.0)).sum()) for own_device in by_device(tensors))
+        if bad:
+            own.append(f"{bad} of {len(tensors)} tensors of {what}")
+    error = f"rank {rank}: {', '.join(own)} are not finite; nothing is saved, the checkpoints before stay" if own else ""
+    raise_everywhere(CheckpointError(error) if error else None)
+
+
+@torch.no_grad()
+def _sound(tensors: Iterable[Tensor], limit: float) -> Tensor:
+    """Bool [tensors]: whether every element is finite and at most `limit` in magnitude, on the tensors' device."""
+    ends = [torch.stack(torch.aminmax(t)).float() for t in tensors if t.is_floating_point() and t.numel()]
+    if not ends:
+        return torch.ones(1, dtype=torch.bool, device=platform.device())
+    largest = torch.stack(ends).abs().amax(dim=1)  # NaN where any element is
+    return largest <= (limit or torch.finfo(torch.float32).max)
+
+
+def _describe(runners: Sequence[Any], limit: float) -> str:
+    named = [(name, p.data) for runner in runners for name, p in runner.module.named_parameters() if p.requires_grad and p.numel()]
+    sound = _sound([data for _, data in named], limit).tolist() if named else []
+    own = [f"{name}: {float(data.abs().max()):.3g}" for (name, data), good in zip(named, sound, strict=True) if not good]
+    found = [(rank, entry) for rank, part in enumerate(gather_objects(own)) for entry in part]
+    total = sum(gather_objects(len(named)))
+    shown = ", ".join(f"{entry} on rank {rank}" for rank, entry in found[:_SHOWN])
+    above = f", or above guard.max_weight={limit:g}" if limit else ""
+    return f"{len(found)} of {total} parameters that are not finite{above} (largest magnitudes: {shown})"
 
 
 class TrainableModel:
@@ -212,7 +261,7 @@ class TrainableModel:
         self.scheduler.step(1)  # before the update: the first update of a warm-up must not have a learning rate of 0
         _, grad_norm, _ = self.optimizer.step()
         self.version += 1
-        spoilt = finite.non_finite_parameters(self.runners, self.guard.max_weight)
+        spoilt = non_finite_parameters(self.runners, self.guard.max_weight)
         found = self._metrics(batch, metrics)
         for chunk in self.chunks:  # now that the host waits for no number any more
             if chunk.gather is not None:
@@ -229,7 +278,6 @@ class TrainableModel:
             chunk.settle()
 
     def _optimizer_metrics(self, grad_norm: float | None, *, overflowed: bool = False) -> dict[str, Metric]:
-        """Metrics of an update that was made or left out, by the guard or because a float16 gradient overflowed."""
         rate = {"optim/lr": Max(maximum=self.optimizer.param_groups[0]["lr"])}
         if self.loss_scale.is_on:
             rate |= {LOSS_SCALE: Max(maximum=self.loss_scale.value), OVERFLOWS: Sum(total=int(overflowed))}
@@ -262,7 +310,6 @@ class TrainableModel:
         self.host.move_in()
 
     def _kept(self) -> Iterator[Tensor]:
-        """What is on the device and has contents that matter, besides a few small buffers."""
         yield from weight_storage(self.chunks)
         if self.optimizer is not None:
             yield from device_tensors(self.optimizer)
@@ -278,18 +325,15 @@ class TrainableModel:
         self._everything.move_in()
 
     def _metrics(self, batch: Batch, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """Those of the loss, reduced, and the routers'."""
+        """The loss's, reduced over replicas and broadcast from the last pipeline stage, which alone has them; and the routers'."""
+        topology = self.topology
+        if topology.pp_rank == topology.pp_size - 1:
+            metrics = reduce_metrics(metrics, topology.dp_group, platform.device())
+        if topology.pp_size > 1:
+            last = torch.distributed.get_global_rank(topology.pp_group, topology.pp_size - 1)
+            metrics = broadcast_object(metrics, src=last, group=topology.pp_group)
         has_routes = Routes.name in batch.extras
-        return self._reduce(metrics) | self.auxiliary.metrics() | (take_metrics(routers(self.chunks)) if has_routes else {})
-
-    def _reduce(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """Reduce over replicas, then broadcast from the last pipeline stage (the only one with metrics)."""
-        if self.topology.pp_rank == self.topology.pp_size - 1:
-            metrics = reduce_metrics(metrics, self.topology.dp_group, platform.device())
-        if self.topology.pp_size == 1:
-            return metrics
-        last = torch.distributed.get_global_rank(self.topology.pp_group, self.topology.pp_size - 1)
-        return broadcast_object(metrics, src=last, group=self.topology.pp_group)
+        return metrics | self.auxiliary.metrics() | (take_metrics(routers(self.chunks)) if has_routes else {})
 
     def _find_non_finite(self, totals: Sequence[Tensor]) -> tuple[str, bool]:
         """(the non-finite parts of this update, the same on every rank, empty if none; whether no loss is one of them).
@@ -320,13 +364,8 @@ class TrainableModel:
             # Families small enough that replicas can have about equal shares of them.
             capacity = min(self.micro_batches.tokens, -(-int(batch.lengths.sum()) // (2 * replicas)) if replicas > 1 else math.inf)
             return plan_families(families(batch, unit=_unit(batch), capacity=int(capacity)), self.micro_batches, num_replicas=replicas)
-        return plan(
-            batch.lengths.tolist(),
-            self.micro_batches,
-            num_replicas=replicas,
-            unit=_unit(batch),
-            multiple=self.splits.row_multiple,
-        )
+        options = {"num_replicas": replicas, "unit": _unit(batch), "multiple": self.splits.row_multiple}
+        return plan(batch.lengths.tolist(), self.micro_batches, **options)
 
     def _micro_batches(self, batch: Batch, layout: Plan) -> list[passes.MicroBatch]:
         own = layout[self.topology.dp_rank]

@@ -19,8 +19,7 @@ from torch import Tensor
 from aligner.models.architecture import rope
 from aligner.models.architecture.rope import neighbours_apart
 from aligner.models.config import Architecture, Normalization
-from aligner.models.modules.delta_rule import chunked, convolved, step
-from aligner.models.modules.gated_delta_net import gated_norm, split_heads, tokens_of
+from aligner.models.modules.gated_delta_net import chunked, convolved, gated_norm, split_heads, step, tokens_of
 from aligner.models.modules.router import limited
 from aligner.rollout.builtin.attention import DecodePlan, PrefillPlan, SeatStates
 from aligner.rollout.builtin.weights import Affine, DeltaWeights, FeedForward, LatentWeights

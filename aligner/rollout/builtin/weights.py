@@ -2,7 +2,7 @@
 
 Reading in place costs nothing and needs no refit. The engine needs its own weights if the training layout leaves a rank without all
 layers or experts (pipeline, expert parallelism), or splits them over another number of ranks. Names are global
-(`aligner.models.modules.initialise`).
+(`aligner.models.modules.build`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, OUTPUT_PROJECTION, PROJECTION, Layout
 from aligner.models.modules.build import LanguageModel
 from aligner.models.modules.chunk import global_name
-from aligner.models.weights.shards import Place, all_places, tensor_group
+from aligner.models.weights import Place, all_places, tensor_group
 from aligner.parallel.reshard import Move, Sharding, even, grouped, padded, replicated
 
 POSITIONS = "embedding.position_embeddings.weight"

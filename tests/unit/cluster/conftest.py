@@ -22,7 +22,7 @@ from aligner.cluster.slurm.commands import runtime
 from aligner.cluster.slurm.conductor import conduct
 from aligner.cluster.slurm.following import go_on
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig, to_json
-from aligner.cluster.slurm.steps import Surroundings
+from aligner.cluster.slurm.steps import Place
 
 FAKES = Path(__file__).parents[2] / "fakes" / "slurm_commands"
 RUNNING = "JobId=42 JobName=demo JobState=RUNNING Account=lab QOS=(null) Partition=gpu TimeLimit=01:00:00 EndTime=2099-01-01T00:00:00"
@@ -81,7 +81,9 @@ class World:
         folder = self.run.jobs / environ["SLURM_JOB_ID"]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "spec.json").write_text(to_json(spec))
-        around = Surroundings(
+        place = Place(
+            spec=spec,
+            run=self.run,
             allocation=allocation(environ),
             runtime=runtime({"ALIGNER_CONTAINER": "apptainer:x.sif"}, home=home, directory=home),
             client=SlurmClient(20.0, environ),
@@ -91,7 +93,7 @@ class World:
             environ=environ,
             say=self.said.append,
         )
-        return conduct(spec, around)
+        return conduct(place)
 
     def gatekeeper(self, job: str = "42") -> str:
         """What the job says that waits for the failure of `job`."""

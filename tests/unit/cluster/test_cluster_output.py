@@ -14,32 +14,19 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import LaunchError
 
 
-def test_lines_are_cut_at_line_ends_only() -> None:
-    lines = LineAssembler()
-    assert lines.feed(b"one\ntw") == ["one"]
-    assert lines.feed(b"o\r\nthree") == ["two"]
-    assert lines.flush() == ["three"]
-    assert lines.flush() == []
-
-
-def test_the_last_state_of_a_redrawn_line_counts() -> None:
-    lines = LineAssembler()
-    assert lines.feed(b"10%\r20%\r") == []
-    assert lines.feed(b"30%\r\n") == ["30%"]
-
-
-def test_a_line_without_end_is_passed_on_in_pieces() -> None:
-    lines = LineAssembler()
-    assert [len(line) for line in lines.feed(b"x" * 70_000)] == [70_000]
-    assert lines.feed(b"y\n") == ["y"]
-
-
-def test_bytes_that_are_no_text_do_not_stop_the_run() -> None:
-    assert LineAssembler().feed(b"a\xffb\n") == ["a\ufffdb"]
-
-
-def test_control_characters_are_removed() -> None:
-    assert plain("\x1b[31mred\x1b[0m \x1b[2Jclear \x1b]0;title\x07bell\x07") == "red clear bell"
+@pytest.mark.parametrize(
+    ("fed", "lines"),
+    [
+        ([b"one\ntw", b"o\r\nthree"], [["one"], ["two"], ["three"]]),
+        ([b"10%\r20%\r", b"30%\r\n"], [[], ["30%"], []]),  # a redrawn line's last state
+        ([b"x" * 70_000, b"y\n"], [["x" * 70_000], ["y"], []]),  # one without an end is passed on in pieces
+        ([b"a\xffb\n"], [["a\ufffdb"], []]),  # no text
+    ],
+    ids=["ends", "redrawn", "endless", "bytes"],
+)
+def test_lines_are_cut_at_line_ends_only(fed: list[bytes], lines: list[list[str]]) -> None:
+    assembler = LineAssembler()
+    assert [*map(assembler.feed, fed), assembler.flush()] == lines and assembler.flush() == []
 
 
 def test_prefixes_are_aligned_and_colours_are_for_terminals() -> None:
@@ -49,6 +36,7 @@ def test_prefixes_are_aligned_and_colours_are_for_terminals() -> None:
     echo.line("critic.0", "\x1b[2Aworld")
     echo.line("run", "note")
     assert stream.getvalue() == "[actor]    hello\n[critic.0] world\n[run]      note\n"
+    assert plain("\x1b[31mred\x1b[0m \x1b[2Jclear \x1b]0;title\x07bell\x07") == "red clear bell"
 
 
 class _Terminal(io.StringIO):

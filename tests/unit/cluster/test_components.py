@@ -7,8 +7,7 @@ import pytest
 
 from aligner.cluster.component import Component, check_components, free_ports, rank_environment
 from aligner.cluster.config import LocalLauncherConfig
-from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.services import ServiceWatch
+from aligner.cluster.run_directory import RunDirectory, ServiceWatch
 from aligner.errors import ConfigError, LaunchError
 
 
@@ -69,20 +68,13 @@ def test_services_are_announced_once_and_stale_ones_removed(tmp_path: Path) -> N
     assert watch.poll() == []
 
 
-def test_a_service_that_is_late_is_named_with_path_and_time(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run").create()
-    watch = ServiceWatch(run, ["critic"], ["critic"], 0.0)
-    with pytest.raises(LaunchError, match=r"critic not ready: waited 0 s for .*/services/critic.json"):
-        watch.poll()
-
-
 def test_a_service_that_waits_for_its_turn_is_not_late(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     watch = ServiceWatch(run, ["critic"], ["critic"], 0.0)
     run.service("critic").write_text(json.dumps({"state": "waiting"}))
     assert watch.poll() == []
     run.service("critic").write_text(json.dumps({"state": "loading"}))
-    with pytest.raises(LaunchError, match="critic not ready"):
+    with pytest.raises(LaunchError, match=r"critic not ready: waited \d s for .*/services/critic.json"):
         watch.poll()
 
 

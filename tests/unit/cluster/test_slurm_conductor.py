@@ -14,7 +14,7 @@ from aligner.cluster import lease as leases
 from aligner.cluster.lease import LeaseRecord, RunHeld
 from aligner.cluster.slurm import attempt as attempts
 from aligner.cluster.slurm.allocation import allocation
-from aligner.cluster.slurm.history import done_step, newest_step
+from aligner.cluster.slurm.attempt import done_step, newest_step
 from aligner.cluster.slurm.spec import OnFailure
 from aligner.errors import ConfigError
 
@@ -120,21 +120,19 @@ def test_a_dead_actor_starts_everything_again_in_the_same_allocation(world) -> N
     assert [line["step"] for line in world.history() if line["event"] == "attempt_started"] == [0, 4]
 
 
-def test_srun_that_says_all_is_well_after_a_lost_node_is_not_believed(world) -> None:
+@pytest.mark.parametrize(
+    ("actor", "text"),
+    [
+        ("exit 0", "actor was killed, or its node was lost (srun's exit code 0)"),
+        ("reaches 4; says 0; exit 0", "crashed: actor: rank 0 ended with exit code 0"),  # native code called `_exit(0)`
+    ],
+)
+def test_srun_that_says_all_is_well_before_the_last_step_is_not_believed(actor: str, text: str, world) -> None:
     world.slurm = replace(world.slurm, on_actor_failure=OnFailure.end)
-    world.behaves(actor="exit 0")
+    world.behaves(actor=actor)
     assert world.conduct() == 1
-    assert "actor was killed, or its node was lost (srun's exit code 0); if that was its own exit code, it ended by itself" in world.text()
+    assert f"{text}; if that was its own exit code, it ended by itself" in world.text()
     assert world.cancelled() == []  # the follow-up goes on
-
-
-def test_an_actor_that_ends_with_zero_before_the_last_step_has_crashed(world) -> None:
-    """As one whose reward function calls `os._exit(0)`, from native code."""
-    world.slurm = replace(world.slurm, on_actor_failure=OnFailure.end)
-    world.behaves(actor="reaches 4; says 0; exit 0")
-    assert world.conduct() == 1
-    assert "crashed: actor: rank 0 ended with exit code 0; if that was its own exit code, it ended by itself" in world.text()
-    assert world.cancelled() == []
 
 
 def test_no_restart_where_slurm_is_ending_the_job(world) -> None:
@@ -198,17 +196,12 @@ def test_the_end_of_the_jobs_time_shortens_what_the_actor_may_take(world) -> Non
     assert asked <= 1
 
 
-def test_a_run_that_stops_by_itself_before_the_end_of_its_time_goes_on_too(world) -> None:
+@pytest.mark.parametrize("successor", [True, False])
+def test_a_run_that_stops_by_itself_before_the_end_of_its_time_goes_on_with_a_successor(successor: bool, world) -> None:
+    world.slurm = replace(world.slurm, successor=successor)
     world.behaves(actor="reaches 7; says 75; exit 75")
-    assert world.conduct() == 0
-    assert "afterany:42" in world.lines("sbatch")[1]
-
-
-def test_without_a_successor_a_stopped_run_stays_stopped(world) -> None:
-    world.slurm = replace(world.slurm, successor=False)
-    world.behaves(actor="reaches 7; says 75; exit 75")
-    assert world.conduct() == 75
-    assert len(world.lines("sbatch")) == 1 and world.cancelled() == ["100"]
+    assert world.conduct() == (0 if successor else 75)
+    assert ["afterany:42" in line for line in world.lines("sbatch")] == [False, True][: 1 + successor] and world.cancelled() == ["100"]
 
 
 def test_the_gatekeeper_submits_a_successor_that_could_not_be(world) -> None:
@@ -378,10 +371,7 @@ def test_preflight_can_be_left_out(world) -> None:
 def test_a_job_of_another_shape_is_refused(world) -> None:
     with pytest.raises(ConfigError, match=r"this job has 1 \+ 4 \+ 1 nodes, its config requires 1 \+ 1 \+ 1 \(actor 1, critic 1, "):
         world.conduct(SLURM_JOB_NUM_NODES_HET_GROUP_1="4")
-
-
-def test_outside_a_batch_script() -> None:
-    with pytest.raises(ConfigError, match="submit it with sbatch"):
+    with pytest.raises(ConfigError, match="submit it with sbatch"):  # outside a batch script
         allocation({})
 
 

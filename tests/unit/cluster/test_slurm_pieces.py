@@ -21,7 +21,6 @@ from aligner.cluster.slurm import commands
 from aligner.cluster.slurm.allocation import allocation, export_option, step_environment, submission_environment
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import runtime, srun_command
-from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.spec import (
     ComponentSpec,
     ContainerConfig,
@@ -31,6 +30,7 @@ from aligner.cluster.slurm.spec import (
     OnFailure,
     SlurmConfig,
     from_json,
+    render,
     to_json,
 )
 from aligner.commands.parts import LaunchOptions

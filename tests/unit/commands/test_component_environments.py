@@ -15,7 +15,7 @@ from aligner.algorithms.registry import recipes
 from aligner.cluster.component import Component, activated, check_installed, interpreter, rank_environment
 from aligner.cluster.slurm.commands import runtime, srun_command
 from aligner.cluster.slurm.spec import from_json, to_json
-from aligner.commands import local
+from aligner.commands import programs
 from aligner.commands.slurm import job_spec
 from aligner.errors import ConfigError
 from aligner.online.config import OnlineRun
@@ -46,9 +46,9 @@ def started(monkeypatch, tmp_path):
     def components(*settings: str) -> dict[str, Component]:
         config, overrides = composed(*settings, f"run.directory={tmp_path}")
         found: list[Component] = []
-        monkeypatch.setattr(local, "composed", lambda name, given: config)
-        monkeypatch.setattr(local, "launch", lambda components, **options: found.extend(components) or 0)
-        assert local.launch_local("ppo", overrides) == 0
+        monkeypatch.setattr(programs, "composed", lambda name, given: config)
+        monkeypatch.setattr(programs, "launch", lambda components, **options: found.extend(components) or 0)
+        assert programs.launch_local("ppo", overrides) == 0
         return {component.name: component for component in found}
 
     monkeypatch.chdir(ROOT)  # where the environment finds this package

@@ -156,7 +156,7 @@ def test_names_of_another_index_and_a_bound_of_each(tmp_path: Path) -> None:
     )
     assert [one["max_records"] for one in found.settings["data.train"]] == [100, 100]
     assert found.settings["loop.max_steps"] == 20  # 200 of 640 records, 2 * 5 a step
-    assert any("data.train: identity: names of its dataset_info.json" in one for one in found.stops)
+    assert any("data.train: identity: names from its dataset_info.json" in one for one in found.stops)
 
 
 @pytest.mark.parametrize(

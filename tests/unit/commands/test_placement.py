@@ -13,16 +13,13 @@ import torch
 from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.registry import recipes
 from aligner.cluster.component import Component, rank_environment
-from aligner.cluster.config import Placement
 from aligner.cluster.slurm.allocation import allocation
 from aligner.cluster.slurm.commands import runtime, srun_command
-from aligner.cluster.slurm.script import render
-from aligner.cluster.slurm.spec import JobSpec
-from aligner.commands import local
+from aligner.cluster.slurm.spec import JobSpec, render
 from aligner.commands.plan.command import components
 from aligner.commands.preflight import sizing
 from aligner.commands.preflight.framework import Level
-from aligner.commands.programs import Program, programs, share_out
+from aligner.commands.programs import launch_local, programs
 from aligner.commands.slurm import job_spec
 from aligner.errors import ConfigError
 from aligner.jobs.serves import serve_reward_model
@@ -35,10 +32,6 @@ SMALL = ("num_processes=4", "critic.num_processes=2", "reward.num_processes=1")
 DGX = ("+cluster=dgx_h100",)
 
 
-def program(name: str, num_gpus: int) -> Program:
-    return Program(component=name, arguments=("-c", ""), num_ranks=max(num_gpus, 1), num_gpus=num_gpus)
-
-
 def ppo(*settings: str) -> JobSpec:
     given = ["data.train=x", *settings]
     return job_spec("ppo", compose(recipes()["ppo"].config, "ppo", given), given)
@@ -48,26 +41,13 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[str]
     """What `aligner launch local ppo` starts on a machine with these GPUs."""
     started: list[Component] = []
     monkeypatch.setattr(platform, "visible_devices", lambda: devices)
-    monkeypatch.setattr(local, "launch", lambda components, **_: started.extend(components) or 0)
-    assert local.launch_local("ppo", [*MODEL, *settings, f"run.directory={tmp_path / 'run'}"]) == 0
+    monkeypatch.setattr("aligner.commands.programs.launch", lambda components, **_: started.extend(components) or 0)
+    assert launch_local("ppo", [*MODEL, *settings, f"run.directory={tmp_path / 'run'}"]) == 0
     return started
 
 
 def shown(component: Component) -> str | None:
     return rank_environment(component, 0, 1, {}).get("CUDA_VISIBLE_DEVICES")
-
-
-def test_components_get_gpus_of_their_own() -> None:
-    own = share_out([program("actor", 4), program("critic", 2), program("reward", 0)], Placement.separate, 8)
-    assert own == {"actor": range(4), "critic": range(4, 6), "reward": range(6, 6)}
-
-
-def test_too_few_gpus_are_refused() -> None:
-    text = (
-        r"this run needs 4 GPUs \(actor 2, critic 2, reward 0\), and this machine shows 3; allowed: .* num_processes, critic.num_processes"
-    )
-    with pytest.raises(ConfigError, match=text):
-        share_out([program("actor", 2), program("critic", 2), program("reward", 0)], Placement.separate, 3)
 
 
 def test_the_local_launcher_shows_each_component_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from planned import SECONDS, SPANS, planned_ppo
 
 from aligner.commands import against
+from aligner.commands.parts import PlanOptions
 from aligner.commands.plan import command as plan
-from aligner.commands.plan.outputs import MOST_ROWS, MOST_SPANS, Outputs, config_and_overrides, report_html, timeline
+from aligner.commands.plan.outputs import MOST_ROWS, MOST_SPANS, config_and_overrides, report_html, timeline, write_outputs
 from aligner.errors import ConfigError, DataError
 from aligner.planner.workload import GIB, ResponseLengths
 from aligner.settings.compose import to_yaml
@@ -151,8 +152,7 @@ def test_runs_without_a_trace_and_without_steps(tmp_path: Path):
 
 def test_files_are_written_and_lengths_are_the_runs(tmp_path: Path, capsys):
     run = write_run(tmp_path / "run")
-    outputs = Outputs(html=tmp_path / "plan.html", trace=tmp_path / "plan.json", against=run)
-    outputs.write(planned_ppo())
+    write_outputs(planned_ppo(), PlanOptions(html=tmp_path / "plan.html", trace=tmp_path / "plan.json", against=run))
     assert "plan against run" in capsys.readouterr().out
     events = json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 7 and (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
@@ -170,7 +170,7 @@ def test_how_long_a_run_s_sequences_were(tmp_path: Path):
     sft.mkdir()
     values = {"time/train": 3.0, "time/step": 4.0, "data/tokens_per_second": 2000.0, "learnt/samples_seen": 40.0}
     (sft / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "time": 1.7e9 + step, **values}) + "\n" for step in (1, 2, 3)))
-    assert against.lengths(sft) == ["plan.example_length=150"] and against.measured_phases(sft) == {"train": 3.0, "step": 4.0}
+    assert against.lengths(sft) == ["plan.example_length=150"] and against.phases(against.timed_steps(sft)) == {"train": 3.0, "step": 4.0}
 
 
 def test_how_much_the_lengths_of_a_run_s_sequences_differed(tmp_path: Path):

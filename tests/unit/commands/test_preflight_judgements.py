@@ -9,16 +9,12 @@ from rich.console import Console
 from aligner.commands.parts import PreflightOptions
 from aligner.commands.preflight import cluster, ranks, sizing
 from aligner.commands.preflight.command import ITEMS, chosen
-from aligner.commands.preflight.framework import Finding, Level, ranges, show, summary, to_json
+from aligner.commands.preflight.framework import Finding, Level, show, summary, to_json
 from aligner.parallel.links import Link, Span, rounds
 
 GIB = 2**30
 HOST = sizing.Machine(gpus=0, gpu="", gpu_bytes=0, gpu_free_bytes=0, host_bytes=64 * GIB, shared_bytes=8 * GIB)
 H100 = replace(HOST, gpus=2, gpu="H100", gpu_bytes=80 * GIB, gpu_free_bytes=79 * GIB)
-
-
-def test_ranges():
-    assert ranges([3, 0, 1, 2, 7]) == "0-3, 7"
 
 
 def test_versions_name_the_rank_that_differs(context_of):
@@ -98,15 +94,14 @@ def test_files_that_come_late_and_locks_that_do_not_hold(context_of, settings):
 
 def test_servers_that_cannot_be_reached_or_share_a_port(context_of, settings):
     job = settings("ppo")
-    good = cluster.Reached(addresses={"critic": "10.0.0.1:4000", "reward": "10.0.0.1:4001"})
-    bad = replace(good, unreachable={"critic": "10.0.0.1:4000 (n0) cannot be reached: refused"})
+    good, bad = {}, {"critic": "10.0.0.1:4000 (n0) cannot be reached: refused"}
     context = context_of(job, nodes=("n0", "n1"))
     assert cluster.judge_ports(context, {0: good, 1: good}).level is Level.ok
     found = cluster.judge_ports(context, {0: good, 1: bad})
     assert found.level is Level.fatal and found.found.startswith("rank 1 on n1: critic: 10.0.0.1:4000 (n0) cannot be reached")
     clash = context_of(settings("ppo", {"critic.server.port": 8000, "reward.server.port": 8000}))
     assert cluster.judge_ports(clash, {0: good}).level is Level.fatal
-    assert cluster.judge_ports(context_of(settings("sft")), {0: cluster.Reached()}).found == "this run has no servers"
+    assert cluster.judge_ports(context_of(settings("sft")), {0: {}}).found == "this run has no servers"
 
 
 def test_ranks_that_do_not_fit_the_config(context_of, settings):
@@ -127,10 +122,10 @@ def test_ranks_that_do_not_fit_the_config(context_of, settings):
 
 def test_ranks_that_are_spread_unevenly(context_of):
     context = context_of(nodes=("n0", "n0", "n1"))
-    places = {rank: ranks.Place(rank=rank, node=node, world_size=3, started_by="slurm") for rank, node in enumerate(("n0", "n0", "n1"))}
+    places = dict.fromkeys(range(3), {"world_size": 3, "started_by": "slurm"})
     found = ranks.judge_ranks(context, places)
     assert found.level is Level.warning and "unevenly spread (n1: 1, n0: 2)" in found.found
-    stray = ranks.judge_ranks(context, places | {2: replace(places[2], world_size=1)})
+    stray = ranks.judge_ranks(context, places | {2: places[2] | {"world_size": 1}})
     assert stray.level is Level.fatal and stray.found == "rank 2 on n1 expected 1 ranks, rank 0 3"
 
 

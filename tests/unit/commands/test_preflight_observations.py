@@ -2,7 +2,6 @@
 
 import json
 import socket
-import struct
 
 import pytest
 
@@ -10,8 +9,7 @@ from aligner.commands.preflight import cluster, models, ranks, samples, sizing
 from aligner.commands.preflight.framework import Level
 from aligner.commands.preflight.sizing import host_bytes
 from aligner.errors import CheckpointError, ConfigError, DataError, ServerError
-from aligner.models.checkpoint import hf_files
-from aligner.models.config import Architecture, Float32Matmul, Layers
+from aligner.models.config import Float32Matmul, Layers
 from aligner.planner.config import Device
 from aligner.rewards.config import NamedRewardConfig
 
@@ -146,69 +144,6 @@ def test_rewards(run, tmp_path):
     assert run(samples.reward, several).found.endswith("for empty ones\nsandbox isolation=x")
     assert run(samples.reward, {FUNCTION: ""}).found == "no reward function: a reward model scores"
     assert run(samples.reward, name="sft").found == "this run has no rewards"
-
-
-def write_safetensors(path, shapes):
-    header, offset = {}, 0
-    for name, shape in shapes.items():
-        size = 4
-        for dim in shape:
-            size *= dim
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(offset))
-
-
-def test_headers_of_safetensors(tmp_path):
-    file = tmp_path / "model.safetensors"
-    write_safetensors(file, {"a": (2, 3), "b": (4,)})
-    tensors, size = hf_files.stored_tensors(tmp_path)
-    assert {name: one.shape for name, one in tensors.items()} == {"a": (2, 3), "b": (4,)} and size == file.stat().st_size
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="cut short, or still being copied"):
-        hf_files.stored_tensors(tmp_path)
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(CheckpointError, match="Git LFS pointer"):
-        hf_files.stored_tensors(tmp_path)
-    file.unlink()
-    with pytest.raises(CheckpointError, match="no model.safetensors and no"):
-        hf_files.stored_tensors(tmp_path)
-
-
-def test_an_index_and_its_files(tmp_path):
-    index = tmp_path / "model.safetensors.index.json"
-    write_safetensors(tmp_path / "one.safetensors", {"a": (2,)})
-    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"one\.safetensors: has no b"):
-        hf_files.stored_tensors(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"two\.safetensors is missing"):
-        hf_files.stored_tensors(tmp_path)
-    index.write_text("{")
-    with pytest.raises(CheckpointError, match="is not valid JSON"):
-        hf_files.stored_tensors(tmp_path)
-
-
-def test_names_that_a_model_needs(tmp_path):
-    from aligner.models.families import weight_names
-    from aligner.models.weights.weights import HFWeights
-
-    architecture = Architecture(num_layers=1, vocab_size=8)
-    attention = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
-    mlp = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
-    norms = ["model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight", "model.norm.weight"]
-    names = {"model.embed_tokens.weight", *attention, *mlp, *norms}  # tied: no lm_head
-    (tmp_path / "config.json").write_text("{}")
-
-    def check(names: set[str], *, is_scalar: bool) -> None:
-        stored = {name: hf_files.Stored(file="model.safetensors", shape=(), dtype="F32") for name in names}
-        HFWeights(tmp_path, weight_names(architecture), stored).check(architecture, is_scalar=is_scalar)
-
-    check(names, is_scalar=False)
-    check({name.removeprefix("model.") for name in names}, is_scalar=True)  # a headless model's file
-    with pytest.raises(CheckpointError, match=r"no tensor named model\.layers\.0\.self_attn\.v_proj\.weight, and 0 more"):
-        check(names - {attention[2]}, is_scalar=False)
 
 
 def test_models_without_weights(run):

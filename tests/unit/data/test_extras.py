@@ -235,10 +235,10 @@ def test_servers_and_their_journal(tmp_path: Path) -> None:
     identity = TrainIdentity(run="r1", step=1, part=0, digest=digest_of(arrays), previous=START)
     journal = Journal(tmp_path / "journal")
     journal.append(identity, arrays)
-    request = wire.CRITIC_TRAIN.payload(wire.encode_train(Journal(tmp_path / "journal").read(identity), identity), limits)
+    request = wire.CRITIC_TRAIN.payload(Journal(tmp_path / "journal").read(identity) | wire.encode_fields(identity), limits)
     assert torch.equal(request.batch.extras["doubt"].data, asked.extras["doubt"].data)
     with pytest.raises(ValueError, match="digest"):
-        wire.CRITIC_TRAIN.payload(wire.encode_train(arrays | {"extras.tone": arrays["extras.tone"] + 1}, identity), limits)
+        wire.CRITIC_TRAIN.payload(arrays | {"extras.tone": arrays["extras.tone"] + 1} | wire.encode_fields(identity), limits)
 
 
 def test_the_state_in_a_checkpoint(make_model, tmp_path: Path) -> None:

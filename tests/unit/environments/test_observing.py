@@ -16,12 +16,12 @@ from aligner.environments.config import EnvironmentConfig, ObservationForm
 from aligner.environments.exchange import (
     Converting,
     EnvironmentFollowUp,
+    EnvironmentReward,
     build_environment,
     environment_follow_up,
     observation_tokens,
     surroundings,
 )
-from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError
 from aligner.online.response_health import episode_metrics, readable
 from aligner.types import FinishReason, Prompt, Rollout, Scores

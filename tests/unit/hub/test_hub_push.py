@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from aligner.algorithms.registry import composed
 from aligner.commands.model_card import model_card, origin_of
 from aligner.errors import AlignerError, ConfigError
-from aligner.hub.push import prepare, push
+from aligner.hub.download import prepare, push
 from aligner.settings.compose import to_yaml
 
 COMMIT = "0123456789" * 4

@@ -32,16 +32,6 @@ def test_queries_of_a_late_chunk(groups, past, topology):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_late_chunk_in_bfloat16(topology):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, n, 16, generator=generator).bfloat16().requires_grad_() for n in (8, 32, 32))
-    mask = torch.ones(8, 32, dtype=torch.bool).tril(24)
-    expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask, scale=0.25)
-    got = _attend_to_past(q, k, v, 0.25)
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.float(), expected, rtol=2e-2, atol=2e-2)
-
-
 def test_chunks_of_a_sequence():
     """Of 4 ranks, rank 1 holds the second and the seventh of eight chunks."""
     assert [chunk_numbers(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]

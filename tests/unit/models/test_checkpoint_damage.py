@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_steps import train
 
 from aligner.errors import CheckpointError
-from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint, safe_pickle
 from aligner.models.checkpoint import weights as checkpoint_weights
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import LabeledBatch
 
 # Megatron-Core 0.19 writes one file per rank, with the common state in it.
 ONE_FILE = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
@@ -38,10 +37,8 @@ def original(make_model, tmp_path_factory) -> Path:
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.json").write_text('{"tokens": "all of them"}')
     policy = make_model("policy", optimizer=OptimizerConfig())
-    tokens = torch.randint(1, 61, (2, 8), generator=torch.Generator().manual_seed(0))
-    batch = LabeledBatch(tokens=tokens, lengths=torch.full((2,), 8), loss_mask=torch.arange(8).expand(2, 8) > 3)
     for step in (1, 2):
-        policy.train_step(batch, sft_loss)
+        train(policy, range(1))
         request = checkpoint.SaveRequest(step=step, state={}, config_yaml="run: {}\n", tokenizer=folder / "tokenizer")
         checkpoint.save(folder / "steps", policy.model, request)
     return folder / "steps"
@@ -56,10 +53,6 @@ def folder(original, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def model(make_model):
     return make_model("policy", optimizer=OptimizerConfig()).model
-
-
-def load(model, path: Path, **options) -> None:
-    checkpoint.load(model, path, **options)
 
 
 def test_every_file_is_in_the_manifest(folder):
@@ -78,16 +71,16 @@ def test_one_bit_in_any_file_is_found(name, folder, model):
         spoilt[position] ^= 0x04
         path.write_bytes(spoilt)
         with pytest.raises(CheckpointError, match=f"(?s){Path(name).name}.*step_000001 is intact: move step_000002 away"):
-            load(model, folder)
+            checkpoint.load(model, folder)
     path.write_bytes(data)
-    load(model, folder)
+    checkpoint.load(model, folder)
 
 
 def test_a_damaged_checkpoint_is_not_refused_where_that_is_switched_off(folder, model):
     (folder / "step_000002" / "config.yaml").write_text("run: {seed: 1}\n")
-    load(model, folder, verify=False)
+    checkpoint.load(model, folder, verify=False)
     with pytest.raises(CheckpointError, match="config.yaml is damaged: it has 15 bytes, in manifest.json 8"):
-        load(model, folder)
+        checkpoint.load(model, folder)
 
 
 def test_missing_files_and_several_damaged_ones(folder, model):
@@ -96,10 +89,10 @@ def test_missing_files_and_several_damaged_ones(folder, model):
     (folder / "step_000002" / "state.pt").unlink()
     expected = r"state.pt cannot be read \(No such file or directory\) \(and 1 more\); no older checkpoint beside it is intact"
     with pytest.raises(CheckpointError, match=expected):
-        load(model, folder)
+        checkpoint.load(model, folder)
     (folder / "step_000002" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="manifest.json is missing"):
-        load(model, folder)
+        checkpoint.load(model, folder)
 
 
 def test_weights_alone_are_verified_without_the_optimizer(folder, make_model):
@@ -116,7 +109,7 @@ def test_a_checkpoint_of_a_later_megatron_is_refused_by_name(folder, model, monk
         (folder / "step_000002" / part / "common.pt").unlink(missing_ok=True)
     monkeypatch.setattr(checkpoint_weights, "NEEDS_COMMON_FILE", True)
     with pytest.raises(CheckpointError, match=r"step_000002.* has no common.pt, which Megatron-Core .* needs and 0.19 does not write"):
-        load(model, folder, verify=False)
+        checkpoint.load(model, folder, verify=False)
 
 
 # Pickles. Whoever can write a checkpoint can write its manifest too: these are refused without it.
@@ -144,13 +137,11 @@ def test_a_metadata_file_that_runs_code_is_refused(folder, model, mark):
     directory = folder / "step_000002" / "weights"
     (directory / ".metadata").write_bytes(pickle.dumps(Harmful(mark)))
     with pytest.raises(CheckpointError, match=r"weights/.metadata: is not a checkpoint's metadata: it refers to posix.mkdir, which no"):
-        load(model, folder, verify=False)
-    (directory / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
-    with pytest.raises(CheckpointError, match="it holds dict"):
-        safe_pickle.check(directory)
-    (directory / ".metadata").write_bytes(b"\x80\x04")
-    with pytest.raises(CheckpointError, match="is not a checkpoint's metadata"):
-        safe_pickle.check(directory)
+        checkpoint.load(model, folder, verify=False)
+    for content, message in ((pickle.dumps({"state_dict_metadata": {}}), "it holds dict"), (b"\x80\x04", "is not a checkpoint's metadata")):
+        (directory / ".metadata").write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            safe_pickle.check(directory)
 
 
 @pytest.mark.parametrize("name", ["eval", "load", "nn.Module", "float32.__class__"])
@@ -160,19 +151,19 @@ def test_only_data_types_of_torch_are_known(name, folder, model):
         b"\x80\x04\x8c\x05torch\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
     )
     with pytest.raises(CheckpointError, match=f"it refers to torch.{name}"):
-        load(model, folder, verify=False)
+        checkpoint.load(model, folder, verify=False)
 
 
 def test_common_state_and_random_states_that_run_code_are_refused(folder, model, mark):
     torch.save({"optimizer": Harmful(mark)}, folder / "step_000002" / "optimizer" / "common.pt")
     with pytest.raises(CheckpointError, match="optimizer/common.pt: holds more than data"):
-        load(model, folder, verify=False)
+        checkpoint.load(model, folder, verify=False)
     (folder / "step_000002" / "optimizer" / "common.pt").unlink()
     if not ONE_FILE:
         shutil.copyfile(folder / "step_000001" / "optimizer" / "common.pt", folder / "step_000002" / "optimizer" / "common.pt")
     torch.save(Harmful(mark), folder / "step_000002" / "state.pt")
     with pytest.raises(CheckpointError, match="state.pt: holds more than data"):
-        load(model, folder, verify=False)
+        checkpoint.load(model, folder, verify=False)
 
 
 def test_an_object_in_a_tensors_place_is_refused(folder, model, mark):
@@ -189,11 +180,11 @@ def test_an_object_in_a_tensors_place_is_refused(folder, model, mark):
     metadata.storage_data[index].offset, metadata.storage_data[index].length = 0, (directory / "evil.distcp").stat().st_size
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="evil.distcp: holds more than data"):
-        load(model, folder, verify=False)
+        checkpoint.load(model, folder, verify=False)
     metadata.storage_data[index].relative_path = "../../step_000001/weights/__0_0.distcp"
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="which is not a file beside it"):
-        load(model, folder, verify=False)
+        checkpoint.load(model, folder, verify=False)
 
 
 def test_getattr_gives_members_of_enums_only(tmp_path):

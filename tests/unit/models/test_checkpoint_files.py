@@ -12,7 +12,7 @@ from aligner.algorithms.ppo import TrainPPO
 from aligner.data.config import PromptDataConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.checkpoint import files
-from aligner.run.settings import BestMode, CheckpointConfig, LoopConfig
+from aligner.run.settings import CheckpointConfig, LoopConfig
 
 
 def make(folder: Path, step: int, text: str = "") -> Path:
@@ -62,6 +62,10 @@ def test_what_a_path_means(tmp_path):
     assert files.pointed_step(tmp_path, "best") == 9 and files.pointed_step(tmp_path / "nowhere", "best") is None
     (tmp_path / "best").write_text("elsewhere\n")
     assert files.pointed_step(tmp_path, "best") is None
+    (tmp_path / "empty").mkdir()
+    for name, message in (("empty", r"no checkpoint here \(neither aligner.json nor latest\)"), ("absent", ".*no such directory")):
+        with pytest.raises(CheckpointError, match=message):
+            files.resolve(tmp_path / name)
 
 
 def test_only_directories_of_steps_count(tmp_path):
@@ -194,11 +198,6 @@ def test_a_marker_written_otherwise_is_not_the_same(tmp_path):
 def test_bad_settings(name, value):
     with pytest.raises(ConfigError, match=rf"checkpoint.{name}={value}: must"):
         CheckpointConfig(**{name: value})
-
-
-def test_settings_by_default():
-    config = CheckpointConfig()
-    assert (config.keep, config.verify, config.asynchronous, config.best_metric, config.best_mode) == (0, True, True, "", BestMode.max)
 
 
 def test_the_best_checkpoint_needs_validation():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
+from threading import Event
 
 import pytest
 from model_steps import adam, same, save, train, weights_of
@@ -45,8 +47,6 @@ def test_a_failed_save_leaves_no_checkpoint(failing, make_model, tmp_path, monke
 
 def operations(patch, before) -> None:
     """Have `before()` called ahead of everything that saving does to the disk."""
-    import os
-    import shutil
 
     def announced(real):
         def call(*args, **kwargs):
@@ -117,28 +117,20 @@ def test_a_place_that_cannot_be_written_to(make_model, tmp_path):
         save(make_model("policy"), tmp_path / "checkpoints", step=1)
 
 
-def test_no_room_even_for_the_small_files(make_model, tmp_path, monkeypatch):
-    """It is found out before anything large is written, on one rank and outside of collectives."""
-    import os
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(95, "Operation not supported")])
+def test_room_for_the_small_files(error, make_model, tmp_path, monkeypatch):
+    """A full disk is found before anything large is written, on one rank and outside of collectives; some file systems cannot reserve."""
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    def refuse(*_):
+        raise error
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CheckpointError, match="writing a checkpoint failed: .*No space left on device"):
-        save(make_model("policy"), tmp_path, step=1)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_system_that_cannot_reserve_room(make_model, tmp_path, monkeypatch):
-    import os
-
-    def unsupported(*_):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "posix_fallocate", unsupported)
-    path = save(make_model("policy"), tmp_path, step=1)
-    assert not (path / ".reserved").exists()
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    if error.errno == 28:
+        with pytest.raises(CheckpointError, match="writing a checkpoint failed: .*No space left on device"):
+            save(make_model("policy"), tmp_path, step=1)
+        assert not list(tmp_path.iterdir())
+    else:
+        assert not (save(make_model("policy"), tmp_path, step=1) / ".reserved").exists()
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(make_model, tmp_path):
@@ -185,8 +177,6 @@ def test_an_error_in_the_background_is_raised_at_publication(make_model, tmp_pat
 
 
 def test_a_writer_that_never_ends_is_given_up(make_model, tmp_path, monkeypatch):
-    from threading import Event
-
     policy, released, real = make_model("policy"), Event(), async_save._write_bucket
 
     def slow(part, number: int):

@@ -15,7 +15,7 @@ from aligner.models.config import Dtype, ModelConfig
 from aligner.models.create import create_reward_model, create_value_model, read_architecture
 from aligner.models.modules.scalar_head import Pooling, ScalarHead, read_head
 from aligner.models.training.trainable import Training
-from aligner.models.weights.weights import save_hf
+from aligner.models.weights import save_hf
 from aligner.parallel.topology import ParallelConfig
 from aligner.types import StepBatch, TokenBatch
 

@@ -6,14 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
+from model_steps import train
 
 from aligner.errors import CheckpointError, ConfigError
-from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint, files
 from aligner.models.config import Dtype
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import LabeledBatch
 
 pytestmark = pytest.mark.usefixtures("topology")
 
@@ -23,11 +21,8 @@ def trained(make_model):
     """A policy that has taken a step, so that its optimizer has a state."""
 
     def make(dtype: Dtype = Dtype.float32):
-        config = {"dtype": dtype}
-        policy = make_model("policy", optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4), config=config)
-        tokens = torch.randint(1, 61, (2, 8), generator=torch.Generator().manual_seed(0))
-        batch = LabeledBatch(tokens=tokens, lengths=torch.full((2,), 8), loss_mask=torch.arange(8).expand(2, 8) > 2)
-        policy.train_step(batch, sft_loss)
+        policy = make_model("policy", optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4), config={"dtype": dtype})
+        train(policy, range(1))
         return policy.model
 
     return make
@@ -61,7 +56,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_written(trained,
         with pytest.raises(CheckpointError, match=r"step_000002.*: a checkpoint of \d+\.\d MiB does not fit, \d+\.\d MiB are free there"):
             save(model, tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
-    assert checkpoint.resolve(tmp_path) == good
     assert checkpoint.resolve(tmp_path) == good and save(model, tmp_path, 2).name == "step_000002"
 
 

@@ -9,14 +9,9 @@ from aligner.models.architecture.divisible import check_fp8, fp8_recipe
 from aligner.models.config import Architecture, Fp8Recipe, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 
-QWEN_7B = {
-    "vocab_size": 64,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "ffn_hidden_size": 18944,
-}
+QWEN_7B = {"vocab_size": 64, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+QWEN_7B |= {"head_dim": 128, "ffn_hidden_size": 18944}
+EIGHT_GROUPS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 MIXTURE = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 48}
 
 
@@ -35,20 +30,15 @@ def test_auto_is_what_the_gpu_computes_best(capability, recipe):
     [
         ("blockwise", {}, {"tp": 4}, ""),
         # 18944 / 8 is 2368: 18.5 blocks of 128, 74 of 32.
-        (
-            "blockwise",
-            {"num_attention_heads": 32, "num_key_value_heads": 8},
-            {"tp": 8},
-            "ffn_hidden_size on a rank is 2368, not a multiple of 128",
-        ),
-        ("mxfp8", {"num_attention_heads": 32, "num_key_value_heads": 8}, {"tp": 8}, ""),
+        ("blockwise", EIGHT_GROUPS, {"tp": 8}, "ffn_hidden_size on a rank is 2368, not a multiple of 128"),
+        ("mxfp8", EIGHT_GROUPS, {"tp": 8}, ""),
         ("mxfp8", {"hidden_size": 3600}, {}, "hidden_size on a rank is 3600, not a multiple of 32; allowed: model.fp8_recipe=tensorwise"),
         ("tensorwise", {"hidden_size": 3592}, {}, "hidden_size on a rank is 3592, not a multiple of 16; allowed: model.fp8=false"),
         (
             "tensorwise",
             {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 24},
             {},
-            "num_attention_heads x head_dim on a rank is 24",
+            "num_attention_heads x head_dim on a rank",
         ),
         ("mxfp8", MIXTURE, {}, "expert_ffn_hidden_size on a rank is 48"),
         ("tensorwise", MIXTURE, {}, ""),

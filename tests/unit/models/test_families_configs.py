@@ -14,7 +14,7 @@ import yaml
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
 from aligner.models.architecture.divisible import check_divisible, check_together
-from aligner.models.config import Activation, Architecture, Layers, ModelConfig, PositionEmbedding, Recompute
+from aligner.models.config import Activation, Architecture, Layers, ModelConfig, PositionEmbedding
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.modules.build import build_language_model
 from aligner.models.modules.fusions import choose_layers
@@ -66,10 +66,9 @@ def test_parameter_count_is_the_published_one(name, topology):
 
 def of_two_kinds(architecture: Architecture) -> int:
     """Layers with experts and without: what a second layer of each adds, every further one adds."""
-    first, two = (count(dataclasses.replace(architecture, num_layers=n, dense_layers=[])) for n in (1, 2))
-    if not (dense := len(architecture.dense_layers)):
-        return first + (architecture.num_layers - 1) * (two - first)
-    both = count(dataclasses.replace(architecture, num_layers=2, dense_layers=[1]))
+    first, two = (count(dataclasses.replace(architecture.with_layers(n), dense_layers=[])) for n in (1, 2))
+    dense = len(architecture.dense_layers)
+    both = count(dataclasses.replace(architecture.with_layers(2), dense_layers=[1])) if dense else 0
     return first + (architecture.num_layers - dense - 1) * (two - first) + dense * (both - first)
 
 
@@ -78,21 +77,9 @@ FILES = yaml.safe_load(Path(__file__).with_name("published_models.yaml").read_te
 
 @pytest.mark.parametrize("name", FILES)
 def test_published_files_are_read_and_have_the_published_number_of_parameters(name, topology):
-    """Layers are alike, or of two kinds: what a second one adds, every further one of its kind adds."""
     architecture = architecture_from_hf(FILES[name]["config"], where=name)
-    one, two = (count(dataclasses.replace(architecture.with_layers(n), dense_layers=[])) for n in (1, 2))
-    dense = len(architecture.dense_layers)
-    both = count(dataclasses.replace(architecture.with_layers(2), dense_layers=[1])) if dense else 0
-    assert one + (architecture.num_layers - dense - 1) * (two - one) + dense * (both - one) == FILES[name]["parameters"]
+    assert of_two_kinds(architecture) == FILES[name]["parameters"]
     assert architecture_from_hf(json.loads(json.dumps(architecture_to_hf(architecture)))) == architecture
-
-
-def test_what_published_files_of_long_contexts_say():
-    """Phi-4-mini's factor on cosines and sines is sqrt(1 + ln 32 / ln 4096); windows beyond the longest sequence are none."""
-    long, short = (architecture_from_hf(FILES[name]["config"]) for name in ("Phi-4-mini-instruct", "Ministral-8B-Instruct-2410"))
-    assert long.rope_attention_factor == pytest.approx(1.1902380714238083) and long.rotated == 96
-    assert long.sliding_window == short.sliding_window == 0
-    assert architecture_from_hf(FILES["c4ai-command-r7b-12-2024"]["config"]).full_attention_layers == list(range(3, 32, 4))
 
 
 def test_qwen3_next_has_the_published_number_of_parameters(topology):
@@ -185,6 +172,11 @@ def test_possible_layouts_of_large_models(model, parallel):
 # What an architecture itself must satisfy.
 
 
+MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 8}
+LINEAR = {"linear_attention_layers": [0, 2], "linear_key_heads": 2, "linear_value_heads": 4, "linear_key_head_dim": 4}
+LINEAR |= {"linear_value_head_dim": 4, "linear_conv_size": 4}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -213,8 +205,37 @@ def test_possible_layouts_of_large_models(model, parallel):
             {"num_experts": 4, "experts_per_token": 1, "expert_ffn_hidden_size": 8},
             "architecture.normalize_expert_weights=True: with experts_per_token=1 .* allowed: False",
         ),
+        ({"sliding_window": -1}, "sliding_window=-1: must not be negative"),
+        ({"full_attention_layers": [0]}, r"full_attention_layers=\[0\]: needs .* or attention_chunk > 0; allowed without: \[\]"),
+        ({"sliding_window": 4, "full_attention_layers": [1, 0]}, r"full_attention_layers=\[1, 0\]: must be rising numbers from 0 to .*=3"),
+        ({"sliding_window": 4, "full_attention_layers": [4]}, r"full_attention_layers=\[4\]: must be rising numbers"),
+        ({"attention_chunk": 4, "sliding_window": 4}, "attention_chunk=4: must not be negative, and be 0 with sliding_window > 0"),
+        ({"no_rope_layers": [4]}, r"no_rope_layers=\[4\]: must be rising numbers from 0 to num_layers-1=3"),
+        ({"no_rope_layers": [1], "position_embedding": "learned"}, r"no_rope_layers=\[1\]: allowed with position_embedding=rope"),
+        ({"qk_l2_norm": True, "rope_attention_factor": 1.2}, "qk_l2_norm=True: allowed with .* rope_attention_factor=1.0"),
+        ({"qk_l2_norm": True, "qk_norm": True}, "qk_l2_norm=True: allowed with qk_norm=False"),
+        ({"attention_temperature": -0.1}, "attention_temperature=-0.1: must be finite and not negative"),
+        ({"attention_temperature_length": 0}, "attention_temperature_length=0: must be at least 1"),
+        ({"weighted_expert_inputs": True}, "weighted_expert_inputs=True: needs num_experts > 0"),
+        (MIXTURE | {"weighted_expert_inputs": True}, "weighted_expert_inputs=True: .* allowed with experts_per_token=2: False"),
+        ({"attention_softcap": -2.0}, "attention_softcap=-2.0: must be finite and not negative"),
+        ({"dense_layers": [0]}, r"dense_layers=\[0\]: needs num_experts > 0; allowed without: \[\]"),
+        (MIXTURE | {"dense_layers": [4]}, r"dense_layers=\[4\]: must be rising numbers from 0 to num_layers-1=3"),
+        (MIXTURE | {"router_bias": True}, "router_bias=True: .* allowed with router_sigmoid=True"),
+        (MIXTURE | {"router_scale": 2.0}, "router_scale=2.0: allowed with router_sigmoid=True or normalize_expert_weights=False"),
+        (MIXTURE | {"shared_expert_gate": True}, "shared_ffn_hidden_size=0: .* nor 0 with shared_expert_gate=True"),
+        (MIXTURE | {"router_groups": 4, "router_groups_per_token": 1}, "router_groups_per_token=1: 1 groups of 1 experts have fewer than"),
+        ({"value_head_dim": 8}, "value_head_dim=8: needs latent_size > 0"),
+        ({"latent_size": 8, "value_head_dim": 33}, "value_head_dim=33: must be from 1 to head_dim=32"),
+        ({"latent_size": 8, "value_head_dim": 8, "qk_norm": True}, "qk_norm=True: allowed with latent_size=8: False"),
+        ({"linear_key_heads": 2}, "architecture.linear_key_heads=2: needs linear_attention_layers; allowed without: 0"),
+        (LINEAR | {"linear_conv_size": 0}, "architecture.linear_conv_size=0: must be at least 1 with linear_attention_layers"),
+        (LINEAR | {"linear_key_heads": 3}, "architecture.linear_key_heads=3: must divide linear_value_heads=4"),
+        (LINEAR | {"linear_attention_layers": [2, 0]}, r"linear_attention_layers=\[2, 0\]: must be rising numbers from 0 to .*=3"),
+        (LINEAR | {"linear_bias": True}, "architecture.linear_bias=True: allowed with linear_attention_layers: False"),
+        ({"attention_gate": True, "rotary_interleaved": True}, "attention_gate=True: allowed with rotary_interleaved=False"),
     ],
-)
+)  # fmt: skip
 def test_architectures_that_make_no_sense(fields, message):
     with pytest.raises(ConfigError, match=message):
         Architecture(**fields)
@@ -266,22 +287,6 @@ def test_pipeline_settings_that_gloo_needs():
     assert (uneven.num_layers_in_first_pipeline_stage, uneven.num_layers_in_last_pipeline_stage) == (None, 1)
 
 
-def test_recomputation_settings():
-    none, selective, full = (settings(model={"recompute": r}) for r in (Recompute.none, Recompute.selective, Recompute.full))
-    assert none.recompute_granularity is None
-    assert (selective.recompute_granularity, selective.recompute_modules) == ("selective", ["core_attn"])
-    assert (full.recompute_granularity, full.recompute_method, full.recompute_num_layers) == ("full", "uniform", 1)
-
-
-def test_router_settings():
-    plain = settings(**MOE)
-    assert (plain.moe_router_load_balancing_type, plain.moe_aux_loss_coeff, plain.moe_z_loss_coeff) == ("none", 0.0, None)
-    assert not plain.moe_router_pre_softmax and plain.moe_router_dtype == "fp32" and plain.moe_token_dispatcher_type == "alltoall"
-    balanced = settings(model={"router_aux_loss_coef": 0.01, "router_z_loss_coef": 0.001}, **MOE, normalize_expert_weights=False)
-    assert (balanced.moe_router_load_balancing_type, balanced.moe_aux_loss_coeff) == ("aux_loss", 0.01)
-    assert balanced.moe_z_loss_coeff == 0.001 and balanced.moe_router_pre_softmax
-
-
 def test_activations_by_hand():
     """At x = 2: silu 2/(1+e^-2); gelu 2 Phi(2); its tanh form x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); relu(x)^2."""
     expected = {
@@ -305,8 +310,3 @@ def test_zero_centered_norm_by_hand():
         norm.weight.copy_(torch.tensor([0.5, -1.0]))
         norm.bias.copy_(torch.tensor([0.25, 2.0]))
     assert torch.allclose(norm(x), torch.tensor([[-1.25, 2.0]]))
-
-
-def test_unknown_files_are_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match="model_type='gptj' is not supported; allowed: .*nemotron, gpt2"):
-        architecture_from_hf({"model_type": "gptj"})

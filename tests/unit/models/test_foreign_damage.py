@@ -10,6 +10,7 @@ import pickle
 import sys
 import tarfile
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,39 +99,33 @@ def test_members_that_lead_out(name: str, copy: Path, tmp_path: Path):
         chunks_of(archive)
 
 
-def damage_marker(path: Path) -> None:
-    (path / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}')
+def cut(path: Path, pattern: str, size: int) -> None:
+    for file in path.glob(pattern):
+        file.write_bytes(file.read_bytes()[:size])
 
 
-def damage_shard(path: Path) -> None:
-    for shard in path.glob("*.distcp"):
-        shard.write_bytes(shard.read_bytes()[:100])
-
-
-def damage_common(path: Path) -> None:
-    (path / "common.pt").write_bytes((path / "common.pt").read_bytes()[:200])
-
-
-def no_arguments(path: Path) -> None:
-    torch.save({"iteration": 7}, path / "common.pt")
-
-
-def no_shards(path: Path) -> None:
-    for shard in path.glob("*.distcp"):
-        shard.unlink()
+def without(path: Path, pattern: str) -> None:
+    for file in list(path.glob(pattern)):
+        file.unlink()
 
 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (damage_marker, "metadata.json: sharded_backend='fsdp_dtensor' is not read; allowed: torch_dist, zarr"),
-        (damage_shard, r"__0_\d.distcp is cut short"),
-        pytest.param(damage_common, "common.pt: is refused or damaged: File is not a zip file", marks=with_common_file),
-        (no_arguments, "common.pt: holds no args of Megatron-LM, which describe the model"),
-        (no_shards, r"__0_\d.distcp is missing"),
-        pytest.param(lambda path: (path / "common.pt").unlink(), "has neither common.pt nor a common state", marks=with_common_file),
-        (lambda path: (path / ".metadata").unlink(), r"\.metadata is missing"),
-        (lambda path: (path / "metadata.json").unlink(), "metadata.json is missing: not a distributed checkpoint"),
+        (
+            lambda path: (path / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}'),
+            "'fsdp_dtensor' is not read; allowed: torch_dist, zarr",
+        ),
+        (partial(cut, pattern="*.distcp", size=100), r"__0_\d.distcp is cut short"),
+        pytest.param(partial(cut, pattern="common.pt", size=200), "common.pt: is refused or damaged", marks=with_common_file),
+        (
+            lambda path: torch.save({"iteration": 7}, path / "common.pt"),
+            "common.pt: holds no args of Megatron-LM",
+        ),
+        (partial(without, pattern="*.distcp"), r"__0_\d.distcp is missing"),
+        pytest.param(partial(without, pattern="common.pt"), "has neither common.pt nor a common state", marks=with_common_file),
+        (partial(without, pattern=".metadata"), r"\.metadata is missing"),
+        (partial(without, pattern="metadata.json"), "metadata.json is missing: not a distributed checkpoint"),
     ],
 )
 def test_damaged_files(damage: Any, says: str, copy: Path):

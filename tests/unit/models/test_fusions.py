@@ -119,23 +119,6 @@ def test_torchs_layers_add_weight_gradients_with_apex(with_te, monkeypatch):
     assert off(found(layers=Layers.torch))["weight_gradients"] == "Apex's fused_weight_gradient_mlp_cuda does not import"
 
 
-def test_the_table_is_said_once_on_rank_0_of_a_gpu_component(with_te, monkeypatch, capsys):
-    from aligner.models.modules import fusions
-
-    with_te()
-    monkeypatch.setattr(fusions, "_said", set())
-    monkeypatch.setattr(fusions.torch.cuda, "is_available", lambda: True)
-    fusions.say_once(found(), rank=1)
-    for _ in range(2):
-        fusions.say_once(found(), rank=0)
-    fusions.say_once(found(MIXTURE), rank=0)
-    said = capsys.readouterr().out
-    assert said.count("layers are Transformer Engine's (transformer-engine 2.9.0); fused kernels:") == 2
-    rows = [line.split("  ", 2)[1:] for line in said.splitlines() if line.startswith("  ")]
-    assert ["rotary embedding", "on: Transformer Engine"] in [[name, state.strip()] for name, state in rows]
-    assert said.count("off: the model has no experts") == 2  # of the dense model's table
-
-
 def test_why_transformer_engine_does_not_import(monkeypatch):
     def problem(error: Exception | None) -> str:
         def load(name: str) -> object:

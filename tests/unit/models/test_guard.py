@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from model_steps import make_batch
 
 from aligner.errors import CheckpointError, ConfigError, RollBack, RunHalted
 from aligner.losses.sft import sft_loss
@@ -15,14 +16,9 @@ from aligner.models.training.guard import SKIPPED, SKIPPED_IN_A_ROW, SPOILT, Gua
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.trainable import generator_state
 from aligner.telemetry.metrics import Max, Mean, Sum, merge, values, without_values
-from aligner.types import LabeledBatch, LossOutput
+from aligner.types import LossOutput
 
 pytestmark = pytest.mark.usefixtures("topology")
-
-
-def make_batch(number: int) -> LabeledBatch:
-    tokens = torch.randint(1, 61, (4, 12), generator=torch.Generator().manual_seed(number))
-    return LabeledBatch(tokens=tokens, lengths=torch.full((4,), 12), loss_mask=torch.arange(12).expand(4, 12) > 3)
 
 
 def bad_gradient(outputs, part) -> LossOutput:
@@ -57,15 +53,15 @@ def everything(policy) -> list[torch.Tensor]:
 def test_a_skipped_update_leaves_no_trace(guarded, bad):
     policy, undisturbed = (guarded(Guard(GuardConfig(non_finite=NonFinite.skip))) for _ in range(2))
     for model in (policy, undisturbed):
-        model.train_step(make_batch(0), sft_loss)
+        model.train_step(make_batch("policy", 0), sft_loss)
     before, schedule = everything(policy), policy.model.scheduler.state_dict()
-    metrics = policy.train_step(make_batch(1), bad)
+    metrics = policy.train_step(make_batch("policy", 1), bad)
     assert policy.version == 1 and policy.model.scheduler.state_dict() == schedule
     assert len(before) > 20 and all(torch.equal(a, b) for a, b in zip(everything(policy), before, strict=True))
     assert metrics[SKIPPED] == Sum(total=1) and metrics[SKIPPED_IN_A_ROW] == Max(maximum=1)
     assert metrics["sft/loss"] == Mean(total=0.0, count=0)  # what was measured on the batch is not reported
     for model in (policy, undisturbed):
-        metrics = model.train_step(make_batch(2), sft_loss)
+        metrics = model.train_step(make_batch("policy", 2), sft_loss)
     assert metrics[SKIPPED] == Sum(total=0) and policy.model.guard.skipped_in_a_row == 0
     ours, theirs = everything(policy)[:-1], everything(undisturbed)[:-1]
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -73,11 +69,11 @@ def test_a_skipped_update_leaves_no_trace(guarded, bad):
 
 def test_too_many_in_a_row_end_the_run(guarded):
     policy = guarded(Guard(GuardConfig(non_finite=NonFinite.skip, max_skips=1)))
-    policy.train_step(make_batch(0), bad_gradient)
-    policy.train_step(make_batch(0), sft_loss)  # breaks the row
-    policy.train_step(make_batch(0), bad_gradient)
+    policy.train_step(make_batch("policy", 0), bad_gradient)
+    policy.train_step(make_batch("policy", 0), sft_loss)  # breaks the row
+    policy.train_step(make_batch("policy", 0), bad_gradient)
     with pytest.raises(RunHalted, match=r"the gradient of optimizer step 2 is not finite .*: 2 updates in a row \(guard.max_skips=1\)"):
-        policy.train_step(make_batch(0), bad_gradient)
+        policy.train_step(make_batch("policy", 0), bad_gradient)
 
 
 @pytest.mark.parametrize(("policy", "error"), [(NonFinite.stop, RunHalted), (NonFinite.roll_back, RollBack)])
@@ -85,15 +81,15 @@ def test_the_end_of_the_run_says_what_was_not_finite(guarded, policy, error):
     model = guarded(Guard(GuardConfig(non_finite=policy)))
     before = everything(model)
     with pytest.raises(error, match=r"the gradient .*its norm on rank 0: nan, the loss of 2 of 2 micro-batches too.*the weights are those"):
-        model.train_step(make_batch(0), bad_gradient)
+        model.train_step(make_batch("policy", 0), bad_gradient)
     with pytest.raises(error, match="^the loss of optimizer step 1 is not finite"):
-        model.train_step(make_batch(0), bad_loss_only)
+        model.train_step(make_batch("policy", 0), bad_loss_only)
     assert model.version == 0 and all(torch.equal(a, b) for a, b in zip(everything(model), before, strict=True))
 
 
 def test_a_served_model_leaves_the_decision_to_its_client(guarded, capsys):
     model = guarded(ReportingGuard(GuardConfig()))
-    parts = [model.train_step(make_batch(number), loss) for number, loss in enumerate((bad_gradient, bad_gradient, sft_loss))]
+    parts = [model.train_step(make_batch("policy", number), loss) for number, loss in enumerate((bad_gradient, bad_gradient, sft_loss))]
     reply = values(merge(parts))
     assert (reply[SKIPPED], reply[SKIPPED_IN_A_ROW]) == (2, 2) and math.isfinite(reply["sft/loss"])
     assert "guard: the gradient of optimizer step 1 is not finite" in capsys.readouterr().out
@@ -128,10 +124,10 @@ def spoil_next_update(policy, value: float) -> None:
 @pytest.mark.parametrize(("setting", "error"), [("stop", RunHalted), ("skip", RollBack), ("roll_back", RollBack)])
 def test_an_update_that_leaves_a_bad_parameter_is_not_gone_on_from(guarded, setting, error, value):
     policy = guarded(Guard(GuardConfig(non_finite=NonFinite(setting))))
-    policy.train_step(make_batch(0), sft_loss)
+    policy.train_step(make_batch("policy", 0), sft_loss)
     spoil_next_update(policy, value)
     with pytest.raises(error) as raised:
-        policy.train_step(make_batch(1), sft_loss)
+        policy.train_step(make_batch("policy", 1), sft_loss)
     message = str(raised.value)
     magnitude = "nan" if math.isnan(value) else f"{abs(value):.3g}"
     assert "optimizer step 2 was made and left 1 of " in message and f"final_layernorm.weight: {magnitude} on rank 0" in message
@@ -146,16 +142,16 @@ def test_what_is_too_large_is_a_setting(make_model, distributed):
         policy = make_model("policy", optimizer=optimizer, training={"guard": Guard(GuardConfig(max_weight=most))})
         spoil_next_update(policy, 1e29)
         if error is None:
-            policy.train_step(make_batch(0), sft_loss)
+            policy.train_step(make_batch("policy", 0), sft_loss)
         else:
             with pytest.raises(error, match=r"above guard.max_weight=1e\+28 \(largest magnitudes: .*: 1e\+29"):
-                policy.train_step(make_batch(0), sft_loss)
+                policy.train_step(make_batch("policy", 0), sft_loss)
 
 
 def test_a_served_model_that_was_spoilt_ends_the_run_of_its_client(guarded, capsys):
     model = guarded(ReportingGuard(GuardConfig()))
     spoil_next_update(model, math.nan)
-    reply = values(merge([model.train_step(make_batch(number), sft_loss) for number in range(2)]))  # the second is NaN throughout
+    reply = values(merge([model.train_step(make_batch("policy", number), sft_loss) for number in range(2)]))  # the second is NaN throughout
     assert reply[SPOILT] == 1 and reply[SKIPPED] == 2
     assert "guard: optimizer step 1 was made and left 1 of " in capsys.readouterr().out
     for setting, error in ((NonFinite.stop, RunHalted), (NonFinite.skip, RollBack), (NonFinite.roll_back, RollBack)):
@@ -167,7 +163,7 @@ def test_a_served_model_that_was_spoilt_ends_the_run_of_its_client(guarded, caps
 @pytest.mark.parametrize("part", ["weights", "exp_avg_sq"])
 def test_nothing_that_is_not_finite_is_published(guarded, tmp_path, part):
     policy = guarded(Guard(GuardConfig()))
-    policy.train_step(make_batch(0), sft_loss)
+    policy.train_step(make_batch("policy", 0), sft_loss)
     checkpoint.save(tmp_path, policy.model, checkpoint.SaveRequest(step=1, state={}))
     tensor = policy.model.module.decoder.final_layernorm.weight
     if part != "weights":

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from aligner.errors import ConfigError, ModelFilesError
 from aligner.models.families import architecture_from_hf
-from aligner.models.weights.weights import save_hf
+from aligner.models.weights import save_hf
 
 IMAGES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vision_output_dim": 16}
 IMAGES |= {"image_size": 28, "patch_size": 14, "projector_input_dim": 16, "projector_output_dim": 16}

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from model_steps import same
 from safetensors.torch import load_file
 
 from aligner.errors import CheckpointError, ConfigError
@@ -24,7 +25,7 @@ from aligner.models.modules.scalar_head import ScalarHead
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.policy import ReferencePolicy
 from aligner.models.training.trainable import Training, generator_state, set_generator_state
-from aligner.models.weights.weights import save_hf
+from aligner.models.weights import save_hf
 from aligner.parallel import platform
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import RolloutConfig, VerifyRefit
@@ -66,10 +67,6 @@ def weights(policy, *, adapters: bool) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in policy.module.named_parameters() if (".adapter." in name) == adapters}
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
 def hf_logprobs(model, batch) -> torch.Tensor:
     with torch.no_grad():
         logits = model.eval()(batch.tokens).logits.float()
@@ -83,7 +80,7 @@ def test_only_adapters_are_trained_and_new_ones_change_nothing(make_policy, load
     base, adapters = weights(policy, adapters=False), weights(policy, adapters=True)
     losses = train(policy, 3)
     assert losses[2] < losses[0] - 0.2
-    assert equal(weights(policy, adapters=False), base)
+    assert same(weights(policy, adapters=False), base)
     assert not any(torch.equal(tensor, adapters[name]) for name, tensor in weights(policy, adapters=True).items())
     for name, parameter in policy.module.named_parameters():
         assert ("main_grad" in parameter.__dict__) == parameter.requires_grad == (".adapter." in name)
@@ -120,11 +117,6 @@ def test_the_product_is_what_the_paper_says(make_policy):
         base = x @ linear.weight.t() + linear.bias
         torch.testing.assert_close(linear(x)[0], base + expected)
         torch.testing.assert_close(x @ adapter.merged(linear_weight(linear.weight)).t() + linear.bias, base + expected)
-
-
-def test_scaling() -> None:
-    assert LoraConfig(rank=16, alpha=32.0).scaling == 2.0
-    assert LoraConfig(rank=16, alpha=32.0, rslora=True).scaling == 8.0
 
 
 WIDTHS = {"linear_qkv": 32, "linear_proj": 32, "linear_fc1": 32, "linear_fc2": 48}  # what goes into the layers of the models below
@@ -196,7 +188,7 @@ def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_dire
     assert len({path.stat().st_mode for path in (tmp_path / "adapter").iterdir()}) == 1
     again = make_policy(name, **lora)
     load_peft(again.chunks, tmp_path / "adapter")
-    assert equal(weights(again, adapters=True), weights(policy, adapters=True))
+    assert same(weights(again, adapters=True), weights(policy, adapters=True))
     peft = pytest.importorskip("peft")
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_directory(name)), tmp_path / "adapter")
     torch.testing.assert_close(hf_logprobs(theirs, batch), ours, rtol=0, atol=1e-4)
@@ -244,7 +236,7 @@ def test_peft_reads_what_was_trained(name, option, make_policy, hf_directory, tm
     torch.testing.assert_close(hf_logprobs(theirs, batch), ours, rtol=0, atol=1e-4)
     again = make_policy(name, **options)
     load_peft(again.chunks, tmp_path)
-    assert equal(weights(again, adapters=True), weights(policy, adapters=True))
+    assert same(weights(again, adapters=True), weights(policy, adapters=True))
 
 
 def test_projections_that_a_delta_net_has_in_another_order_get_no_adapters(make_policy):
@@ -274,7 +266,7 @@ def test_an_adapter_made_by_peft(name, modules, lora, make_policy, hf_directory,
     assert (policy.logprobs(batch) - make_policy(name, **lora).logprobs(batch)).abs().max() > 0.01
     save_peft(policy.chunks, tmp_path / "ours", writer=True)
     one, other = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "theirs"))
-    assert equal(one, other)
+    assert same(one, other)
     assert json.loads((tmp_path / "ours" / CONFIG_FILE).read_text())["target_modules"] == sorted(modules)
 
 
@@ -288,7 +280,7 @@ def test_a_run_continues_bitwise_from_adapters_alone(make_policy, tmp_path):
     two = make_policy(optimizer=adam(), dropout=0.3)
     assert checkpoint.load(two.model, saved) == {"at": 2}
     assert train(two, 2) == expected
-    assert all(equal(weights(two, adapters=which), weights(one, adapters=which)) for which in (True, False))
+    assert all(same(weights(two, adapters=which), weights(one, adapters=which)) for which in (True, False))
     other = make_policy(optimizer=adam(), rank=2)
     with pytest.raises(CheckpointError, match="saved with .*'rank': 4.*the model has .*'rank': 2"):
         checkpoint.load(other.model, saved)
@@ -302,7 +294,7 @@ def test_a_checkpoint_of_adapters_is_a_model_to_start_from(make_policy, load_pol
     ours = policy.logprobs(batch)
     torch.testing.assert_close(load_policy(saved).logprobs(batch), ours, rtol=0, atol=1e-5)  # merged
     again = load_policy(base, config={"lora": LoraConfig(rank=4, targets=ALL, path=str(saved))})  # the same adapters
-    assert equal(weights(again, adapters=True), weights(policy, adapters=True))
+    assert same(weights(again, adapters=True), weights(policy, adapters=True))
     further = make_policy(path=saved, rank=2, optimizer=adam())  # new adapters on top
     torch.testing.assert_close(further.logprobs(batch), ours, rtol=0, atol=1e-5)
     assert not any(bool(b.any()) for name, b in weights(further, adapters=True).items() if ".b." in name)

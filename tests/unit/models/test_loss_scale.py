@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from model_steps import make_batch
 
 from aligner.errors import ConfigError, RunHalted
 from aligner.losses.sft import sft_loss
@@ -13,16 +14,9 @@ from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype
 from aligner.models.training.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, UPDATES
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import LabeledBatch, LossOutput
+from aligner.types import LossOutput
 
 pytestmark = pytest.mark.usefixtures("topology")
-
-ROWS, WIDTH, VOCAB = 4, 12, 61
-
-
-def batch(number: int = 0) -> LabeledBatch:
-    tokens = torch.randint(1, VOCAB, (ROWS, WIDTH), generator=torch.Generator().manual_seed(number))
-    return LabeledBatch(tokens=tokens, lengths=torch.full((ROWS,), WIDTH), loss_mask=torch.arange(WIDTH).expand(ROWS, WIDTH) > 3)
 
 
 def policy(make_model, *, dtype: Dtype = Dtype.float16, seed: int = 0, **optimizer):
@@ -31,7 +25,7 @@ def policy(make_model, *, dtype: Dtype = Dtype.float16, seed: int = 0, **optimiz
 
 
 def step(model, number: int = 0, loss=sft_loss) -> dict[str, float]:
-    return {name: metric.value() for name, metric in model.train_step(batch(number), loss).items()}
+    return {name: metric.value() for name, metric in model.train_step(make_batch("policy", number), loss).items()}
 
 
 def weights(model) -> list[torch.Tensor]:

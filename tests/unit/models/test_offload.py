@@ -7,20 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from model_steps import make_batch
 
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Dtype
 from aligner.models.training.offload import HostMemory, LockedMemory, optimizer_tensors
 from aligner.models.training.optimizer import OptimizerConfig
-from aligner.types import LabeledBatch, TokenBatch
+from aligner.types import TokenBatch
 
 pytestmark = pytest.mark.usefixtures("topology")
-
-
-def batch(number: int) -> LabeledBatch:
-    tokens = torch.randint(1, 61, (4, 12), generator=torch.Generator().manual_seed(number))
-    mask = torch.arange(12).expand(4, 12) > 2
-    return LabeledBatch(tokens=tokens, lengths=torch.full((4,), 12), loss_mask=mask)
 
 
 def policy(make_model, *, offload: bool, distributed: bool, dtype: str):
@@ -34,12 +29,12 @@ def test_sleep_frees_and_training_goes_on_bit_for_bit(make_model, distributed, d
     kept = policy(make_model, offload=False, distributed=distributed, dtype=dtype)
     slept = policy(make_model, offload=True, distributed=distributed, dtype=dtype)
     for step in range(3):
-        kept.train_step(batch(step), sft_loss)
-        slept.train_step(batch(step), sft_loss)
+        kept.train_step(make_batch("policy", step), sft_loss)
+        slept.train_step(make_batch("policy", step), sft_loss)
         slept.sleep()
         gradients = [b.grad_data.untyped_storage().nbytes() for b in slept.model.runners[0].buffers]
         assert gradients and not any(gradients)
-        assert torch.equal(slept.logprobs(batch(9)), kept.logprobs(batch(9)))  # weights stay
+        assert torch.equal(slept.logprobs(make_batch("policy", 9)), kept.logprobs(make_batch("policy", 9)))  # weights stay
     for ours, theirs in zip(slept.module.parameters(), kept.module.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -136,13 +131,13 @@ def test_a_model_that_leaves_the_device_takes_everything(make_model, trains, off
     for step in range(2):
         for model in (stays, moves):
             if trains:
-                model.train_step(batch(step), sft_loss)
+                model.train_step(make_batch("policy", step), sft_loss)
         before = on_device()
         moves.model.leave_device()
         moves.model.leave_device()
         assert before and not any(on_device())
         moves.model.enter_device()
-        assert torch.equal(moves.logprobs(batch(9)), stays.logprobs(batch(9)))
+        assert torch.equal(moves.logprobs(make_batch("policy", 9)), stays.logprobs(make_batch("policy", 9)))
         assert offload or on_device() == before
     for ours, theirs in zip(moves.module.parameters(), stays.module.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -153,7 +148,7 @@ def test_a_float32_head_stays_where_the_weights_are(make_model, distributed):
     """The optimizer of a bfloat16 model trains it in place: its tensors are the model's own, not main weights."""
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, offload=True, distributed=distributed)
     model = make_model("value", optimizer=optimizer, config={"dtype": Dtype.bfloat16}, training={"micro_batch_size": 2})
-    tokens = TokenBatch(tokens=batch(0).tokens, lengths=batch(0).lengths)
+    tokens = TokenBatch(tokens=make_batch("policy", 0).tokens, lengths=make_batch("policy", 0).lengths)
     before = model.values(tokens)
     model.model.sleep()
     assert torch.equal(model.values(tokens), before)

@@ -22,7 +22,7 @@ from aligner.models.config import Dtype, Implementation, LoraConfig, ModelConfig
 from aligner.models.create import create_reward_model, read_architecture
 from aligner.models.modules.peft import save_peft
 from aligner.models.training.trainable import Training
-from aligner.models.weights.weights import save_hf
+from aligner.models.weights import save_hf
 from aligner.parallel.topology import ParallelConfig
 from aligner.types import LabeledBatch
 

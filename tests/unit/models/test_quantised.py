@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from aligner.commands.preflight.models import check_model
 from aligner.errors import CheckpointError, ModelFilesError
+from aligner.models.checkpoint.hf_weights import fp8, mxfp4
 from aligner.models.config import ModelConfig
-from aligner.models.weights.weights import fp8, mxfp4, save_hf
+from aligner.models.weights import save_hf
 from aligner.run.traits import UsedModel
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -121,13 +121,8 @@ def test_logprobs_and_updates_are_those_of_rows_apart(make_model, architecture, 
 
 def test_pairs_share_their_prompt(make_model):
     batch = rows((0, 9, 5), (0, 9, 3), (1, 4, 2), (1, 4, 6), (0, 9, 1), (0, 9, 2), (2, 5, 2), (3, 5, 2))
-    pairs = PreferenceBatch(
-        tokens=batch.tokens,
-        lengths=batch.lengths,
-        loss_mask=batch.loss_mask,
-        margins=torch.zeros(4),
-        ref_logprobs=-3.0 * batch.loss_mask,
-    )
+    mask = batch.loss_mask
+    pairs = PreferenceBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=mask, margins=torch.zeros(4), ref_logprobs=-3.0 * mask)
 
     def loss(outputs, part):
         return dpo_loss(outputs, part, beta=0.3)

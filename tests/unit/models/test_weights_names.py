@@ -14,7 +14,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.models.config import Architecture, Dtype, Family, PositionEmbedding
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import Layout, rule, shard, to_hf, to_megatron
-from aligner.models.weights.shards import all_places, named_shards
+from aligner.models.weights import all_places, named_shards
 from aligner.parallel import platform
 
 pytestmark = pytest.mark.usefixtures("topology")
@@ -87,13 +87,8 @@ def test_shards_of_a_single_process(hf_directory, load_policy):
     expert = shards["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"]
     assert (expert.place.expert_rank, expert.place.split_dim, expert.place.shape) == (0, 0, (96, 32))
     assert expert.rule.hf_names[0] == "model.layers.1.block_sparse_moe.experts.3.w1.weight"
-    assert (
-        shards["decoder.layers.0.mlp.router.weight"].place.expert_rank,
-        shards["decoder.layers.0.mlp.router.weight"].place.split_dim,
-    ) == (
-        None,
-        None,
-    )
+    router = shards["decoder.layers.0.mlp.router.weight"].place
+    assert router.expert_rank is None and router.split_dim is None
     assert shards["decoder.layers.0.self_attention.linear_proj.weight"].place.split_dim == 1
     assert not any(part.place.is_copy for part in shards.values())
 

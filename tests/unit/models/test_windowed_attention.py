@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.errors import ConfigError
-from aligner.models.config import Architecture
 from aligner.models.modules import windowed_attention
 from aligner.models.modules.attention import _attend_to_past
 from aligner.models.modules.windowed_attention import Form, attend, with_sinks
@@ -100,39 +98,3 @@ def test_the_engine_prefills_in_chunks(name, topology, hf_directory, load_policy
         ((rollout,),) = engine.generate([prompt], [0], SamplingConfig(temperature=0.0, max_response_length=20))
         found.append(rollout)
     assert found[0].tokens == found[1].tokens and found[0].logprobs == pytest.approx(found[1].logprobs, abs=1e-5)
-
-
-MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 8}
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"sliding_window": -1}, "sliding_window=-1: must not be negative"),
-        ({"full_attention_layers": [0]}, r"full_attention_layers=\[0\]: needs .* or attention_chunk > 0; allowed without: \[\]"),
-        ({"sliding_window": 4, "full_attention_layers": [1, 0]}, r"full_attention_layers=\[1, 0\]: must be rising numbers from 0 to .*=3"),
-        ({"sliding_window": 4, "full_attention_layers": [4]}, r"full_attention_layers=\[4\]: must be rising numbers"),
-        ({"attention_chunk": 4, "sliding_window": 4}, "attention_chunk=4: must not be negative, and be 0 with sliding_window > 0"),
-        ({"no_rope_layers": [4]}, r"no_rope_layers=\[4\]: must be rising numbers from 0 to num_layers-1=3"),
-        ({"no_rope_layers": [1], "position_embedding": "learned"}, r"no_rope_layers=\[1\]: allowed with position_embedding=rope"),
-        ({"qk_l2_norm": True, "rope_attention_factor": 1.2}, "qk_l2_norm=True: allowed with .* rope_attention_factor=1.0"),
-        ({"qk_l2_norm": True, "qk_norm": True}, "qk_l2_norm=True: allowed with qk_norm=False"),
-        ({"attention_temperature": -0.1}, "attention_temperature=-0.1: must be finite and not negative"),
-        ({"attention_temperature_length": 0}, "attention_temperature_length=0: must be at least 1"),
-        ({"weighted_expert_inputs": True}, "weighted_expert_inputs=True: needs num_experts > 0"),
-        (MIXTURE | {"weighted_expert_inputs": True}, "weighted_expert_inputs=True: .* allowed with experts_per_token=2: False"),
-        ({"attention_softcap": -2.0}, "attention_softcap=-2.0: must be finite and not negative"),
-        ({"dense_layers": [0]}, r"dense_layers=\[0\]: needs num_experts > 0; allowed without: \[\]"),
-        (MIXTURE | {"dense_layers": [4]}, r"dense_layers=\[4\]: must be rising numbers from 0 to num_layers-1=3"),
-        (MIXTURE | {"router_bias": True}, "router_bias=True: .* allowed with router_sigmoid=True"),
-        (MIXTURE | {"router_scale": 2.0}, "router_scale=2.0: allowed with router_sigmoid=True or normalize_expert_weights=False"),
-        (MIXTURE | {"shared_expert_gate": True}, "shared_ffn_hidden_size=0: .* nor 0 with shared_expert_gate=True"),
-        (MIXTURE | {"router_groups": 4, "router_groups_per_token": 1}, "router_groups_per_token=1: 1 groups of 1 experts have fewer than"),
-        ({"value_head_dim": 8}, "value_head_dim=8: needs latent_size > 0"),
-        ({"latent_size": 8, "value_head_dim": 33}, "value_head_dim=33: must be from 1 to head_dim=32"),
-        ({"latent_size": 8, "value_head_dim": 8, "qk_norm": True}, "qk_norm=True: allowed with latent_size=8: False"),
-    ],
-)  # fmt: skip
-def test_architectures_that_make_no_sense(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        Architecture(**fields)

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from aligner.parallel import collectives
-from aligner.parallel.collective_marks import COLLECTIVES, POINT_TO_POINT, marked
-from aligner.parallel.progress import GroupInfo, Progress
+from aligner.parallel.progress import COLLECTIVES, POINT_TO_POINT, GroupInfo, Progress, marked
 
 pytestmark = [pytest.mark.usefixtures("topology"), pytest.mark.cpu]  # whose tensors gloo takes
 X = torch.ones(2)

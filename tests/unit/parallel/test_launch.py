@@ -54,64 +54,50 @@ def test_hostlist(text, hosts):
 
 
 @pytest.mark.parametrize("text", ["", "node[1-", "node[3-1]", "node[a-b]", "node[[1]]", "node]1["])
-def test_malformed_hostlist(text):
+def test_malformed_lists(text):
     with pytest.raises(LaunchError, match="node list"):
         expand_hostlist(text)
-
-
-def test_counts():
     assert expand_counts("4(x2),3") == [4, 4, 3]
     with pytest.raises(LaunchError, match="4x2"):
         expand_counts("4x2")
 
 
-def test_torchrun():
-    world, rendezvous = detect_world(TORCHRUN)
-    assert world == World(rank=5, world_size=8, local_rank=1, local_world_size=4, source=LaunchSource.torchrun)
-    assert rendezvous == Rendezvous(address="10.0.0.1", port=29500, hosted=False, prefix="aligner/attempt_0")
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+LAST = {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
+OVERRIDE = {"ALIGNER_MASTER_PORT": "4444", "ALIGNER_MASTER_ADDR": "10.1.1.1"}
+PORT = 15000 + crc32(b"77.0.node[01-02],gpu4") % 15000
 
 
-def test_torchrun_agent_hosts_the_store_and_a_restart_uses_new_keys():
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    _, rendezvous = detect_world({**TORCHRUN, **agent})
-    assert rendezvous is not None
-    assert (rendezvous.hosted, rendezvous.prefix) == (True, "aligner/attempt_2")
+@pytest.mark.parametrize(
+    ("environ", "place", "meeting"),
+    [
+        (TORCHRUN, (5, 8, 1, 4), ("10.0.0.1", 29500, False, "aligner/attempt_0")),
+        (TORCHRUN | AGENT, (5, 8, 1, 4), ("10.0.0.1", 29500, True, "aligner/attempt_2")),  # its store keeps an earlier attempt's keys
+        (SLURM, (3, 5, 1, 2), ("node01", PORT, False, "aligner")),
+        (SLURM | LAST, (4, 5, 0, 1), ("node01", PORT, False, "aligner")),
+        (SLURM | OVERRIDE, (3, 5, 1, 2), ("10.1.1.1", 4444, False, "aligner")),
+    ],
+)
+def test_world_and_meeting_point(environ, place, meeting):
+    world, rendezvous = detect_world(environ)
+    source = LaunchSource.slurm if "SLURM_JOB_ID" in environ else LaunchSource.torchrun
+    rank, world_size, local_rank, local_world_size = place
+    assert world == World(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size, source=source)
+    assert rendezvous == Rendezvous(**dict(zip(("address", "port", "hosted", "prefix"), meeting, strict=True)))
 
 
-@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"])
-def test_torchrun_missing_variable_is_named(name):
-    environ = {key: value for key, value in TORCHRUN.items() if key != name}
-    with pytest.raises(LaunchError, match=name):
-        detect_world(environ)
-
-
-def test_malformed_number_is_named():
-    with pytest.raises(LaunchError, match="MASTER_PORT='port'"):
-        detect_world({**TORCHRUN, "MASTER_PORT": "port"})
-
-
-def test_impossible_ranks():
-    with pytest.raises(LaunchError, match="rank 8 of 8"):
-        detect_world({**TORCHRUN, "RANK": "8"})
-
-
-def test_slurm_step():
-    world, rendezvous = detect_world(SLURM)
-    assert world == World(rank=3, world_size=5, local_rank=1, local_world_size=2, source=LaunchSource.slurm)
-    port = 15000 + crc32(b"77.0.node[01-02],gpu4") % 15000
-    assert rendezvous == Rendezvous(address="node01", port=port, hosted=False, prefix="aligner")
-
-
-def test_slurm_last_node_has_one_task():
-    world, _ = detect_world({**SLURM, "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"})
-    assert world is not None
-    assert (world.rank, world.local_world_size) == (4, 1)
-
-
-def test_slurm_override_of_the_meeting_point():
-    _, rendezvous = detect_world({**SLURM, "ALIGNER_MASTER_PORT": "4444", "ALIGNER_MASTER_ADDR": "10.1.1.1"})
-    assert rendezvous is not None
-    assert (rendezvous.address, rendezvous.port) == ("10.1.1.1", 4444)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(({name: None}, name) for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")),
+        ({"MASTER_PORT": "port"}, "MASTER_PORT='port'"),
+        ({"RANK": "8"}, "rank 8 of 8"),
+        ({"ALIGNER_LAUNCH": "ray"}, "ALIGNER_LAUNCH='ray'; allowed: torchrun, slurm, mpi, single"),
+    ],
+)
+def test_wrong_variables_are_named(change, message):
+    with pytest.raises(LaunchError, match=message):
+        detect_world({name: value for name, value in (TORCHRUN | change).items() if value is not None})
 
 
 def test_two_components_of_one_heterogeneous_job_meet_at_different_ports():
@@ -150,16 +136,12 @@ def test_source(environ, source):
     assert detect_source(environ).value == source
 
 
-def test_unknown_forced_source():
-    with pytest.raises(LaunchError, match="ALIGNER_LAUNCH='ray'; allowed: torchrun, slurm, mpi, single"):
-        detect_source({"ALIGNER_LAUNCH": "ray"})
-
-
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
 def test_wrong_mpi_pairing_is_explained(name):
     with pytest.raises(LaunchError, match=f"{name}=4.*--mpi=pmi2.*--mpi=pmix"):
         launch.check_pairing(1, {name: "4"})
     launch.check_pairing(4, {name: "4"})
+    launch.check_pairing(1, {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "8"})  # one rank inside a larger allocation is right
 
 
 MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ucx,ofi{}\nMPICH CC:           cc\n"
@@ -184,10 +166,6 @@ def test_the_process_ends_with_our_error_and_not_with_mpichs_abort():
     environ = {**os.environ, "PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
     assert "LaunchError: a launcher started this process, which speaks PMIx" in done.stderr and "Abort(" not in done.stderr
-
-
-def test_one_mpi_rank_inside_a_larger_allocation_is_right():
-    launch.check_pairing(1, {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "8"})
 
 
 def record(rank, *, world_size=2, fingerprint="abc", torch="2.13.0"):

@@ -29,29 +29,23 @@ def test_a_node_with_too_few_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchanges", "asynchronous", "driver", "before", "after"),
+    ("exchanges", "asynchronous", "driver", "name", "before", "after"),
     [
-        (True, False, True, None, "1"),
-        (True, False, True, "32", "32"),  # the user's
-        (True, True, True, None, None),  # two streams of kernels at a time
-        (False, False, True, None, None),  # nothing to overlap
-        (True, False, False, None, None),  # no GPU
+        (True, False, True, "CUDA_DEVICE_MAX_CONNECTIONS", None, "1"),
+        (True, False, True, "CUDA_DEVICE_MAX_CONNECTIONS", "32", "32"),  # the user's
+        (True, True, True, "CUDA_DEVICE_MAX_CONNECTIONS", None, None),  # two streams of kernels at a time
+        (False, False, True, "CUDA_DEVICE_MAX_CONNECTIONS", None, None),  # nothing to overlap
+        (True, False, False, "CUDA_DEVICE_MAX_CONNECTIONS", None, None),  # no GPU
+        (False, True, True, "NCCL_NVLS_ENABLE", None, "0"),
+        (False, True, True, "NCCL_NVLS_ENABLE", "1", "1"),
+        (False, True, False, "NCCL_NVLS_ENABLE", None, None),
     ],
 )
-def test_kernels_start_in_order_where_exchanges_overlap(exchanges, asynchronous, driver, before, after, monkeypatch, tmp_path):
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+def test_variables_of_cuda_and_nccl(exchanges, asynchronous, driver, name, before, after, monkeypatch, tmp_path):
     monkeypatch.setattr(platform, "_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
     monkeypatch.setattr(platform.os, "environ", {} if before is None else {name: before})
     platform.prepare_environment(exchanges=exchanges, asynchronous=asynchronous, hands_memory=True)
     assert platform.os.environ.get(name) == after
-
-
-@pytest.mark.parametrize(("driver", "before", "after"), [(True, None, "0"), (True, "1", "1"), (False, None, None)])
-def test_communicators_have_no_buffers_of_nvlink_sharp_unless_asked_for(driver, before, after, monkeypatch, tmp_path):
-    monkeypatch.setattr(platform, "_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
-    monkeypatch.setattr(platform.os, "environ", {} if before is None else {"NCCL_NVLS_ENABLE": before})
-    platform.prepare_environment(exchanges=False, asynchronous=True, hands_memory=True)
-    assert platform.os.environ.get("NCCL_NVLS_ENABLE") == after
 
 
 def test_ranks_share_a_gpu_only_where_that_is_asked_for(monkeypatch):

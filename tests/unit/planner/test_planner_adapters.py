@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 
 import plan_parts
+import pytest
 from hf_models import HF_MODELS, SIZES
 from plan_parts import work
 from transformers import AutoConfig

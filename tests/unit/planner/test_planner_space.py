@@ -12,7 +12,8 @@ import plan_parts
 import pytest
 from plan_parts import architecture
 
-from aligner.commands.plan.search import Request, _read, _Search
+from aligner.commands.parts import PlanOptions
+from aligner.commands.plan.search import _read, _Search, hours, run
 from aligner.errors import ConfigError
 from aligner.models.config import Recompute
 from aligner.models.training.optimizer import OptimizerConfig
@@ -117,28 +118,27 @@ def test_a_step_by_how_its_components_meet():
     assert step_seconds([option(8, generate=3, ref_logprobs=2, train=4)], colocated=False, asynchronous=True) == 6
 
 
-@pytest.mark.parametrize(("deadline", "hours"), [("24h", 24), ("2d", 48), ("90m", 1.5), ("1d6h", 30), ("1.5h", 1.5), ("", 0)])
-def test_deadlines(deadline: str, hours: float):
-    assert Request(deadline=deadline, steps=10).hours() == hours
+@pytest.mark.parametrize(("deadline", "expected"), [("24h", 24), ("2d", 48), ("90m", 1.5), ("1d6h", 30), ("1.5h", 1.5), ("", 0)])
+def test_deadlines(deadline: str, expected: float):
+    assert hours(PlanOptions(deadline=deadline, steps=10)) == expected
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("options", "message"),
     [
-        (Request(deadline="24", steps=1), "--deadline 24: allowed: a duration in days, hours or minutes, such as 2d, 24h or 90m"),
-        (Request(deadline="24h"), "--deadline 24h: needs --steps N"),
-        (Request(deadline="0h", steps=1), "--deadline 0h: must be above 0"),
+        (PlanOptions(deadline="24", steps=1), "--deadline 24: allowed: a duration in days, hours or minutes, such as 2d, 24h or 90m"),
+        (PlanOptions(deadline="24h"), "--deadline 24h: needs --steps N"),
+        (PlanOptions(deadline="0h", steps=1), "--deadline 0h: must be above 0"),
     ],
 )
-def test_deadlines_that_are_none(request_: Request, message: str):
+def test_deadlines_that_are_none(options: PlanOptions, message: str):
     with pytest.raises(ConfigError, match=message):
-        request_.hours()
+        hours(options)
 
 
 def test_options_without_a_search():
-    Request().check_unused()
     with pytest.raises(ConfigError, match="^--steps 8: needs --search"):
-        Request(steps=8).check_unused()
+        run("grpo", [], PlanOptions(steps=8))
 
 
 def test_values_as_they_are_typed():
@@ -149,7 +149,7 @@ def test_values_as_they_are_typed():
 
 def test_presets_leave_their_sections_free():
     """Values do not: they are what the user wants."""
-    search = _Search("grpo", ["model=llama3_8b", "cluster=dgx_h100", "parallel.tp=4", "reward={serve: false}"], Request(gpus=8))
+    search = _Search("grpo", ["model=llama3_8b", "cluster=dgx_h100", "parallel.tp=4", "reward={serve: false}"], PlanOptions(gpus=8))
     assert search.space.typed == {"parallel.tp", "reward"}
     assert search.space.is_free("model.recompute") and not search.space.is_free("reward.serve")
     with pytest.raises(ConfigError, match="--gpus 12: must fill nodes of cluster.gpus_per_node=8; allowed: 1, 2, 4, 8, 16, 24, ..."):
@@ -157,7 +157,7 @@ def test_presets_leave_their_sections_free():
 
 
 def replace_gpus(search: _Search, gpus: int) -> None:
-    search.request = replace(search.request, gpus=gpus)
+    search.options = replace(search.options, gpus=gpus)
     search.found(0.0)
 
 
@@ -167,7 +167,7 @@ def _search() -> None:
     typed = [*layout, "model.recompute=none", "model.micro_batch_tokens=8192"]
     found = []
     for cluster in ([], ["cluster=dgx_h200"]):
-        (best,) = _Search("grpo_70b", [*cluster, *typed], Request(gpus=16)).rows(16, all_of_them=False)
+        (best,) = _Search("grpo_70b", [*cluster, *typed], PlanOptions(gpus=16)).rows(16, all_of_them=False)
         found.append({"settings": dict(best.settings), "fits": not best.job.problems, "gpus": best.gpus})
     print(json.dumps(found))
 

@@ -12,15 +12,12 @@ from pathlib import Path
 import pytest
 
 from aligner import cli
-from aligner.algorithms.grpo import TrainGRPO
-from aligner.algorithms.ppo import TrainPPO
 from aligner.cluster.run_directory import RunDirectory
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.diagnosis import REPEAT_EVERY, Diagnosis, Watch, diagnose
 from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.reporter import Reporter
-from aligner.settings.compose import compose
 
 Course = Callable[[int], Mapping[str, float]]  # the metrics of a step
 RULE = {rule.name: rule for rule in RULES}
@@ -331,21 +328,6 @@ def test_the_command_on_a_healthy_run_and_on_none(run: Path, tmp_path: Path, cap
     assert cli.main(["report", str(run)]) == 0 and "<p>nothing found in 1 steps</p>" in (run / "report.html").read_text()
     assert cli.main(["diagnose", str(tmp_path / "no")]) == 2
     assert "no: has no metrics.jsonl" in capsys.readouterr().err
-
-
-def test_the_settings_that_rules_name_exist() -> None:
-    known = json.dumps([_names(compose(TrainPPO, "ppo", ["data.train=x"])), _names(compose(TrainGRPO, "grpo", ["data.train=x"]))])
-    named = {setting for rule in RULES for setting in re.findall(r"\b(?:[a-z_]+\.)+[a-z_]+\b", f"{rule.cause} {rule.remedy}")}
-    named -= {"rollouts.jsonl"}
-    assert len(named) > 15 and [setting for setting in sorted(named) if f'"{setting}"' not in known] == []
-
-
-def _names(config: object, prefix: str = "") -> list[str]:
-    """The settings below a config, sections included."""
-    names = []
-    for name in getattr(type(config), "__dataclass_fields__", {}):
-        names += [f"{prefix}{name}", *_names(getattr(config, name), f"{prefix}{name}.")]
-    return names
 
 
 def test_the_page_says_what_the_rules_say() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from aligner.errors import ConfigError
-from aligner.reporting.config import LoggingConfig, Progress
+from aligner.reporting.config import LoggingConfig
 from aligner.reporting.loggers import MetricLogger, NeverFatal, TensorBoardLogger, open_loggers
 from aligner.reporting.rollout_table import SampleRow
 from aligner.types import FinishReason
@@ -206,21 +206,6 @@ def test_mlflow_gets_the_settings_as_parameters(tmp_path: Path, monkeypatch: pyt
     assert found == {f"many.n{i}": str(i) for i in range(150)}
 
 
-def test_mlflow_keeps_one_run_per_directory(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow", reason="mlflow is not installed")
-    from mlflow.tracking import MlflowClient
-
-    config = LoggingConfig(tensorboard=False, mlflow_tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    for step in (1, 2):
-        (logger,) = _open(config, tmp_path, warn=pytest.fail)
-        logger.log(step, {"reward/mean": step / 2})
-        logger.close()
-    history = MlflowClient(tracking_uri=config.mlflow_tracking_uri).get_metric_history(
-        (tmp_path / "mlflow_run_id").read_text(), "reward/mean"
-    )
-    assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 1.0)]
-
-
 @pytest.mark.parametrize(
     "settings, field",
     [
@@ -234,7 +219,3 @@ def test_mlflow_keeps_one_run_per_directory(tmp_path: Path) -> None:
 def test_settings_are_checked(settings: dict, field: str) -> None:
     with pytest.raises(ConfigError, match=f"^logging.{field}="):
         LoggingConfig(**settings)
-
-
-def test_defaults() -> None:
-    assert LoggingConfig().progress is Progress.auto

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from aligner.environments.reward import EnvironmentReward
+from aligner.environments.exchange import EnvironmentReward
 from aligner.rewards.compose import Part, WeightedReward
 from aligner.rewards.config import OnError
 from aligner.rewards.forms import Factory, OnSamples, columns_read

@@ -132,9 +132,7 @@ def test_an_error_names_part_function_and_sample(tmp_path):
     reward.close()
 
 
-def test_a_served_part_needs_a_server():
-    with pytest.raises(ConfigError, match="reward.functions.judge.served=true: needs reward.serve=true"):
-        composed_reward({"judge": NamedRewardConfig(served=True)}, decode)
+def test_a_served_part():
     reward = composed_reward({"judge": NamedRewardConfig(served=True, weight=2.0)}, decode, Fixed(1.0, 2.0, 3.0))
     assert reward.score(ROLLOUTS).result(60).rewards.tolist() == [2.0, 4.0, 6.0]
     reward.close()

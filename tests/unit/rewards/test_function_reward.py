@@ -165,18 +165,6 @@ def test_a_hanging_function_does_not_keep_the_process_alive():
     assert (done.returncode, done.stdout) == (0, "raised\n"), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("bad", "shown"),
-    [
-        (None, "None (NoneType)"),
-        ("1.0", "'1.0' (str)"),
-    ],
-)
-def test_what_is_not_a_number(bad, shown):
-    message = failure(lambda *_: [1.0, bad, 2.0])
-    assert shown in message and "sample 1 of 3 (prompt train.jsonl:2, response 'two')" in message
-
-
 def test_numbers_that_float32_does_not_hold_are_infinite_or_nan():
     model = FunctionReward(lambda *_: [float("nan"), 1e39, -(10**400)], decode, 20.0)
     assert str(model.score(ROLLOUTS).result(30).rewards.tolist()) == "[nan, inf, -inf]"
@@ -213,9 +201,13 @@ def test_values_of_numpy_and_tensors_are_numbers(result):
         ([1.0, torch.zeros(2), 1.0], "returned tensor([0., 0.]) (Tensor), expected a number"),
         ([1.0, np.array([]), 1.0], "expected a number"),
         ([1.0, 1 + 1j, 1.0], "(complex), expected a number"),
+        ([1.0, None, 2.0], "returned None (NoneType), expected a number, for sample 1 of 3 (prompt train.jsonl:2, response 'two')"),
+        ([1.0, "1.0", 2.0], "returned '1.0' (str), expected a number, for sample 1 of 3"),
+        *(([0.0] * n, f"returned {n} numbers for 3 responses, from sample 0 of 3 (prompt train.jsonl:1") for n in (0, 2, 4)),
+        *((one, f"returned a {type(one).__name__}, expected a list of 3 numbers") for one in (None, 1.0, {1: 2}, "abc")),
     ],
 )
-def test_arrays_that_are_not_one_number_for_each(result, said):
+def test_what_is_not_one_number_for_each(result, said):
     assert said in failure(lambda *_: result)
 
 
@@ -237,16 +229,6 @@ def test_a_process_that_dies_says_in_which_function(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -signal.SIGSEGV
     assert was_calling(path) == "reward function bad.py:crashes"
     assert was_calling(tmp_path / "nothing") == ""
-
-
-@pytest.mark.parametrize("result", [[], [1.0, 2.0], [0.0] * 4])
-def test_wrong_count(result):
-    assert f"returned {len(result)} numbers for 3 responses, from sample 0 of 3 (prompt train.jsonl:1" in failure(lambda *_: result)
-
-
-@pytest.mark.parametrize(("result", "kind"), [(None, "NoneType"), (1.0, "float"), ({1: 2}, "dict"), ("abc", "str")])
-def test_not_a_list(result, kind):
-    assert f"returned a {kind}, expected a list of 3 numbers" in failure(lambda *_: result)
 
 
 def test_a_failure_does_not_poison_the_next_call():

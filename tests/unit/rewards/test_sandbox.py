@@ -260,9 +260,9 @@ def test_nothing_outlives_a_run_that_is_killed(place):
 def test_nothing_weaker_is_taken_unasked(monkeypatch, tmp_path):
     tried = []
 
-    def refuses(box, isolation):
-        tried.append(isolation)
-        return "" if isolation is Isolation.landlock else "unshare: Operation not permitted"
+    def refuses(box):
+        tried.append(box.isolation)
+        return "" if box.isolation is Isolation.landlock else "unshare: Operation not permitted"
 
     monkeypatch.setattr(Sandbox, "_refusal", refuses)
     with pytest.raises(ConfigError, match="isolation=auto: does not work .*unshare: .*user.max_user_namespaces.*isolation=landlock"):

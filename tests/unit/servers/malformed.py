@@ -58,7 +58,7 @@ def train_arrays() -> dict:
         returns=torch.ones(2, 3),
     )
     arrays = wire.encode_value_batch(batch)
-    return wire.encode_train(arrays, TrainIdentity(run="r", step=1, part=0, digest=digest_of(arrays), previous=START))
+    return arrays | wire.encode_fields(TrainIdentity(run="r", step=1, part=0, digest=digest_of(arrays), previous=START))
 
 
 def right_requests() -> list[tuple[wire.Endpoint, dict]]:

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 
-from fake_critic import PRIME, Disk, FakeLink, FakeServer, token_batch, updated, value_batch
+from fake_critic import Disk, FakeLink, FakeServer, token_batch, updated, value_batch
 
 from aligner.errors import RequestRejected, ServerError, ServerUnreachable
 from aligner.servers.client import CriticHistory
@@ -39,7 +39,7 @@ def history(link: FakeLink, folder: Path | None, config: ClientConfig = CONFIG) 
 
 
 def train(critic: CriticHistory, step: int) -> float:
-    return critic.train(value_batch(step, 2 * step), step).metrics["value/loss"]
+    return critic.train_now(value_batch(step, 2 * step), step).metrics["value/loss"]
 
 
 def dies_at(*moments: tuple[str, str]) -> Callable[[str, str], str]:
@@ -59,10 +59,10 @@ def test_without_trouble(tmp_path: Path) -> None:
     disk = Disk()
     link = FakeLink(lambda: FakeServer(disk))
     critic = history(link, tmp_path)
-    assert critic.values(token_batch(5)).tolist() == [[1.0]]
+    assert critic.ask_values(token_batch(5)).tolist() == [[1.0]]
     assert [train(critic, step) for step in (1, 2, 3)] == EXPECTED[1:4]
-    assert critic.values(token_batch(5)).tolist() == [[EXPECTED[3]]]
-    assert critic.save(3) == "step 3" and disk.critics[3][0] == EXPECTED[3]
+    assert critic.ask_values(token_batch(5)).tolist() == [[EXPECTED[3]]]
+    assert critic.save_now(3) == "step 3" and disk.critics[3][0] == EXPECTED[3]
     # No request is sent more often than needed; the first one asks who is there.
     assert link.requests == ["critic_status", "critic_infer", *["critic_train"] * 3, "critic_infer", "critic_save"]
 
@@ -77,7 +77,7 @@ def test_death_before_and_after_a_training_is_applied(moment: str, tmp_path: Pat
     assert train(critic, 2) == EXPECTED[2]
     assert link.num_deaths == 1 and link.server.ledger.count == 2
     assert link.requests[-5:] == ["critic_train", "critic_status", "critic_train", "critic_train", "critic_train"]  # 2; 1, 2, and 2 again
-    assert critic.values(token_batch(5)).tolist() == [[EXPECTED[2]]]
+    assert critic.ask_values(token_batch(5)).tolist() == [[EXPECTED[2]]]
 
 
 def test_an_answer_that_was_lost_is_given_again(tmp_path: Path) -> None:
@@ -96,11 +96,11 @@ def test_several_trainings_in_one_step(tmp_path: Path) -> None:
     weight, marks = 1, []
     for number, step in ((3, 1), (5, 1), (7, 2)):
         weight = updated(weight, value_batch(number))
-        assert critic.train(value_batch(number), step).metrics["value/loss"] == weight
+        assert critic.train_now(value_batch(number), step).metrics["value/loss"] == weight
         marks.append(position(critic.mark))
     assert marks == [(1, 0), (1, 1), (2, 0)]
     link.fate = dies_at(("before", "critic_infer"))
-    assert critic.values(token_batch(5)).tolist() == [[weight]] and link.num_deaths == 1
+    assert critic.ask_values(token_batch(5)).tolist() == [[weight]] and link.num_deaths == 1
 
 
 def test_a_server_that_fell_behind_under_the_same_name_gets_what_it_lacks(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_server_that_fell_behind_under_the_same_name_gets_what_it_lacks(tmp_pa
     critic = history(link, tmp_path)
     for step in (1, 2):
         train(critic, step)
-    for ask in (lambda: critic.values(token_batch(5)).item() == EXPECTED[2], lambda: train(critic, 3) == EXPECTED[3]):
+    for ask in (lambda: critic.ask_values(token_batch(5)).item() == EXPECTED[2], lambda: train(critic, 3) == EXPECTED[3]):
         server.model.weight = 1
         server.ledger.load_state(Ledger("run").state(), checkpoint_step=0)
         assert ask()
@@ -124,13 +124,13 @@ def test_no_values_of_a_critic_that_is_behind(tmp_path: Path) -> None:
     train(critic, 1)
     follower = history(link, None, ClientConfig(recovery_timeout_seconds=0.2, discovery_timeout_seconds=0.2, max_lost_servers=1))
     follower.follow(critic.mark)
-    assert follower.values(token_batch(5)).tolist() == [[EXPECTED[1]]]
+    assert follower.ask_values(token_batch(5)).tolist() == [[EXPECTED[1]]]
     ahead = history(FakeLink(lambda: FakeServer(Disk())), tmp_path / "elsewhere")
     for step in (1, 2):
         train(ahead, step)
     follower.follow(ahead.mark)
     with pytest.raises(ServerError, match="trained last on step 1 part 0"):
-        follower.values(token_batch(5))
+        follower.ask_values(token_batch(5))
     train(critic, 2)
     assert critic.mark == ahead.mark
 
@@ -143,20 +143,13 @@ def test_a_critic_that_starts_while_a_pair_is_completed(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         train(critic, step)
         if step in (2, 4):
-            critic.save(step)
+            critic.save_now(step)
             disk.policies.add(2)  # that of step 4 is published in this moment: the successor has not seen it
             critic.checkpointed(step)
     assert [entry.step for entry in Journal(tmp_path).entries] == [3, 4]
     link.fate = dies_at(("before", "critic_infer"))
-    assert critic.values(token_batch(5)).tolist() == [[EXPECTED[4]]]
+    assert critic.ask_values(token_batch(5)).tolist() == [[EXPECTED[4]]]
     assert link.server.ledger.checkpoint_step == 2
-
-
-def test_a_timeout_is_asked_again(tmp_path: Path) -> None:
-    server, silent = FakeServer(Disk()), ["after"]
-    link = FakeLink(lambda: server, lambda moment, name: "silence" if name == "critic_train" and silent and moment == silent.pop() else "")
-    assert train(history(link, tmp_path), 1) == EXPECTED[1]
-    assert server.ledger.count == 1
 
 
 def test_the_successor_begins_at_an_older_checkpoint(tmp_path: Path) -> None:
@@ -165,13 +158,13 @@ def test_the_successor_begins_at_an_older_checkpoint(tmp_path: Path) -> None:
     critic = history(link, tmp_path)
     for step in (1, 2):
         train(critic, step)
-    critic.save(2)
+    critic.save_now(2)
     disk.policies.add(2)
     critic.checkpointed(2)
     for step in (3, 4):
         train(critic, step)
     link.fate = dies_at(("before", "critic_infer"))
-    assert critic.values(token_batch(5)).tolist() == [[EXPECTED[4]]]
+    assert critic.ask_values(token_batch(5)).tolist() == [[EXPECTED[4]]]
     assert link.requests[-4:] == ["critic_status", "critic_train", "critic_train", "critic_infer"]  # 3 and 4
     assert (link.server.ledger.checkpoint_step, link.server.ledger.count) == (2, 4)
 
@@ -183,7 +176,7 @@ def test_death_in_the_middle_of_a_save(tmp_path: Path) -> None:
     critic = history(link, tmp_path)
     for step in (1, 2):
         train(critic, step)
-    assert critic.save(2) == "step 2"
+    assert critic.save_now(2) == "step 2"
     assert link.num_deaths == 2
     weight, ledger = disk.critics[2]
     assert (weight, ledger["mark"], ledger["count"]) == (EXPECTED[2], critic.mark, 2)
@@ -195,10 +188,10 @@ def test_a_save_that_was_begun_is_begun_again_where_the_successor_passes_it(tmp_
     link = FakeLink(lambda: FakeServer(disk))
     critic = history(link, tmp_path)
     train(critic, 1)
-    critic.begin_save(1)
+    critic.begin_save_now(1)
     train(critic, 2)
     link.fate = dies_at(("before", "critic_save"))
-    assert critic.save(1) == "step 1"
+    assert critic.save_now(1) == "step 1"
     assert disk.critics[1][0] == EXPECTED[1] and link.server.model.weight == EXPECTED[2]
 
 
@@ -207,12 +200,12 @@ def test_a_client_without_a_journal_waits_for_the_one_with_it(tmp_path: Path) ->
     critic, other = history(link, tmp_path), history(link, None)
     train(critic, 1)
     other.follow(critic.mark)
-    assert other.values(token_batch(5)).tolist() == [[EXPECTED[1]]]
+    assert other.ask_values(token_batch(5)).tolist() == [[EXPECTED[1]]]
     link.fate = dies_at(("before", "critic_infer"))
-    link.pause = lambda seconds: critic.values(token_batch(5))  # while it waits, the first rank comes by
-    assert other.values(token_batch(5)).tolist() == [[EXPECTED[1]]]
+    link.pause = lambda seconds: critic.ask_values(token_batch(5))  # while it waits, the first rank comes by
+    assert other.ask_values(token_batch(5)).tolist() == [[EXPECTED[1]]]
     with pytest.raises(ServerError, match="this client has no journal"):
-        other.train(value_batch(1), 2)
+        other.train_now(value_batch(1), 2)
 
 
 def test_nobody_takes_the_place(tmp_path: Path) -> None:
@@ -227,7 +220,7 @@ def test_nobody_takes_the_place(tmp_path: Path) -> None:
     with pytest.raises(ServerUnreachable, match=expected):
         train(critic, 2)
     with pytest.raises(ServerUnreachable, match=expected):  # at once, without waiting anew
-        critic.values(token_batch(5))
+        critic.ask_values(token_batch(5))
 
 
 def test_a_request_that_kills_every_server_is_given_up(tmp_path: Path) -> None:
@@ -243,7 +236,7 @@ def test_a_bad_request_leaves_no_trace(tmp_path: Path) -> None:
     critic = history(link, tmp_path)
     train(critic, 1)
     with pytest.raises(RequestRejected, match="tokens: ids from 0 to 1000; allowed are 0 to 999"):
-        critic.train(value_batch(1000), 2)
+        critic.train_now(value_batch(1000), 2)
     assert [entry.step for entry in Journal(tmp_path).entries] == [1]
     assert train(critic, 2) == EXPECTED[2]
 
@@ -263,7 +256,7 @@ def test_an_actor_and_a_critic_that_both_come_back(tmp_path: Path) -> None:
     link = FakeLink(lambda: FakeServer(disk))
     first = history(link, tmp_path)
     train(first, 1)
-    first.save(1)
+    first.save_now(1)
     disk.policies.add(1)
     mark = first.mark
     train(first, 2)
@@ -286,12 +279,12 @@ def test_an_older_actor_meets_a_critic_that_has_gone_on(tmp_path: Path) -> None:
         resumed(link, tmp_path, marks[1])
     # One that begins anew is told the same before it has done anything.
     with pytest.raises(ServerError, match=r"trained last on nothing of this run: the critic is ahead"):
-        history(link, tmp_path).values(token_batch(5))
+        history(link, tmp_path).ask_values(token_batch(5))
     assert link.server.ledger.count == 2
     # Another run's actor is turned away with both names.
     stranger = CriticHistory(link, CONFIG, run="other", journal=None)
     with pytest.raises(RequestRejected, match="refused .foreign.: this critic belongs to run run, the request to run other"):
-        stranger.values(token_batch(5))
+        stranger.ask_values(token_batch(5))
 
 
 def test_a_critic_that_starts_anew_gets_the_whole_history_or_none(tmp_path: Path) -> None:
@@ -303,7 +296,7 @@ def test_a_critic_that_starts_anew_gets_the_whole_history_or_none(tmp_path: Path
     mark = first.mark
     link.server = FakeServer(Disk())
     second = resumed(link, tmp_path, mark)
-    assert second.values(token_batch(5)).tolist() == [[EXPECTED[3]]] and link.server.ledger.count == 3
+    assert second.ask_values(token_batch(5)).tolist() == [[EXPECTED[3]]] and link.server.ledger.count == 3
 
     next(tmp_path.glob("00000002.*")).unlink()
     link.server = FakeServer(Disk())
@@ -322,8 +315,8 @@ def test_a_gap_that_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "warning: critic.accept_gap: critic at" in told and "trained last on nothing of this run, while" in told
     other = history(link, None)
     other.follow(first.mark)
-    assert other.values(token_batch(5)).tolist() == [[1.0]]
-    assert second.values(token_batch(5)).tolist() == [[1.0]]
+    assert other.ask_values(token_batch(5)).tolist() == [[1.0]]
+    assert second.ask_values(token_batch(5)).tolist() == [[1.0]]
     joined = updated(1, value_batch(4, 8))
     assert train(second, 4) == joined
     # From here on nothing is lost any more.
@@ -346,7 +339,7 @@ def act(link: FakeLink, disk: Disk, folder: Path, rng: random.Random) -> int:
         killed_at = rng.choice((0, 0, *range(start + 1, NUM_STEPS + 1)))
         begun = 0
         for step in range(start + 1, NUM_STEPS + 1):
-            assert critic.values(token_batch(5)).tolist() == [[EXPECTED[step - 1]]]
+            assert critic.ask_values(token_batch(5)).tolist() == [[EXPECTED[step - 1]]]
             if step == killed_at:
                 break
             assert train(critic, step) == EXPECTED[step]
@@ -355,20 +348,20 @@ def act(link: FakeLink, disk: Disk, folder: Path, rng: random.Random) -> int:
                 complete(critic, disk, begun)
                 begun = 0
             if step % every == 0 and background:
-                critic.begin_save(step)
+                critic.begin_save_now(step)
                 begun = step
             elif step % every == 0:
                 complete(critic, disk, step)
             if rng.random() < 0.1:
                 link.server = FakeServer(disk)  # while nobody asks anything of it
         else:
-            critic.save(NUM_STEPS + 1)
+            critic.save_now(NUM_STEPS + 1)
             return disk.critics[NUM_STEPS + 1][0]
         link.server = FakeServer(disk)  # the launcher starts all of them again
 
 
 def complete(critic: CriticHistory, disk: Disk, step: int) -> None:
-    critic.save(step)
+    critic.save_now(step)
     assert disk.critics[step][0] == EXPECTED[step]
     disk.policies.add(step)
     critic.checkpointed(step)
@@ -394,19 +387,3 @@ def test_random_deaths(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert act(link, disk, tmp_path / str(seed), rng) == EXPECTED[-1]
         num_deaths += link.num_deaths
     assert num_deaths > 80
-
-
-def test_the_integer_would_show_it() -> None:
-    """Left out, doubled or exchanged, each update gives another end; so does one at a wrong place of the run."""
-    batches = [value_batch(step, 2 * step) for step in range(1, NUM_STEPS + 1)]
-
-    def end(order: list) -> int:
-        weight = 1
-        for batch in order:
-            weight = updated(weight, batch)
-        return weight
-
-    wrong = [batches[:i] + batches[i + 1 :] for i in range(NUM_STEPS)] + [batches[: i + 1] + batches[i:] for i in range(NUM_STEPS)]
-    wrong += [batches[:i] + [batches[i + 1], batches[i]] + batches[i + 2 :] for i in range(NUM_STEPS - 1)]
-    assert end(batches) == EXPECTED[-1] < PRIME
-    assert all(end(order) != EXPECTED[-1] for order in wrong)

@@ -30,9 +30,8 @@ from aligner.servers.client import CriticClient, RewardClient
 from aligner.servers.config import ClientConfig, RequestLimits
 from aligner.servers.kserve import HEADER_LENGTH, AnswerError, encode_response, read_request
 from aligner.servers.ledger import Refused
-from aligner.servers.link import ServiceLink
+from aligner.servers.link import ServiceLink, WorkerThreads, combine
 from aligner.servers.registry import Publication, make_registration, registration_path
-from aligner.servers.worker_thread import WorkerThreads, combine
 from aligner.types import FinishReason, Prompt, Rollout, TokenBatch
 
 ACCESS = Access("0" * 64)
@@ -182,21 +181,6 @@ def test_train_and_save_go_one_after_the_other(critic: FakeCriticHTTP, make_clie
     assert sent == [("critic_train", 1), ("critic_train", 2), ("critic_save", 2)]
 
 
-def test_a_broken_connection_repeats_values_and_training(critic: FakeCriticHTTP, make_client) -> None:
-    client = make_client(PATIENT)
-    critic.trouble = in_order(BREAK_OFF, BREAK_OFF, endpoint="critic_infer")
-    assert client.values(tokens(1)).result(10).tolist() == [[1.0, 1.0]]
-
-    def breaks_after_training(endpoint: str, arrays: Arrays) -> int:
-        critic.trouble = lambda endpoint, arrays: None
-        critic.critic.handle(endpoint, arrays)
-        return BREAK_OFF
-
-    critic.trouble = breaks_after_training
-    assert client.train(value_batch(5), 1).result(10)["value/loss"] == updated(1, value_batch(5))
-    assert critic.asked("critic_infer", "critic_status") == ["critic_train"] * 2 and critic.critic.ledger.count == 1
-
-
 def test_repetition_ends(critic: FakeCriticHTTP, make_client, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that says that it is well and fails again is given more time each time: it may not know yet that its Triton died."""
     critic.trouble = lambda endpoint, arrays: BREAK_OFF if endpoint == "critic_infer" else None
@@ -273,26 +257,9 @@ def test_a_critic_that_is_replaced_is_brought_to_where_the_client_is(critic: Fak
     successor.close()
 
 
-def test_the_actors_place_is_kept_for_the_next_one(critic: FakeCriticHTTP, make_client) -> None:
-    """`mark` into a checkpoint, `resume` out of it."""
-    first = make_client(PATIENT)
-    first.train(value_batch(5), 1).result(10)
-    mark = first.mark
-    first.close()
-    second = make_client(PATIENT)
-    second.resume(mark)
-    expected = updated(updated(1, value_batch(5)), value_batch(6))
-    assert second.train(value_batch(6), 2).result(10)["value/loss"] == expected
-
-
 def test_a_client_of_another_attempt_is_not_served(critic: FakeCriticHTTP, make_client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_ATTEMPT", "77.1")
     with pytest.raises(ServerUnreachable, match=r"stale: critic at .* belongs to attempt \(none\), this is attempt 77.1"):
-        make_client().values(tokens(1)).result(10)
-
-
-def test_no_server_says_where_it_looked(make_client, tmp_path: Path) -> None:
-    with pytest.raises(ServerUnreachable, match=rf"critic: waited 0 s .*{tmp_path}/critic.json; last seen: no server has registered there"):
         make_client().values(tokens(1)).result(10)
 
 

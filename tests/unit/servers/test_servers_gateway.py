@@ -152,10 +152,6 @@ def test_metadata_names_every_tensor(serving: Serving) -> None:
         assert described["outputs"] == [{"name": "values", "datatype": "FP32", "shape": [-1, -1]}]
 
 
-def test_saving_takes_no_path() -> None:
-    assert not [spec.name for spec in wire.CRITIC_SAVE.inputs if "path" in spec.name or "dir" in spec.name]
-
-
 def test_a_full_queue_asks_to_come_again(serving: Serving) -> None:
     with serving(max_requests=2) as served:
         served.fake.may_answer.clear()

@@ -130,11 +130,6 @@ def test_values_are_zero_in_the_padding() -> None:
     assert service.infer(wire.ValuesRequest(batch=batch)).tolist() == [[5.0, 6.0, 7.0], [8.0, 0.0, 0.0]]
 
 
-def test_impossible_mini_batches_are_refused() -> None:
-    with pytest.raises(ValueError, match="mini_batch_size is 0, num_epochs is 1; both must be at least 1"):
-        critic_service(RecordingCritic(), 0, 1)
-
-
 class LengthScores:
     """Scores every row with its length."""
 

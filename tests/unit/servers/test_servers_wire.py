@@ -1,5 +1,7 @@
 """Requests and replies through the encoding, and what is rejected: always named by tensor, value and what is allowed."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from aligner.servers import wire
 from aligner.servers.config import RequestLimits
 from aligner.servers.kserve import HEADER_LENGTH, AnswerError, decode_error, decode_response, encode_request
-from aligner.servers.payloads import TrainIdentity, digest_of
+from aligner.servers.payloads import CriticStatus, TrainIdentity, TrainReply, digest_of
 from aligner.types import TokenBatch, ValueBatch
 
 LIMITS = RequestLimits(vocab_size=10, max_sequence_length=4, max_rows=3)
@@ -26,7 +28,7 @@ def value_batch() -> ValueBatch:
 
 def train_arrays() -> dict[str, np.ndarray]:
     arrays = wire.encode_value_batch(value_batch())
-    return wire.encode_train(arrays, TrainIdentity(run="r1", step=4, part=0, digest=digest_of(arrays), previous="start"))
+    return arrays | wire.encode_fields(TrainIdentity(run="r1", step=4, part=0, digest=digest_of(arrays), previous="start"))
 
 
 def test_train_request_round_trip() -> None:
@@ -118,7 +120,7 @@ def test_reward_request_round_trip() -> None:
         found = wire.REWARD_MODEL.payload(wire.encode_reward(request), LIMITS)
         assert found.texts == request.texts
         assert (found.batch is None) == (request.batch is None)
-        assert wire.num_rows(found) == 2
+        assert found.num_rows == 2
 
 
 def column(*texts: bytes) -> np.ndarray:
@@ -154,23 +156,24 @@ def test_what_else_is_asked_of_a_critic() -> None:
         assert found.after == after and torch.equal(found.batch.tokens, batch.tokens)
         for wait in (True, False):
             request = wire.SaveRequest(step=3, after=after, wait=wait)
-            assert wire.CRITIC_SAVE.payload(wire.encode_save(request), LIMITS) == request
+            assert wire.CRITIC_SAVE.payload(wire.encode_fields(request), LIMITS) == request
     assert wire.CRITIC_SAVE.payload({"step": np.array([3])}, LIMITS) == wire.SaveRequest(step=3, after=None, wait=True)
     with pytest.raises(ValueError, match="after: '3'; allowed are 'start'"):
         wire.CRITIC_SAVE.payload({"step": np.array([3]), "after": np.array([b"3"], dtype=object)}, LIMITS)
     with pytest.raises(ValueError, match="wait: 2; allowed are 0 and 1"):
         wire.CRITIC_SAVE.payload({"step": np.array([3]), "wait": np.array([2])}, LIMITS)
     for asked in (wire.StatusRequest(run="r1"), wire.StatusRequest(run="r1", adopt=mark)):
-        assert wire.CRITIC_STATUS.payload(wire.encode_status_request(asked), LIMITS) == asked
-    status = wire.CriticStatus(run="r1", mark=mark, count=7, checkpoint_step=2, accepts_gap=False)
-    assert wire.decode_status(wire.encode_status(asked, status)) == status
+        assert wire.CRITIC_STATUS.payload(wire.encode_fields(asked), LIMITS) == asked
+    status = CriticStatus(run="r1", mark=mark, count=7, checkpoint_step=2, accepts_gap=False)
+    assert CriticStatus(**json.loads(wire.CRITIC_STATUS.encode(asked, status)["status"][0])) == status
 
 
 def test_replies_round_trip() -> None:
     request = wire.CRITIC_TRAIN.payload(train_arrays(), LIMITS)
-    reply = wire.TrainReply(loss_mean=0.5, metrics={"value/loss": 0.5, "optim/grad_norm": 2.0})
-    assert wire.decode_trained(wire.encode_trained(request, reply)) == reply
-    assert wire.decode_saved(wire.encode_saved(wire.SaveRequest(step=1), "/a/ü")) == "/a/ü"
+    reply = TrainReply(loss_mean=0.5, metrics={"value/loss": 0.5, "optim/grad_norm": 2.0})
+    sent = wire.CRITIC_TRAIN.encode(request, reply)
+    assert (sent["loss_mean"].tolist(), json.loads(sent["metrics"][0])) == ([0.5], reply.metrics)
+    assert wire.CRITIC_SAVE.encode(wire.SaveRequest(step=1), "/a/ü")["path"][0].decode() == "/a/ü"
 
 
 def test_a_result_of_another_shape_or_with_nan_is_refused() -> None:
@@ -207,7 +210,7 @@ def test_kserve_answers() -> None:
 
 def test_error_answers_are_cut_out_of_tritons_traceback() -> None:
     inner = str(AnswerError('mask: "x"\nline two'))
-    body = '{"error":' + __import__("json").dumps(f"Failed: Traceback ...\n{inner}\n\nAt:\n model.py(5)") + "}"
+    body = '{"error":' + json.dumps(f"Failed: Traceback ...\n{inner}\n\nAt:\n model.py(5)") + "}"
     assert decode_error(body.encode()) == 'mask: "x"\nline two'
     assert decode_error(b'{"error":"unexpected datatype"}') == "unexpected datatype"
     assert decode_error(b"<html>") == "<html>"

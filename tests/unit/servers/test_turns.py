@@ -132,7 +132,7 @@ def test_a_request_waits_for_the_devices_and_the_server_lives_on(tmp_path: Path)
     loop = threading.Thread(target=lambda: _lead_loop(*arguments))
     loop.start()
     try:
-        status = intake.submit(wire.CRITIC_STATUS, wire.encode_status_request(wire.StatusRequest(run="r")))
+        status = intake.submit(wire.CRITIC_STATUS, wire.encode_fields(wire.StatusRequest(run="r")))
         assert status.result(timeout=30)
         values = intake.submit(wire.CRITIC_INFER, tokens)
         before = len(rounds)

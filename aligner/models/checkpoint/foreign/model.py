@@ -106,7 +106,11 @@ class ForeignWeights:
         _refuse_others(files, names)
         self._folder = f"{_NEMO_WEIGHTS}/" if self._is_nemo else ""
         self.directory = files.where(_NEMO_WEIGHTS) if self._is_nemo else str(files.root)
-        self._tensors = self._open()
+        backend = files.json(self._folder + METADATA).get("sharded_backend")
+        if backend not in _FORMATS:
+            where = files.where(self._folder + METADATA)
+            raise CheckpointError(f"{where}: sharded_backend={backend!r} is not read; allowed: {', '.join(_FORMATS)}")
+        self._tensors: TorchDist | Zarr = _FORMATS[backend](files, self._folder)
         shapes = self._tensors.shapes()
         self._prefix = _prefix(shapes, self.directory)
         rows = shapes[self._prefix + EMBEDDING][0]
@@ -180,13 +184,6 @@ class ForeignWeights:
             parts.append(self._tensors.read(part, stored.index))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _open(self) -> TorchDist | Zarr:
-        name = self._folder + METADATA
-        backend = self._files.json(name).get("sharded_backend")
-        if backend not in _FORMATS:
-            raise CheckpointError(f"{self._files.where(name)}: sharded_backend={backend!r} is not read; allowed: {', '.join(_FORMATS)}")
-        return _FORMATS[backend](self._files, self._folder)
-
     def _nemo_config(self) -> tuple[dict[str, Any], str]:
         where = self._files.where(NEMO_CONFIG)
         try:
@@ -198,7 +195,6 @@ class ForeignWeights:
         return config, where
 
     def _arguments(self) -> tuple[dict[str, Any], str]:
-        """Megatron-LM's, from the common state."""
         if safe_pickle.COMMON in self._files.names():
             data, where = self._files.read(safe_pickle.COMMON), self._files.where(safe_pickle.COMMON)
         elif (found := self._tensors.common_state()) is not None:
@@ -216,7 +212,6 @@ class ForeignWeights:
 
 
 def _refuse_others(files: Files, names: set[str]) -> None:
-    """Raise CheckpointError naming the form of a checkpoint of these projects that is not read."""
     if {"context/io.json", "context/model.yaml"} & names:
         raise CheckpointError(f"{files.root}: is of NeMo 2; allowed: the Hugging Face model that `nemo llm export` writes")
     folder = f"{_NEMO_WEIGHTS}/" if NEMO_CONFIG in names else ""
@@ -231,7 +226,6 @@ def _refuse_others(files: Files, names: set[str]) -> None:
 
 
 def _prefix(shapes: Mapping[str, Any], where: str) -> str:
-    """What the names of the model's own tensors begin with."""
     for prefix in ("", "model.", "module.", "model.module."):
         if prefix + EMBEDDING in shapes:
             return prefix
@@ -248,17 +242,14 @@ def _by_name(shapes: Mapping[str, tuple[int, ...]], prefix: str, architecture: A
         if key.endswith(_HALVES):
             if key.endswith(_HALVES[1]):
                 continue
-            parts, shape = (key, key.removesuffix(_HALVES[0]) + _HALVES[1]), _doubled(shape, shapes.get(key[:-2] + _HALVES[1]), key, where)
+            parts = (key, key.removesuffix(_HALVES[0]) + _HALVES[1])
+            if (other := shapes.get(parts[1])) != shape:
+                raise CheckpointError(f"{where}: {key} is {shape}, its other half {other or 'missing'}")
+            shape = (2 * shape[0], *shape[1:])
         own = key.removeprefix(prefix).removesuffix(_HALVES[0])
         for name, index in _names(own, shape, architecture, where):
             found[name] = _Stored(parts=parts, index=index, shape=tuple(shape[len(index) :]))
     return found
-
-
-def _doubled(shape: tuple[int, ...], other: tuple[int, ...] | None, key: str, where: str) -> tuple[int, ...]:
-    if other != shape:
-        raise CheckpointError(f"{where}: {key} is {shape}, its other half {other or 'missing'}")
-    return (2 * shape[0], *shape[1:])
 
 
 def _names(own: str, shape: tuple[int, ...], architecture: Architecture, where: str) -> Iterator[tuple[str, tuple[int, ...]]]:

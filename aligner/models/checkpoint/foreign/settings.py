@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -90,7 +91,8 @@ def from_megatron_lm(args: Mapping[str, Any], *, rows: int) -> Architecture:
         "tied_embeddings": not keys.flag("untie_embeddings_and_output_weights", False),
         "normalization": _normalization(keys, "LayerNorm", keys.flag("apply_layernorm_1p", False)),
     }
-    fields |= _positions(keys, "rotary_percent", _megatron_scaling) | _window(keys)
+    llama3 = {"rope_llama3_factor": keys.number("rope_scaling_factor", 8.0)} if keys.flag("use_rope_scaling", False) else {}
+    fields |= _positions(keys, "rotary_percent", lambda _: llama3) | _window(keys)
     fields |= _experts(keys, "num_experts", fields["ffn_hidden_size"])
     own = {"gated_mlp": gated, "activation": activation}
     return _of_a_family(fields | own, everywhere=keys.flag("add_bias_linear", True), qkv=keys.flag("add_qkv_bias", False))
@@ -160,10 +162,6 @@ def _normalization(keys: _Keys, absent: str, zero_centred: bool) -> Normalizatio
     return centred.get(found, found) if zero_centred else found
 
 
-def _megatron_scaling(keys: _Keys) -> dict[str, float]:
-    return {"rope_llama3_factor": keys.number("rope_scaling_factor", 8.0)} if keys.flag("use_rope_scaling", False) else {}
-
-
 def _nemo_scaling(keys: _Keys) -> dict[str, float]:
     linear = keys.number("seq_len_interpolation_factor", 1.0) if keys.value("seq_len_interpolation_factor") else 1.0
     if not keys.flag("scale_positional_embedding", False):
@@ -181,13 +179,8 @@ def _window(keys: _Keys) -> dict[str, int]:
     window = keys.value("window_size")
     if window is None:
         return {}
-    if (
-        not isinstance(window, (list, tuple))
-        or len(window) != 2
-        or not all(isinstance(size, int) for size in window)
-        or window[0] < 0
-        or window[1]
-    ):
+    pair = isinstance(window, (list, tuple)) and len(window) == 2 and all(isinstance(size, int) for size in window)
+    if not pair or window[0] < 0 or window[1]:
         raise keys.refusal("window_size", window, "null or [tokens before, 0]")
     return {"sliding_window": window[0] + 1}
 
@@ -208,7 +201,10 @@ def _experts(keys: _Keys, name: str, ffn_hidden_size: int) -> dict[str, Any]:
 def _of_a_family(fields: Mapping[str, Any], *, everywhere: bool, qkv: bool) -> Architecture:
     """The first family whose Hugging Face config has exactly these fields. Raises ConfigError naming the differences of the closest."""
     closest: tuple[Family, dict[str, Any]] | None = None
-    for family, biases in _candidates(everywhere=everywhere, qkv=qkv):
+    # Biases on all linear layers are one field in some families and three in others.
+    three = dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), True)
+    kinds = ({"linear_bias": True}, three) if everywhere else ({"qkv_bias": qkv},)
+    for family, biases in itertools.product(Family, kinds):
         architecture = Architecture(family=family, **fields, **biases)
         try:
             described = asdict(architecture_from_hf(architecture_to_hf(architecture)))
@@ -223,13 +219,3 @@ def _of_a_family(fields: Mapping[str, Any], *, everywhere: bool, qkv: bool) -> A
         raise ConfigError("no family of models here has these settings")
     what = ", ".join(f"{name}={getattr(value, 'value', value)}" for name, value in closest[1].items())
     raise ConfigError(f"no family of models here is computed so; the closest, {closest[0].value}, has no {what}")
-
-
-def _candidates(*, everywhere: bool, qkv: bool) -> Iterator[tuple[Family, dict[str, bool]]]:
-    """Biases on all linear layers are one field in some families and three in others."""
-    for family in Family:
-        if not everywhere:
-            yield family, {"qkv_bias": qkv}
-            continue
-        yield family, {"linear_bias": True}
-        yield family, {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}

@@ -116,7 +116,6 @@ class Archive(Files):
 
 
 def _open(path: Path) -> IO[bytes]:
-    """The uncompressed bytes of an archive."""
     try:
         file = path.open("rb")
         if file.read(2) != _GZIP:
@@ -172,7 +171,10 @@ class TorchDist:
             inside = [at - offset for at, offset in zip(index, chunk.offsets, strict=False)]
             if not all(0 <= at < size for at, size in zip(inside, chunk.sizes, strict=False)):
                 continue
-            data = self._chunk(name, chunk.offsets)
+            stored, source = self._stored(MetadataIndex(name, chunk.offsets))
+            data = safe_pickle.load_as_data(io.BytesIO(stored), f"{source}: {name}")
+            if not isinstance(data, Tensor):
+                raise CheckpointError(f"{source}: {name} is not a tensor")
             if data.shape != chunk.sizes or data.dtype != whole.dtype:
                 raise CheckpointError(f"{self._where}: {name} is {tuple(data.shape)} {data.dtype} in its file, not {tuple(chunk.sizes)}")
             where = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))[depth:]
@@ -187,13 +189,6 @@ class TorchDist:
         if not isinstance(self._entries.get(_COMMON_STATE), BytesStorageMetadata):
             return None
         return self._stored(MetadataIndex(_COMMON_STATE))
-
-    def _chunk(self, name: str, offsets: torch.Size) -> Tensor:
-        data, where = self._stored(MetadataIndex(name, offsets))
-        tensor = safe_pickle.load_as_data(io.BytesIO(data), f"{where}: {name}")
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{where}: {name} is not a tensor")
-        return tensor
 
     def _stored(self, index: MetadataIndex) -> tuple[bytes, str]:
         stored = self._storage.get(index)

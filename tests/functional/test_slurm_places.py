@@ -1,7 +1,10 @@
-"""PPO on a test cluster with an accounting database: accounts, limits, and preemption by jobs of a better QOS."""
+"""PPO on test clusters: with an accounting database, on a shared node, and in containers."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -10,11 +13,14 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import Job, SlurmCluster, missing_for_accounting
-from slurm_runs import ENVIRONMENT, SlurmRun, run_settings
+from slurm_runs import ENVIRONMENT, PATIENCE_SECONDS, SlurmRun, run_settings
 from training_jobs import ROOT, steps_of
 
+from aligner.commands.parts import LaunchOptions
+from aligner.commands.slurm import launch_slurm
+
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
-PATIENCE_SECONDS = 240.0
+IMAGE = os.environ.get("ALIGNER_TEST_IMAGE", "")
 NUM_STEPS = 8
 GRACE_SECONDS = 120
 ACCOUNTS = (
@@ -25,6 +31,8 @@ ACCOUNTS = (
     ("modify", "qos", "normal", "set", f"gracetime={GRACE_SECONDS}"),
     ("modify", "user", "root", "set", "qos=normal,urgent"),
 )
+
+SIZES = ["num_processes=2", "cluster.gpus_per_node=8", "cluster.device=gpu", "slurm.preflight=false", "slurm.memory="]
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +57,16 @@ def shown(cluster: SlurmCluster, job: Job, field: str) -> set[str]:
 def test_a_better_job_takes_the_nodes(accounted: SlurmCluster, task: Path) -> None:
     """The run saves within the grace time, and goes on when the nodes are free again: no step is lost, none is done twice."""
     run = SlurmRun(accounted, task, f"preempted{accounted.settings.preemption_warns}", run_settings(task, NUM_STEPS))
-    run.set_pace(0.5)
-    job = run.submit("--account=lab", "--qos=normal", "--exclusive")
-    job.until(lambda: run.step() > 2, "step 3", 2 * PATIENCE_SECONDS)
+    job = run.begin("--account=lab", "--qos=normal", "--exclusive", pace=0.5, beyond=2)
     better = ("--qos=urgent", "--account=lab", "--nodes=3", "--exclusive", "--time=1")
     urgent = accounted.submit("#!/bin/bash\nsleep 3\n", options=better, directory=task)
     urgent.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
     assert run.saved() == run.step()
     assert job.state == "COMPLETED", job.report()
     later = job.next_of_run(timeout_seconds=60)
-    run.set_pace(0.0)
-    later.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
+    run.finish(later, NUM_STEPS)
     assert shown(accounted, later, "Account") == {"lab"} and shown(accounted, later, "QOS") == {"normal"}
     assert shown(accounted, later, "Requeue") == {"0"}
-    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
 
 
 @pytest.mark.parametrize("accounted", [True], indirect=True, ids=["warned"])
@@ -77,11 +81,9 @@ def test_an_account_that_is_not_the_users(accounted: SlurmCluster) -> None:
 def test_limits_on_the_number_of_jobs(accounted: SlurmCluster, task: Path) -> None:
     """No following job may be submitted: the run says so at its start, stops with a checkpoint, and goes on when it is submitted again."""
     run = SlurmRun(accounted, task, "limited", run_settings(task, NUM_STEPS))
-    run.set_pace(0.3)
     accounted.run("sacctmgr", "--immediate", "modify", "user", "root", "set", "maxsubmitjobs=3")
     try:
-        job = run.submit()
-        job.until(lambda: run.step() > 1, "step 2", 2 * PATIENCE_SECONDS)
+        job = run.begin()
         assert "warning: no job is queued to restart after a crash" in job.output and "AssocMaxSubmitJobLimit" in job.output
         job.signal(signal.SIGUSR1)
         job.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)
@@ -89,6 +91,67 @@ def test_limits_on_the_number_of_jobs(accounted: SlurmCluster, task: Path) -> No
         assert "(exit code 75)" in job.output and run.saved() == run.step()
     finally:
         accounted.run("sacctmgr", "--immediate", "modify", "user", "root", "set", "maxsubmitjobs=-1")
-    run.set_pace(0.0)
-    run.submit().wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
-    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
+    run.finish(run.submit(), NUM_STEPS)
+
+
+def submitted(slurm: SlurmCluster, folder: Path, *settings: str) -> Job:
+    """The job of a script that was made for these settings; three steps, of which the last is waited for."""
+    run, script = folder / "run", folder / "shared.sub"
+    given = [*SIZES, *settings, "loop.max_steps=3", f"run.directory={run}"]
+    assert launch_slurm("ppo_smoke_cpu", given, LaunchOptions(output=script)) == 0
+    place = {"directory": folder, "cwd": ROOT, "logs": run / "logs"}
+    return slurm.submit(
+        script,
+        "data.train=examples/nlp/data/digits/prompts.jsonl",
+        options=(f"--output={folder}/%x-%j.out",),
+        environment=ENVIRONMENT,
+        **place,
+    )
+
+
+def watched(job: Job, run: Path) -> dict[str, set[tuple[str, str]]]:
+    """(node, GPUs) of each component's ranks, while it runs; then its end is waited for."""
+    job.until(lambda: len(steps_of(run)) > 0, "step 1", PATIENCE_SECONDS)
+    found: dict[str, set[tuple[str, str]]] = {}
+    for process in job.processes():
+        if "aligner.cli" in process.command and process.program != "srun":
+            variables = process.variables
+            found.setdefault(variables["ALIGNER_COMPONENT"], set()).add((process.node, variables["CUDA_VISIBLE_DEVICES"]))
+    job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
+    assert steps_of(run) == [1, 2, 3] and json.loads((run / "done.json").read_text())
+    assert job.states == ["COMPLETED"] and job.orphans() == []
+    return found
+
+
+@pytest.mark.parametrize(("placement", "critics"), [("separate", "2"), ("colocated", "0,1")])
+def test_components_that_share_a_node(slurm: SlurmCluster, tmp_path: Path, placement: str, critics: str) -> None:
+    """They have GPUs of their own, or the same ones; a function needs none."""
+    found = watched(submitted(slurm, tmp_path, f"placement={placement}"), tmp_path / "run")
+    (node,) = {node for places in found.values() for node, _ in places}
+    assert found == {"actor": {(node, "0,1")}, "critic": {(node, critics)}, "reward": {(node, "")}}
+
+
+@pytest.mark.skipif(shutil.which("apptainer") is None, reason="apptainer is not installed")
+@pytest.mark.skipif(not IMAGE, reason="ALIGNER_TEST_IMAGE names no image (tests/slurm_versions.sh)")
+def test_a_job_in_containers(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
+    """Preflight and components run in the image's root directory; the host's Python packages stay outside."""
+    run = SlurmRun(slurm, task, "contained", run_settings(task, NUM_STEPS))
+    run.set_pace(0.3)
+    strangers = tmp_path / "strangers"
+    strangers.mkdir()
+    (strangers / "mpi4py.py").write_text("raise RuntimeError('a package of the host')\n")
+    variables = {
+        **ENVIRONMENT,
+        "ALIGNER_CONTAINER": f"apptainer:{IMAGE}",
+        "ALIGNER_MOUNTS": f"{sys.base_prefix},{tmp_path},{task}",
+        "ALIGNER_PREFLIGHT": "1",
+        "PYTHONPATH": f"{ROOT}:{strangers}",
+    }
+    del variables["ALIGNER_VENV"]
+    job = run.submit(environment=variables)
+    run.progress(job, beyond=2)
+    for kind in ("actor", "critic", "reward"):
+        (process, *_) = (one for one in run.processes()[kind] if one.program.startswith("python"))
+        assert Path(f"/proc/{process.pid}/root/etc/os-release").read_text() == (Path(IMAGE) / "etc" / "os-release").read_text(), process
+        assert process.variables["PYTHONPATH"] == str(ROOT) and process.variables["PYTHONNOUSERSITE"] == "1"
+    run.finish(job, NUM_STEPS)

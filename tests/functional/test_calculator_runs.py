@@ -1,16 +1,23 @@
-"""A GRPO run whose reward is a sum of two functions and an HTTP endpoint, one of which fails for some samples."""
+"""Episodes of several turns, by a policy of random weights that now and then asks a calculator; and rewards of several sources at once."""
 
 from __future__ import annotations
 
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
-from training_jobs import grpo_settings, run_job, series, train, write_task
+from training_jobs import grpo_settings, metrics_of, run_job, series, train
 
-pytestmark = pytest.mark.timeout(300)
+from aligner.telemetry.recording import read_spans
 
+pytestmark = pytest.mark.timeout(600)
+CALCULATOR = [  # `=` ends a turn and calls the calculator with what was written since the last one
+    *("environment.path=aligner.environments.calculator:Calculator", '+environment.arguments={open: "", close: "="}'),
+    *("environment.max_turns=3", "environment.form=plain", 'environment.suffix=" "'),
+    *('rollout.sampling.stop_strings=["="]', "rollout.sampling.max_response_length=20"),
+]
 FUNCTIONS = """
 import asyncio
 
@@ -23,6 +30,30 @@ async def picky(prompts, responses, answers):
     await asyncio.sleep(0)
     return [float(len({"no": "nines"}["no" if "9" not in response else response])) for response in responses]
 """
+
+
+def test_grpo_with_a_calculator(task: Path) -> None:
+    """No reward function is named."""
+    settings = [
+        *(*grpo_settings(task), *CALCULATOR, "rollout.max_batch_size=48"),
+        *(f"data.validation={task / 'prompts.jsonl'}", "data.num_validation_prompts=4", "loop.validate_every=2"),
+        *("loop.max_steps=2", "loop.table_every=1", "run.export_hf=false"),
+    ]
+    run = task / "grpo"
+    output = run_job(train("grpo"), run, settings)
+    assert "samples of step 2" in output
+    assert all(1.1 < turns < 3 for turns in series(run, "rollout/turns"))
+    for name in ("observation_tokens", "tool_calls", "tool_errors"):
+        assert min(series(run, f"rollout/{name}")) > 0.2, name
+    assert series(run, "reward/environment") == series(run, "rollout/reward")
+    assert all(errors < calls for errors, calls in zip(series(run, "rollout/tool_errors"), series(run, "rollout/tool_calls"), strict=True))
+    assert max(series(run, "rollout/logprob_gap")) < 1e-4  # of what the policy wrote
+    assert "validation/reward" in metrics_of(run)[-1].values
+    spans, _ = read_spans(run / "trace")
+    turns = [span for span in spans if span.lane == "rank 0 environment" and span.name == "step"]
+    assert len(turns) == sum(span.name == "response" for span in spans) > 2 * 128  # every turn of the policy is one of the environment
+    assert {span.arguments["turn"] for span in turns} == {1, 2, 3}
+    assert sum(span.name == "validate" for span in spans) == 1 and sum(span.name == "report" for span in spans) == 2
 
 
 @pytest.fixture
@@ -50,24 +81,23 @@ def judge():
     server.server_close()
 
 
-def test_two_functions_and_an_endpoint(tmp_path, judge):
+def test_a_reward_of_two_functions_and_an_endpoint(task: Path, judge) -> None:
+    """One of the functions fails for some samples."""
     url, seen = judge
-    write_task(tmp_path)
-    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (task / "mine.py").write_text(FUNCTIONS)
     settings = [
-        *grpo_settings(tmp_path),
-        f"reward.functions.sevens.path={tmp_path}/mine.py:sevens",
-        f"reward.functions.picky={{path:'{tmp_path}/mine.py:picky',weight:0.5,on_error:invalid}}",
+        *grpo_settings(task),
+        f"reward.functions.sevens.path={task}/mine.py:sevens",
+        f"reward.functions.picky={{path:'{task}/mine.py:picky',weight:0.5,on_error:invalid}}",
         f"reward.functions.ones={{url:'{url}',weight:-0.25}}",
         *("loop.max_steps=2", "algorithm.kl_coef=0", "run.seed=5"),
     ]
-    output = run_job(train("grpo"), tmp_path / "run", settings)
-
+    run = task / "sum"
+    output = run_job(train("grpo"), run, settings)
     rows = 16 * 8
     responses = [response for request in seen for response in request]
     assert len(responses) == 2 * rows
     steps = [responses[:rows], responses[rows:]]
-    run = tmp_path / "run"
     invalid = series(run, "rollout/rewards_invalid")
     assert invalid == [sum("9" in response for response in step) for step in steps] and min(invalid) > 0
     good = [[response for response in step if "9" not in response] for step in steps]

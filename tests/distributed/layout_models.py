@@ -1,30 +1,42 @@
-"""One layout, every kind of model: two training steps on a fixed batch, for kinds with several losses one with each of them.
-Rank 0 writes losses, gradients and weights to a file.
-
-usage: layout_job.py SPEC OUTPUT      (SPEC: JSON of the fields of `Spec`)
-"""
+"""Small models of every kind in any layout, with a batch and the losses that are taken of it."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
-import torch.distributed as dist
+from safetensors.torch import save_file
 
-from aligner.parallel import launch
+from aligner.algorithms.distill import distillation_terms
+from aligner.algorithms.process_reward_model import process_loss
+from aligner.losses.aggregation import Aggregation
+from aligner.losses.correction import Correction, CorrectionConfig, Level
+from aligner.losses.distillation import Divergence
+from aligner.losses.kl import KLEstimator
+from aligner.losses.policy import Objective, policy_loss
+from aligner.losses.preference import DPOVariant, dpo_loss
+from aligner.losses.reward import BradleyTerry, bradley_terry_loss, regression_loss
+from aligner.losses.sft import sft_loss
+from aligner.losses.steerlm import steerlm_loss
+from aligner.losses.unpaired import kto_loss
+from aligner.losses.value import value_loss
+from aligner.models.config import Architecture, Dtype, Family, LoraConfig, LoraTarget, ModelConfig, Recompute
+from aligner.models.create import create_policy, create_reward_model, create_value_model, training
+from aligner.models.modules.peft import CONFIG_FILE, WEIGHTS_FILE, export_adapters, peft_config, projections
+from aligner.models.modules.scalar_head import Pooling, ScalarHead
+from aligner.models.weights import export_hf
+from aligner.parallel.topology import ParallelConfig
+from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, Routes, StepBatch, ValueBatch
 
 ROWS, WIDTH, VOCAB = 8, 24, 61
-KINDS = ("ppo", "dpo", "value", "reward", "sft")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What is run."""
-
     parallel: dict = field(default_factory=dict)  # fields of ParallelConfig
     model: dict = field(default_factory=dict)  # fields of ModelConfig
     distributed_optimizer: bool = False
@@ -32,12 +44,9 @@ class Spec:
     biases: bool = False  # of a mixture: experts are chosen with biases that follow the load, beside a shared one
     num_layers: int = 2
     lora: dict = field(default_factory=dict)  # fields of LoraConfig; `path` is where an adapter is to be written before
-    kinds: tuple[str, ...] = KINDS
 
 
 def make_batch(kind: str):
-    from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, Routes, StepBatch, ValueBatch
-
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(3, VOCAB, (ROWS, WIDTH), generator=generator)
     lengths = torch.tensor([24, 9, 17, 12, 20, 7, 24, 15])
@@ -90,8 +99,6 @@ def make_batch(kind: str):
 
 
 def make_architecture(kind: str, experts: bool, num_layers: int, biases: bool = False):
-    from aligner.models.config import Architecture, Family
-
     sizes = {"num_layers": num_layers, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
     # Weights of this size give attention and router something to distinguish, and so gradients that are not rounding.
     sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "tied_embeddings": kind != "sft", "initializer_range": 0.1}
@@ -105,11 +112,6 @@ def make_architecture(kind: str, experts: bool, num_layers: int, biases: bool = 
 
 
 def make_model(kind: str, spec: Spec, topology, optimizer):
-    from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Recompute
-    from aligner.models.create import create_policy, create_reward_model, create_value_model, training
-    from aligner.models.modules.scalar_head import Pooling, ScalarHead
-    from aligner.parallel.topology import ParallelConfig
-
     parallel = ParallelConfig(**spec.parallel)
     settings = {"micro_batch_size": 1 if kind in ("dpo", "preferences", "reward", "reward_mean") else 2} | spec.model
     if "recompute" in settings:
@@ -131,11 +133,6 @@ def make_model(kind: str, spec: Spec, topology, optimizer):
 
 def write_adapter(spec: Spec) -> None:
     """A PEFT directory at `spec.lora["path"]`, whose B's are not zero."""
-    from safetensors.torch import save_file
-
-    from aligner.models.config import LoraConfig, LoraTarget
-    from aligner.models.modules.peft import CONFIG_FILE, WEIGHTS_FILE, peft_config, projections
-
     architecture = make_architecture("dpo", spec.experts, spec.num_layers)
     lora = LoraConfig(**(spec.lora | {"targets": [LoraTarget(target) for target in spec.lora["targets"]]}))
     hidden, inner = architecture.hidden_size, architecture.expert_ffn_hidden_size or architecture.ffn_hidden_size
@@ -153,9 +150,6 @@ def write_adapter(spec: Spec) -> None:
 
 
 def make_steps(kind: str) -> list:
-    """The batch and the loss of each training step."""
-    from aligner.losses.steerlm import steerlm_loss
-
     found = [(make_batch(kind), loss) for loss in make_losses(kind)]
     if kind == "preferences":  # of single responses too
         found += [(make_batch("kto"), make_losses("kto")[0]), (make_batch("steerlm"), steerlm_loss)]
@@ -164,17 +158,6 @@ def make_steps(kind: str) -> list:
 
 def make_losses(kind: str) -> list:
     """Those that are taken of one batch."""
-    from aligner.algorithms.distill import distillation_terms
-    from aligner.algorithms.process_reward_model import process_loss
-    from aligner.losses.aggregation import Aggregation
-    from aligner.losses.distillation import Divergence
-    from aligner.losses.policy import policy_loss
-    from aligner.losses.preference import dpo_loss
-    from aligner.losses.reward import BradleyTerry, bradley_terry_loss, regression_loss
-    from aligner.losses.sft import sft_loss
-    from aligner.losses.unpaired import kto_loss
-    from aligner.losses.value import value_loss
-
     if kind == "objectives":
         return objectives()
     if kind == "preferences":
@@ -199,11 +182,6 @@ def make_losses(kind: str) -> list:
 
 def objectives() -> list:
     """Every objective, aggregation, KL term and kind of correction, each at least once."""
-    from aligner.losses.aggregation import Aggregation
-    from aligner.losses.correction import Correction, CorrectionConfig, Level
-    from aligner.losses.kl import KLEstimator
-    from aligner.losses.policy import Objective, policy_loss
-
     by_token, by_sequence = Aggregation.token_mean, Aggregation.sequence_mean
     by_constant = Aggregation.sequence_sum_constant
     sequences = CorrectionConfig(kind=Correction.tis, level=Level.sequence_mean, high=1.01)
@@ -221,8 +199,6 @@ def objectives() -> list:
 
 def preferences() -> list:
     """Every loss of pairs: of sums and of means, with a reference, without one, and of margins."""
-    from aligner.losses.preference import DPOVariant, dpo_loss
-
     own = {
         DPOVariant.ipo: {"sft_coef": 0.5},
         DPOVariant.rpo_bwd_kl: {"eta": 2.0},
@@ -239,9 +215,6 @@ def preferences() -> list:
 
 def gradients(chunks) -> dict[str, torch.Tensor]:
     """Full gradients by Hugging Face's, or PEFT's, name: the gradient buffers put in the weights' place and exported."""
-    from aligner.models.modules.peft import export_adapters
-    from aligner.models.weights.weights import export_hf
-
     parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
     weights = [p.data for p in parameters]
     for p in parameters:
@@ -253,47 +226,19 @@ def gradients(chunks) -> dict[str, torch.Tensor]:
     return full
 
 
-def teacher_and_student(model, batch) -> torch.Tensor:
-    """As a teacher the likeliest tokens and their log-probs, as a student those of the tokens that a teacher named."""
-    tokens, logprobs = model.topk(batch, 4, below=VOCAB)
-    return torch.cat([tokens.float(), logprobs, model.named_logprobs(batch).topk_logprobs], dim=2)
+def exported(chunks) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in export_hf(chunks)}
 
 
-def train(kind: str, spec: Spec, topology) -> dict:
-    from aligner.models.training.optimizer import OptimizerConfig
-    from aligner.models.weights.weights import export_hf
-
-    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, distributed=spec.distributed_optimizer, clip_grad=0.5, eps=1e-4)
-    model = make_model(kind, spec, topology, optimizer)
-    batch = make_batch(kind)
-    scores = dict.fromkeys(("reward", "reward_mean", "regression"), "scores") | {"value": "values", "steps": "step_scores"}
-    outputs = partial(teacher_and_student, model) if kind == "distill" else getattr(model, scores.get(kind, "logprobs"))
-    result: dict = {"outputs": [outputs(batch)], "metrics": [], "gradients": []}
-    for given, loss in make_steps(kind):
-        metrics = model.train_step(given, loss)
-        result["metrics"].append({name: metric.value() for name, metric in metrics.items()})
-        if not spec.distributed_optimizer:  # a distributed optimizer's rank holds its own shard of the reduced gradient only
-            result["gradients"].append(gradients(model.model.chunks))
-    result["weights"] = {name: tensor.clone() for name, tensor in export_hf(model.model.chunks)}
-    result["outputs"].append(outputs(batch))
-    return result
+def train_step(model, batch, loss) -> dict[str, float]:
+    return {name: metric.value() for name, metric in model.train_step(batch, loss).items()}
 
 
-def main() -> None:
-    fields = json.loads(sys.argv[1])
-    spec = Spec(**(fields | {"kinds": tuple(fields.get("kinds", KINDS))}))
-    launch.initialize("gloo", timeout_seconds=120, fingerprint="layout", collective_timeout_seconds=120)
-    from aligner.parallel.topology import ParallelConfig, initialize
-
-    topology = initialize(ParallelConfig(**spec.parallel), seed=11)
-    if spec.lora and dist.get_rank() == 0:
-        write_adapter(spec)
-    dist.barrier()
-    results = {kind: train(kind, spec, topology) for kind in spec.kinds}
-    if dist.get_rank() == 0:
-        torch.save(results, Path(sys.argv[2]))
-    launch.shutdown()
+def assert_metrics(got: dict[str, float], expected: dict[str, float]) -> None:
+    assert got == pytest.approx(expected, rel=2e-5, abs=2e-6)
 
 
-if __name__ == "__main__":
-    main()
+def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, atol: float, rtol: float = 1e-4) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")

@@ -1,0 +1,76 @@
+"""Functions of test modules, called by ranks in processes of their own: the other side of the fixture `on_ranks`.
+
+    def work(parallel: dict) -> Tensor:       # of a file that every rank imports
+        with world(parallel) as topology:
+            ...
+
+    def test_work(on_ranks):
+        first, second = on_ranks(work, 2, {"tp": 2})
+
+Arguments and results are pickled by torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from aligner.parallel.topology import Topology
+
+TESTS = Path(__file__).resolve().parent
+FOLDERS = [str(TESTS / name) for name in ("", "functional", "distributed", "fakes")]  # what tests share
+
+
+@contextmanager
+def joined(timeout_seconds: float = 120) -> Iterator[None]:
+    """This rank's world, without a layout. An error leaves it as it is: the process ends."""
+    from aligner.parallel import launch
+
+    launch.initialize("gloo", timeout_seconds=120, fingerprint="tests", collective_timeout_seconds=timeout_seconds)
+    yield
+    launch.shutdown()
+
+
+@contextmanager
+def laid_out(parallel: dict[str, Any] | None = None, *, seed: int = 11) -> Iterator[Topology]:
+    """The world's ranks in a layout (fields of ParallelConfig); another one may follow."""
+    from aligner.parallel.mcore import parallel_state
+    from aligner.parallel.topology import ParallelConfig, initialize
+
+    yield initialize(ParallelConfig(**(parallel or {})), seed=seed)
+    parallel_state.destroy_model_parallel()
+
+
+@contextmanager
+def world(parallel: dict[str, Any] | None = None, *, seed: int = 11, timeout_seconds: float = 120) -> Iterator[Topology]:
+    with joined(timeout_seconds), laid_out(parallel, seed=seed) as topology:
+        yield topology
+
+
+def ask(folder: Path, function: Any, arguments: tuple[Any, ...]) -> None:
+    torch.save((function.__code__.co_filename, function.__name__, arguments), folder / "call.pt")
+
+
+def answers(folder: Path, num_ranks: int) -> list[Any]:
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def main(folder: Path) -> None:
+    sys.path[:0] = FOLDERS
+    file, name, arguments = torch.load(folder / "call.pt", weights_only=False)
+    sys.path.insert(0, str(Path(file).parent))
+    result = getattr(importlib.import_module(Path(file).stem), name)(*arguments)
+    rank = os.environ.get("RANK") or os.environ["PMI_RANK"]
+    torch.save(result, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
