@@ -292,8 +292,10 @@ def split_parameter(share: Tensor) -> torch.nn.Parameter:
 
 
 def _attend_to_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    if q.is_cuda or q.shape[2] == k.shape[2]:
-        mask = causal_lower_right(q.shape[2], k.shape[2])  # none is made of a square one
+    if q.shape[2] == k.shape[2]:  # a plan's fake tensors know no other form
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    if q.is_cuda:
+        mask = causal_lower_right(q.shape[2], k.shape[2])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return _PastAttention.apply(q, k, v, scale)
 
