@@ -20,8 +20,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.errors import AlignerError
-from aligner.models.config import OF_EXPERTS, Architecture, Family, Layers, LoraTarget, ModelConfig, PositionEmbedding, Recompute
+from aligner.models.config import (
+    OF_EXPERTS,
+    Architecture,
+    Family,
+    HFArchitecture,
+    Layers,
+    LoraTarget,
+    ModelConfig,
+    PositionEmbedding,
+    Recompute,
+)
 from aligner.models.families.mapping import ADAPTER
+from aligner.models.families.own_modules import PREFIX, has_adapter, outline, text_parts
 from aligner.parallel.topology import ParallelConfig, initialize
 from aligner.planner.config import Device
 from aligner.planner.workload import BlockBytes, Component, Head, Parameter
@@ -69,8 +80,26 @@ def build_chunks(component: Component) -> list[Any]:
 
 def shard_parameters(component: Component, stage: int) -> list[tuple[Parameter, ...]]:
     """The parameters of every chunk on a rank of a pipeline stage, counted on the real modules."""
+    if isinstance(component.architecture, HFArchitecture):
+        return [_of_own_modules(component, component.architecture)]
     with fake_world(component.parallel, stage=stage):
         return [tuple(_parameter(name, p) for name, p in chunk.named_parameters()) for chunk in build_chunks(component)]
+
+
+def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple[Parameter, ...]:
+    """The parameters of a model of `transformers`' own modules. Of a model that also sees, the parts beside the text are frozen."""
+    model, lora, itemsize = outline(architecture), component.model.lora, component.model.dtype.num_bytes
+    text = {id(p) for part in text_parts(model) for p in part.parameters()}
+    output = model.get_output_embeddings().weight if component.head != Head.language else None
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter is output and output is not model.get_input_embeddings().weight:
+            continue  # a model that scores has none
+        found.append(Parameter(name=name, numel=parameter.numel(), itemsize=itemsize, is_frozen=lora.is_on or id(parameter) not in text))
+        if lora.is_on and has_adapter(f"{PREFIX}{name}", architecture, lora.targets):
+            pair = Parameter(name=f"{name}{ADAPTER}", numel=lora.rank * sum(parameter.shape), itemsize=itemsize, is_adapter=True)
+            found.append(pair)
+    return tuple(found)
 
 
 def _parameter(name: str, parameter: Tensor) -> Parameter:

@@ -15,7 +15,8 @@ from itertools import groupby
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import check_divisible, check_together
-from aligner.models.config import Dtype
+from aligner.models.config import Dtype, HFArchitecture, Layers
+from aligner.models.families.own_modules import dense_twin
 from aligner.planner import dry_run, layers
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.memory import (
@@ -175,6 +176,9 @@ class Scales:
 
     def block(self, component: Component, passes: MicroBatches) -> BlockBytes:
         """The activations of the component's layers at these micro-batches: measured, or listed for Transformer Engine's modules."""
+        if isinstance(component.architecture, HFArchitecture):  # not its own modules: nothing is built of them
+            model = replace(component.model, layers=Layers.torch)
+            component = replace(component, architecture=dense_twin(component.architecture), model=model)
         if self.device == Device.gpu and layers.uses_transformer_engine(component):
             return layers.block_bytes(component, passes.rows, passes.length)
         p, model = component.parallel, component.model

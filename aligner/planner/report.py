@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from aligner.models.config import HFArchitecture
 from aligner.planner.config import ClusterConfig
 from aligner.planner.estimate import ComponentPlan
 from aligner.planner.memory import PhaseMemory, cache_tokens, decode_batch, seats, train_micro_batches
@@ -72,6 +73,9 @@ def show(job: JobPlan, out: Console) -> None:
     )
     for plan in job.components:
         _show_component(plan, out)
+        if isinstance(plan.component.architecture, HFArchitecture):
+            kind = plan.component.architecture.model_type
+            out.print(f"{kind}: weights are those of transformers' modules; activations and times those of a dense model of the same sizes")
     run = job.run
     out.print(
         f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] ({listed(run.phases, seconds)}); times are a model, "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -144,6 +145,19 @@ def has_adapter(weight: str, architecture: HFArchitecture, targets: Sequence[Lor
     inside = model.get_decoder() if is_multimodal(model) else model
     module = model.get_submodule(path)
     return isinstance(module, torch.nn.Linear) and any(module is one for one in inside.modules())
+
+
+def dense_twin(architecture: HFArchitecture) -> Architecture:
+    """A dense model of the same sizes, whose activations and times a plan knows."""
+    sizes = {one.name: getattr(architecture, one.name) for one in fields(Architecture)}
+    if architecture.num_attention_heads % architecture.num_key_value_heads:
+        sizes["num_key_value_heads"] = architecture.num_attention_heads
+    return Architecture(**sizes)
+
+
+def text_parts(model: Any) -> list[Any]:
+    """The modules of a `transformers` model that text passes: those that are trained."""
+    return [model.get_decoder(), model.get_output_embeddings()] if is_multimodal(model) else [model]
 
 
 def is_multimodal(model: Any) -> bool:

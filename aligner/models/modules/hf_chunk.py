@@ -22,7 +22,7 @@ from aligner.errors import ModelFilesError
 from aligner.models.checkpoint.hf_files import has_weights, stored_tensors
 from aligner.models.config import HFArchitecture, ModelConfig, Recompute
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal
+from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, text_parts
 from aligner.models.modules.chunk import WeightGather
 from aligner.models.modules.heads import combined_head, linear_head
 from aligner.models.modules.lora import MergedWeights, attach
@@ -76,7 +76,7 @@ class HFChunk(MegatronModule):
         self._backbone = [self.hf.get_decoder() if is_multimodal(self.hf) else self.hf.base_model]  # in a list: no second name
         if is_multimodal(self.hf):  # a part that no text passes learns nothing, and must not decay
             self.hf.requires_grad_(False)
-            for part in (self._backbone[0], self.hf.get_output_embeddings()):
+            for part in text_parts(self.hf):
                 part.requires_grad_(True)
         if head is not None:
             self._drop_vocabulary()
