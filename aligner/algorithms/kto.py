@@ -28,7 +28,7 @@ from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_reference
 from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.aggregation import require
-from aligner.losses.unpaired import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
+from aligner.losses.preference import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
 from aligner.planner.workload import Phase
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal

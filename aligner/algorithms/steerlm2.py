@@ -2,7 +2,7 @@
 
 One step: a batch of prompts, each with n responses that were sampled from a proposal Q'; the log-probs of the current policy; one update on
 
-    sum_i (w_i - b_i) * (-log Q(y_i|a,x)) / (mean response tokens),     w, b: `aligner.losses.steerlm`.
+    sum_i (w_i - b_i) * (-log Q(y_i|a,x)) / (mean response tokens),     w, b: `aligner.losses.sft`.
 
 Against SteerLM 1 (SFT on conversations with labels): a response counts for as much as it has the attributes it was asked for, not as if it
 had them. Against DPO (`dpo.py`): all n responses are weighed at once, by an attribute model's probabilities instead of an order.
@@ -26,7 +26,7 @@ from aligner.errors import DataError
 from aligner.loop.epochs import BatchConfig, Stateless
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Built, Clock, StepResult
-from aligner.losses.steerlm import importance_weights, response_coefficients, steerlm_loss
+from aligner.losses.sft import importance_weights, response_coefficients, steerlm_loss
 from aligner.models.config import Architecture
 from aligner.planner.workload import Phase
 from aligner.protocols import Policy

@@ -154,7 +154,7 @@ def write_adapter(spec: Spec) -> None:
 
 def make_steps(kind: str) -> list:
     """The batch and the loss of each training step."""
-    from aligner.losses.steerlm import steerlm_loss
+    from aligner.losses.sft import steerlm_loss
 
     found = [(make_batch(kind), loss) for loss in make_losses(kind)]
     if kind == "preferences":  # of single responses too
@@ -169,10 +169,9 @@ def make_losses(kind: str) -> list:
     from aligner.losses.aggregation import Aggregation
     from aligner.losses.distillation import Divergence
     from aligner.losses.policy import policy_loss
-    from aligner.losses.preference import dpo_loss
+    from aligner.losses.preference import dpo_loss, kto_loss
     from aligner.losses.reward import BradleyTerry, bradley_terry_loss, regression_loss
     from aligner.losses.sft import sft_loss
-    from aligner.losses.unpaired import kto_loss
     from aligner.losses.value import value_loss
 
     if kind == "objectives":

@@ -19,8 +19,7 @@ from aligner.data.supervised import PreferencePair, SupervisedExample
 from aligner.errors import ConfigError, DataError
 from aligner.loop.epochs import ReferenceLogprobs
 from aligner.loop.loop import Clock
-from aligner.losses.preference import DPOVariant
-from aligner.losses.unpaired import UnpairedLoss
+from aligner.losses.preference import DPOVariant, UnpairedLoss
 from aligner.models.config import Architecture, Dtype, Family, ModelConfig
 from aligner.models.create import create_policy, training
 from aligner.models.training.optimizer import OptimizerConfig

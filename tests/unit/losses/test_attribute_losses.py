@@ -8,7 +8,7 @@ import torch
 from torch import tensor
 
 from aligner.losses.reward import MISSING_LABEL, regression_loss, step_loss
-from aligner.losses.steerlm import importance_weights, response_coefficients, steerlm_loss
+from aligner.losses.sft import importance_weights, response_coefficients, steerlm_loss
 from aligner.telemetry.metrics import values
 from aligner.types import LabeledBatch, TokenOutputs
 

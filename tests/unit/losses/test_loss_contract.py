@@ -12,11 +12,9 @@ from aligner.algorithms.process_reward_model import process_loss
 from aligner.losses.correction import Correction, CorrectionConfig
 from aligner.losses.distillation import Divergence
 from aligner.losses.policy import Aggregation, Objective, policy_loss
-from aligner.losses.preference import DPOVariant, dpo_loss
+from aligner.losses.preference import DPOVariant, dpo_loss, kto_loss
 from aligner.losses.reward import MISSING_LABEL, BradleyTerry, bradley_terry_loss, regression_loss
-from aligner.losses.sft import sft_loss
-from aligner.losses.steerlm import steerlm_loss
-from aligner.losses.unpaired import kto_loss
+from aligner.losses.sft import sft_loss, steerlm_loss
 from aligner.losses.value import value_loss
 from aligner.telemetry.metrics import merge, values
 from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, StepBatch, TokenOutputs, ValueBatch

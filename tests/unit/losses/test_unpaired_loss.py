@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import tensor
 
-from aligner.losses.unpaired import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
+from aligner.losses.preference import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
 from aligner.telemetry.metrics import merge, values
 from aligner.types import LabeledBatch, TokenOutputs
 from aligner.types.rows import select_rows
