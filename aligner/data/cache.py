@@ -18,7 +18,6 @@ import os
 import shutil
 import time
 import traceback
-import typing
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -52,16 +51,17 @@ Heartbeat = Callable[[], None]
 
 
 def load_cached(
-    load: Any, location: str, config: Any, tokenizer: Tokenizer, *, heartbeat: Heartbeat, **options: Any
+    load: Any, kind: type, location: str, config: Any, tokenizer: Tokenizer, *, heartbeat: Heartbeat, **options: Any
 ) -> tuple[Sequence[Any], LoadReport]:
     """What `load` returns, with the examples in files of the cache, made if they are missing. `heartbeat` is called meanwhile.
 
     Raises what `load` raises; ConfigError for examples that cannot be kept, or a directory that cannot be written.
     """
-    kind, cache = _kind(load), Path(config.cache)
+    cache = Path(config.cache)
     try:
+        schema_of(kind)
         (cache / "digests").mkdir(parents=True, exist_ok=True)
-        directory = cache / _key(load, location, config, tokenizer, options, heartbeat)
+        directory = cache / _key(kind, location, config, tokenizer, options, heartbeat)
         if (found := _open(directory, kind)) is None:
             with _alone(cache / f"{directory.name}.lock", heartbeat):
                 if (found := _open(directory, kind)) is None:
@@ -69,21 +69,13 @@ def load_cached(
                     making = _Storing(cache / f".{directory.name}.{uuid.uuid4().hex[:8]}", kind, workers, heartbeat)
                     _make(making, directory, lambda: load(location, config, tokenizer, **options)[1])
                     found = _open(directory, kind)
+    except NotStorable as error:
+        raise ConfigError(f"data.cache: examples of type {kind.__name__} cannot be kept ({error}); allowed: ''") from error
     except OSError as error:
         raise ConfigError(f"data.cache={config.cache}: {describe_os_error(error, cache)}") from error
     if found is None:
         raise DataError(f"data.cache={config.cache}: {directory} was damaged while it was written")
     return found
-
-
-def _kind(load: Any) -> type:
-    """The dataclass of the examples that `load` returns. Raises ConfigError if they cannot be kept."""
-    kind: type = typing.get_args(typing.get_args(typing.get_type_hints(load)["return"])[0])[0]
-    try:
-        schema_of(kind)
-    except NotStorable as error:
-        raise ConfigError(f"data.cache: examples of type {kind.__name__} cannot be kept ({error}); allowed: ''") from error
-    return kind
 
 
 def _open(directory: Path, kind: type) -> tuple[StoredExamples[Any], LoadReport] | None:
@@ -132,13 +124,13 @@ def _clean_up(directory: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _key(load: Any, location: str, config: Any, tokenizer: Tokenizer, options: dict[str, Any], heartbeat: Heartbeat) -> str:
+def _key(kind: type, location: str, config: Any, tokenizer: Tokenizer, options: dict[str, Any], heartbeat: Heartbeat) -> str:
     settings = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in _APART}
     named = [value for value in settings.values() if isinstance(value, str) and value and Path(value).is_file()]
     code = sorted(Path(__file__).parent.glob("*.py"))
     made_of = {
         "format": FORMAT,
-        "reader": f"{load.__module__}.{load.__qualname__}",
+        "kind": f"{kind.__module__}.{kind.__qualname__}",
         "code": [[path.name, _digest(path)] for path in code],
         "packages": [version("tokenizers"), version("transformers")],
         "location": location,

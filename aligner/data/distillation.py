@@ -225,8 +225,7 @@ class Selected(Sequence[DistilledExample]):
         return self._examples[self._chosen[index]].first(self._max_length)
 
 
-@reads_sources
-def load_distillation(
+def _load_one(
     location: str, config: DistillationDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[Sequence[DistilledExample], LoadReport]:
     """Examples at `location` (see `aligner.data.reading`).
@@ -249,6 +248,9 @@ def load_distillation(
     rows = [RawRecord(file=location, line=row, index=row) for row in range(len(files) if first is None else min(first, len(files)))]
     numbers, report = read_all(chosen, location, config, tokenizer, first=0, items=lambda _: iter(rows))
     return Selected(files, numbers, config.max_length or None), report
+
+
+load_distillation = reads_sources(DistilledExample, _load_one)
 
 
 def _distilled(raw: RawRecord, reader: Reader) -> DistilledExample:

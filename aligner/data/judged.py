@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.data.collate import EpochSampler, supervised_batch
-from aligner.data.config import RegressionDataConfig, StepDataConfig, UnpairedDataConfig
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_prompt, encode_response, plain_text
 from aligner.data.forms import Purpose
 from aligner.data.labelled import MISSING, attribute_text, is_labelled, parse_labelled, parse_labels, parse_step_labels
 from aligner.data.messages import shown, text_of
-from aligner.data.reading import Reader, read_all, reads_sources
+from aligner.data.reading import Reader, loader
 from aligner.data.records import (
     ConversationRecord,
     JudgedRecord,
@@ -34,10 +32,8 @@ from aligner.data.records import (
     supervised_readings,
     the_one,
 )
-from aligner.data.report import LoadReport
 from aligner.data.sources import RawRecord
 from aligner.data.supervised import SupervisedExample, row_of
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import LabeledBatch, StepBatch
 
@@ -70,15 +66,6 @@ class UnpairedExample:
         return self.row.tokens[self.row.loss_mask.index(True) :]
 
 
-@reads_sources
-def load_unpaired(
-    location: str, config: UnpairedDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[UnpairedExample], LoadReport]:
-    """Responses of `config.train` or `config.validation` (see `aligner.data.reading`). A pair is two, its chosen one desirable."""
-    options: dict[str, Any] = {"items": _responses, "records": lambda item: item[:1]}
-    return read_all(_unpaired, location, config, tokenizer, first=first, purpose=Purpose.judged, **options)
-
-
 def _unpaired(item: tuple[RawRecord, str], reader: Reader) -> UnpairedExample:
     record = _judgement(*item)
     encoded = encode_response(reader.tokenizer.offering(record.tools), record.prompt, record.response, reader.style)
@@ -102,6 +89,10 @@ def _judgement(raw: RawRecord, which: str) -> JudgedRecord:
     pair = parse_preference(raw)
     response = pair.chosen if which == "chosen" else pair.rejected
     return JudgedRecord(prompt=pair.prompt, response=response, desirable=which == "chosen", tools=pair.tools)
+
+
+# A pair is two responses, its chosen one desirable.
+load_unpaired = loader(UnpairedExample, _unpaired, purpose=Purpose.judged, items=_responses, records=lambda item: item[:1])
 
 
 def unpaired_batch(examples: Sequence[UnpairedExample], pad_id: int) -> LabeledBatch:
@@ -167,15 +158,8 @@ class LabelledExample:
     labels: tuple[float, ...]
 
 
-@reads_sources
-def load_regression(
-    location: str, config: RegressionDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[LabelledExample], LoadReport]:
-    """Labelled responses (see `aligner.data.reading`). A conversation is one example for each of its turns with a label."""
-    return read_all(_scored, location, config, tokenizer, first=first, purpose=Purpose.regression)
-
-
 def _scored(raw: RawRecord, reader: Reader) -> list[LabelledExample]:
+    """A conversation is one example for each of its turns with a label."""
     return [LabelledExample(row=row_of(encoded, reader, raw), labels=labels) for encoded, labels in _judged(raw, reader)]
 
 
@@ -208,6 +192,9 @@ def _judged_turns(raw: RawRecord, reader: Reader) -> Iterator[tuple[Encoded, tup
         yield encode_plain(reader.tokenizer, attribute_text(reader.tokenizer, parsed, number), reader.style), labels
 
 
+load_regression = loader(LabelledExample, _scored, purpose=Purpose.regression)
+
+
 def labelled_batch(examples: Sequence[LabelledExample], pad_id: int) -> LabeledBatch:
     """Rows with labels float32 [B, K]."""
     labels = torch.tensor([example.labels for example in examples], dtype=torch.float32)
@@ -223,14 +210,6 @@ class SteppedExample:
 
     row: SupervisedExample
     labels: tuple[float, ...]
-
-
-@reads_sources
-def load_steps(
-    location: str, config: StepDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[SteppedExample], LoadReport]:
-    """Responses in judged steps (see `aligner.data.reading`)."""
-    return read_all(_stepped, location, config, tokenizer, first=first, purpose=Purpose.steps)
 
 
 def _stepped(raw: RawRecord, reader: Reader) -> SteppedExample:
@@ -265,6 +244,9 @@ def _steps(raw: RawRecord) -> tuple[tuple[str, ...], tuple[float, ...]]:
         raise DataError(f"field {name!r} is {shown(steps)}, expected a non-empty list of strings")
     texts = tuple(text_of(step, f"field '{name}[{i}]'") for i, step in enumerate(steps))
     return texts, parse_step_labels(record["labels"], len(texts), "field 'labels'")
+
+
+load_steps = loader(SteppedExample, _stepped, purpose=Purpose.steps)
 
 
 def step_batch(examples: Sequence[SteppedExample], pad_id: int) -> StepBatch:
