@@ -50,6 +50,7 @@ from aligner.run.recipe import Recipe, named, resolve, text_of
 from aligner.run.traits import Traits
 from aligner.telemetry.metrics import merge, values
 from aligner.types import PolicyBatch, RolloutBatch
+from aligner.types.batches import of_kind
 from aligner.types.rows import num_rows
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
 
     def __init__(self, config: GRPOConfig, policy: Policy, task: OnlineTask, rollout_source: RolloutSource | None = None) -> None:
         greedy = config.greedy_per_round > 0
-        super().__init__(config, policy, task, rollout_source, group_size=config.group_size, with_baselines=greedy)
+        super().__init__(config, policy, task, rollout_source, group_size=config.group_size, greedy=greedy)
         self.advantage_estimator = config.resolved_estimator()
         self.kl_coef = config.kl_coef
         self.moments = Moments()  # of the scores so far
@@ -206,15 +207,14 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
         mask = mask & rows.per_row(counted_rows(self.advantage_estimator, groups, valid))[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
-        return PolicyBatch(
-            tokens=batch.tokens,
-            lengths=batch.lengths,
+        return of_kind(
+            PolicyBatch,
+            batch,
             loss_mask=mask,
             old_logprobs=old_logprobs if config.updates_per_step > 1 else None,
             advantages=rows.split(advantages) * mask,
             ref_logprobs=ref_logprobs,
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
-            extras=batch.extras,
         )
 
     def loss(self) -> Loss[PolicyBatch]:

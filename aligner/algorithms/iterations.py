@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from aligner.algorithms.dpo import PairLossConfig
 from aligner.algorithms.online_dpo import MovingReference
@@ -44,7 +44,7 @@ Item = TypeVar("Item")
 
 
 class SampleFiles(Generic[Item]):
-    """`aligner.algorithms.iterations.SampleStore` in a directory: <name>/<stem>_000000.json, each with its name once it is complete.
+    """What an iteration samples, in parts: <name>/<stem>_000000.json in a directory, each with its name once it is complete. Collective.
 
     `kind`: the dataclass of the items; its fields are numbers, texts, and tuples of them. Those that are None are not written.
     """
@@ -120,16 +120,6 @@ class Answer:
     reward: float | None = None
 
 
-class SampleStore(Protocol[Item]):
-    """The files of an iteration, part by part. Collective; every rank gets the contents."""
-
-    def read(self, name: str, part: int) -> list[Item] | None:
-        """None if that part has not been written whole."""
-
-    def write(self, name: str, part: int, items: Sequence[Item]) -> None:
-        """All of it, or nothing if the process ends meanwhile."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
     """One of them: `number` from 1, the `name` of its files, and its prompts (positions in the data) as they are sampled together."""
@@ -162,7 +152,7 @@ class PairIterations(Stateless, ABC, Generic[Config]):
         policy: Policy,
         task: OnlineTask,
         reference: MovingReference,
-        answers: SampleStore[Answer],
+        answers: SampleFiles[Answer],
         *,
         prompts: Sequence[Prompt],
         settings: str,
@@ -231,7 +221,7 @@ class PairIterations(Stateless, ABC, Generic[Config]):
         """How long an iteration is, for the log."""
         return f"an iteration is {self.steps_per_iteration} steps on {self.num_prompts} prompts"
 
-    def kept(self, files: SampleStore[Item], iteration: Iteration, make: Callable[[int, Sequence[int]], list[Item]]) -> list[Item]:
+    def kept(self, files: SampleFiles[Item], iteration: Iteration, make: Callable[[int, Sequence[int]], list[Item]]) -> list[Item]:
         """The items of all parts: those that are there are read, `make(number, prompts)` gives the others, which are written."""
         found: list[Item] = []
         for number, rows in enumerate(iteration.parts):
@@ -242,7 +232,7 @@ class PairIterations(Stateless, ABC, Generic[Config]):
             found += part
         return found
 
-    def read(self, files: SampleStore[Item], iteration: Iteration, what: str) -> list[Item]:
+    def read(self, files: SampleFiles[Item], iteration: Iteration, what: str) -> list[Item]:
         """The items of all parts. Raises CheckpointError if one is missing, or damaged."""
         parts = [files.read(iteration.name, number) for number in range(len(iteration.parts))]
         found: list[Item] = []

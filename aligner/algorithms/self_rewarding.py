@@ -14,7 +14,7 @@ best the shortest is chosen, and of those that are nearly the worst the longest 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles, SampleStore
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles
 from aligner.algorithms.judge import (
     Judge,
     Judgement,
@@ -152,10 +152,10 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
         policy: Policy,
         task: OnlineTask,
         reference: MovingReference,
-        answers: SampleStore[Answer],
+        answers: SampleFiles[Answer],
         *,
         judge: Judge | None = None,
-        judgements: SampleStore[Judgement] | None = None,
+        judgements: SampleFiles[Judgement] | None = None,
         rewarded: bool = True,
         settings: str = "",
     ) -> None:
@@ -213,7 +213,7 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
         said += judgements
         return judged(collected, judgements)
 
-    def _judge(self, judge: Judge, files: SampleStore[Judgement], iteration: Iteration, answers: Sequence[Answer]) -> list[Judgement]:
+    def _judge(self, judge: Judge, files: SampleFiles[Judgement], iteration: Iteration, answers: Sequence[Answer]) -> list[Judgement]:
         """Of all responses of the iteration, in their order."""
         size, count = self.group_size, judge.num_judgements
         # A judge's draws are not those of the responses: iterations are counted the other way.
@@ -283,10 +283,15 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
         )
 
     def _rows(self, iteration: Iteration, scored: Scored) -> list[SampleRow]:
-        rows = [row for row in iteration.rows for _ in range(self.group_size)]
+        prompts = [self.prompts[row] for row in iteration.rows for _ in range(self.group_size)]
         return [
-            _row(self.prompts[row], replace(answer, reward=score), self.task)
-            for row, answer, score in list(zip(rows, scored.answers, scored.scores, strict=True))[:NUM_SHOWN]
+            SampleRow(
+                prompt=prompt.text or self.task.decode(prompt.tokens),
+                response=self.task.decode(answer.tokens),
+                reward=float("nan") if score is None else score,
+                finish_reason=FinishReason.stop if answer.ended else FinishReason.length,
+            )
+            for prompt, answer, score in list(zip(prompts, scored.answers, scored.scores, strict=True))[:NUM_SHOWN]
         ]
 
 
@@ -296,15 +301,6 @@ def _account(chosen: Chosen, *, valid: Tensor, ended: Tensor) -> dict[str, float
     cut, identical = int((valid & ~ended).sum()), 2 * chosen.num_identical
     others = seen - learnt - unscored - cut - identical
     return accounted(samples=learnt, seen=seen, no_reward=unscored, truncated=cut, identical=identical, not_paired=others)
-
-
-def _row(prompt: Prompt, answer: Answer, task: OnlineTask) -> SampleRow:
-    return SampleRow(
-        prompt=prompt.text or task.decode(prompt.tokens),
-        response=task.decode(answer.tokens),
-        reward=float("nan") if answer.reward is None else answer.reward,
-        finish_reason=FinishReason.stop if answer.ended else FinishReason.length,
-    )
 
 
 def _agreement(answers: Sequence[Answer], scores: Sequence[float | None], size: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles, SampleStore
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles
 from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.config import DemonstrationDataConfig
@@ -75,7 +75,7 @@ class SPIN(PairIterations[SPINConfig]):
         policy: Policy,
         task: OnlineTask,
         reference: MovingReference,
-        answers: SampleStore[Answer],
+        answers: SampleFiles[Answer],
         *,
         train: Sequence[Demonstration],
         validation: Sequence[Demonstration],
@@ -186,11 +186,7 @@ def _prompts(
 
 
 def _prompts_of(train: Sequence[Demonstration]) -> Sequence[Prompt]:
-    return train.map(_prompt) if isinstance(train, Mixed) else [_prompt(one) for one in train]
-
-
-def _prompt(one: Demonstration) -> Prompt:
-    return one.prompt
+    return train.map(lambda one: one.prompt) if isinstance(train, Mixed) else [one.prompt for one in train]
 
 
 RECIPE = Recipe(name="spin", config=TrainSPIN, build=build, columns=COLUMNS, presets_of=("dpo",))

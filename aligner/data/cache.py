@@ -95,7 +95,9 @@ def _open(directory: Path, kind: type) -> tuple[StoredExamples[Any], LoadReport]
 
 def _make(storing: _Storing, directory: Path, load: Callable[[], LoadReport]) -> None:
     """Make the directory, unless another machine was faster."""
-    _clean_up(directory)
+    for left in directory.parent.glob(f".{directory.name}.*"):  # by dead processes; another machine may write one if locks are not shared
+        if time.time() - max(path.stat().st_mtime for path in (left, *left.iterdir())) > WAIT_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
     new = storing.directory
     new.mkdir()
     token = STORING.set(storing)
@@ -117,17 +119,11 @@ def _make(storing: _Storing, directory: Path, load: Callable[[], LoadReport]) ->
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _clean_up(directory: Path) -> None:
-    """Remove what dead processes left of it. Another machine may be writing its own if locks are not shared."""
-    for left in directory.parent.glob(f".{directory.name}.*"):
-        if time.time() - max(path.stat().st_mtime for path in (left, *left.iterdir())) > WAIT_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
-
-
 def _key(kind: type, location: str, config: Any, tokenizer: Tokenizer, options: dict[str, Any], heartbeat: Heartbeat) -> str:
     settings = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in _APART}
     named = [value for value in settings.values() if isinstance(value, str) and value and Path(value).is_file()]
     code = sorted(Path(__file__).parent.glob("*.py"))
+    own = sorted({path for pattern in _TOKENIZER_FILES for path in Path(tokenizer.path).glob(pattern)})
     made_of = {
         "format": FORMAT,
         "kind": f"{kind.__module__}.{kind.__qualname__}",
@@ -137,17 +133,13 @@ def _key(kind: type, location: str, config: Any, tokenizer: Tokenizer, options: 
         "options": {name: sorted(value) if isinstance(value, frozenset) else value for name, value in options.items()},
         "files": [[str(path), _known_digest(path, Path(config.cache), heartbeat)] for path in _files(location)],
         "templates": tokenizer.chat_digest,
-        "tokenizer": [tokenizer.digest, *([path.name, _digest(path)] for path in _tokenizer_files(Path(tokenizer.path)))],
+        "tokenizer": [tokenizer.digest, *([path.name, _digest(path)] for path in own)],
         "settings": {name: value.name if isinstance(value, Enum) else value for name, value in settings.items()},
         "named": [_digest(Path(value)) for value in named],
     }
     if extras := read_from_records():
         made_of["extras"] = [[kind.name, _digest(Path(inspect.getfile(kind)))] for kind in extras]
     return hashlib.sha256(json.dumps(made_of, sort_keys=True, default=repr).encode()).hexdigest()[:32]
-
-
-def _tokenizer_files(directory: Path) -> list[Path]:
-    return sorted({path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)})
 
 
 def _files(location: str) -> list[Path]:

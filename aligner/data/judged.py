@@ -36,6 +36,7 @@ from aligner.data.sources import RawRecord
 from aligner.data.supervised import SupervisedExample, row_of
 from aligner.errors import DataError
 from aligner.types import LabeledBatch, StepBatch
+from aligner.types.batches import of_kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,4 +255,4 @@ def step_batch(examples: Sequence[SteppedExample], pad_id: int) -> StepBatch:
     rows = supervised_batch([example.row for example in examples], pad_id)
     labels = torch.zeros(rows.tokens.shape, dtype=torch.float32)
     labels[rows.loss_mask] = torch.tensor([label for example in examples for label in example.labels], dtype=torch.float32)
-    return StepBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=rows.loss_mask, extras=rows.extras, step_labels=labels)
+    return of_kind(StepBatch, rows, step_labels=labels)

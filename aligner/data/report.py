@@ -71,7 +71,8 @@ class LoadReport:
         for one in self.too_long:
             lengths.setdefault(one.limit, []).append(one.length)
         return [
-            f"{len(found)} left out: longer than {limit}, {'they have' if len(found) > 1 else 'it has'} {_range(found)}"
+            f"{len(found)} left out: longer than {limit}, {'they have' if len(found) > 1 else 'it has'} "
+            + (f"{min(found)} to {max(found)}" if min(found) < max(found) else f"{min(found)}")
             for limit, found in lengths.items()
         ]
 
@@ -104,11 +105,6 @@ def combined(reports: Sequence[LoadReport], shares: str) -> LoadReport:
         **{name: sum(getattr(report, name) for report in reports) for name in counts},
         **{name: dict(table) for name, table in tables.items()},
     )
-
-
-def _range(lengths: Sequence[int]) -> str:
-    least, most = min(lengths), max(lengths)
-    return f"{least} to {most}" if least < most else str(least)
 
 
 class NoUsableRecord(DataError):

@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from torch import Tensor
 
 from aligner.data.order import order_of
 from aligner.errors import ConfigError
@@ -64,6 +66,13 @@ class BatchSizes(Protocol):
     def validation_batch_size(self) -> int: ...
 
 
+class Reference(Protocol):
+    """A frozen policy that the trained one is compared with."""
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        """As `Policy.logprobs`."""
+
+
 class Stateless:
     """The state methods of `aligner.loop.loop.Algorithm` for one that depends only on model and step number."""
 
@@ -80,8 +89,10 @@ class Stateless:
 class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
     """Base algorithm; subclasses define training (`collate`, `loss`) and validation (`validate`).
 
-    Every rank constructs one.
+    Every rank constructs one. `computes`: the phase in which `collate` makes a pass of a model; empty: it only reads.
     """
+
+    computes: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -118,12 +129,13 @@ class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
         """Metrics on the validation examples; empty without any."""
 
     def step(self, step: int, clock: Clock) -> StepResult:
-        with clock.phase("read"):
+        with clock.phase(self.computes or "read"):
             batch = self.collate(self.examples_of(step))
         with clock.phase("train"):
             metrics = values(self.model.train_step(batch, self.loss))
-        found = of_mask(batch.loss_mask, unit=2 if isinstance(batch, PreferenceBatch) else 1)
-        return StepResult(metrics=metrics | of_lengths(batch.lengths, clock.seconds["time/train"]) | found | self.order.metrics(step))
+        seconds = clock.seconds.get(f"time/{self.computes}", 0.0) + clock.seconds["time/train"]
+        found = of_lengths(batch.lengths, seconds) | of_mask(batch.loss_mask, unit=2 if isinstance(batch, PreferenceBatch) else 1)
+        return StepResult(metrics=metrics | found | self.order.metrics(step))
 
     def examples_of(self, step: int) -> list[Example]:
         """Examples of `step` (from 1)."""

@@ -57,7 +57,7 @@ def test_a_step_trains_on_one_batch_with_the_references_log_probs(fakes) -> None
     algorithm = dpo(fakes, log)
     metrics = algorithm.step(1, Clock()).metrics
     assert log == ["logprobs", "update"]  # the reference's, then one update: the policy itself needs no pass without gradient
-    (batch,) = algorithm.policy.trained
+    (batch,) = algorithm.model.trained
     assert batch.tokens.shape[0] == 4  # two pairs
     chosen = {example.chosen.tokens for example in PAIRS}
     assert all(tuple(tokens[:length].tolist()) in chosen for tokens, length in zip(batch.tokens[::2], batch.lengths[::2], strict=True))
@@ -71,7 +71,7 @@ def test_the_data_of_a_step_depend_on_its_number_alone(fakes) -> None:
     for step in (1, 2, 3):
         one.step(step, Clock())
     other.step(3, Clock())
-    assert torch.equal(one.policy.trained[2].tokens, other.policy.trained[0].tokens)
+    assert torch.equal(one.model.trained[2].tokens, other.model.trained[0].tokens)
     assert one.state() == {}
 
 
@@ -86,7 +86,7 @@ def test_a_loss_without_a_reference_asks_for_none(fakes) -> None:
     algorithm = dpo(fakes, log := [], loss=DPOVariant.simpo, validation=PAIRS)
     assert algorithm.reference is None
     algorithm.step(1, Clock())
-    assert log == ["update"] and algorithm.policy.trained[0].ref_logprobs is None
+    assert log == ["update"] and algorithm.model.trained[0].ref_logprobs is None
     assert algorithm.validate()["validation/margin"] == 0.0  # the fake's log-probs are all -1, and so are their means
     parts = {"train": PAIRS, "validation": [], "pad_id": 0, "seed": 1}
     with pytest.raises(ValueError, match="the loss simpo has none"):
