@@ -388,7 +388,6 @@ class Judge:
         ]
 
     def _scores(self, rows: Sequence[SupervisedExample]) -> list[float]:
-        """The log-prob of every row's answer."""
         found: list[float] = []
         size = self.batch_size * ROWS
         for start in range(0, len(rows), size):

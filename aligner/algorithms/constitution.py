@@ -126,7 +126,6 @@ class Constitutional:
             self._round(number, (next(stages), next(stages)), chains, sampled)
 
     def _round(self, number: int, stages: tuple[int, int], chains: Sequence[Chain], sampled: _Sampled) -> None:
-        """A critique and a revision of every chain that is whole."""
         critiques: dict[int, str] = {}
 
         def for_critique(chain: Chain) -> Sequence[int]:

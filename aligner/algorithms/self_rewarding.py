@@ -233,7 +233,6 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
         return Scored(answers=answers, scores=given)
 
     def _choose(self, iteration: Iteration, scored: Scored) -> tuple[dict[str, float], Chosen]:
-        """The pairs of an iteration, and the metrics of pairs and scores."""
         config, size = self.config, self.group_size
         scores = torch.tensor([0.0 if score is None else score for score in scored.scores], dtype=torch.float32)
         valid = torch.tensor([score is not None for score in scored.scores], dtype=torch.bool)

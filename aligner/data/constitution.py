@@ -440,12 +440,10 @@ def _joined(parts: Sequence[Conversation]) -> Conversation:
 
 
 def _written(said: str, turns: Turns | Example) -> str:
-    """The text of one round, up to the model's next turn."""
     text = f"{said} {turns.response}{CRITIQUE_REQUEST} {turns.critique_request}{CRITIQUE}"
     return f"{text} {turns.critique}{REVISION_REQUEST} {turns.revision_request}{REVISION}" if turns.revision_request else text
 
 
 def _said(messages: Conversation, turns: Turns | Example) -> Conversation:
-    """The messages of one round, up to the model's next turn."""
     found = (*messages, _assistant(turns.response), _user(turns.critique_request))
     return (*found, _assistant(turns.critique), _user(turns.revision_request)) if turns.revision_request else found

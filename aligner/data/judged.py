@@ -81,7 +81,6 @@ def _responses(records: Iterable[RawRecord]) -> Iterator[tuple[RawRecord, str]]:
 
 
 def _judgement(raw: RawRecord, which: str) -> JudgedRecord:
-    """A record's response; of a pair the requested one."""
     if not which:
         return parse_judged(raw)
     record = raw_object(raw)
@@ -235,7 +234,6 @@ def _stepped(raw: RawRecord, reader: Reader) -> SteppedExample:
 
 
 def _steps(raw: RawRecord) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """The texts of the steps, and their labels."""
     record = raw_object(raw)
     name = the_one(record, ("steps", "completions"), _STEPS_FORMAT)
     if "labels" not in record:

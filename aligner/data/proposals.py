@@ -117,7 +117,6 @@ def check_sizes(location: str, sizes: Sequence[int]) -> None:
 
 
 def _log_probs(responses: Sequence[dict[str, object]]) -> tuple[tuple[float, ...], tuple[float, ...] | None]:
-    """(targets, proposals) of `ProposedGroup`."""
     targets, proposals = [], []
     for i, response in enumerate(responses):
         what = f"field 'responses[{i}]'"
@@ -203,7 +202,6 @@ def _encode(found: Responses, number: int, quantity: Quantity, reader: Reader) -
 
 
 def _messages(record: LabelledRecord) -> tuple[Message, ...]:
-    """What precedes the last turn, as a chat."""
     system = (Message(role="system", content=record.system),) if record.system else ()
     turns = (Message(role="user" if turn.speaker == USER else "assistant", content=turn.text) for turn in record.turns[:-1])
     return (*system, *turns)

@@ -234,7 +234,6 @@ class Tally:
                     getattr(self, name).extend(getattr(other, name)[before.get(name, 0) : stop])
 
     def _look(self, raw: RawRecord) -> None:
-        """Look for the fields named in settings."""
         record = raw.value.origin if isinstance(raw.value, Recast) else raw.value
         if isinstance(record, dict):
             if len(self._there) < _MOST_NAMES:
@@ -244,7 +243,6 @@ class Tally:
                 self._have[key] += nested(record, name) is not None
 
     def _check_named(self) -> None:
-        """Raise DataError for a setting that names a field of no record."""
         for key, name in self._named.items():
             if self._there and not self._have[key]:
                 near = difflib.get_close_matches(name, self._there.keys() - {name}, n=1, cutoff=0.5)

@@ -44,7 +44,6 @@ def row_of(encoded: Encoded, reader: Reader, raw: RawRecord) -> SupervisedExampl
 
 
 def _example(raw: RawRecord, reader: Reader) -> SupervisedExample:
-    """A record of any supervised format. Raises DataError for a bad one."""
     encoded = _encode(raw, reader)
     return row_of(everything(encoded) if reader.config.learn is Learn.everything else encoded, reader, raw)
 

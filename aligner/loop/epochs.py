@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -14,7 +14,7 @@ from aligner.data.order import order_of
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Clock, StepResult
-from aligner.protocols import Loss, Trainable
+from aligner.protocols import Loss, Policy, Trainable
 from aligner.telemetry.metrics import values
 from aligner.types import MaskedBatch, PreferenceBatch
 
@@ -71,6 +71,15 @@ class Reference(Protocol):
 
     def logprobs(self, batch: MaskedBatch) -> Tensor:
         """As `Policy.logprobs`."""
+
+
+def mean_loss(policy: Policy, batches: Iterable[MaskedBatch]) -> dict[str, float]:
+    """The mean token cross-entropy of these batches, as validation/loss; empty if they have no token to learn."""
+    total, count = 0.0, 0
+    for batch in batches:
+        total -= policy.logprobs(batch).double().sum().item()
+        count += int(batch.loss_mask.sum())
+    return {"validation/loss": total / count} if count else {}
 
 
 class Stateless:

@@ -233,7 +233,6 @@ def pair_output(per_pair: Tensor, real: Tensor, loss: str, means: Mapping[str, T
 
 
 def _token_means(logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Mean log-prob per token of all chosen and of all rejected responses."""
     totals, counts = logprobs.detach().sum(dim=1).view(-1, 2).sum(dim=0), mask.sum(dim=1).view(-1, 2).sum(dim=0)
     names = ("preference/chosen_logprob", "preference/rejected_logprob")
     return {name: Mean(total=total, count=count) for name, total, count in zip(names, totals, counts, strict=True)}

@@ -119,7 +119,6 @@ class AsyncRolloutSource(RolloutSource):
         self._asked = max(self._asked, self._taken)
 
     def _ask(self) -> None:
-        """Let the thread begin what it may."""
         limit = self._taken + 1 + self._config.max_staleness - self._is_in_step
         if self._last is not None:
             limit = min(limit, max(self._last, self._taken + 1 - self._is_in_step))

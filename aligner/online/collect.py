@@ -321,7 +321,6 @@ def _values(rollouts: Sequence[Rollout], critic: Critic, pad_id: int) -> Future[
 
 
 def _gather(part: PendingRollouts, seeds: Sequence[int], scorers: Scorers) -> list[_Gathered]:
-    """Every rank's rows, or its error."""
     error, rows = part.error, []
     if error is None:
         try:

@@ -130,11 +130,6 @@ def test_steerlm_gradient_is_that_of_the_kl_to_the_aim():
     torch.testing.assert_close(ours.grad, direct.grad, rtol=1e-6, atol=1e-8)
 
 
-def test_a_policy_that_is_the_aim_is_left_alone():
-    aim = importance_weights(AIM, PROPOSAL, group_size=2)
-    assert not response_coefficients(aim, aim, LENGTHS, group_size=2).any()
-
-
 def test_steerlm_refuses():
     with pytest.raises(ValueError, match="group_size is 3 for 4 responses"):
         importance_weights(AIM, PROPOSAL, group_size=3)

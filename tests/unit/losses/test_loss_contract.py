@@ -140,15 +140,6 @@ def test_any_split_into_micro_batches_gives_the_same_sums(name, cuts):
         torch.testing.assert_close(gradient, gradients(outputs)[key])
 
 
-def test_a_mean_of_micro_batch_means_would_be_another_number():
-    loss, kind = LOSSES["sft"]
-    batch, outputs = make(kind)
-    whole = loss(TokenOutputs(**outputs), batch)
-    parts = [loss(TokenOutputs(logprobs=outputs["logprobs"][a:b]), select_rows(batch, a, b)) for a, b in ((0, 1), (1, 6))]
-    means = sum((part.total / part.count).item() for part in parts) / 2
-    assert abs(means - (whole.total / whole.count).item()) > 1e-3
-
-
 @pytest.mark.parametrize("which", ["new", "old"])
 @pytest.mark.parametrize("objective", list(Objective))
 def test_a_log_prob_of_minus_infinity_shows(objective, which):
