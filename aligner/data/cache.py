@@ -207,14 +207,14 @@ class _Outcome:
     marks: list[dict[str, int]]
 
 
+@dataclass(frozen=True, slots=True)
 class _Storing:
     """`aligner.data.report.Storing`: converts in several processes, which take turns at blocks of records, and writes the examples."""
 
-    def __init__(self, directory: Path, kind: type, num_workers: int, heartbeat: Heartbeat) -> None:
-        self.directory = directory
-        self.kind = kind
-        self._num_workers = num_workers
-        self._heartbeat = heartbeat
+    directory: Path
+    kind: type
+    num_workers: int
+    heartbeat: Heartbeat
 
     def convert(self, tally: Tally, items: Iterable[Any], conversion: Any, records: Any) -> StoredExamples[Any]:
         """`Tally.convert`, its examples in files. Raises what reading the items raises, and DataError if a process is killed."""
@@ -222,12 +222,12 @@ class _Storing:
         def work(number: int) -> _Outcome:
             return self._work(number, tally, items, conversion, records)
 
-        if self._num_workers == 1:
+        if self.num_workers == 1:
             outcomes = [work(0)]
         else:
-            outcomes = _in_processes(work, self._num_workers, self._heartbeat)
+            outcomes = _in_processes(work, self.num_workers, self.heartbeat)
             tally.absorb([one.tally for one in outcomes], [one.marks for one in outcomes])
-        places = [divmod(block, self._num_workers) for block in range(sum(len(one.blocks) for one in outcomes))]
+        places = [divmod(block, self.num_workers) for block in range(sum(len(one.blocks) for one in outcomes))]
         blocks, counts = ([getattr(outcomes[worker], name)[nth] for nth, worker in places] for name in ("blocks", "counts"))
         write_index(self.directory, blocks, counts)
         return StoredExamples(self.directory, self.kind)
@@ -238,11 +238,11 @@ class _Storing:
         marks: list[dict[str, int]] = []
         parent, iterator, block = os.getppid(), iter(items), 0
         while taken := list(islice(iterator, BLOCK_SIZE)):
-            if block % self._num_workers == number:
+            if block % self.num_workers == number:
                 writer.write(tally.convert_here(taken, conversion, records))
                 marks.append(tally.listed())
-            if self._num_workers == 1:
-                self._heartbeat()
+            if self.num_workers == 1:
+                self.heartbeat()
             elif os.getppid() != parent:
                 raise DataError("the process that started this one has ended")
             block += 1

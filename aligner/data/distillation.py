@@ -211,7 +211,7 @@ class TeacherFiles(Sequence[DistilledExample]):
 FIELDS = ("tokens", "labels", "loss_mask", "topk_logits", "topk_token_ids")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Selected(Sequence[DistilledExample]):
     """Some of the examples of another sequence, each cut to `max_length` tokens if that is given."""
 

@@ -121,25 +121,25 @@ def mismatched(examples: Sequence[UnpairedExample], max_length: int) -> list[Unp
     return [_with_response_of(example, examples[i - shift], max_length) for i, example in enumerate(examples)]
 
 
+@dataclass(eq=False)
 class MismatchedSteps(Sequence[UnpairedExample]):
     """`mismatched` examples of each of `num_steps` consecutive steps; made on demand."""
 
-    def __init__(self, examples: Sequence[UnpairedExample], order: EpochSampler, max_length: int, num_steps: int) -> None:
-        self._examples = examples
-        self._order = order
-        self._max_length = max_length
-        self._num_steps = num_steps
-        self._latest: tuple[int, list[UnpairedExample]] = (-1, [])  # only to save time: rows are requested in order
+    examples: Sequence[UnpairedExample]
+    order: EpochSampler
+    max_length: int
+    num_steps: int
+    _latest: tuple[int, Sequence[UnpairedExample]] = (-1, ())  # only to save time: rows are requested in order
 
     def __len__(self) -> int:
-        return self._num_steps * self._order.batch_size
+        return self.num_steps * self.order.batch_size
 
     def __getitem__(self, index: int) -> UnpairedExample:
-        step, row = divmod(index, self._order.batch_size)
-        if step >= self._num_steps:
+        step, row = divmod(index, self.order.batch_size)
+        if step >= self.num_steps:
             raise IndexError(f"row {index} of {len(self)}")
         if step != self._latest[0]:
-            self._latest = (step, mismatched([self._examples[i] for i in self._order.indices(step)], self._max_length))
+            self._latest = (step, mismatched([self.examples[i] for i in self.order.indices(step)], self.max_length))
         return self._latest[1][row]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from aligner.types import MaskedBatch, PreferenceBatch
 Example = TypeVar("Example")
 Model = TypeVar("Model", bound=Trainable)
 Collated = TypeVar("Collated", bound=MaskedBatch)
-Config = TypeVar("Config", bound="BatchSizes")
+Config = TypeVar("Config", bound=Any)  # with batch_size and validation_batch_size
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,16 +56,6 @@ def check_reference(reference: ReferenceLogprobs, part_size: int, *, is_needed: 
         raise ConfigError(f"algorithm.reference={reference.value}: loss={loss} has no reference; allowed: {ReferenceLogprobs.live.value}")
 
 
-class BatchSizes(Protocol):
-    """What `EpochTraining` reads of an algorithm's config."""
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def validation_batch_size(self) -> int: ...
-
-
 class Reference(Protocol):
     """A frozen policy that the trained one is compared with."""
 
@@ -95,6 +85,7 @@ class Stateless:
         """There is no state besides the model and the step number."""
 
 
+@dataclass(eq=False)
 class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
     """Base algorithm; subclasses define training (`collate`, `loss`) and validation (`validate`).
 
@@ -103,22 +94,16 @@ class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
 
     computes: ClassVar[str] = ""
 
-    def __init__(
-        self,
-        config: Config,
-        model: Model,
-        *,
-        train: Sequence[Example],
-        validation: Sequence[Example],
-        pad_id: int,
-        seed: int,
-    ) -> None:
-        self.config = config
-        self.model = model
-        self.train = train
-        self.validation = validation
-        self.pad_id = pad_id
-        self.order = order_of(train, config.batch_size, seed)
+    config: Config
+    model: Model
+    _: KW_ONLY
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    pad_id: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.order = order_of(self.train, self.config.batch_size, self.seed)
         self.check()
 
     def check(self) -> None:

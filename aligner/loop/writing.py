@@ -35,7 +35,7 @@ class FilesAlone(Stateless):
         return {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Writing(FilesAlone):
     """`aligner.loop.loop.Algorithm` that makes records of items and writes them. Every rank constructs one.
 
