@@ -29,10 +29,10 @@ from aligner.data.collate import preference_batch
 from aligner.data.config import PreferenceDataConfig
 from aligner.data.supervised import PreferencePair, load_preferences, require_margins
 from aligner.errors import ConfigError
-from aligner.loop.epochs import EpochTraining, Reference, ReferenceLogprobs, check_batch_sizes, check_reference
+from aligner.loop.epochs import EpochTraining, ReferenceLogprobs, check_batch_sizes, check_reference
 from aligner.loop.loop import Built
 from aligner.losses.preference import DPOVariant, LogRatios, UserPairLoss, dpo_loss
-from aligner.protocols import Loss, Policy
+from aligner.protocols import Loss, Policy, Reference
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe, named, resolve, text_of
 from aligner.run.settings import TrainerRun, reading

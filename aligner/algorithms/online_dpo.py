@@ -21,7 +21,6 @@ import torch
 
 from aligner.algorithms.dpo import PairLossConfig
 from aligner.errors import ConfigError, check_numbers
-from aligner.loop.epochs import Reference
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.aggregation import masked_mean, require
@@ -33,7 +32,7 @@ from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.selection import Pairing, Pairs, num_compared, pairs_of
 from aligner.online.task import REWARDED, OnlineTask
-from aligner.protocols import Policy
+from aligner.protocols import Policy, Reference
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.traits import Traits

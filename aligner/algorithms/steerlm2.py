@@ -22,13 +22,13 @@ from aligner.data.collate import supervised_batch
 from aligner.data.config import ProposalDataConfig
 from aligner.data.proposals import OF_PROPOSAL, ProposedGroup, load_proposals
 from aligner.errors import DataError
-from aligner.loop.epochs import BatchConfig, EpochTraining, Reference
+from aligner.loop.epochs import BatchConfig, EpochTraining
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.sft import importance_weights, response_coefficients, steerlm_loss
 from aligner.models.config import Architecture
 from aligner.planner.workload import Phase
-from aligner.protocols import Loss, Policy
+from aligner.protocols import Loss, Policy, Reference
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, check_layout, reading

@@ -6,9 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
-
-from torch import Tensor
+from typing import Any, ClassVar, Generic, TypeVar
 
 from aligner.data.order import order_of
 from aligner.errors import ConfigError
@@ -54,13 +52,6 @@ def check_reference(reference: ReferenceLogprobs, part_size: int, *, is_needed: 
         raise ConfigError(f"algorithm.reference_part_size={part_size}: must be at least 1")
     if reference is ReferenceLogprobs.precomputed and not is_needed:
         raise ConfigError(f"algorithm.reference={reference.value}: loss={loss} has no reference; allowed: {ReferenceLogprobs.live.value}")
-
-
-class Reference(Protocol):
-    """A frozen policy that the trained one is compared with."""
-
-    def logprobs(self, batch: MaskedBatch) -> Tensor:
-        """As `Policy.logprobs`."""
 
 
 def mean_loss(policy: Policy, batches: Iterable[MaskedBatch]) -> dict[str, float]:

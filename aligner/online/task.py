@@ -9,12 +9,11 @@ from typing import Any
 
 from aligner.data.collate import EpochSampler
 from aligner.data.reading import Mixed
-from aligner.loop.epochs import Reference
 from aligner.models.training.guard import GuardConfig
 from aligner.online.collect import Scorers
 from aligner.online.config import ValidationConfig
 from aligner.parallel.topology import Topology
-from aligner.protocols import Critic, RewardModel, RolloutEngine
+from aligner.protocols import Critic, Reference, RewardModel, RolloutEngine
 from aligner.reporting.formats import Column, Goal
 from aligner.types import Prompt, Rollout, SampleRow
 
