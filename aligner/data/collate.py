@@ -18,6 +18,7 @@ from torch import Tensor
 from aligner.data.supervised import PreferencePair, SupervisedExample
 from aligner.errors import ConfigError
 from aligner.types import FinishReason, LabeledBatch, PreferenceBatch, Rollout, RolloutBatch, TokenBatch
+from aligner.types.batches import of_kind
 from aligner.types.extras import padded
 
 
@@ -72,11 +73,9 @@ class EpochSampler:
         if not self.shuffle:
             epoch = 0
         if self._cached[0] != epoch:
-            self._cached = (epoch, self._make(epoch))
+            order = permutation(self.size, self.seed, epoch) if self.shuffle else np.arange(self.size, dtype=np.uint32)
+            self._cached = (epoch, order)
         return self._cached[1]
-
-    def _make(self, epoch: int) -> NDArray[np.uint32]:
-        return permutation(self.size, self.seed, epoch) if self.shuffle else np.arange(self.size, dtype=np.uint32)
 
 
 def permutation(size: int, seed: int, epoch: int, stream: int = 0) -> NDArray[np.uint32]:
@@ -130,14 +129,7 @@ def preference_batch(pairs: Sequence[PreferencePair], pad_id: int, pad_multiple:
     """P pairs as 2P rows: row 2i is chosen i, row 2i+1 rejected i."""
     rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
     labeled = supervised_batch(rows, pad_id, pad_multiple)
-    return PreferenceBatch(
-        tokens=labeled.tokens,
-        lengths=labeled.lengths,
-        loss_mask=labeled.loss_mask,
-        margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32),
-        ref_logprobs=labeled.ref_logprobs,
-        extras=labeled.extras,
-    )
+    return of_kind(PreferenceBatch, labeled, margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32))
 
 
 def _stored_logprobs(examples: Sequence[SupervisedExample], mask: Tensor) -> Tensor | None:

@@ -7,19 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
-from typing import Any
 
 from torch import Tensor
 
-from aligner.data.config import DemonstrationDataConfig, Learn, PreferenceDataConfig, SFTDataConfig
+from aligner.data.config import Learn
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_response, everything, last_span
 from aligner.data.forms import Purpose, extras_of
 from aligner.data.labelled import encode_labelled, is_labelled, parse_labelled
-from aligner.data.reading import Reader, read_all, reads_sources
+from aligner.data.reading import Reader, loader
 from aligner.data.records import ConversationRecord, TextRecord, is_text_line, parse_preference, parse_supervised, parse_text_pair
-from aligner.data.report import LoadReport
 from aligner.data.sources import RawRecord
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import Prompt
 
@@ -39,14 +36,6 @@ class SupervisedExample:
     extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # `aligner.types.extras`
 
 
-@reads_sources
-def load_supervised(
-    location: str, config: SFTDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[SupervisedExample], LoadReport]:
-    """Examples of `config.train` or `config.validation` (see `aligner.data.reading`)."""
-    return read_all(_example, location, config, tokenizer, first=first, purpose=Purpose.supervised)
-
-
 def row_of(encoded: Encoded, reader: Reader, raw: RawRecord) -> SupervisedExample:
     """The row of an encoded record, cut if it is too long and the settings allow that."""
     fitted = reader.fit(encoded)
@@ -55,7 +44,6 @@ def row_of(encoded: Encoded, reader: Reader, raw: RawRecord) -> SupervisedExampl
 
 
 def _example(raw: RawRecord, reader: Reader) -> SupervisedExample:
-    """A record of any supervised format. Raises DataError for a bad one."""
     encoded = _encode(raw, reader)
     return row_of(everything(encoded) if reader.config.learn is Learn.everything else encoded, reader, raw)
 
@@ -77,6 +65,9 @@ def _encode(raw: RawRecord, reader: Reader) -> Encoded:
     return encode_response(tokenizer, record.prompt, record.response, style)
 
 
+load_supervised = loader(SupervisedExample, _example, purpose=Purpose.supervised)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demonstration:
     """A prompt and the tokens of the given response, its end included."""
@@ -96,22 +87,15 @@ def answered(prompt: Prompt, response: Sequence[int]) -> SupervisedExample:
     return SupervisedExample(tokens=(*head, *response), loss_mask=mask, source=prompt.source, extras=prompt.extras)
 
 
-@reads_sources
-def load_demonstrations(
-    location: str, config: DemonstrationDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[Demonstration], LoadReport]:
-    """Demonstrations at a location (see `aligner.data.reading`).
-
-    In a conversation the last response is the given one, and the rest is the prompt; `Prompt.id` is the record's index.
-    """
-    return read_all(_demonstration, location, config, tokenizer, first=first, purpose=Purpose.supervised)
-
-
 def _demonstration(raw: RawRecord, reader: Reader) -> Demonstration:
+    """In a conversation the last response is the given one, and the rest is the prompt; `Prompt.id` is the record's index."""
     row = _example(raw, reader)
     start = response_start(row.loss_mask)
     reader.check_prompt(start)
     return Demonstration(prompt=reader.prompt(raw, row.tokens[:start]), response=row.tokens[start:])
+
+
+load_demonstrations = loader(Demonstration, _demonstration, purpose=Purpose.supervised)
 
 
 def response_start(loss_mask: Sequence[bool]) -> int:
@@ -159,15 +143,6 @@ class _Lines:
         return (self.first,) if self.second is None else (self.first, self.second)
 
 
-@reads_sources
-def load_preferences(
-    location: str, config: PreferenceDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[PreferencePair], LoadReport]:
-    """Pairs of `config.train` or `config.validation` (see `aligner.data.reading`)."""
-    options: dict[str, Any] = {"items": _pair_lines, "records": lambda lines: lines.records}
-    return read_all(_pair, location, config, tokenizer, first=first, purpose=Purpose.preference, **options)
-
-
 def _pair(lines: _Lines, reader: Reader) -> PreferencePair:
     record = parse_text_pair(lines.first, lines.second) if lines.alternating else parse_preference(lines.first)
     rows = []
@@ -202,3 +177,6 @@ def _pair_lines(records: Iterable[RawRecord]) -> Iterator[_Lines]:
             continue
         for first in lines:
             yield _Lines(first=first, second=next(lines, None), alternating=True)
+
+
+load_preferences = loader(PreferencePair, _pair, purpose=Purpose.preference, items=_pair_lines, records=lambda lines: lines.records)

@@ -29,10 +29,6 @@ def test_seeds_differ_and_a_batch_may_exceed_the_set():
     assert sorted(EpochSampler(size=2, batch_size=6, seed=0).indices(1)) == [0, 0, 0, 1, 1, 1]
 
 
-def test_unshuffled_is_the_file_order_round_and_round():
-    assert stream(EpochSampler(size=3, batch_size=2, seed=0, shuffle=False), 3) == [0, 1, 2, 0, 1, 2]
-
-
 def test_the_permutation_is_pinned():
     """A changed generator would silently repeat and skip examples of a resumed run."""
     assert EpochSampler(size=8, batch_size=8, seed=5).indices(0) == [2, 4, 3, 1, 5, 0, 6, 7]
