@@ -35,7 +35,7 @@ from aligner.algorithms.judge import (
     scoring_settings,
 )
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.collate import EpochSampler
+from aligner.data.epochs import EpochSampler
 from aligner.data.supervised import PreferencePair, answered
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RunHalted

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.collate import EpochSampler, supervised_batch
+from aligner.data.collate import supervised_batch
 from aligner.data.config import DemonstrationDataConfig
+from aligner.data.epochs import EpochSampler
 from aligner.data.reading import Mixed
 from aligner.data.supervised import Demonstration, PreferencePair, load_demonstrations
 from aligner.data.tokenizer import Tokenizer

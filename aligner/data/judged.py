@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aligner.data.collate import EpochSampler, supervised_batch
+from aligner.data.collate import supervised_batch
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_prompt, encode_response, plain_text
+from aligner.data.epochs import EpochSampler
 from aligner.data.forms import Purpose
 from aligner.data.labelled import MISSING, attribute_text, is_labelled, parse_labelled, parse_labels, parse_step_labels
 from aligner.data.messages import shown, text_of

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aligner.data.collate import EpochSampler, permutation
+from aligner.data.epochs import EpochSampler, permutation
 from aligner.data.mixture import Mixture
 from aligner.errors import ConfigError
 

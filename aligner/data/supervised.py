@@ -4,12 +4,11 @@ A `Demonstration` is a prompt with the given response, with which SPIN compares 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby
 
-from torch import Tensor
-
+from aligner.data.collate import PreferencePair, SupervisedExample
 from aligner.data.config import Learn
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_response, everything, last_span
 from aligner.data.forms import Purpose, extras_of
@@ -19,21 +18,6 @@ from aligner.data.records import ConversationRecord, TextRecord, is_text_line, p
 from aligner.data.sources import RawRecord
 from aligner.errors import DataError
 from aligner.types import Prompt
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SupervisedExample:
-    """One row: `loss_mask` is True on response tokens and their end token; `source` is `file:line`.
-
-    `ref_logprobs`: a frozen reference's log-probs of the tokens in `loss_mask`, float32, where they are stored
-    (`aligner.jobs.stored_reference`).
-    """
-
-    tokens: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    source: str
-    ref_logprobs: Tensor | None = field(default=None, compare=False, repr=False)
-    extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # `aligner.types.extras`
 
 
 def row_of(encoded: Encoded, reader: Reader, raw: RawRecord) -> SupervisedExample:
@@ -104,29 +88,6 @@ def response_start(loss_mask: Sequence[bool]) -> int:
     if not learnt[-1]:
         raise DataError("ends with a turn that is not learnt, expected a response at the end")
     return len(learnt) - learnt[::-1].index(False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreferencePair:
-    """Two rows that begin with the same prompt; `margin` is the given reward difference, or 0."""
-
-    chosen: SupervisedExample
-    rejected: SupervisedExample
-    margin: float
-
-    @property
-    def source(self) -> str:
-        return self.chosen.source
-
-    @property
-    def rows(self) -> tuple[SupervisedExample, ...]:
-        """The rows that a model reads."""
-        return self.chosen, self.rejected
-
-    def with_reference(self, logprobs: Sequence[Tensor]) -> PreferencePair:
-        """The same pair with a frozen reference's log-probs of the trained tokens of each of its `rows`."""
-        chosen, rejected = (replace(row, ref_logprobs=found) for row, found in zip(self.rows, logprobs, strict=True))
-        return replace(self, chosen=chosen, rejected=rejected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.data.collate import EpochSampler
+from aligner.data.epochs import EpochSampler
 from aligner.errors import ConfigError
 
 

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from aligner.data.collate import EpochSampler
 from aligner.data.config import (
     DemonstrationDataConfig,
     DistillationDataConfig,
@@ -17,6 +16,7 @@ from aligner.data.config import (
     UnpairedDataConfig,
 )
 from aligner.data.distillation import load_distillation
+from aligner.data.epochs import EpochSampler
 from aligner.data.judged import load_unpaired
 from aligner.data.mixture import Mixture, Source, is_mixture, read_alone, sources
 from aligner.data.order import MAX_CYCLE, MixtureSampler, order_of
