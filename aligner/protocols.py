@@ -47,6 +47,13 @@ class Policy(Trainable, Protocol):
         """Stream of (HF name, full unsharded tensor); collective; ranks other than 0 may receive the same tensors."""
 
 
+class Reference(Protocol):
+    """A frozen policy that the trained one is compared with."""
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        """As `Policy.logprobs`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
     """Which of a rollout engine's replicas this rank belongs to. They differ from training's data-parallel ones: every rank generates."""

@@ -22,7 +22,7 @@ from random_model import SIZES, random_prompts, write_model
 from sides import HERE, Mismatch
 from torch import Tensor
 
-from aligner.losses.advantages import Estimator, estimate, gae, outcome_rewards, returns_to_go, shaped_rewards, whiten
+from aligner.losses.advantages import Estimator, estimate, gae, outcome_rewards, shaped_rewards, whiten
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.policy import Objective, policy_loss
@@ -106,7 +106,6 @@ def cases(rows: int, length: int) -> dict[str, Callable[[], object]]:
         "GAE, a loop over tokens": partial(looped_gae, rewards, values, mask, 0.99, 0.95),
         "GAE": partial(gae, rewards, values, mask, 0.99, 0.95),
         "GAE, gaps in the mask": partial(gae, rewards, values, with_gaps, 0.99, 0.95),
-        "returns to go": partial(returns_to_go, rewards, mask, 0.99),
         "whitening": partial(whiten, rewards, mask),
         "scores to token rewards": partial(outcome_rewards, scores, mask),
         "shaping, all of it": partial(shape, scores, mask.sum(dim=1), valid, config, Moments(), max_length=length),

@@ -266,7 +266,7 @@ def _critic(outcome: Outcome, job: Any) -> LocalCritic:
         return made(model, *args, **kwargs)
 
     with (
-        mock.patch.object(serving, "_serve", lambda session, name, operations, residence, **_: served.extend(operations)),
+        mock.patch.object(serving, "_serve", lambda session, config, name, found, *_: served.extend(found.operations)),
         mock.patch.object(serving, "CriticService", service),
     ):
         serving.serve_critic(job.config)

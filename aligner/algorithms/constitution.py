@@ -13,18 +13,23 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aligner.algorithms.ai_feedback import ROWS, Judge, JudgeConfig, JudgeFraming, Judgement, judgement_metrics
 from aligner.algorithms.chains import (
     PREFERENCES,
+    ROWS,
     SUPERVISED,
     TOO_LONG,
     Chain,
     ConstitutionConfig,
+    Judge,
+    JudgeConfig,
+    JudgeFraming,
+    Judgement,
     Pair,
     Pairs,
     Round,
     check_constitution,
     comparison_of,
+    judgement_metrics,
     pair_of,
     publish_feedback,
     trace_metrics,
@@ -72,34 +77,22 @@ class _Sampled:
         return found
 
 
+@dataclass(frozen=True, slots=True)
 class Constitutional:
     """Makes the traces of cases: `make` for `aligner.loop.writing.Writing`. Every rank constructs one.
 
     `engine` None: nothing is sampled; `judge` None: nothing is compared. `max_history`: tokens that may precede a critique or a revision.
     """
 
-    def __init__(
-        self,
-        config: ConstitutionConfig,
-        constitution: Constitution,
-        framing: Framing,
-        *,
-        engine: RolloutEngine | None,
-        scorers: Scorers,
-        sampling: SamplingConfig,
-        judge: Judge | None,
-        seed: int,
-        max_history: int,
-    ) -> None:
-        self.config = config
-        self.constitution = constitution
-        self.framing = framing
-        self.engine = engine
-        self.scorers = scorers
-        self.sampling = {True: sampling, False: text_sampling(sampling)}
-        self.judge = judge
-        self.seed = seed
-        self.max_history = max_history
+    config: ConstitutionConfig
+    constitution: Constitution
+    framing: Framing
+    engine: RolloutEngine | None
+    scorers: Scorers
+    sampling: SamplingConfig
+    judge: Judge | None
+    seed: int
+    max_history: int
 
     def make(self, part: int, cases: Sequence[Case]) -> tuple[list[Record], dict[str, float]]:
         """One trace per chain of the part's cases, and metrics. Collective."""
@@ -133,7 +126,6 @@ class Constitutional:
             self._round(number, (next(stages), next(stages)), chains, sampled)
 
     def _round(self, number: int, stages: tuple[int, int], chains: Sequence[Chain], sampled: _Sampled) -> None:
-        """A critique and a revision of every chain that is whole."""
         critiques: dict[int, str] = {}
 
         def for_critique(chain: Chain) -> Sequence[int]:
@@ -185,7 +177,9 @@ class Constitutional:
             asked.setdefault(chain.case.messages is not None, []).append((chain, prompt))
         wanted = [
             SampleRequest(
-                prompts=[prompt for _, prompt in some], seeds=[seeds[chain.row] for chain, _ in some], sampling=self.sampling[chat]
+                prompts=[prompt for _, prompt in some],
+                seeds=[seeds[chain.row] for chain, _ in some],
+                sampling=self.sampling if chat else text_sampling(self.sampling),
             )
             for chat, some in asked.items()
         ]
@@ -335,10 +329,11 @@ def build(job: WriterJob[ConstitutionalAI]) -> int:
         seed=config.run.seed,
         max_history=config.data.max_history_length,
     )
-    made_of = _made_of(config, cases, constitution) | {"judge": judge_digest}
-    code = job.write_parts(
-        cases, work.make, made_of=made_of, finish=partial(publish_feedback, constitution=constitution, wanted=_wanted(config))
-    )
+    algorithm, what = config.algorithm, [(case.prompt.id, case.prompt.tokens, case.said, case.pair) for case in cases]
+    settings = (asdict(algorithm), asdict(config.rollout.sampling), config.judge.framing, config.data.max_history_length, config.run.seed)
+    made_of = {"settings": repr(settings), "data": digest_of(what), "constitution": constitution.digest, "judge": judge_digest}
+    wanted = [SUPERVISED] * (algorithm.num_revisions > 0) + [PREFERENCES] * (algorithm.pairs is not Pairs.none)
+    code = job.write_parts(cases, work.make, made_of=made_of, finish=partial(publish_feedback, constitution=constitution, wanted=wanted))
     if engine is not None:
         engine.shutdown()
     return code
@@ -374,17 +369,6 @@ def _judge(job: WriterJob[ConstitutionalAI], constitution: Constitution, policy:
         heartbeat=job.session.progress.heartbeat,
     )
     return judge, digest
-
-
-def _wanted(config: ConstitutionalAI) -> list[str]:
-    algorithm = config.algorithm
-    return [SUPERVISED] * (algorithm.num_revisions > 0) + [PREFERENCES] * (algorithm.pairs is not Pairs.none)
-
-
-def _made_of(config: ConstitutionalAI, cases: Sequence[Case], constitution: Constitution) -> dict[str, str]:
-    what = [(case.prompt.id, case.prompt.tokens, case.said, case.pair) for case in cases]
-    settings = (asdict(config.algorithm), asdict(config.rollout.sampling), config.judge.framing, config.data.max_history_length)
-    return {"settings": repr((*settings, config.run.seed)), "data": digest_of(what), "constitution": constitution.digest}
 
 
 RECIPE = Recipe(name="constitution", config=ConstitutionalAI, build=build, columns=COLUMNS)

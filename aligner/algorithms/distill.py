@@ -14,13 +14,13 @@ layout.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aligner.data.config import DistillationDataConfig
 from aligner.data.distillation import DistilledExample, check_logprobs, distillation_batch, load_distillation
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.epochs import EpochTraining, check_batch_sizes
 from aligner.loop.loop import Built
 from aligner.losses.aggregation import require
@@ -32,6 +32,7 @@ from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, reading
 from aligner.telemetry.metrics import merge, values
 from aligner.types import DistillationBatch, LabeledBatch, LossOutput, TokenOutputs
+from aligner.types.batches import of_kind
 
 if TYPE_CHECKING:
     from aligner.jobs.trains import TrainerJob
@@ -48,23 +49,13 @@ class DivergenceConfig:
     ce_coef: float = 0.0  # of the negative log-likelihood of the tokens that are there
 
     def __post_init__(self) -> None:
-        for name, is_bad, rule in (
-            ("teacher_weight", not 0 < self.teacher_weight < 1, "must be between 0 and 1"),
-            ("temperature", self.temperature <= 0, "must be above 0"),
-            ("ce_coef", self.ce_coef < 0, "must not be negative"),
-        ):
-            if is_bad:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: {rule}")
+        if not 0 < self.teacher_weight < 1:
+            raise ConfigError(f"algorithm.teacher_weight={self.teacher_weight}: must be between 0 and 1")
+        check_numbers(self, "algorithm", above_0=("temperature",), not_negative=("ce_coef",))
 
     def settings(self) -> dict[str, Any]:
         """The arguments of `distillation_terms` besides a batch and the model's outputs."""
-        return {
-            "divergence": self.divergence,
-            "teacher_weight": self.teacher_weight,
-            "temperature": self.temperature,
-            "tail_bucket": self.tail_bucket,
-            "ce_coef": self.ce_coef,
-        }
+        return {one.name: getattr(self, one.name) for one in fields(DivergenceConfig)}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,7 +85,7 @@ def distillation_terms(outputs: TokenOutputs, batch: DistillationBatch, *, ce_co
     """
     student = require(outputs.topk_logprobs, "TokenOutputs.topk_logprobs")
     apart = distillation_loss(student, batch.teacher_logprobs, batch.loss_mask, **settings)
-    text = sft_loss(outputs, LabeledBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask))
+    text = sft_loss(outputs, of_kind(LabeledBatch, batch))
     total = apart.total + ce_coef * text.total if ce_coef else apart.total
     return LossOutput(total=total, count=apart.count, metrics={**apart.metrics, "distillation/nll": text.metrics["sft/loss"]})
 

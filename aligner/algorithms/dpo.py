@@ -19,27 +19,25 @@ any two shapes do. Validation batches are always the same ones, so theirs are ke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from aligner.data.collate import preference_batch
 from aligner.data.config import PreferenceDataConfig
-from aligner.data.order import order_of
 from aligner.data.supervised import PreferencePair, load_preferences, require_margins
 from aligner.errors import ConfigError
-from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
-from aligner.loop.learnt import of_lengths, of_mask
-from aligner.loop.loop import Built, Clock, StepResult
+from aligner.loop.epochs import EpochTraining, ReferenceLogprobs, check_batch_sizes, check_reference
+from aligner.loop.loop import Built
 from aligner.losses.preference import DPOVariant, LogRatios, UserPairLoss, dpo_loss
-from aligner.protocols import Loss, Policy
+from aligner.protocols import Loss, Policy, Reference
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe, named, resolve, text_of
 from aligner.run.settings import TrainerRun, reading
 from aligner.run.traits import Traits
-from aligner.telemetry.metrics import Metrics, merge, values
+from aligner.telemetry.metrics import merge, values
 from aligner.types import PreferenceBatch, TokenOutputs
 
 if TYPE_CHECKING:
@@ -78,16 +76,8 @@ class PairLossConfig:
 
     def settings(self) -> dict[str, Any]:
         """The arguments of `dpo_loss` besides a batch and the model's outputs."""
-        return {
-            "beta": self.beta,
-            "variant": self.resolved_loss(),
-            "label_smoothing": self.label_smoothing,
-            "sft_coef": self.sft_coef,
-            "average_logprobs": self.average_logprobs,
-            "gamma": self.gamma,
-            "eta": self.eta,
-            "dpop_coef": self.dpop_coef,
-        }
+        found = {one.name: getattr(self, one.name) for one in fields(PairLossConfig) if one.name != "loss"}
+        return found | {"variant": self.resolved_loss()}
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         """(setting, whether it breaks the rule, the rule)."""
@@ -140,70 +130,41 @@ class DPOConfig(PairLossConfig):
         return [f"validation/{name}" for name in names + ["sft_loss"] * bool(is_supervised)]
 
 
-class Reference(Protocol):
-    """The frozen policy that the log-ratios are taken against."""
-
-    def logprobs(self, batch: PreferenceBatch) -> Tensor:
-        """As `Policy.logprobs`."""
-
-
-class DPO(Stateless):
+class DPO(EpochTraining[DPOConfig, PreferencePair, PreferenceBatch, Policy]):
     """The algorithm over its parts. Every rank constructs one.
 
     `reference`: None if the loss needs none, or the pairs bring its log-probs. Raises DataError if the loss learns how much better a
     response is, and no training pair says that.
     """
 
-    def __init__(
-        self,
-        config: DPOConfig,
-        policy: Policy,
-        reference: Reference | None,
-        *,
-        train: Sequence[PreferencePair],
-        validation: Sequence[PreferencePair],
-        pad_id: int,
-        seed: int,
-    ) -> None:
+    computes = "ref_logprobs"  # takes no time without a reference
+
+    def __init__(self, config: DPOConfig, policy: Policy, reference: Reference | None, **data: Any) -> None:
         if config.keeps_reference != (reference is not None):
             what = f"the loss {config.variant.value} {'needs one' if reference is None else 'has none'}"
             raise ValueError(f"reference is {reference}: {what} (algorithm.reference={config.reference.value})")
-        if config.variant.needs_margins:
-            require_margins(train, f"algorithm.loss={config.variant.value}")
-        self.config = config
-        self.policy = policy
+        super().__init__(config, policy, **data)
         self.reference = reference
-        self.train = train
-        self.pad_id = pad_id
-        self.order = order_of(train, config.batch_size, seed)
-        self.loss: Loss[PreferenceBatch] = partial(dpo_loss, **config.settings())
-        size = config.validation_batch_size
-        held_out = list(validation)
-        self._held_out = [held_out[start : start + size] for start in range(0, len(held_out), size)]
-        self._validation: list[PreferenceBatch] = []  # with the reference's log-probs, from the first validation on
+        self._loss = partial(dpo_loss, **config.settings())
+        self._held_out: list[PreferenceBatch] = []  # with the reference's log-probs, from the first validation on
 
-    def step(self, step: int, clock: Clock) -> StepResult:
-        pairs = [self.train[i] for i in self.order.indices(step - 1)]
-        with clock.phase("ref_logprobs"):  # takes no time without a reference
-            batch = self._with_reference(pairs)
-        with clock.phase("train"):
-            metrics = values(self.policy.train_step(batch, self.loss))
-        metrics |= of_lengths(batch.lengths, clock.seconds["time/ref_logprobs"] + clock.seconds["time/train"])
-        return StepResult(metrics=metrics | of_mask(batch.loss_mask, unit=2) | self.order.metrics(step))
+    def check(self) -> None:
+        if self.config.variant.needs_margins:
+            require_margins(self.train, f"algorithm.loss={self.config.variant.value}")
+
+    @property
+    def loss(self) -> Loss[PreferenceBatch]:
+        return self._loss
+
+    def collate(self, examples: Sequence[PreferencePair]) -> PreferenceBatch:
+        batch = preference_batch(examples, self.pad_id)
+        return batch if self.reference is None else replace(batch, ref_logprobs=self.reference.logprobs(batch))
 
     def validate(self) -> Mapping[str, float]:
         """Loss and metrics on the validation pairs, as `validation/*`."""
-        if not self._validation:
-            self._validation = [self._with_reference(pairs) for pairs in self._held_out]
-        parts = [self._judge(batch) for batch in self._validation]
+        self._held_out = self._held_out or list(self.held_out())
+        parts = [self.loss(TokenOutputs(logprobs=self.model.logprobs(batch)), batch).metrics for batch in self._held_out]
         return {name.replace("preference/", "validation/"): value for name, value in values(merge(parts)).items()}
-
-    def _with_reference(self, pairs: Sequence[PreferencePair]) -> PreferenceBatch:
-        batch = preference_batch(pairs, self.pad_id)
-        return batch if self.reference is None else replace(batch, ref_logprobs=self.reference.logprobs(batch))
-
-    def _judge(self, batch: PreferenceBatch) -> Metrics:
-        return self.loss(TokenOutputs(logprobs=self.policy.logprobs(batch)), batch).metrics
 
 
 COLUMNS = (

@@ -38,7 +38,7 @@ from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from aligner.losses.shaping import Moments
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
-from aligner.online.groups import Exhausted, Groups, groups_with_signal, whole_round
+from aligner.online.groups import Exhausted, groups_of
 from aligner.online.policy_gradient import PolicyGradientConfig, check_estimator, finite_rows, masked_mean, mini_batches, shaped
 from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.task import REWARDED, OnlineTask
@@ -50,6 +50,7 @@ from aligner.run.recipe import Recipe, named, resolve, text_of
 from aligner.run.traits import Traits
 from aligner.telemetry.metrics import merge, values
 from aligner.types import PolicyBatch, RolloutBatch
+from aligner.types.batches import of_kind
 from aligner.types.rows import num_rows
 
 if TYPE_CHECKING:
@@ -90,14 +91,7 @@ class GRPOConfig(PolicyGradientConfig):
         if not 0 <= self.std_epsilon < math.inf:
             raise ConfigError(f"algorithm.std_epsilon={self.std_epsilon}: must be finite and not negative")
         self.advantage_estimator = text_of(self.advantage_estimator)
-        check_estimator(
-            named("algorithm.advantage_estimator", self.advantage_estimator, Estimator),
-            group_size=self.group_size,
-            dynamic_sampling=self.dynamic_sampling,
-            normalize_std=self.normalize_std,
-            gamma=self.gamma,
-            shaping=self.shaping,
-        )
+        check_estimator(named("algorithm.advantage_estimator", self.advantage_estimator, Estimator), self)
         if self.rollouts_per_step % self.mini_batch_size:
             raise ConfigError(
                 f"algorithm.mini_batch_size={self.mini_batch_size}: must divide prompts_per_step * group_size = {self.rollouts_per_step}"
@@ -140,7 +134,7 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
 
     def __init__(self, config: GRPOConfig, policy: Policy, task: OnlineTask, rollout_source: RolloutSource | None = None) -> None:
         greedy = config.greedy_per_round > 0
-        super().__init__(config, policy, task, rollout_source, group_size=config.group_size, with_baselines=greedy)
+        super().__init__(config, policy, task, rollout_source, group_size=config.group_size, greedy=greedy)
         self.advantage_estimator = config.resolved_estimator()
         self.kl_coef = config.kl_coef
         self.moments = Moments()  # of the scores so far
@@ -148,7 +142,7 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
     def step(self, step: int, clock: Clock) -> StepResult:
         task, config = self.task, self.config
         self.policy.sleep()  # a checkpoint may have woken it
-        groups = self._groups(step, clock)
+        groups = groups_of(self.rollout_source, step, clock, config)
         batch = rollout_batch(groups.chosen.rollouts, task.pad_id)
         old_logprobs = ref_logprobs = None
         if config.needs_old_logprobs:
@@ -206,15 +200,14 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
         mask = mask & rows.per_row(counted_rows(self.advantage_estimator, groups, valid))[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
-        return PolicyBatch(
-            tokens=batch.tokens,
-            lengths=batch.lengths,
+        return of_kind(
+            PolicyBatch,
+            batch,
             loss_mask=mask,
             old_logprobs=old_logprobs if config.updates_per_step > 1 else None,
             advantages=rows.split(advantages) * mask,
             ref_logprobs=ref_logprobs,
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
-            extras=batch.extras,
         )
 
     def loss(self) -> Loss[PolicyBatch]:
@@ -230,20 +223,6 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
         self.kl_coef = state["kl_coef"] if self.config.kl_target else self.config.kl_coef
         self.moments = Moments(**state["shaping"])
         super().load_state(state)
-
-    def _groups(self, step: int, clock: Clock) -> Groups:
-        config = self.config
-        if not config.dynamic_sampling:
-            return whole_round(self.rollout_source, step, clock, group_size=config.group_size)
-        return groups_with_signal(
-            self.rollout_source,
-            step,
-            clock,
-            group_size=config.group_size,
-            num_groups=config.prompts_per_step,
-            max_rounds=config.max_rounds_per_step,
-            exhausted=config.exhausted,
-        )
 
     def _hold_kl(self, batch: PolicyBatch, old_logprobs: Tensor | None, measured: Mapping[str, float]) -> dict[str, float]:
         """Move the coefficient by the KL that was observed, in the reward or by the loss. What is reported of the two."""

@@ -16,10 +16,10 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from aligner.algorithms.dpo import PairLossConfig
 from aligner.algorithms.online_dpo import MovingReference
@@ -44,7 +44,7 @@ Item = TypeVar("Item")
 
 
 class SampleFiles(Generic[Item]):
-    """`aligner.algorithms.iterations.SampleStore` in a directory: <name>/<stem>_000000.json, each with its name once it is complete.
+    """What an iteration samples, in parts: <name>/<stem>_000000.json in a directory, each with its name once it is complete. Collective.
 
     `kind`: the dataclass of the items; its fields are numbers, texts, and tuples of them. Those that are None are not written.
     """
@@ -56,28 +56,24 @@ class SampleFiles(Generic[Item]):
 
     def read(self, name: str, part: int) -> list[Item] | None:
         """None if there is no such file, or not one that was written here."""
-        return from_rank_0(lambda: self._read(self._path(name, part)))
+
+        def read() -> list[Item] | None:
+            try:
+                records = json.loads(self._path(name, part).read_text())
+                return [self._kind(**{key: tuple(one) if isinstance(one, list) else one for key, one in own.items()}) for own in records]
+            except (FileNotFoundError, ValueError, AttributeError, TypeError):
+                return None
+
+        return from_rank_0(read)
 
     def write(self, name: str, part: int, items: Sequence[Item]) -> None:
         """Atomically."""
-        from_rank_0(lambda: self._write(self._path(name, part), items))
+        names = [field.name for field in fields(cast(Any, self._kind))]
+        text = json.dumps([{key: value for key in names if (value := getattr(item, key)) is not None} for item in items])
+        from_rank_0(lambda: publish(self._path(name, part), lambda new: new.write_text(text)))
 
     def _path(self, name: str, part: int) -> Path:
         return self._directory / name / f"{self._stem}_{part:06d}.json"
-
-    def _read(self, path: Path) -> list[Item] | None:
-        try:
-            records = json.loads(path.read_text())
-            return [
-                self._kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()}) for one in records
-            ]
-        except (FileNotFoundError, ValueError, AttributeError, TypeError):
-            return None
-
-    def _write(self, path: Path, items: Sequence[Item]) -> None:
-        names = [field.name for field in fields(cast(Any, self._kind))]
-        records = [{name: value for name in names if (value := getattr(item, name)) is not None} for item in items]
-        publish(path, lambda new: new.write_text(json.dumps(records)))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -120,16 +116,6 @@ class Answer:
     reward: float | None = None
 
 
-class SampleStore(Protocol[Item]):
-    """The files of an iteration, part by part. Collective; every rank gets the contents."""
-
-    def read(self, name: str, part: int) -> list[Item] | None:
-        """None if that part has not been written whole."""
-
-    def write(self, name: str, part: int, items: Sequence[Item]) -> None:
-        """All of it, or nothing if the process ends meanwhile."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
     """One of them: `number` from 1, the `name` of its files, and its prompts (positions in the data) as they are sampled together."""
@@ -147,6 +133,7 @@ class Iteration:
 Config = TypeVar("Config", bound=IterationConfig)
 
 
+@dataclass(eq=False)
 class PairIterations(Stateless, ABC, Generic[Config]):
     """The algorithm over its parts, but for how pairs are made of responses. Every rank constructs one.
 
@@ -156,39 +143,30 @@ class PairIterations(Stateless, ABC, Generic[Config]):
 
     area: ClassVar[str]  # of the metric that says which iteration it is
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        task: OnlineTask,
-        reference: MovingReference,
-        answers: SampleStore[Answer],
-        *,
-        prompts: Sequence[Prompt],
-        settings: str,
-        group_size: int = 1,
-        rewarded: bool = False,
-    ) -> None:
+    config: Config
+    policy: Policy
+    task: OnlineTask
+    reference: MovingReference
+    answers: SampleFiles[Answer]
+    _: KW_ONLY
+    prompts: Sequence[Prompt]
+    settings: str
+    group_size: int = 1
+    rewarded: bool = False
+
+    def __post_init__(self) -> None:
+        config, prompts = self.config, self.prompts
         if config.prompts_per_iteration > len(prompts):
             raise ConfigError(
                 f"algorithm.prompts_per_iteration={config.prompts_per_iteration}: data.train has {len(prompts)} usable prompts"
             )
-        self.config = config
-        self.policy = policy
-        self.task = task
-        self.reference = reference
-        self.answers = answers
-        self.prompts = prompts
-        self.settings = settings
-        self.group_size = group_size
-        self.rewarded = rewarded
         self.num_prompts = config.prompts_per_iteration or len(prompts)
         self.steps_per_iteration = -(-self.num_prompts * config.epochs_per_iteration // config.batch_size)
         self.loss = partial(dpo_loss, **config.settings())
         self.iteration = 0  # that is under way: all that it needs has been made
         self.name = ""  # of its files
         self.reference_step = 0  # after which the reference was the policy
-        self._sampler = order_of(prompts, self.num_prompts, task.seed)
+        self._sampler = order_of(prompts, self.num_prompts, self.task.seed)
 
     @abstractmethod
     def prepare(self, iteration: Iteration, answers: Sequence[Answer], clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
@@ -231,7 +209,7 @@ class PairIterations(Stateless, ABC, Generic[Config]):
         """How long an iteration is, for the log."""
         return f"an iteration is {self.steps_per_iteration} steps on {self.num_prompts} prompts"
 
-    def kept(self, files: SampleStore[Item], iteration: Iteration, make: Callable[[int, Sequence[int]], list[Item]]) -> list[Item]:
+    def kept(self, files: SampleFiles[Item], iteration: Iteration, make: Callable[[int, Sequence[int]], list[Item]]) -> list[Item]:
         """The items of all parts: those that are there are read, `make(number, prompts)` gives the others, which are written."""
         found: list[Item] = []
         for number, rows in enumerate(iteration.parts):
@@ -242,7 +220,7 @@ class PairIterations(Stateless, ABC, Generic[Config]):
             found += part
         return found
 
-    def read(self, files: SampleStore[Item], iteration: Iteration, what: str) -> list[Item]:
+    def read(self, files: SampleFiles[Item], iteration: Iteration, what: str) -> list[Item]:
         """The items of all parts. Raises CheckpointError if one is missing, or damaged."""
         parts = [files.read(iteration.name, number) for number in range(len(iteration.parts))]
         found: list[Item] = []

@@ -129,32 +129,21 @@ class Judgement:
         return [score for score in self.scores if score is not None]
 
 
+@dataclass(slots=True)
 class Judge:
     """Asks the engine with its current weights. Every rank constructs one; `judge` is collective.
 
     `ask(prompt, response)` gives the ids of the judge's prompt; those of more than `longest` are not judged. `read`: ids to text.
     """
 
-    def __init__(
-        self,
-        rubric: Rubric,
-        engine: RolloutEngine,
-        *,
-        ask: Callable[[Prompt, Sequence[int]], Sequence[int]],
-        read: Callable[[Sequence[int]], str],
-        sampling: SamplingConfig,
-        num_judgements: int,
-        longest: int,
-        heartbeat: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.rubric = rubric
-        self.engine = engine
-        self.ask = ask
-        self.read = read
-        self.sampling = sampling
-        self.num_judgements = num_judgements
-        self.longest = longest
-        self._scorers = Scorers(reward=NoReward(), heartbeat=heartbeat)
+    rubric: Rubric
+    engine: RolloutEngine
+    ask: Callable[[Prompt, Sequence[int]], Sequence[int]]
+    read: Callable[[Sequence[int]], str]
+    sampling: SamplingConfig
+    num_judgements: int
+    longest: int
+    heartbeat: Callable[[], None] = lambda: None
 
     def judge(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Judgement]:
         """Of each response to the prompt in its place; `seeds`: `num_judgements` for each, side by side."""
@@ -169,7 +158,8 @@ class Judge:
             return found
         own = [seed for prompt in asked for seed in seeds[prompt.id * count : (prompt.id + 1) * count]]
         repeated = [prompt for prompt in asked for _ in range(count)]
-        rollouts = collect(self.engine, repeated, own, scorers=self._scorers, sampling=self.sampling).rollouts
+        scorers = Scorers(reward=NoReward(), heartbeat=self.heartbeat)
+        rollouts = collect(self.engine, repeated, own, scorers=scorers, sampling=self.sampling).rollouts
         for start in range(0, len(rollouts), count):
             texts = tuple(self.read(rollout.response) for rollout in rollouts[start : start + count])
             scores = tuple(self.rubric.score(text) for text in texts)

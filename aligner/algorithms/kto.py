@@ -28,7 +28,7 @@ from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_reference
 from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.aggregation import require
-from aligner.losses.unpaired import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
+from aligner.losses.preference import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
 from aligner.planner.workload import Phase
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
@@ -177,18 +177,15 @@ class KTO(Stateless):
         return [self.stored.train[(step - 1) * len(examples) + row] for row in range(len(examples))]
 
     def _judged(self, examples: Sequence[UnpairedExample], others: Sequence[UnpairedExample], size: int) -> list[Judged]:
-        """Batches of `size`."""
-        return [
-            self._with_reference(examples[start : start + size], others[start : start + size]) for start in range(0, len(examples), size)
-        ]
-
-    def _with_reference(self, examples: Sequence[UnpairedExample], others: Sequence[UnpairedExample]) -> Judged:
-        """In the batches that the policy will see, so that where the two are equal their log-probs are, to the last bit."""
-        batches = [unpaired_batch(rows, self.pad_id) for rows in (examples, others) if rows]
-        if self.reference is not None:
-            logprobs = self.reference.logprobs_of(batches)
-            batches = [replace(batch, ref_logprobs=found) for batch, found in zip(batches, logprobs, strict=True)]
-        return Judged(matched=batches[0], mismatched=batches[1] if others else None)
+        """In the batches, of `size`, that the policy will see, so that where the two are equal their log-probs are, to the last bit."""
+        found = []
+        for start in range(0, len(examples), size):
+            batches = [unpaired_batch(rows[start : start + size], self.pad_id) for rows in (examples, others) if rows]
+            if self.reference is not None:
+                logprobs = self.reference.logprobs_of(batches)
+                batches = [replace(batch, ref_logprobs=own) for batch, own in zip(batches, logprobs, strict=True)]
+            found.append(Judged(matched=batches[0], mismatched=batches[1] if others else None))
+        return found
 
     def _kl(self, judged: Sequence[Judged]) -> float:
         """z over all mismatched rows, under the current policy."""

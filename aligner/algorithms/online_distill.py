@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -42,6 +42,7 @@ from aligner.run.recipe import Recipe
 from aligner.run.settings import JobRun, check_best_metric
 from aligner.run.traits import Traits
 from aligner.types import DistillationBatch, MaskedBatch, PolicyBatch, RolloutBatch
+from aligner.types.batches import of_kind
 
 if TYPE_CHECKING:
     from aligner.jobs.samples import OnlineJob
@@ -138,21 +139,14 @@ class OnlineDistillation(OnlineAlgorithm[OnlineDistillationConfig]):
 
     def examples(self, batch: RolloutBatch) -> tuple[DistillationBatch | PolicyBatch, dict[str, float]]:
         """The training examples, and their metrics so far."""
-        sampled = batch.rollout_logprobs if self.task.compares_logprobs else None
-        common: dict[str, Any] = {
-            "tokens": batch.tokens,
-            "lengths": batch.lengths,
-            "loss_mask": batch.loss_mask,
-            "rollout_logprobs": sampled,
-            "extras": batch.extras,
-        }
+        sampled = {"rollout_logprobs": batch.rollout_logprobs if self.task.compares_logprobs else None}
         if self.config.signal is Signal.topk:
             named, logprobs = self.teacher.topk(batch, self.config.top_k, below=self.below)
             mass = logprobs[batch.loss_mask].double().exp().sum(dim=1).mean().item()
-            return DistillationBatch(**common, teacher_tokens=named, teacher_logprobs=logprobs), {"teacher/mass": mass}
+            return of_kind(DistillationBatch, batch, **sampled, teacher_tokens=named, teacher_logprobs=logprobs), {"teacher/mass": mass}
         teacher, student = self.teacher.logprobs(batch), self.policy.logprobs(batch)
         apart = {"distillation/reverse_kl": (student - teacher)[batch.loss_mask].double().mean().item()}
-        return PolicyBatch(**common, old_logprobs=student, advantages=teacher - student), apart
+        return of_kind(PolicyBatch, batch, **sampled, old_logprobs=student, advantages=teacher - student), apart
 
     def validate(self) -> Mapping[str, float]:
         """Log student - log teacher of a token, the mean over samples for the validation prompts: an estimate of KL(student || teacher)."""

@@ -18,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
 
 from aligner.algorithms.dpo import PairLossConfig
 from aligner.errors import ConfigError, check_numbers
@@ -33,11 +32,13 @@ from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.selection import Pairing, Pairs, num_compared, pairs_of
 from aligner.online.task import REWARDED, OnlineTask
-from aligner.protocols import Policy
+from aligner.protocols import Policy, Reference
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.traits import Traits
 from aligner.types import LossOutput, PreferenceBatch, RolloutBatch, TokenOutputs
+from aligner.types.batches import of_kind
+from aligner.types.rows import take_rows
 
 if TYPE_CHECKING:
     from aligner.jobs.samples import OnlineJob
@@ -86,11 +87,8 @@ class OnlineDPOConfig(PairLossConfig):
         return -(-self.pairs_per_step // self.mini_batch_size) * self.num_epochs
 
 
-class MovingReference(Protocol):
+class MovingReference(Reference, Protocol):
     """A frozen policy that may be replaced by the one that is trained. Collective."""
-
-    def logprobs(self, batch: PreferenceBatch) -> Tensor:
-        """As `Policy.logprobs`."""
 
     def renew(self, step: int) -> None:
         """Make the current policy, which has finished `step`, the reference; it can be restored after a restart."""
@@ -161,15 +159,9 @@ class OnlineDPO(OnlineAlgorithm[OnlineDPOConfig]):
 
     def examples(self, batch: RolloutBatch, pairs: Pairs) -> PreferenceBatch:
         """The pairs as rows: no pass is made over responses that are in none."""
-        rows = pairs.rows
-        return PreferenceBatch(
-            tokens=batch.tokens[rows],
-            lengths=batch.lengths[rows],
-            loss_mask=batch.loss_mask[rows],
-            margins=pairs.gaps,
-            rollout_logprobs=batch.rollout_logprobs[rows] if self.task.compares_logprobs else None,
-            extras={name: extra.take(rows) for name, extra in batch.extras.items()},
-        )
+        rows = take_rows(batch, pairs.rows)
+        sampled = rows.rollout_logprobs if self.task.compares_logprobs else None
+        return of_kind(PreferenceBatch, rows, margins=pairs.gaps, rollout_logprobs=sampled)
 
     def pair_metrics(self, pairs: Pairs) -> dict[str, float]:
         """Number of pairs, and how the prompts were used."""

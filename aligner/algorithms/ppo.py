@@ -41,8 +41,9 @@ from aligner.run.recipe import Recipe
 from aligner.run.settings import check_layout
 from aligner.run.traits import Server, Traits, UsedModel
 from aligner.servers.components import CriticConfig, in_section
-from aligner.telemetry.metrics import Metric, merge, values
+from aligner.telemetry.metrics import merge, values
 from aligner.types import PolicyBatch, RolloutBatch, ValueBatch
+from aligner.types.batches import of_kind
 
 if TYPE_CHECKING:
     from aligner.jobs.samples import OnlineJob
@@ -109,7 +110,9 @@ class PPO(OnlineAlgorithm[PPOConfig]):
                 self._start_critic(value_batch, step)
                 self._await_critic()
         with clock.phase("train"):
-            policy_metrics = self._update_policy(policy_batch, step)
+            epochs = 0 if self._is_warming_up(step) else self.config.num_epochs
+            parts = mini_batches(policy_batch, self.config.mini_batch_size, epochs, key=f"{task.seed}/{step}")
+            policy_metrics = merge([self.policy.train_step(part, self.loss) for part in parts])
         self.sample_again()
         self.moments = rewarded.moments
         used_kl_coef, mean_kl = self.kl_coef, masked_mean(kl, batch.loss_mask)
@@ -141,14 +144,15 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         mask = mask & (collected.valid & finite)[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
-        common: dict[str, Any] = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": mask, "extras": batch.extras}
-        policy_batch = PolicyBatch(
-            **common,
+        policy_batch = of_kind(
+            PolicyBatch,
+            batch,
+            loss_mask=mask,
             old_logprobs=old_logprobs,
             advantages=whiten(advantages, mask),
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
         )
-        return policy_batch, ValueBatch(**common, old_values=old_values, returns=returns)
+        return policy_batch, of_kind(ValueBatch, batch, loss_mask=mask, old_values=old_values, returns=returns)
 
     def finish(self) -> None:
         """Wait for the critic; raises its error on every rank."""
@@ -172,12 +176,6 @@ class PPO(OnlineAlgorithm[PPOConfig]):
     def _is_warming_up(self, step: int) -> bool:
         """Whether only the critic trains: what the KL of a policy that stands still is, says nothing about its coefficient."""
         return step <= self.config.critic_warmup_steps
-
-    def _update_policy(self, batch: PolicyBatch, step: int) -> dict[str, Metric]:
-        if self._is_warming_up(step):
-            return {}
-        parts = mini_batches(batch, self.config.mini_batch_size, self.config.num_epochs, key=f"{self.task.seed}/{step}")
-        return merge([self.policy.train_step(part, self.loss) for part in parts])
 
     def _start_critic(self, batch: ValueBatch, step: int) -> None:
         if not batch.loss_mask.any():  # every response was cut and is masked: nothing to learn from

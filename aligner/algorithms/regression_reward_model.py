@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from aligner.algorithms.reward_model import ScoreModel
 from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.config import RegressionDataConfig
 from aligner.data.judged import LabelledExample, labelled_batch, load_regression
@@ -26,7 +27,7 @@ from aligner.losses.aggregation import require
 from aligner.losses.reward import regression_loss
 from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.planner.workload import Head
-from aligner.protocols import Loss, Trainable
+from aligner.protocols import Loss
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, check_pooling, reading
@@ -56,17 +57,10 @@ def reports(attributes: Sequence[str]) -> list[str]:
     return ["validation/mse", *(f"validation/{kind}_{name}" for name in attributes for kind in ("mse", "correlation"))]
 
 
-class AttributeModel(Trainable, Protocol):
-    """A trainable model with several scores per sequence."""
-
-    def scores(self, batch: LabeledBatch) -> Tensor:
-        """Float32 [B, K]."""
-
-
-class RegressionTraining(EpochTraining[RegressionConfig, LabelledExample, LabeledBatch, AttributeModel]):
+class RegressionTraining(EpochTraining[RegressionConfig, LabelledExample, LabeledBatch, ScoreModel]):
     """The algorithm over its parts. Every rank constructs one. `attributes` names the K labels of every example."""
 
-    def __init__(self, config: RegressionConfig, model: AttributeModel, *, attributes: Sequence[str], **data: Any) -> None:
+    def __init__(self, config: RegressionConfig, model: ScoreModel, *, attributes: Sequence[str], **data: Any) -> None:
         super().__init__(config, model, **data)
         self.attributes = attributes
 

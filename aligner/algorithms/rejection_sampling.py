@@ -32,6 +32,8 @@ from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.traits import Traits
 from aligner.types import LabeledBatch, RolloutBatch
+from aligner.types.batches import of_kind
+from aligner.types.rows import take_rows
 
 if TYPE_CHECKING:
     from aligner.jobs.samples import OnlineJob
@@ -96,13 +98,8 @@ class RejectionSampling(OnlineAlgorithm[RejectionSamplingConfig]):
 
     def examples(self, batch: RolloutBatch, kept: Tensor) -> LabeledBatch:
         """The kept responses with their prompts; the policy's own tokens are trained on."""
-        return LabeledBatch(
-            tokens=batch.tokens[kept],
-            lengths=batch.lengths[kept],
-            loss_mask=batch.loss_mask[kept],
-            rollout_logprobs=batch.rollout_logprobs[kept] if self.task.compares_logprobs else None,
-            extras={name: extra.take(kept) for name, extra in batch.extras.items()},
-        )
+        rows = take_rows(batch, kept)
+        return of_kind(LabeledBatch, rows, rollout_logprobs=rows.rollout_logprobs if self.task.compares_logprobs else None)
 
     def kept_metrics(self, kept: Tensor, batch: RolloutBatch, collected: ScoredRollouts) -> dict[str, float]:
         """How much was kept, and of it the mean reward and length; those of nothing are left out."""

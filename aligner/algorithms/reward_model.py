@@ -24,7 +24,7 @@ from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, check_pooling, reading
 from aligner.run.traits import Traits
-from aligner.types import PreferenceBatch
+from aligner.types import LabeledBatch, PreferenceBatch
 
 if TYPE_CHECKING:
     from aligner.jobs.trains import TrainerJob
@@ -47,10 +47,10 @@ class RewardModelConfig(BatchConfig):
 
 
 class ScoreModel(Trainable, Protocol):
-    """A trainable model with one score per sequence."""
+    """A trainable model with K scores per sequence."""
 
-    def scores(self, batch: PreferenceBatch) -> Tensor:
-        """Float32 [2P, K]."""
+    def scores(self, batch: PreferenceBatch | LabeledBatch) -> Tensor:
+        """Float32 [B, K]."""
 
 
 class RewardModelTraining(EpochTraining[RewardModelConfig, PreferencePair, PreferenceBatch, ScoreModel]):

@@ -14,7 +14,7 @@ best the shortest is chosen, and of those that are nearly the worst the longest 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles, SampleStore
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles
 from aligner.algorithms.judge import (
     Judge,
     Judgement,
@@ -35,7 +35,7 @@ from aligner.algorithms.judge import (
     scoring_settings,
 )
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.collate import EpochSampler
+from aligner.data.epochs import EpochSampler
 from aligner.data.supervised import PreferencePair, answered
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RunHalted
@@ -121,14 +121,6 @@ class SelfRewardingConfig(IterationConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
-    """An iteration's responses with their scores; None if no valid score was given."""
-
-    answers: Sequence[Answer]
-    scores: Sequence[float | None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
     """The training pairs, and how many pairs are left out: ties, and pairs with the same tokens."""
 
@@ -152,10 +144,10 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
         policy: Policy,
         task: OnlineTask,
         reference: MovingReference,
-        answers: SampleStore[Answer],
+        answers: SampleFiles[Answer],
         *,
         judge: Judge | None = None,
-        judgements: SampleStore[Judgement] | None = None,
+        judgements: SampleFiles[Judgement] | None = None,
         rewarded: bool = True,
         settings: str = "",
     ) -> None:
@@ -170,19 +162,21 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
     def prepare(self, iteration: Iteration, answers: Sequence[Answer], clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
         """Scores, and pairs. Raises RunHalted if no response has a score: training would never begin."""
         if self.judge is None or self.judgements is None:
-            scored, metrics = self._scored(answers), {}
+            scores, metrics = [answer.reward for answer in answers], {}
         else:
             with clock.phase("judge"):
                 judgements = self._judge(self.judge, self.judgements, iteration, answers)
-            scored, metrics = self._scored(answers, judgements), judgement_metrics(judgements)
-            metrics |= _agreement(answers, scored.scores, self.group_size)
+            scores, metrics = [judgement.score for judgement in judgements], judgement_metrics(judgements)
+            metrics |= _agreement(answers, scores, self.group_size)
             self._check_parsed(judgements)
-        found, self._chosen = self._choose(iteration, scored)
-        return metrics | found, self._rows(iteration, scored)
+        found, self._chosen = self._choose(iteration, answers, scores)
+        return metrics | found, self._rows(iteration, answers, scores)
 
     def recall(self, iteration: Iteration, answers: Sequence[Answer]) -> None:
-        judgements = None if self.judgements is None else self.read(self.judgements, iteration, "judgements")
-        _, self._chosen = self._choose(iteration, self._scored(answers, judgements))
+        scores = [answer.reward for answer in answers]
+        if self.judgements is not None:
+            scores = [judgement.score for judgement in self.read(self.judgements, iteration, "judgements")]
+        _, self._chosen = self._choose(iteration, answers, scores)
 
     def pairs(self, iteration: int, position: int) -> tuple[list[PreferencePair], dict[str, float]]:
         """All pairs of an iteration, `epochs_per_iteration` times, are spread evenly over its steps: none weighs more than another."""
@@ -213,7 +207,7 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
         said += judgements
         return judged(collected, judgements)
 
-    def _judge(self, judge: Judge, files: SampleStore[Judgement], iteration: Iteration, answers: Sequence[Answer]) -> list[Judgement]:
+    def _judge(self, judge: Judge, files: SampleFiles[Judgement], iteration: Iteration, answers: Sequence[Answer]) -> list[Judgement]:
         """Of all responses of the iteration, in their order."""
         size, count = self.group_size, judge.num_judgements
         # A judge's draws are not those of the responses: iterations are counted the other way.
@@ -228,25 +222,20 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
 
         return self.kept(files, iteration, make)
 
-    def _scored(self, answers: Sequence[Answer], judgements: Sequence[Judgement] | None = None) -> Scored:
-        given = [answer.reward for answer in answers] if judgements is None else [judgement.score for judgement in judgements]
-        return Scored(answers=answers, scores=given)
-
-    def _choose(self, iteration: Iteration, scored: Scored) -> tuple[dict[str, float], Chosen]:
-        """The pairs of an iteration, and the metrics of pairs and scores."""
+    def _choose(self, iteration: Iteration, answers: Sequence[Answer], given: Sequence[float | None]) -> tuple[dict[str, float], Chosen]:
         config, size = self.config, self.group_size
-        scores = torch.tensor([0.0 if score is None else score for score in scored.scores], dtype=torch.float32)
-        valid = torch.tensor([score is not None for score in scored.scores], dtype=torch.bool)
-        lengths = torch.tensor([len(answer.tokens) for answer in scored.answers])
-        ended = torch.tensor([answer.ended for answer in scored.answers], dtype=torch.bool)
+        scores = torch.tensor([0.0 if score is None else score for score in given], dtype=torch.float32)
+        valid = torch.tensor([score is not None for score in given], dtype=torch.bool)
+        lengths = torch.tensor([len(answer.tokens) for answer in answers])
+        ended = torch.tensor([answer.ended for answer in answers], dtype=torch.bool)
         allowed = valid & ended if config.drop_truncated else valid
         common: dict[str, Any] = {"group_size": size, "min_gap": config.min_gap}
         if config.length_control:
             found = pairs_by_length(scores, allowed, lengths, slack=config.length_control, **common)
         else:
             found = pairs_of(scores, allowed, pairing=Pairing.best_worst, seed=0, **common)
-        chosen = self._learnt(iteration, scored.answers, found)
-        groups = len(scored.answers) // size
+        chosen = self._learnt(iteration, answers, found)
+        groups = len(answers) // size
         metrics = {
             "rollout/reward": scores[valid].double().mean().item(),
             "rollout/reward_std": scores[valid].double().std(correction=0).item() if valid.any() else float("nan"),
@@ -282,11 +271,16 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
             "a longer algorithm.max_judgement_length, or another algorithm.judge_template"
         )
 
-    def _rows(self, iteration: Iteration, scored: Scored) -> list[SampleRow]:
-        rows = [row for row in iteration.rows for _ in range(self.group_size)]
+    def _rows(self, iteration: Iteration, answers: Sequence[Answer], given: Sequence[float | None]) -> list[SampleRow]:
+        prompts = [self.prompts[row] for row in iteration.rows for _ in range(self.group_size)]
         return [
-            _row(self.prompts[row], replace(answer, reward=score), self.task)
-            for row, answer, score in list(zip(rows, scored.answers, scored.scores, strict=True))[:NUM_SHOWN]
+            SampleRow(
+                prompt=prompt.text or self.task.decode(prompt.tokens),
+                response=self.task.decode(answer.tokens),
+                reward=float("nan") if score is None else score,
+                finish_reason=FinishReason.stop if answer.ended else FinishReason.length,
+            )
+            for prompt, answer, score in list(zip(prompts, answers, given, strict=True))[:NUM_SHOWN]
         ]
 
 
@@ -296,15 +290,6 @@ def _account(chosen: Chosen, *, valid: Tensor, ended: Tensor) -> dict[str, float
     cut, identical = int((valid & ~ended).sum()), 2 * chosen.num_identical
     others = seen - learnt - unscored - cut - identical
     return accounted(samples=learnt, seen=seen, no_reward=unscored, truncated=cut, identical=identical, not_paired=others)
-
-
-def _row(prompt: Prompt, answer: Answer, task: OnlineTask) -> SampleRow:
-    return SampleRow(
-        prompt=prompt.text or task.decode(prompt.tokens),
-        response=task.decode(answer.tokens),
-        reward=float("nan") if answer.reward is None else answer.reward,
-        finish_reason=FinishReason.stop if answer.ended else FinishReason.length,
-    )
 
 
 def _agreement(answers: Sequence[Answer], scores: Sequence[float | None], size: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from aligner.data.collate import supervised_batch
 from aligner.data.config import SFTDataConfig
 from aligner.data.supervised import SupervisedExample, load_supervised
-from aligner.loop.epochs import BatchConfig, EpochTraining
+from aligner.loop.epochs import BatchConfig, EpochTraining, mean_loss
 from aligner.loop.loop import Built
 from aligner.losses.sft import sft_loss
 from aligner.protocols import Loss, Policy
@@ -43,11 +43,7 @@ class SFT(EpochTraining[SFTConfig, SupervisedExample, LabeledBatch, Policy]):
 
     def validate(self) -> Mapping[str, float]:
         """Mean token cross-entropy on the validation examples."""
-        total, count = 0.0, 0
-        for batch in self.held_out():
-            total -= self.model.logprobs(batch).double().sum().item()
-            count += int(batch.loss_mask.sum())
-        return {"validation/loss": total / count} if count else {}
+        return mean_loss(self.model, self.held_out())
 
 
 COLUMNS = (

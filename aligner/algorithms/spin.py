@@ -7,9 +7,6 @@ given response, rejected: its own) with a loss of `aligner.losses.preference`,
 
 Against DPO (`dpo.py`): nobody compares responses, supervised data are enough. Against `online_dpo.py`: no reward, and the samples are one
 iteration old. Against SFT (`sft.py`): it improves after SFT has converged, until the policy's responses cannot be told from the data's.
-
-Responses are kept in files, part by part. They are a function of weights, prompts and seeds alone, so a run that is killed
-continues with its existing parts, in the middle of an iteration or of its sampling.
 """
 
 from __future__ import annotations
@@ -19,14 +16,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles, SampleStore
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.collate import EpochSampler, supervised_batch
+from aligner.data.collate import supervised_batch
 from aligner.data.config import DemonstrationDataConfig
+from aligner.data.epochs import EpochSampler
 from aligner.data.reading import Mixed
 from aligner.data.supervised import Demonstration, PreferencePair, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, check_numbers
+from aligner.loop.epochs import mean_loss
 from aligner.loop.learnt import accounted
 from aligner.loop.loop import Built, Clock
 from aligner.online.config import OnlineRun, check_iterated
@@ -75,7 +74,7 @@ class SPIN(PairIterations[SPINConfig]):
         policy: Policy,
         task: OnlineTask,
         reference: MovingReference,
-        answers: SampleStore[Answer],
+        answers: SampleFiles[Answer],
         *,
         train: Sequence[Demonstration],
         validation: Sequence[Demonstration],
@@ -102,13 +101,8 @@ class SPIN(PairIterations[SPINConfig]):
 
     def validate(self) -> Mapping[str, float]:
         """Mean token cross-entropy of the validation responses."""
-        total, count, size = 0.0, 0, self.config.validation_batch_size
-        for start in range(0, len(self.validation), size):
-            rows = [one.row(one.response) for one in self.validation[start : start + size]]
-            batch = supervised_batch(rows, self.task.pad_id)
-            total -= self.policy.logprobs(batch).double().sum().item()
-            count += int(batch.loss_mask.sum())
-        return {"validation/loss": total / count} if count else {}
+        rows, size = [one.row(one.response) for one in self.validation], self.config.validation_batch_size
+        return mean_loss(self.policy, (supervised_batch(rows[at : at + size], self.task.pad_id) for at in range(0, len(rows), size)))
 
 
 def pairs_of(examples: Sequence[tuple[Demonstration, Answer]]) -> list[PreferencePair]:
@@ -186,11 +180,7 @@ def _prompts(
 
 
 def _prompts_of(train: Sequence[Demonstration]) -> Sequence[Prompt]:
-    return train.map(_prompt) if isinstance(train, Mixed) else [_prompt(one) for one in train]
-
-
-def _prompt(one: Demonstration) -> Prompt:
-    return one.prompt
+    return train.map(lambda one: one.prompt) if isinstance(train, Mixed) else [one.prompt for one in train]
 
 
 RECIPE = Recipe(name="spin", config=TrainSPIN, build=build, columns=COLUMNS, presets_of=("dpo",))

@@ -2,7 +2,7 @@
 
 One step: a batch of prompts, each with n responses that were sampled from a proposal Q'; the log-probs of the current policy; one update on
 
-    sum_i (w_i - b_i) * (-log Q(y_i|a,x)) / (mean response tokens),     w, b: `aligner.losses.steerlm`.
+    sum_i (w_i - b_i) * (-log Q(y_i|a,x)) / (mean response tokens),     w, b: `aligner.losses.sft`.
 
 Against SteerLM 1 (SFT on conversations with labels): a response counts for as much as it has the attributes it was asked for, not as if it
 had them. Against DPO (`dpo.py`): all n responses are weighed at once, by an attribute model's probabilities instead of an order.
@@ -13,23 +13,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from aligner.data.collate import supervised_batch
 from aligner.data.config import ProposalDataConfig
-from aligner.data.order import order_of
 from aligner.data.proposals import OF_PROPOSAL, ProposedGroup, load_proposals
 from aligner.errors import DataError
-from aligner.loop.epochs import BatchConfig, Stateless
+from aligner.loop.epochs import BatchConfig, EpochTraining
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Built, Clock, StepResult
-from aligner.losses.steerlm import importance_weights, response_coefficients, steerlm_loss
+from aligner.losses.sft import importance_weights, response_coefficients, steerlm_loss
 from aligner.models.config import Architecture
 from aligner.planner.workload import Phase
-from aligner.protocols import Policy
+from aligner.protocols import Loss, Policy, Reference
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.settings import TrainerRun, check_layout, reading
@@ -58,13 +57,6 @@ class SteerLM2Config(BatchConfig):
     proposal: Proposal = Proposal.records  # what gives the log-prob of a response under its sampler: the records, or the run's start model
 
 
-class Reference(Protocol):
-    """The model that the run starts from, frozen."""
-
-    def logprobs(self, batch: LabeledBatch) -> Tensor:
-        """As `Policy.logprobs`."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weighed:
     """A batch whose labels are the coefficients of `steerlm_loss`, and the policy's distance from its target."""
@@ -86,42 +78,36 @@ class Weighed:
         return 1 / self.aim.square().view(-1, self.group_size).sum(dim=1)
 
 
-class SteerLM2(Stateless):
+class SteerLM2(EpochTraining[SteerLM2Config, ProposedGroup, LabeledBatch, Policy]):
     """The algorithm over its parts. Every rank constructs one. `reference`: None if the records have log Q'.
 
     Raises DataError if neither says it.
     """
 
-    def __init__(
-        self,
-        config: SteerLM2Config,
-        policy: Policy,
-        reference: Reference | None,
-        *,
-        train: Sequence[ProposedGroup],
-        validation: Sequence[ProposedGroup],
-        pad_id: int,
-        seed: int,
-    ) -> None:
-        if reference is None and (lacking := [group for group in (*train, *validation) if group.proposals is None]):
+    def __init__(self, config: SteerLM2Config, policy: Policy, reference: Reference | None, **data: Any) -> None:
+        self.reference = reference
+        super().__init__(config, policy, **data)
+
+    def check(self) -> None:
+        lacking = [group for group in (*self.train, *self.validation) if group.proposals is None] if self.reference is None else []
+        if lacking:
             raise DataError(
                 f"{lacking[0].rows[0].source}: the responses of {len(lacking)} records have no {OF_PROPOSAL!r}; "
                 "allowed: algorithm.proposal=start, where model.path sampled them"
             )
-        self.config = config
-        self.policy = policy
-        self.reference = reference
-        self.train = train
-        self.validation = validation
-        self.pad_id = pad_id
-        self.order = order_of(train, config.batch_size, seed)
+
+    @property
+    def loss(self) -> Loss[LabeledBatch]:
+        return steerlm_loss
+
+    def collate(self, examples: Sequence[ProposedGroup]) -> LabeledBatch:
+        return supervised_batch([row for group in examples for row in group.rows], self.pad_id)
 
     def step(self, step: int, clock: Clock) -> StepResult:
-        groups = [self.train[i] for i in self.order.indices(step - 1)]
         with clock.phase("logprobs"):
-            found = self.weigh(groups)
+            found = self.weigh(self.examples_of(step))
         with clock.phase("train"):
-            metrics = values(self.policy.train_step(found.batch, steerlm_loss))
+            metrics = values(self.model.train_step(found.batch, self.loss))
         metrics["steerlm/kl"] = found.kl.mean().item()
         metrics["steerlm/effective_responses"] = found.effective.mean().item()
         metrics["data/tokens_per_second"] = int(found.batch.lengths.sum()) / (clock.seconds["time/logprobs"] + clock.seconds["time/train"])
@@ -131,14 +117,14 @@ class SteerLM2(Stateless):
     def weigh(self, groups: Sequence[ProposedGroup]) -> Weighed:
         """The rows of these groups with their coefficients under the current policy."""
         size = len(groups[0].rows)
-        batch = supervised_batch([row for group in groups for row in group.rows], self.pad_id)
+        batch = self.collate(groups)
         targets = _column([group.targets for group in groups])
         if self.reference is None:
             proposals = _column([group.proposals for group in groups])
         else:
             proposals = self.reference.logprobs(batch).double().sum(dim=1)
         aim = importance_weights(targets, proposals, group_size=size)
-        policy = importance_weights(self.policy.logprobs(batch).double().sum(dim=1), proposals, group_size=size)
+        policy = importance_weights(self.model.logprobs(batch).double().sum(dim=1), proposals, group_size=size)
         coefficients = response_coefficients(aim, policy, batch.loss_mask.sum(dim=1), group_size=size)
         return Weighed(batch=replace(batch, labels=coefficients[:, None]), aim=aim, policy=policy, group_size=size)
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -67,23 +65,24 @@ class TeacherPass(FilesAlone):
     def __init__(self, config: TeacherPassConfig, teacher: Teacher, sets: Sequence[TeacherSet], *, pad_id: int, below: int) -> None:
         self.config = config
         self.teacher = teacher
-        self.sets = sets
+        self.files = [(one, shard) for one in sets for shard in range(one.manifest.num_shards)]  # to write
         self.pad_id = pad_id
         self.below = below
 
     @property
     def num_steps(self) -> int:
-        """Files to write."""
-        return sum(one.manifest.num_shards for one in self.sets)
+        return len(self.files)
 
     def step(self, step: int, clock: Clock) -> StepResult:
-        one, shard = self._find(step)
-        first = shard * one.manifest.shard_size
-        rows = one.examples[first : first + one.manifest.shard_size]
+        one, shard = self.files[step - 1]
+        first, size = shard * one.manifest.shard_size, self.config.batch_size
+        examples = one.examples[first : first + one.manifest.shard_size]
         found: list[DistilledExample] = []
         with clock.phase("logprobs"):
-            for start in range(0, len(rows), self.config.batch_size):
-                found += self._pass(rows[start : start + self.config.batch_size])
+            for start in range(0, len(examples), size):
+                rows = examples[start : start + size]
+                batch = supervised_batch(rows, self.pad_id)
+                found += distilled(rows, batch.loss_mask, *self.teacher.topk(batch, self.config.top_k, below=self.below))
         with clock.phase("write"):
             one.write(shard, found)
         num_tokens = sum(len(example.tokens) for example in found)
@@ -94,18 +93,6 @@ class TeacherPass(FilesAlone):
                 "data/tokens_per_second": num_tokens / clock.seconds["time/logprobs"],
             }
         )
-
-    def _find(self, step: int) -> tuple[TeacherSet, int]:
-        shard = step - 1
-        for one in self.sets:
-            if shard < one.manifest.num_shards:
-                return one, shard
-            shard -= one.manifest.num_shards
-        raise ValueError(f"step {step} is beyond the {self.num_steps} files")
-
-    def _pass(self, rows: Sequence[SupervisedExample]) -> list[DistilledExample]:
-        batch = supervised_batch(rows, self.pad_id)
-        return distilled(rows, batch.loss_mask, *self.teacher.topk(batch, self.config.top_k, below=self.below))
 
 
 COLUMNS = (Column("mass", "teacher/mass", "percent"), Column("speed", "data/tokens_per_second", "tokens/s"))
@@ -134,18 +121,14 @@ def build(job: WriterJob[WriteTeacherLogprobs]) -> int:
     sets = [_set(job, name, location) for name, location in job.config.locations.items()]
     work = TeacherPass(job.config.algorithm, job.policy(), sets, pad_id=tokenizer.pad_id, below=tokenizer.max_token_id + 1)
     folders = [(job.session.directory.teacher / name, one.manifest) for name, one in zip(job.config.locations, sets, strict=True)]
-    return job.conclude(work, partial(_num_complete, folders))
 
+    def count() -> int:
+        """Files before the first missing one."""
+        there = {folder: files.num_complete(folder, manifest) for folder, manifest in folders}
+        missing = next((at for at, (folder, manifest) in enumerate(folders) if there[folder] < manifest.num_shards), len(folders))
+        return sum(there[folder] for folder, _ in folders[: missing + 1])
 
-def _num_complete(sets: Sequence[tuple[Path, Manifest]]) -> int:
-    """Files that are there before the first that is missing."""
-    found = 0
-    for folder, manifest in sets:
-        there = files.num_complete(folder, manifest)
-        found += there
-        if there < manifest.num_shards:
-            break
-    return found
+    return job.conclude(work, count)
 
 
 def _set(job: WriterJob[WriteTeacherLogprobs], name: str, location: str) -> TeacherSet:

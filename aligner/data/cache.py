@@ -18,7 +18,6 @@ import os
 import shutil
 import time
 import traceback
-import typing
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -52,16 +51,17 @@ Heartbeat = Callable[[], None]
 
 
 def load_cached(
-    load: Any, location: str, config: Any, tokenizer: Tokenizer, *, heartbeat: Heartbeat, **options: Any
+    load: Any, kind: type, location: str, config: Any, tokenizer: Tokenizer, *, heartbeat: Heartbeat, **options: Any
 ) -> tuple[Sequence[Any], LoadReport]:
     """What `load` returns, with the examples in files of the cache, made if they are missing. `heartbeat` is called meanwhile.
 
     Raises what `load` raises; ConfigError for examples that cannot be kept, or a directory that cannot be written.
     """
-    kind, cache = _kind(load), Path(config.cache)
+    cache = Path(config.cache)
     try:
+        schema_of(kind)
         (cache / "digests").mkdir(parents=True, exist_ok=True)
-        directory = cache / _key(load, location, config, tokenizer, options, heartbeat)
+        directory = cache / _key(kind, location, config, tokenizer, options, heartbeat)
         if (found := _open(directory, kind)) is None:
             with _alone(cache / f"{directory.name}.lock", heartbeat):
                 if (found := _open(directory, kind)) is None:
@@ -69,21 +69,13 @@ def load_cached(
                     making = _Storing(cache / f".{directory.name}.{uuid.uuid4().hex[:8]}", kind, workers, heartbeat)
                     _make(making, directory, lambda: load(location, config, tokenizer, **options)[1])
                     found = _open(directory, kind)
+    except NotStorable as error:
+        raise ConfigError(f"data.cache: examples of type {kind.__name__} cannot be kept ({error}); allowed: ''") from error
     except OSError as error:
         raise ConfigError(f"data.cache={config.cache}: {describe_os_error(error, cache)}") from error
     if found is None:
         raise DataError(f"data.cache={config.cache}: {directory} was damaged while it was written")
     return found
-
-
-def _kind(load: Any) -> type:
-    """The dataclass of the examples that `load` returns. Raises ConfigError if they cannot be kept."""
-    kind: type = typing.get_args(typing.get_args(typing.get_type_hints(load)["return"])[0])[0]
-    try:
-        schema_of(kind)
-    except NotStorable as error:
-        raise ConfigError(f"data.cache: examples of type {kind.__name__} cannot be kept ({error}); allowed: ''") from error
-    return kind
 
 
 def _open(directory: Path, kind: type) -> tuple[StoredExamples[Any], LoadReport] | None:
@@ -103,7 +95,9 @@ def _open(directory: Path, kind: type) -> tuple[StoredExamples[Any], LoadReport]
 
 def _make(storing: _Storing, directory: Path, load: Callable[[], LoadReport]) -> None:
     """Make the directory, unless another machine was faster."""
-    _clean_up(directory)
+    for left in directory.parent.glob(f".{directory.name}.*"):  # by dead processes; another machine may write one if locks are not shared
+        if time.time() - max(path.stat().st_mtime for path in (left, *left.iterdir())) > WAIT_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
     new = storing.directory
     new.mkdir()
     token = STORING.set(storing)
@@ -125,37 +119,27 @@ def _make(storing: _Storing, directory: Path, load: Callable[[], LoadReport]) ->
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _clean_up(directory: Path) -> None:
-    """Remove what dead processes left of it. Another machine may be writing its own if locks are not shared."""
-    for left in directory.parent.glob(f".{directory.name}.*"):
-        if time.time() - max(path.stat().st_mtime for path in (left, *left.iterdir())) > WAIT_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _key(load: Any, location: str, config: Any, tokenizer: Tokenizer, options: dict[str, Any], heartbeat: Heartbeat) -> str:
+def _key(kind: type, location: str, config: Any, tokenizer: Tokenizer, options: dict[str, Any], heartbeat: Heartbeat) -> str:
     settings = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in _APART}
     named = [value for value in settings.values() if isinstance(value, str) and value and Path(value).is_file()]
     code = sorted(Path(__file__).parent.glob("*.py"))
+    own = sorted({path for pattern in _TOKENIZER_FILES for path in Path(tokenizer.path).glob(pattern)})
     made_of = {
         "format": FORMAT,
-        "reader": f"{load.__module__}.{load.__qualname__}",
+        "kind": f"{kind.__module__}.{kind.__qualname__}",
         "code": [[path.name, _digest(path)] for path in code],
         "packages": [version("tokenizers"), version("transformers")],
         "location": location,
         "options": {name: sorted(value) if isinstance(value, frozenset) else value for name, value in options.items()},
         "files": [[str(path), _known_digest(path, Path(config.cache), heartbeat)] for path in _files(location)],
         "templates": tokenizer.chat_digest,
-        "tokenizer": [tokenizer.digest, *([path.name, _digest(path)] for path in _tokenizer_files(Path(tokenizer.path)))],
+        "tokenizer": [tokenizer.digest, *([path.name, _digest(path)] for path in own)],
         "settings": {name: value.name if isinstance(value, Enum) else value for name, value in settings.items()},
         "named": [_digest(Path(value)) for value in named],
     }
     if extras := read_from_records():
         made_of["extras"] = [[kind.name, _digest(Path(inspect.getfile(kind)))] for kind in extras]
     return hashlib.sha256(json.dumps(made_of, sort_keys=True, default=repr).encode()).hexdigest()[:32]
-
-
-def _tokenizer_files(directory: Path) -> list[Path]:
-    return sorted({path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)})
 
 
 def _files(location: str) -> list[Path]:
@@ -223,14 +207,14 @@ class _Outcome:
     marks: list[dict[str, int]]
 
 
+@dataclass(frozen=True, slots=True)
 class _Storing:
     """`aligner.data.report.Storing`: converts in several processes, which take turns at blocks of records, and writes the examples."""
 
-    def __init__(self, directory: Path, kind: type, num_workers: int, heartbeat: Heartbeat) -> None:
-        self.directory = directory
-        self.kind = kind
-        self._num_workers = num_workers
-        self._heartbeat = heartbeat
+    directory: Path
+    kind: type
+    num_workers: int
+    heartbeat: Heartbeat
 
     def convert(self, tally: Tally, items: Iterable[Any], conversion: Any, records: Any) -> StoredExamples[Any]:
         """`Tally.convert`, its examples in files. Raises what reading the items raises, and DataError if a process is killed."""
@@ -238,12 +222,12 @@ class _Storing:
         def work(number: int) -> _Outcome:
             return self._work(number, tally, items, conversion, records)
 
-        if self._num_workers == 1:
+        if self.num_workers == 1:
             outcomes = [work(0)]
         else:
-            outcomes = _in_processes(work, self._num_workers, self._heartbeat)
+            outcomes = _in_processes(work, self.num_workers, self.heartbeat)
             tally.absorb([one.tally for one in outcomes], [one.marks for one in outcomes])
-        places = [divmod(block, self._num_workers) for block in range(sum(len(one.blocks) for one in outcomes))]
+        places = [divmod(block, self.num_workers) for block in range(sum(len(one.blocks) for one in outcomes))]
         blocks, counts = ([getattr(outcomes[worker], name)[nth] for nth, worker in places] for name in ("blocks", "counts"))
         write_index(self.directory, blocks, counts)
         return StoredExamples(self.directory, self.kind)
@@ -254,11 +238,11 @@ class _Storing:
         marks: list[dict[str, int]] = []
         parent, iterator, block = os.getppid(), iter(items), 0
         while taken := list(islice(iterator, BLOCK_SIZE)):
-            if block % self._num_workers == number:
+            if block % self.num_workers == number:
                 writer.write(tally.convert_here(taken, conversion, records))
                 marks.append(tally.listed())
-            if self._num_workers == 1:
-                self._heartbeat()
+            if self.num_workers == 1:
+                self.heartbeat()
             elif os.getppid() != parent:
                 raise DataError("the process that started this one has ended")
             block += 1

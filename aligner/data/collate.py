@@ -1,88 +1,54 @@
-"""Which examples make up a step, and from their token sequences to right-padded batches.
-
-The examples are a pure function of the step number, so resuming needs no saved state but that number. `pad_multiple` rounds S up (tensor or
-context parallelism may ask for it).
-"""
+"""Rows of tokens, and from them right-padded batches. `pad_multiple` rounds S up (tensor or context parallelism may ask for it)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
+from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.data.supervised import PreferencePair, SupervisedExample
-from aligner.errors import ConfigError
 from aligner.types import FinishReason, LabeledBatch, PreferenceBatch, Rollout, RolloutBatch, TokenBatch
+from aligner.types.batches import of_kind
 from aligner.types.extras import padded
 
 
-class EpochSampler:
-    """An endless sequence of epochs, each a permutation of `range(size)`, cut into batches.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SupervisedExample:
+    """One row: `loss_mask` is True on response tokens and their end token; `source` is `file:line`.
 
-    Batches may straddle epochs, so no example is ever dropped; a straddling batch can hold an example twice. The permutation of an epoch
-    depends on (size, seed, epoch) only: it sorts the raw output of a counter-based generator (Philox), which numpy keeps stable.
+    `ref_logprobs`: a frozen reference's log-probs of the tokens in `loss_mask`, float32, where they are stored
+    (`aligner.jobs.stored_reference`).
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
-        for name, value, minimum in (("size", size, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if value < minimum:
-                raise ConfigError(f"{name}={value}: must be at least {minimum}")
-        self.size = size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self._cached = (-1, np.empty(0, dtype=np.uint32))  # the last epoch's permutation, only to save time
-
-    def indices(self, step: int) -> list[int]:
-        """The `batch_size` examples of `step` (from 0)."""
-        if step < 0:
-            raise ValueError(f"step is {step}, allowed: at least 0")
-        start = step * self.batch_size
-        return [int(self._permutation(p // self.size)[p % self.size]) for p in range(start, start + self.batch_size)]
-
-    def epoch(self, step: int) -> float:
-        """How many epochs are over when `step` begins."""
-        return step * self.batch_size / self.size
-
-    def metrics(self, step: int) -> dict[str, float]:
-        """The metrics of `step` (from 1)."""
-        return {"data/epoch": self.epoch(step), **self.shares(step)}
-
-    def shares(self, step: int) -> dict[str, float]:
-        """Of several sources, each one's share of `step` (from 1), and the epochs that are over of each."""
-        return {}
-
-    def check(self, num_steps: int) -> None:
-        """Raise ConfigError if there are not examples enough for so many steps; epochs never end."""
-
-    def steps_of(self, epochs: float) -> int:
-        """Steps that so many epochs take, at least 1; the last one may reach into the next epoch."""
-        return max(1, math.ceil(Fraction(repr(float(epochs))) * self.size / self.batch_size))
-
-    def steps_per_epoch(self) -> int:
-        """Steps after which every example was seen at least once."""
-        return self.steps_of(1)
-
-    def _permutation(self, epoch: int) -> NDArray[np.uint32]:
-        if not self.shuffle:
-            epoch = 0
-        if self._cached[0] != epoch:
-            self._cached = (epoch, self._make(epoch))
-        return self._cached[1]
-
-    def _make(self, epoch: int) -> NDArray[np.uint32]:
-        return permutation(self.size, self.seed, epoch) if self.shuffle else np.arange(self.size, dtype=np.uint32)
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    source: str
+    ref_logprobs: Tensor | None = field(default=None, compare=False, repr=False)
+    extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # `aligner.types.extras`
 
 
-def permutation(size: int, seed: int, epoch: int, stream: int = 0) -> NDArray[np.uint32]:
-    """A permutation of `range(size)`, 4 bytes a number; others for other streams of a run."""
-    draws = np.random.Philox(key=np.array([seed, epoch + (stream << 48)], dtype=np.uint64)).random_raw(size)
-    return np.argsort(draws, kind="stable").astype(np.uint32)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferencePair:
+    """Two rows that begin with the same prompt; `margin` is the given reward difference, or 0."""
+
+    chosen: SupervisedExample
+    rejected: SupervisedExample
+    margin: float
+
+    @property
+    def source(self) -> str:
+        return self.chosen.source
+
+    @property
+    def rows(self) -> tuple[SupervisedExample, ...]:
+        """The rows that a model reads."""
+        return self.chosen, self.rejected
+
+    def with_reference(self, logprobs: Sequence[Tensor]) -> PreferencePair:
+        """The same pair with a frozen reference's log-probs of the trained tokens of each of its `rows`."""
+        chosen, rejected = (replace(row, ref_logprobs=found) for row, found in zip(self.rows, logprobs, strict=True))
+        return replace(self, chosen=chosen, rejected=rejected)
 
 
 def token_batch(
@@ -130,14 +96,7 @@ def preference_batch(pairs: Sequence[PreferencePair], pad_id: int, pad_multiple:
     """P pairs as 2P rows: row 2i is chosen i, row 2i+1 rejected i."""
     rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
     labeled = supervised_batch(rows, pad_id, pad_multiple)
-    return PreferenceBatch(
-        tokens=labeled.tokens,
-        lengths=labeled.lengths,
-        loss_mask=labeled.loss_mask,
-        margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32),
-        ref_logprobs=labeled.ref_logprobs,
-        extras=labeled.extras,
-    )
+    return of_kind(PreferenceBatch, labeled, margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32))
 
 
 def _stored_logprobs(examples: Sequence[SupervisedExample], mask: Tensor) -> Tensor | None:

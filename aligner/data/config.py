@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -73,22 +73,9 @@ class SpecialText(str, Enum):
     keep = "keep"  # as the tokens, and count the records
 
 
-def _require_at_least(minimum: int, **sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < minimum:
-            raise ConfigError(f"data.{name} is {value}, allowed: at least {minimum}")
-
-
-def _require_length(minimum: int, **lengths: int) -> None:
-    for name, value in lengths.items():
-        if value and value < minimum:
-            raise ConfigError(f"data.{name} is {value}, allowed: at least {minimum}, or 0 (the model's context length)")
-
-
-def _require_member(enum: type[Enum], **choices: Enum) -> None:
-    for name, value in choices.items():
-        if not isinstance(value, enum):
-            raise ConfigError(f"data.{name} is {value!r}, allowed: {', '.join(member.name for member in enum)} (of {enum.__name__})")
+# The least value of lengths, in tokens, which may also be 0 (the model's context length), and of numbers.
+_LEAST_LENGTH = {"max_length": 2, "max_prompt_length": 1, "max_history_length": 1}
+_LEAST = {"num_workers": 0, "num_validation_prompts": 1, "num_responses": 0}
 
 
 def _refuse_unused(config: Any, why: str, *names: str) -> None:
@@ -97,13 +84,6 @@ def _refuse_unused(config: Any, why: str, *names: str) -> None:
         value, default = (getattr(one, "value", one) for one in (getattr(config, name), type(config).__dataclass_fields__[name].default))
         if value != default:
             raise ConfigError(f"data.{name}={value}: {why}; allowed: {default or repr('')}")
-
-
-def _require_form(form: RecordForm, **fields: str) -> None:
-    _require_member(RecordForm, form=form)
-    for name, field_name in fields.items():
-        if field_name and form is not RecordForm.auto:
-            raise ConfigError(f"data.form={form.value} and data.{name}={field_name}: allowed: one of the two")
 
 
 def _require_whole_prompts(overlong: Overlong) -> None:
@@ -135,14 +115,22 @@ class DataConfig:
         self.train = as_sources(self.train, "data.train")
         self.validation = as_sources(self.validation, "data.validation")
         check_mixture(self)
-        _require_at_least(0, num_workers=self.num_workers)
+        for one in fields(self):
+            value, kind = getattr(self, one.name), type(one.default)
+            if issubclass(kind, Enum) and not isinstance(value, kind):
+                raise ConfigError(f"data.{one.name} is {value!r}, allowed: {', '.join(kind.__members__)} (of {kind.__name__})")
+            if one.name in _LEAST_LENGTH and 0 != value < _LEAST_LENGTH[one.name]:
+                raise ConfigError(
+                    f"data.{one.name} is {value}, allowed: at least {_LEAST_LENGTH[one.name]}, or 0 (the model's context length)"
+                )
+            if one.name in _LEAST and value < _LEAST[one.name]:
+                raise ConfigError(f"data.{one.name} is {value}, allowed: at least {_LEAST[one.name]}")
+        form, field_name = getattr(self, "form", RecordForm.auto), getattr(self, "prompt_field", "")
+        if field_name and form is not RecordForm.auto:
+            raise ConfigError(f"data.form={form.value} and data.prompt_field={field_name}: allowed: one of the two")
         if self.num_workers and not self.cache:
             raise ConfigError(f"data.num_workers={self.num_workers}: requires data.cache, where the processes write what they tokenize")
         check_template(self.chat_template)
-        _require_member(Thinking, thinking=self.thinking)
-        _require_member(SpecialText, special_text=self.special_text)
-        _require_member(BadLines, bad_lines=self.bad_lines)
-        _require_member(Overlong, overlong=self.overlong)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -157,22 +145,12 @@ class PromptDataConfig(DataConfig):
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
     add_bos: bool | None = None  # begin plain text with the begin token: null: the tokenizer's default; a chat template has its own
 
-    def __post_init__(self) -> None:
-        DataConfig.__post_init__(self)
-        _require_length(1, max_prompt_length=self.max_prompt_length)
-        _require_at_least(1, num_validation_prompts=self.num_validation_prompts)
-        _require_form(self.form, prompt_field=self.prompt_field)
-
 
 @dataclass(kw_only=True, slots=True)
 class ExampleDataConfig(DataConfig):
     """Common settings of training examples."""
 
     max_length: int = 0  # tokens of an example; 0: the model's context length
-
-    def __post_init__(self) -> None:
-        DataConfig.__post_init__(self)
-        _require_length(2, max_length=self.max_length)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -188,8 +166,6 @@ class SFTDataConfig(ExampleDataConfig):
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
-        _require_member(Learn, learn=self.learn)
-        _require_form(self.form, prompt_field=self.prompt_field)
         if bool(self.prompt_field) != bool(self.response_field):
             raise ConfigError(
                 f"data.prompt_field is {self.prompt_field!r} and data.response_field is {self.response_field!r}, "
@@ -204,10 +180,6 @@ class PreferenceDataConfig(ExampleDataConfig):
     form: RecordForm = RecordForm.auto  # the form of the records (docs/data.md); auto: recognised by their fields
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
     add_bos: bool | None = None  # begin plain text with the begin token: null: the tokenizer's default; a chat template has its own
-
-    def __post_init__(self) -> None:
-        ExampleDataConfig.__post_init__(self)
-        _require_form(self.form)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -234,7 +206,6 @@ class DemonstrationDataConfig(SFTDataConfig):
 
     def __post_init__(self) -> None:
         SFTDataConfig.__post_init__(self)
-        _require_length(1, max_prompt_length=self.max_prompt_length)
         if self.learn is not Learn.last_response:
             raise ConfigError(f"data.learn={self.learn.value}: only the last response is compared; allowed: {Learn.last_response.value}")
 
@@ -248,7 +219,6 @@ class ProposalDataConfig(ExampleDataConfig):
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
-        _require_at_least(0, num_responses=self.num_responses)
         if self.overlong is Overlong.truncate:
             raise ConfigError("data.overlong=truncate: log-probs belong to complete responses; allowed: drop, refuse")
 
@@ -298,7 +268,6 @@ class ConstitutionDataConfig(PromptDataConfig):
 
     def __post_init__(self) -> None:
         PromptDataConfig.__post_init__(self)
-        _require_length(1, max_history_length=self.max_history_length)
         _require_whole_prompts(self.overlong)
         _refuse_unused(self, "nothing is trained, or compared with an answer", "validation", "answer_field")
 

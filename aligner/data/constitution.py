@@ -28,7 +28,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,14 +168,14 @@ def _value(node: yaml.Node, key: _Key, lines: dict[_Key, int], file: str) -> Any
     return found
 
 
+@dataclass(frozen=True, slots=True)
 class _Checker:
     """Checks a tree and collects its faults."""
 
-    def __init__(self, path: str, tree: Any, lines: Mapping[_Key, int]) -> None:
-        self._path = path
-        self._tree = tree
-        self._lines = lines
-        self._faults: list[str] = []
+    _path: str
+    _tree: Any
+    _lines: Mapping[_Key, int]
+    _faults: list[str] = field(default_factory=list)
 
     def constitution(self) -> Constitution:
         """Raises DataError listing all faults."""
@@ -378,8 +378,8 @@ class Framing:
         self._tokenizer = tokenizer
         self._style = PromptStyle(apply_chat_template=False, add_bos=add_bos)
         examples, comparisons = constitution.examples, constitution.comparisons
-        self._shown = "".join(f"{_written(framed(one.prompt), _turns_of(one))} {one.revision}" for one in examples)
-        self._shown_turns = _joined([(*_said((_user(one.prompt),), _turns_of(one)), _assistant(one.revision)) for one in examples])
+        self._shown = "".join(f"{_written(framed(one.prompt), one)} {one.revision}" for one in examples)
+        self._shown_turns = _joined([(*_said((_user(one.prompt),), one), _assistant(one.revision)) for one in examples])
         self._compared = "".join(f"{_question_of(one).text}\n\n{ANSWER} ({one.answer})\n\n" for one in comparisons)
         self._compared_turns = _joined([(_user(_question_of(one).text), _assistant(f"{ANSWER} ({one.answer})")) for one in comparisons])
         self._options = [tokenizer.continuation(ANSWER, option) for option in OPTIONS]
@@ -388,7 +388,8 @@ class Framing:
         """Ids of everything before the critique, or the revision, of a response to the case."""
         if case.messages is None:
             return self._encode(self._shown + _written(str(case.said), turns))
-        return self._encode(_behind_system(case.messages, self._shown_turns, turns))
+        cut = int(case.messages[0].role == "system")  # which stays first
+        return self._encode((*case.messages[:cut], *self._shown_turns, *_said(case.messages[cut:], turns)))
 
     def options(self, question: Question, *, chat: bool) -> list[tuple[list[int], int]]:
         """For (A) and for (B): ids of the question with this answer, and how many of them come before the answer."""
@@ -421,15 +422,6 @@ class Framing:
         return encode_prompt(self._tokenizer, said, self._style)
 
 
-def _turns_of(example: Example) -> Turns:
-    return Turns(
-        response=example.response,
-        critique_request=example.critique_request,
-        critique=example.critique,
-        revision_request=example.revision_request,
-    )
-
-
 def _question_of(one: Comparison) -> Question:
     dialogue = framed(one.prompt).removesuffix(ASSISTANT_MARK).strip()
     return Question(dialogue=dialogue, question=one.question, first=one.first, second=one.second)
@@ -447,19 +439,11 @@ def _joined(parts: Sequence[Conversation]) -> Conversation:
     return tuple(message for part in parts for message in part)
 
 
-def _written(said: str, turns: Turns) -> str:
-    """The text of one round, up to the model's next turn."""
+def _written(said: str, turns: Turns | Example) -> str:
     text = f"{said} {turns.response}{CRITIQUE_REQUEST} {turns.critique_request}{CRITIQUE}"
     return f"{text} {turns.critique}{REVISION_REQUEST} {turns.revision_request}{REVISION}" if turns.revision_request else text
 
 
-def _said(messages: Conversation, turns: Turns) -> Conversation:
-    """The messages of one round, up to the model's next turn."""
+def _said(messages: Conversation, turns: Turns | Example) -> Conversation:
     found = (*messages, _assistant(turns.response), _user(turns.critique_request))
     return (*found, _assistant(turns.critique), _user(turns.revision_request)) if turns.revision_request else found
-
-
-def _behind_system(messages: Conversation, shown: Conversation, turns: Turns) -> Conversation:
-    """The round after the examples; a system message stays first."""
-    cut = int(messages[0].role == "system")
-    return (*messages[:cut], *shown, *_said(messages[cut:], turns))

@@ -35,6 +35,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
 from aligner.files import publish
 from aligner.types import DistillationBatch
+from aligner.types.batches import of_kind
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -210,31 +211,34 @@ class TeacherFiles(Sequence[DistilledExample]):
 FIELDS = ("tokens", "labels", "loss_mask", "topk_logits", "topk_token_ids")
 
 
+@dataclass(frozen=True, eq=False)
 class Selected(Sequence[DistilledExample]):
     """Some of the examples of another sequence, each cut to `max_length` tokens if that is given."""
 
-    def __init__(self, examples: Sequence[DistilledExample], chosen: Sequence[int], max_length: int | None) -> None:
-        self._examples = examples
-        self._chosen = chosen
-        self._max_length = max_length
+    examples: Sequence[DistilledExample]
+    chosen: Sequence[int]
+    max_length: int | None
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return len(self.chosen)
 
     def __getitem__(self, index: int) -> DistilledExample:
-        return self._examples[self._chosen[index]].first(self._max_length)
+        return self.examples[self.chosen[index]].first(self.max_length)
 
 
-@reads_sources
-def load_distillation(
+def _load_one(
     location: str, config: DistillationDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[Sequence[DistilledExample], LoadReport]:
     """Examples at `location` (see `aligner.data.reading`).
 
     Raises also DataError for an incomplete directory, and ConfigError if the teacher had another vocabulary.
     """
+
+    def read(raw: RawRecord, reader: Reader) -> DistilledExample:
+        return _fitted(parse_distilled(raw, tokenizer.max_token_id), reader)
+
     if not (Path(location) / MANIFEST).exists():
-        examples, report = read_all(_distilled, location, config, tokenizer, first=first)
+        examples, report = read_all(read, location, config, tokenizer, first=first)
         if len(widths := {example.teacher_tokens.shape[1] for example in examples}) > 1:
             raise DataError(f"{location}: the records name {shown(sorted(widths))} tokens per position, expected the same number in all")
         return examples, report
@@ -251,8 +255,7 @@ def load_distillation(
     return Selected(files, numbers, config.max_length or None), report
 
 
-def _distilled(raw: RawRecord, reader: Reader) -> DistilledExample:
-    return _fitted(parse_distilled(raw, reader.tokenizer.max_token_id), reader)
+load_distillation = reads_sources(DistilledExample, _load_one)
 
 
 def _fitted(example: DistilledExample, reader: Reader) -> DistilledExample:
@@ -326,9 +329,7 @@ def distillation_batch(examples: Sequence[DistilledExample], pad_id: int) -> Dis
     named, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
     named[batch.loss_mask] = torch.cat([one.teacher_tokens for one in examples])
     logprobs[batch.loss_mask] = torch.cat([one.teacher_logprobs for one in examples])
-    return DistillationBatch(
-        tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask, teacher_tokens=named, teacher_logprobs=logprobs
-    )
+    return of_kind(DistillationBatch, batch, teacher_tokens=named, teacher_logprobs=logprobs)
 
 
 def distilled(

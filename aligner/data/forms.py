@@ -133,10 +133,6 @@ def is_sharegpt(record: Record) -> bool:
     return dict.get(first, "from") in _SPEAKERS or dict.get(first, "role") is not None
 
 
-def _is_steerlm(record: Record) -> bool:
-    return not is_sharegpt(record)
-
-
 def sharegpt(record: Record, purpose: Purpose) -> Made:
     """Turns `{from, value}`, also `{role, content}`; `function_call` and `observation` are a tool's, `tools` may be JSON text."""
     system = _peek(record, "system")
@@ -463,7 +459,7 @@ FORMS: dict[RecordForm, Form] = {
     RecordForm.steerlm: _form(
         "{conversations: [{from: User, value, label?}, ...], system?, mask?, type?}",
         None,
-        _is_steerlm,
+        lambda record: not is_sharegpt(record),
         prompts="conversations",
         supervised="conversations",
         regression="conversations",

@@ -19,20 +19,6 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import Prompt
 
-Example = (
-    Prompt
-    | Request
-    | Unlabelled
-    | SupervisedExample
-    | Demonstration
-    | PreferencePair
-    | UnpairedExample
-    | LabelledExample
-    | SteppedExample
-    | DistilledExample
-    | SampledGroup
-    | ProposedGroup
-)
 # The purpose of our fields, in words.
 _PURPOSES = {
     **dict.fromkeys(("prompt", "instruction", "input"), "the prompt"),
@@ -86,7 +72,7 @@ class Lengths:
     most: int
 
 
-def view_of(example: Example) -> View:
+def view_of(example: object) -> View:
     """The view of an example of any kind. Raises DataError for another object."""
     if isinstance(example, (Prompt, Request, Unlabelled)):
         return _view_of_unlearnt(example)
@@ -110,7 +96,6 @@ def view_of(example: Example) -> View:
 
 
 def _view_of_unlearnt(example: Prompt | Request | Unlabelled) -> View:
-    """The view of an example that is answered or scored, not trained on."""
     if isinstance(example, Unlabelled):
         rows = [_unlearnt(tokens, f"turn {turn}, to be scored") for turn, tokens in zip(example.turns, example.rows, strict=True)]
         return View(source=example.source, rows=tuple(rows))
@@ -120,7 +105,6 @@ def _view_of_unlearnt(example: Prompt | Request | Unlabelled) -> View:
 
 
 def _view_of_group(example: SampledGroup | ProposedGroup) -> View:
-    """The view of all responses to a prompt, with their log-probs, if any."""
     notes = [f"response {number}" for number in range(1, len(example.rows) + 1)]
     if isinstance(example, ProposedGroup):
         proposals = example.proposals or ("not given",) * len(notes)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from aligner.data.collate import EpochSampler, supervised_batch
-from aligner.data.config import RegressionDataConfig, StepDataConfig, UnpairedDataConfig
+from aligner.data.collate import supervised_batch
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_prompt, encode_response, plain_text
+from aligner.data.epochs import EpochSampler
 from aligner.data.forms import Purpose
 from aligner.data.labelled import MISSING, attribute_text, is_labelled, parse_labelled, parse_labels, parse_step_labels
 from aligner.data.messages import shown, text_of
-from aligner.data.reading import Reader, read_all, reads_sources
+from aligner.data.reading import Reader, loader
 from aligner.data.records import (
     ConversationRecord,
     JudgedRecord,
@@ -34,12 +33,11 @@ from aligner.data.records import (
     supervised_readings,
     the_one,
 )
-from aligner.data.report import LoadReport
 from aligner.data.sources import RawRecord
 from aligner.data.supervised import SupervisedExample, row_of
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import LabeledBatch, StepBatch
+from aligner.types.batches import of_kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,15 +68,6 @@ class UnpairedExample:
         return self.row.tokens[self.row.loss_mask.index(True) :]
 
 
-@reads_sources
-def load_unpaired(
-    location: str, config: UnpairedDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[UnpairedExample], LoadReport]:
-    """Responses of `config.train` or `config.validation` (see `aligner.data.reading`). A pair is two, its chosen one desirable."""
-    options: dict[str, Any] = {"items": _responses, "records": lambda item: item[:1]}
-    return read_all(_unpaired, location, config, tokenizer, first=first, purpose=Purpose.judged, **options)
-
-
 def _unpaired(item: tuple[RawRecord, str], reader: Reader) -> UnpairedExample:
     record = _judgement(*item)
     encoded = encode_response(reader.tokenizer.offering(record.tools), record.prompt, record.response, reader.style)
@@ -93,7 +82,6 @@ def _responses(records: Iterable[RawRecord]) -> Iterator[tuple[RawRecord, str]]:
 
 
 def _judgement(raw: RawRecord, which: str) -> JudgedRecord:
-    """A record's response; of a pair the requested one."""
     if not which:
         return parse_judged(raw)
     record = raw_object(raw)
@@ -102,6 +90,10 @@ def _judgement(raw: RawRecord, which: str) -> JudgedRecord:
     pair = parse_preference(raw)
     response = pair.chosen if which == "chosen" else pair.rejected
     return JudgedRecord(prompt=pair.prompt, response=response, desirable=which == "chosen", tools=pair.tools)
+
+
+# A pair is two responses, its chosen one desirable.
+load_unpaired = loader(UnpairedExample, _unpaired, purpose=Purpose.judged, items=_responses, records=lambda item: item[:1])
 
 
 def unpaired_batch(examples: Sequence[UnpairedExample], pad_id: int) -> LabeledBatch:
@@ -130,25 +122,25 @@ def mismatched(examples: Sequence[UnpairedExample], max_length: int) -> list[Unp
     return [_with_response_of(example, examples[i - shift], max_length) for i, example in enumerate(examples)]
 
 
+@dataclass(eq=False)
 class MismatchedSteps(Sequence[UnpairedExample]):
     """`mismatched` examples of each of `num_steps` consecutive steps; made on demand."""
 
-    def __init__(self, examples: Sequence[UnpairedExample], order: EpochSampler, max_length: int, num_steps: int) -> None:
-        self._examples = examples
-        self._order = order
-        self._max_length = max_length
-        self._num_steps = num_steps
-        self._latest: tuple[int, list[UnpairedExample]] = (-1, [])  # only to save time: rows are requested in order
+    examples: Sequence[UnpairedExample]
+    order: EpochSampler
+    max_length: int
+    num_steps: int
+    _latest: tuple[int, Sequence[UnpairedExample]] = (-1, ())  # only to save time: rows are requested in order
 
     def __len__(self) -> int:
-        return self._num_steps * self._order.batch_size
+        return self.num_steps * self.order.batch_size
 
     def __getitem__(self, index: int) -> UnpairedExample:
-        step, row = divmod(index, self._order.batch_size)
-        if step >= self._num_steps:
+        step, row = divmod(index, self.order.batch_size)
+        if step >= self.num_steps:
             raise IndexError(f"row {index} of {len(self)}")
         if step != self._latest[0]:
-            self._latest = (step, mismatched([self._examples[i] for i in self._order.indices(step)], self._max_length))
+            self._latest = (step, mismatched([self.examples[i] for i in self.order.indices(step)], self.max_length))
         return self._latest[1][row]
 
 
@@ -167,15 +159,8 @@ class LabelledExample:
     labels: tuple[float, ...]
 
 
-@reads_sources
-def load_regression(
-    location: str, config: RegressionDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[LabelledExample], LoadReport]:
-    """Labelled responses (see `aligner.data.reading`). A conversation is one example for each of its turns with a label."""
-    return read_all(_scored, location, config, tokenizer, first=first, purpose=Purpose.regression)
-
-
 def _scored(raw: RawRecord, reader: Reader) -> list[LabelledExample]:
+    """A conversation is one example for each of its turns with a label."""
     return [LabelledExample(row=row_of(encoded, reader, raw), labels=labels) for encoded, labels in _judged(raw, reader)]
 
 
@@ -208,6 +193,9 @@ def _judged_turns(raw: RawRecord, reader: Reader) -> Iterator[tuple[Encoded, tup
         yield encode_plain(reader.tokenizer, attribute_text(reader.tokenizer, parsed, number), reader.style), labels
 
 
+load_regression = loader(LabelledExample, _scored, purpose=Purpose.regression)
+
+
 def labelled_batch(examples: Sequence[LabelledExample], pad_id: int) -> LabeledBatch:
     """Rows with labels float32 [B, K]."""
     labels = torch.tensor([example.labels for example in examples], dtype=torch.float32)
@@ -223,14 +211,6 @@ class SteppedExample:
 
     row: SupervisedExample
     labels: tuple[float, ...]
-
-
-@reads_sources
-def load_steps(
-    location: str, config: StepDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[SteppedExample], LoadReport]:
-    """Responses in judged steps (see `aligner.data.reading`)."""
-    return read_all(_stepped, location, config, tokenizer, first=first, purpose=Purpose.steps)
 
 
 def _stepped(raw: RawRecord, reader: Reader) -> SteppedExample:
@@ -255,7 +235,6 @@ def _stepped(raw: RawRecord, reader: Reader) -> SteppedExample:
 
 
 def _steps(raw: RawRecord) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """The texts of the steps, and their labels."""
     record = raw_object(raw)
     name = the_one(record, ("steps", "completions"), _STEPS_FORMAT)
     if "labels" not in record:
@@ -267,9 +246,12 @@ def _steps(raw: RawRecord) -> tuple[tuple[str, ...], tuple[float, ...]]:
     return texts, parse_step_labels(record["labels"], len(texts), "field 'labels'")
 
 
+load_steps = loader(SteppedExample, _stepped, purpose=Purpose.steps)
+
+
 def step_batch(examples: Sequence[SteppedExample], pad_id: int) -> StepBatch:
     """Rows with the labels of their steps in place."""
     rows = supervised_batch([example.row for example in examples], pad_id)
     labels = torch.zeros(rows.tokens.shape, dtype=torch.float32)
     labels[rows.loss_mask] = torch.tensor([label for example in examples for label in example.labels], dtype=torch.float32)
-    return StepBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=rows.loss_mask, extras=rows.extras, step_labels=labels)
+    return of_kind(StepBatch, rows, step_labels=labels)

@@ -55,7 +55,8 @@ class Message:
 
     def without_thinking(self) -> Message:
         """The same turn without an assistant's thinking. Raises DataError if nothing else is in it."""
-        content = _without_thoughts(self.content) if self.role == "assistant" else self.content
+        end = _end_of_thoughts(self.content) if self.role == "assistant" else 0
+        content = _THOUGHT.sub("", self.content[:end]) + self.content[end:]
         if self.content and is_blank(content) and not self.tool_calls:
             raise DataError(f"an assistant's message is {shown(self.content)}, expected something besides thinking (data.thinking=drop)")
         return replace(self, content=content, thinking="")
@@ -74,11 +75,6 @@ def _end_of_thoughts(text: str) -> int:
     """The position after the last `</think>` and white space: a `<think>` after it has no end, and is not searched for one."""
     _, mark, behind = text.rpartition("</think>")
     return len(text) - len(behind.lstrip()) if mark else 0
-
-
-def _without_thoughts(text: str) -> str:
-    end = _end_of_thoughts(text)
-    return _THOUGHT.sub("", text[:end]) + text[end:]
 
 
 Conversation = tuple[Message, ...]

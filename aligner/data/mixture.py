@@ -190,7 +190,6 @@ def _number(entry: Mapping[str, Any], name: str, place: str, *, whole: bool = Fa
 
 
 def _like(now: Any, value: Any, key: str) -> Any:
-    """The value in the type of the setting's current value `now`."""
     if isinstance(now, Enum):
         options = type(now).__members__
         if not isinstance(value, (str, Enum)) or (text := value.name if isinstance(value, Enum) else value) not in options:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aligner.data.collate import EpochSampler, permutation
+from aligner.data.epochs import EpochSampler, permutation
 from aligner.data.mixture import Mixture
 from aligner.errors import ConfigError
 
@@ -137,7 +137,6 @@ class _Phase:
 
 
 def _phases(weights: Sequence[float], limits: Sequence[int]) -> list[_Phase]:
-    """The phases of a run; the last one is endless, or has no source left."""
     phases, left = [_Phase(0, None, dict.fromkeys(range(len(weights)), 0))], list(range(len(weights)))
     while left:
         cycle, last = _Cycle(_counts({source: weights[source] for source in left})), phases.pop()

@@ -19,8 +19,7 @@ from aligner.errors import DataError
 from aligner.types import Prompt
 
 
-@reads_sources
-def load_prompts(
+def _load_one(
     location: str, config: PromptDataConfig, tokenizer: Tokenizer, *, first: int | None = None, columns: frozenset[str] | None = None
 ) -> tuple[list[Prompt], LoadReport]:
     """Tokenized prompts of `config.train` or `config.validation` (see `aligner.data.reading`).
@@ -44,6 +43,9 @@ def load_prompts(
 
     unused = "that only reward functions may use"
     return read_all(convert, location, config, tokenizer, first=first, purpose=Purpose.prompts, unused=unused)
+
+
+load_prompts = reads_sources(Prompt, _load_one)
 
 
 def _fitted(tokens: list[int], reader: Reader) -> list[int]:

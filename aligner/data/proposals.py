@@ -71,16 +71,6 @@ class Responses:
         return [LabelledRecord(system=self.system, turns=(*self.prompt, turn)) for turn in self.turns]
 
 
-@reads_sources
-def load_proposals(
-    location: str, config: ProposalDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[ProposedGroup], LoadReport]:
-    """Groups at `location` (see `aligner.data.reading`). Raises DataError if they differ in size."""
-    groups, report = read_all(_proposed, location, config, tokenizer, first=first)
-    check_sizes(location, [len(group.rows) for group in groups])
-    return groups, report
-
-
 def _proposed(raw: RawRecord, reader: Reader) -> ProposedGroup:
     found = parse_responses(raw, reader.config.num_responses)
     targets, proposals = _log_probs(found.fields)
@@ -89,6 +79,15 @@ def _proposed(raw: RawRecord, reader: Reader) -> ProposedGroup:
         for record, whole in zip(found.conversations, found.whole, strict=True)
     )
     return ProposedGroup(rows=tuple(row_of(one, reader, raw) for one in encoded), targets=targets, proposals=proposals)
+
+
+def _load_one(location: str, config: ProposalDataConfig, tokenizer: Tokenizer, **options: Any) -> tuple[list[ProposedGroup], LoadReport]:
+    groups, report = read_all(_proposed, location, config, tokenizer, **options)
+    check_sizes(location, [len(group.rows) for group in groups])
+    return groups, report
+
+
+load_proposals = reads_sources(ProposedGroup, _load_one)  # raises DataError if groups differ in size
 
 
 def parse_responses(raw: RawRecord, num_responses: int) -> Responses:
@@ -118,7 +117,6 @@ def check_sizes(location: str, sizes: Sequence[int]) -> None:
 
 
 def _log_probs(responses: Sequence[dict[str, object]]) -> tuple[tuple[float, ...], tuple[float, ...] | None]:
-    """(targets, proposals) of `ProposedGroup`."""
     targets, proposals = [], []
     for i, response in enumerate(responses):
         what = f"field 'responses[{i}]'"
@@ -204,7 +202,6 @@ def _encode(found: Responses, number: int, quantity: Quantity, reader: Reader) -
 
 
 def _messages(record: LabelledRecord) -> tuple[Message, ...]:
-    """What precedes the last turn, as a chat."""
     system = (Message(role="system", content=record.system),) if record.system else ()
     turns = (Message(role="user" if turn.speaker == USER else "assistant", content=turn.text) for turn in record.turns[:-1])
     return (*system, *turns)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from aligner.types import Prompt
 Example = TypeVar("Example")
 Other = TypeVar("Other")
 Item = TypeVar("Item")
+Load = Callable[..., tuple[Sequence[Example], LoadReport]]
 
 
 class Reader:
@@ -132,14 +133,18 @@ class Mixed(Sequence[Example]):
         return np.concatenate([row_counts(part) for part in self.parts])
 
 
-def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> Callable[..., tuple[Sequence[Example], LoadReport]]:
-    """Decorator for a `load_*` of one path: it accepts lists of sources too, and uses the cache of the settings.
+def loader(kind: type[Example], convert: Callable[[Any, Reader], Any], **options: Any) -> Load[Example]:
+    """A `load_*` of examples of this kind, which `convert` makes; `options` of `read_all`."""
+    return reads_sources(kind, partial(read_all, convert, **options))
+
+
+def reads_sources(kind: type[Example], load: Callable[..., tuple[Sequence[Any], LoadReport]]) -> Load[Example]:
+    """A `load_*` of one path that accepts lists of sources too, and uses the cache of the settings.
 
     For a list it returns a `Mixed`; `options` are passed on. Raises ConfigError for an unusable list, DataError for sources that do not
     match.
     """
 
-    @wraps(load)
     def read(
         location: Location,
         config: Any,
@@ -152,7 +157,7 @@ def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> 
         def read_one(path: str, own: Any, tokenizer: Tokenizer, most: int | None) -> tuple[Sequence[Example], LoadReport]:
             path = located(path, location, config)
             if own.cache and first is None:
-                examples, report = load_cached(load, path, own, tokenizer, heartbeat=heartbeat, first=most, **options)
+                examples, report = load_cached(load, kind, path, own, tokenizer, heartbeat=heartbeat, first=most, **options)
             else:
                 least = min((one for one in (first, most) if one is not None), default=None)
                 examples, report = load(path, own, tokenizer, first=least, **options)

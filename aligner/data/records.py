@@ -121,7 +121,6 @@ def supervised_readings(record: dict[str, object]) -> list[str]:
 
 
 def _tools(record: dict[str, object], prompt: str | Conversation) -> Tools:
-    """The tools of a conversation; a text cannot have any."""
     return parse_tools(record["tools"]) if has(record, "tools") and not isinstance(prompt, str) else ()
 
 

@@ -71,7 +71,8 @@ class LoadReport:
         for one in self.too_long:
             lengths.setdefault(one.limit, []).append(one.length)
         return [
-            f"{len(found)} left out: longer than {limit}, {'they have' if len(found) > 1 else 'it has'} {_range(found)}"
+            f"{len(found)} left out: longer than {limit}, {'they have' if len(found) > 1 else 'it has'} "
+            + (f"{min(found)} to {max(found)}" if min(found) < max(found) else f"{min(found)}")
             for limit, found in lengths.items()
         ]
 
@@ -104,11 +105,6 @@ def combined(reports: Sequence[LoadReport], shares: str) -> LoadReport:
         **{name: sum(getattr(report, name) for report in reports) for name in counts},
         **{name: dict(table) for name, table in tables.items()},
     )
-
-
-def _range(lengths: Sequence[int]) -> str:
-    least, most = min(lengths), max(lengths)
-    return f"{least} to {most}" if least < most else str(least)
 
 
 class NoUsableRecord(DataError):
@@ -238,7 +234,6 @@ class Tally:
                     getattr(self, name).extend(getattr(other, name)[before.get(name, 0) : stop])
 
     def _look(self, raw: RawRecord) -> None:
-        """Look for the fields named in settings."""
         record = raw.value.origin if isinstance(raw.value, Recast) else raw.value
         if isinstance(record, dict):
             if len(self._there) < _MOST_NAMES:
@@ -248,7 +243,6 @@ class Tally:
                 self._have[key] += nested(record, name) is not None
 
     def _check_named(self) -> None:
-        """Raise DataError for a setting that names a field of no record."""
         for key, name in self._named.items():
             if self._there and not self._have[key]:
                 near = difflib.get_close_matches(name, self._there.keys() - {name}, n=1, cutoff=0.5)

@@ -394,7 +394,6 @@ def _repeated(value: object) -> str:
 
 
 def _fields(value: Any, kind: type[Fields]) -> Any:
-    """A value whose dicts are `Fields` of a kind."""
     if isinstance(value, dict):
         return kind([(name, _fields(one, kind)) for name, one in value.items()])
     return [_fields(one, kind) for one in value] if isinstance(value, list) and value and isinstance(value[0], (dict, list)) else value

@@ -4,47 +4,20 @@ A `Demonstration` is a prompt with the given response, with which SPIN compares 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any
 
-from torch import Tensor
-
-from aligner.data.config import DemonstrationDataConfig, Learn, PreferenceDataConfig, SFTDataConfig
+from aligner.data.collate import PreferencePair, SupervisedExample
+from aligner.data.config import Learn
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_response, everything, last_span
 from aligner.data.forms import Purpose, extras_of
 from aligner.data.labelled import encode_labelled, is_labelled, parse_labelled
-from aligner.data.reading import Reader, read_all, reads_sources
+from aligner.data.reading import Reader, loader
 from aligner.data.records import ConversationRecord, TextRecord, is_text_line, parse_preference, parse_supervised, parse_text_pair
-from aligner.data.report import LoadReport
 from aligner.data.sources import RawRecord
-from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import Prompt
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SupervisedExample:
-    """One row: `loss_mask` is True on response tokens and their end token; `source` is `file:line`.
-
-    `ref_logprobs`: a frozen reference's log-probs of the tokens in `loss_mask`, float32, where they are stored
-    (`aligner.jobs.stored_reference`).
-    """
-
-    tokens: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    source: str
-    ref_logprobs: Tensor | None = field(default=None, compare=False, repr=False)
-    extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # `aligner.types.extras`
-
-
-@reads_sources
-def load_supervised(
-    location: str, config: SFTDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[SupervisedExample], LoadReport]:
-    """Examples of `config.train` or `config.validation` (see `aligner.data.reading`)."""
-    return read_all(_example, location, config, tokenizer, first=first, purpose=Purpose.supervised)
 
 
 def row_of(encoded: Encoded, reader: Reader, raw: RawRecord) -> SupervisedExample:
@@ -55,7 +28,6 @@ def row_of(encoded: Encoded, reader: Reader, raw: RawRecord) -> SupervisedExampl
 
 
 def _example(raw: RawRecord, reader: Reader) -> SupervisedExample:
-    """A record of any supervised format. Raises DataError for a bad one."""
     encoded = _encode(raw, reader)
     return row_of(everything(encoded) if reader.config.learn is Learn.everything else encoded, reader, raw)
 
@@ -77,6 +49,9 @@ def _encode(raw: RawRecord, reader: Reader) -> Encoded:
     return encode_response(tokenizer, record.prompt, record.response, style)
 
 
+load_supervised = loader(SupervisedExample, _example, purpose=Purpose.supervised)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demonstration:
     """A prompt and the tokens of the given response, its end included."""
@@ -96,22 +71,15 @@ def answered(prompt: Prompt, response: Sequence[int]) -> SupervisedExample:
     return SupervisedExample(tokens=(*head, *response), loss_mask=mask, source=prompt.source, extras=prompt.extras)
 
 
-@reads_sources
-def load_demonstrations(
-    location: str, config: DemonstrationDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[Demonstration], LoadReport]:
-    """Demonstrations at a location (see `aligner.data.reading`).
-
-    In a conversation the last response is the given one, and the rest is the prompt; `Prompt.id` is the record's index.
-    """
-    return read_all(_demonstration, location, config, tokenizer, first=first, purpose=Purpose.supervised)
-
-
 def _demonstration(raw: RawRecord, reader: Reader) -> Demonstration:
+    """In a conversation the last response is the given one, and the rest is the prompt; `Prompt.id` is the record's index."""
     row = _example(raw, reader)
     start = response_start(row.loss_mask)
     reader.check_prompt(start)
     return Demonstration(prompt=reader.prompt(raw, row.tokens[:start]), response=row.tokens[start:])
+
+
+load_demonstrations = loader(Demonstration, _demonstration, purpose=Purpose.supervised)
 
 
 def response_start(loss_mask: Sequence[bool]) -> int:
@@ -120,29 +88,6 @@ def response_start(loss_mask: Sequence[bool]) -> int:
     if not learnt[-1]:
         raise DataError("ends with a turn that is not learnt, expected a response at the end")
     return len(learnt) - learnt[::-1].index(False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreferencePair:
-    """Two rows that begin with the same prompt; `margin` is the given reward difference, or 0."""
-
-    chosen: SupervisedExample
-    rejected: SupervisedExample
-    margin: float
-
-    @property
-    def source(self) -> str:
-        return self.chosen.source
-
-    @property
-    def rows(self) -> tuple[SupervisedExample, ...]:
-        """The rows that a model reads."""
-        return self.chosen, self.rejected
-
-    def with_reference(self, logprobs: Sequence[Tensor]) -> PreferencePair:
-        """The same pair with a frozen reference's log-probs of the trained tokens of each of its `rows`."""
-        chosen, rejected = (replace(row, ref_logprobs=found) for row, found in zip(self.rows, logprobs, strict=True))
-        return replace(self, chosen=chosen, rejected=rejected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,15 +102,6 @@ class _Lines:
     def records(self) -> tuple[RawRecord, ...]:
         """The records that it was read from."""
         return (self.first,) if self.second is None else (self.first, self.second)
-
-
-@reads_sources
-def load_preferences(
-    location: str, config: PreferenceDataConfig, tokenizer: Tokenizer, *, first: int | None = None
-) -> tuple[list[PreferencePair], LoadReport]:
-    """Pairs of `config.train` or `config.validation` (see `aligner.data.reading`)."""
-    options: dict[str, Any] = {"items": _pair_lines, "records": lambda lines: lines.records}
-    return read_all(_pair, location, config, tokenizer, first=first, purpose=Purpose.preference, **options)
 
 
 def _pair(lines: _Lines, reader: Reader) -> PreferencePair:
@@ -202,3 +138,6 @@ def _pair_lines(records: Iterable[RawRecord]) -> Iterator[_Lines]:
             continue
         for first in lines:
             yield _Lines(first=first, second=next(lines, None), alternating=True)
+
+
+load_preferences = loader(PreferencePair, _pair, purpose=Purpose.preference, items=_pair_lines, records=lambda lines: lines.records)

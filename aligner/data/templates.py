@@ -22,7 +22,6 @@ _TAKE_TURNS = (
 
 
 def _system(default: str = "") -> str:
-    """Sets `system` and the `turns` after it."""
     return (
         "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set turns = messages[1:] %}"
         f"{{% else %}}{{% set system = {default!r} %}}{{% set turns = messages %}}{{% endif %}}"
@@ -38,7 +37,6 @@ def _ask(text: str) -> str:
 
 
 def _alternating(user: str, assistant: str) -> str:
-    """Turns of two roles."""
     body = f"{{% if m.role == 'user' %}}{{{{ {user} }}}}{{% else %}}{assistant}{{% endif %}}"
     return f"{{% for m in turns %}}{_TAKE_TURNS}{body}{{% endfor %}}"
 

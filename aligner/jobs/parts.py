@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from aligner.cluster.exit_codes import ExitCode
-from aligner.data.collate import EpochSampler
+from aligner.data.epochs import EpochSampler
 from aligner.data.order import order_of
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, listed, load_tokenizer

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import POLICY, REFERENCE
-from aligner.data.collate import EpochSampler
+from aligner.data.epochs import EpochSampler
 from aligner.data.order import order_of
 from aligner.data.prompts import load_prompts
 from aligner.data.stored import row_counts

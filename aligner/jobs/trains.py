@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from aligner.cluster.exit_codes import ExitCode
-from aligner.data.collate import EpochSampler
+from aligner.data.epochs import EpochSampler
 from aligner.data.order import order_of
 from aligner.data.report import LoadReport
 from aligner.data.stored import row_counts

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,31 +117,25 @@ class _SaveUnderWay:
     critic_ended: Future[str] | None = None
 
 
+@dataclass(eq=False)
 class RunCheckpointer:
     """`aligner.loop.loop.Checkpointer` for one model in a run directory, with the optional critic behind a server, which computes while the
     GPUs are `given_away`."""
 
-    def __init__(
-        self,
-        session: Session,
-        model: TrainableModel,
-        *,
-        name: str,
-        tokenizer: Path,
-        source: Path | None = None,
-        config: CheckpointConfig,
-        critic: Critic | None = None,
-        given_away: Callable[[], AbstractContextManager[None]] = nullcontext,
-        damaged: DamagedCheckpoint = DamagedCheckpoint.fall_back,
-    ) -> None:
-        self._session = session
-        self._model = model
-        self._config = config
-        self._damaged = damaged
-        self._folders = [session.directory.checkpoints / folder for folder in ((name, CRITIC) if critic is not None else (name,))]
-        self._copied = {"tokenizer": tokenizer, "source": source}
-        self._critic = critic
-        self._given_away = given_away
+    session: Session
+    model: TrainableModel
+    _: KW_ONLY
+    name: str
+    tokenizer: Path
+    source: Path | None = None
+    config: CheckpointConfig
+    critic: Critic | None = None
+    given_away: Callable[[], AbstractContextManager[None]] = nullcontext
+    damaged: DamagedCheckpoint = DamagedCheckpoint.fall_back
+
+    def __post_init__(self) -> None:
+        names = (self.name,) if self.critic is None else (self.name, CRITIC)
+        self._folders = [self.session.directory.checkpoints / folder for folder in names]
         self._published = 0
         self._under_way: _SaveUnderWay | None = None
 
@@ -151,13 +145,13 @@ class RunCheckpointer:
         Damaged checkpoints are set aside, or raise CheckpointError (`run.damaged_checkpoint`).
         """
         own = self._folders[0]
-        warn_of_shortage(self._session, self._model, own, self._config)
+        warn_of_shortage(self.session, self.model, own, self.config)
         from_rank_0(lambda: files.clean(self._folders))
-        falls_back = self._damaged is DamagedCheckpoint.fall_back
-        step = find_pair(self._session, self._folders, verify=self._config.verify and falls_back).policy
+        falls_back = self.damaged is DamagedCheckpoint.fall_back
+        step = find_pair(self.session, self._folders, verify=self.config.verify and falls_back).policy
         if not step:
             return 0, {}
-        state = _load(self._model, files.step_directory(own, step), verify=self._config.verify, falls_back=falls_back)
+        state = _load(self.model, files.step_directory(own, step), verify=self.config.verify, falls_back=falls_back)
         from_rank_0(lambda: _continue_from(own, step))
         self._published = step
         return step, state
@@ -167,14 +161,14 @@ class RunCheckpointer:
         self._check_metric(validation)
         self.wait()
         began: Future[None] | None = None
-        critic = self._critic
-        if critic is not None and self._config.asynchronous:
-            began = critic.begin_save(step) if self._session.is_first else None
+        critic = self.critic
+        if critic is not None and self.config.asynchronous:
+            began = critic.begin_save(step) if self.session.is_first else None
         elif critic is not None:
-            with self._given_away():
+            with self.given_away():
                 from_rank_0(lambda: critic.save(step).result())
         self._under_way = _SaveUnderWay(step=step, files=self._start(step, state, validation), critic_began=began)
-        if not self._config.asynchronous:
+        if not self.config.asynchronous:
             self._publish_pair(self._under_way)
 
     def poll(self) -> bool:
@@ -188,7 +182,7 @@ class RunCheckpointer:
         """Wait for the pending checkpoint, then publish it."""
         save = self._under_way
         if save is not None:
-            with self._given_away() if self._critic is not None else nullcontext():
+            with self.given_away() if self.critic is not None else nullcontext():
                 from_rank_0(lambda: self._wait_for_critic(save))
             self._publish_pair(save)
 
@@ -204,41 +198,43 @@ class RunCheckpointer:
 
     def version(self) -> int:
         """Optimizer steps behind the weights."""
-        return self._model.version
+        return self.model.version
 
     def _start(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> checkpoint.PendingSave:
-        config_yaml = self._session.config_yaml
-        request = checkpoint.SaveRequest(step=step, state=state, config_yaml=config_yaml, validation=validation, **self._copied)
+        config_yaml = self.session.config_yaml
+        request = checkpoint.SaveRequest(
+            step=step, state=state, config_yaml=config_yaml, validation=validation, tokenizer=self.tokenizer, source=self.source
+        )
         return checkpoint.start_save(
-            self._folders[0], self._model, request, in_background=self._config.asynchronous, read_back=self._config.read_back
+            self._folders[0], self.model, request, in_background=self.config.asynchronous, read_back=self.config.read_back
         )
 
     def _publish(self, save: _SaveUnderWay) -> None:
         self._under_way = None
-        save.files.publish(self._config.write_timeout_seconds)
+        save.files.publish(self.config.write_timeout_seconds)
         self._published = save.step
-        from_rank_0(lambda: keep(self._folders, self._config))
+        from_rank_0(lambda: keep(self._folders, self.config))
 
     def _publish_pair(self, save: _SaveUnderWay) -> None:
         """Publish, given that the critic's part, if any, is complete."""
         self._publish(save)
-        critic = self._critic
+        critic = self.critic
         if critic is not None:
             from_rank_0(lambda: critic.checkpointed(save.step))
 
     def _check_metric(self, validation: Mapping[str, float]) -> None:
-        metric = self._config.best_metric
+        metric = self.config.best_metric
         if metric and validation and metric not in validation:
             raise ConfigError(f"checkpoint.best_metric={metric}: validation reports {', '.join(sorted(validation))}")
 
     def _critic_has_ended(self, save: _SaveUnderWay) -> bool:
         """Never waits. The critic answers the first call once its state is copied, the second once its checkpoint is complete."""
-        if self._critic is None or save.critic_began is None:
+        if self.critic is None or save.critic_began is None:
             return True
         if save.critic_ended is None:
             if save.critic_began.done():
                 save.critic_began.result()
-                save.critic_ended = self._critic.save(save.step)
+                save.critic_ended = self.critic.save(save.step)
             return False
         if not save.critic_ended.done():
             return False
@@ -247,46 +243,50 @@ class RunCheckpointer:
 
     def _wait_for_critic(self, save: _SaveUnderWay) -> None:
         """`server_client.train_timeout_seconds` limits each request; this deadline covers the whole wait."""
-        deadline = time.monotonic() + self._config.write_timeout_seconds
+        deadline = time.monotonic() + self.config.write_timeout_seconds
         while not self._critic_has_ended(save):
             asked = [future for future in (save.critic_began, save.critic_ended) if future is not None]
             _, waiting = futures.wait(asked, timeout=max(0.0, deadline - time.monotonic()))
             if waiting:
-                seconds = self._config.write_timeout_seconds
+                seconds = self.config.write_timeout_seconds
                 raise CheckpointError(f"the critic did not save step {save.step} within {seconds:.0f} s")
 
 
+@dataclass(eq=False)
 class CriticCheckpointer:
     """Saves the critic, one request at a time, each with its current ledger. Every rank holds one and makes the same calls."""
 
-    def __init__(self, session: Session, model: TrainableModel, ledger: Ledger, *, tokenizer: Path, config: CheckpointConfig) -> None:
-        self._session = session
-        self._model = model
-        self._ledger = ledger
-        self._tokenizer = tokenizer
-        self._config = config
-        self._folder = session.directory.checkpoints / CRITIC
-        self._under_way: tuple[int, str, checkpoint.PendingSave] | None = None
+    session: Session
+    model: TrainableModel
+    ledger: Ledger
+    _: KW_ONLY
+    tokenizer: Path
+    config: CheckpointConfig
+    _under_way: tuple[int, str, checkpoint.PendingSave] | None = field(default=None, init=False)
+
+    @property
+    def _folder(self) -> Path:
+        return self.session.directory.checkpoints / CRITIC
 
     def save(self, request: SaveRequest) -> str:
         """Path of the checkpoint of `request.step`, for the critic at mark `request.after`; complete on return with `request.wait`.
 
         Idempotent. Raises `ledger.Refused` if the request means another critic state than the current one.
         """
-        step, mark = request.step, request.after or self._ledger.mark
+        step, mark = request.step, request.after or self.ledger.mark
         if self._under_way is not None and self._under_way[:2] == (step, mark):
             return self._end() if request.wait else str(self._under_way[2].final)
         if complete := from_rank_0(lambda: self._complete(step, mark)):
             return complete
-        self._ledger.check_after(mark)
+        self.ledger.check_after(mark)
         self._end()
-        state = {"ledger": self._ledger.state()}
-        saved = checkpoint.SaveRequest(step=step, state=state, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer)
+        state = {"ledger": self.ledger.state()}
+        saved = checkpoint.SaveRequest(step=step, state=state, config_yaml=self.session.config_yaml, tokenizer=self.tokenizer)
         began = checkpoint.start_save(
-            self._folder, self._model, saved, in_background=self._config.asynchronous, read_back=self._config.read_back
+            self._folder, self.model, saved, in_background=self.config.asynchronous, read_back=self.config.read_back
         )
         self._under_way = (step, mark, began)
-        return str(began.final) if self._config.asynchronous and not request.wait else self._end()
+        return str(began.final) if self.config.asynchronous and not request.wait else self._end()
 
     def _complete(self, step: int, mark: str) -> str:
         """Path of an existing checkpoint of exactly this critic state, or ""."""
@@ -295,7 +295,7 @@ class CriticCheckpointer:
 
     def _end(self) -> str:
         under_way, self._under_way = self._under_way, None
-        return "" if under_way is None else str(under_way[2].publish(self._config.write_timeout_seconds))
+        return "" if under_way is None else str(under_way[2].publish(self.config.write_timeout_seconds))
 
 
 def _saved_ledger(path: Path) -> Mapping[str, Any]:

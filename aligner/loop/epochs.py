@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from aligner.data.order import order_of
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Clock, StepResult
-from aligner.protocols import Loss, Trainable
+from aligner.protocols import Loss, Policy, Trainable
 from aligner.telemetry.metrics import values
 from aligner.types import MaskedBatch, PreferenceBatch
 
 Example = TypeVar("Example")
 Model = TypeVar("Model", bound=Trainable)
 Collated = TypeVar("Collated", bound=MaskedBatch)
-Config = TypeVar("Config", bound="BatchSizes")
+Config = TypeVar("Config", bound=Any)  # with batch_size and validation_batch_size
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,14 +54,13 @@ def check_reference(reference: ReferenceLogprobs, part_size: int, *, is_needed: 
         raise ConfigError(f"algorithm.reference={reference.value}: loss={loss} has no reference; allowed: {ReferenceLogprobs.live.value}")
 
 
-class BatchSizes(Protocol):
-    """What `EpochTraining` reads of an algorithm's config."""
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def validation_batch_size(self) -> int: ...
+def mean_loss(policy: Policy, batches: Iterable[MaskedBatch]) -> dict[str, float]:
+    """The mean token cross-entropy of these batches, as validation/loss; empty if they have no token to learn."""
+    total, count = 0.0, 0
+    for batch in batches:
+        total -= policy.logprobs(batch).double().sum().item()
+        count += int(batch.loss_mask.sum())
+    return {"validation/loss": total / count} if count else {}
 
 
 class Stateless:
@@ -77,28 +76,25 @@ class Stateless:
         """There is no state besides the model and the step number."""
 
 
+@dataclass(eq=False)
 class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
     """Base algorithm; subclasses define training (`collate`, `loss`) and validation (`validate`).
 
-    Every rank constructs one.
+    Every rank constructs one. `computes`: the phase in which `collate` makes a pass of a model; empty: it only reads.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        model: Model,
-        *,
-        train: Sequence[Example],
-        validation: Sequence[Example],
-        pad_id: int,
-        seed: int,
-    ) -> None:
-        self.config = config
-        self.model = model
-        self.train = train
-        self.validation = validation
-        self.pad_id = pad_id
-        self.order = order_of(train, config.batch_size, seed)
+    computes: ClassVar[str] = ""
+
+    config: Config
+    model: Model
+    _: KW_ONLY
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    pad_id: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.order = order_of(self.train, self.config.batch_size, self.seed)
         self.check()
 
     def check(self) -> None:
@@ -118,12 +114,13 @@ class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
         """Metrics on the validation examples; empty without any."""
 
     def step(self, step: int, clock: Clock) -> StepResult:
-        with clock.phase("read"):
+        with clock.phase(self.computes or "read"):
             batch = self.collate(self.examples_of(step))
         with clock.phase("train"):
             metrics = values(self.model.train_step(batch, self.loss))
-        found = of_mask(batch.loss_mask, unit=2 if isinstance(batch, PreferenceBatch) else 1)
-        return StepResult(metrics=metrics | of_lengths(batch.lengths, clock.seconds["time/train"]) | found | self.order.metrics(step))
+        seconds = clock.seconds.get(f"time/{self.computes}", 0.0) + clock.seconds["time/train"]
+        found = of_lengths(batch.lengths, seconds) | of_mask(batch.loss_mask, unit=2 if isinstance(batch, PreferenceBatch) else 1)
+        return StepResult(metrics=metrics | found | self.order.metrics(step))
 
     def examples_of(self, step: int) -> list[Example]:
         """Examples of `step` (from 1)."""

@@ -144,7 +144,9 @@ class GapAlarm:
         if not config.is_on:
             return Verdict()
         if name not in metrics:
-            return self._missed(step, name)
+            missed_before, self._has_missed = self._has_missed, True
+            note = f"warning: step {step} reports no {name}: guard.logprob_gap does not watch such steps"
+            return Verdict(note="" if missed_before else note)
         value = metrics[name]
         for threshold in self._above:
             limit = getattr(config, threshold)
@@ -163,10 +165,3 @@ class GapAlarm:
             f"the engine's log-probs are not the trainer's: {config.statistic.metric}={value:.3g} in step {step} is above "
             f"guard.logprob_gap.{threshold}={getattr(config, threshold):g}{times}. Which layer and operation it comes from: {self._command}"
         )
-
-    def _missed(self, step: int, name: str) -> Verdict:
-        """Note once that a step lacks the metric."""
-        if self._has_missed:
-            return Verdict()
-        self._has_missed = True
-        return Verdict(note=f"warning: step {step} reports no {name}: guard.logprob_gap does not watch such steps")

@@ -266,7 +266,6 @@ def run(
 
 
 def _resume(algorithm: Algorithm, checkpointer: Checkpointer, progress: Progress) -> int:
-    """The step to resume from; 0 in a new run."""
     with progress.phase("load checkpoint"):
         finished, state = checkpointer.load()
         if finished:
@@ -323,7 +322,6 @@ def _report(
 
 
 def _heed(alarms: Sequence[Alarm], reporter: Reporter, step: int, result: StepResult) -> str:
-    """Report the alarms' notes on a step. Returns the reason to halt; empty if the run continues."""
     verdicts = [alarm.judge(step, result.metrics) for alarm in alarms]
     for verdict in verdicts:
         if verdict.note:
@@ -332,7 +330,6 @@ def _heed(alarms: Sequence[Alarm], reporter: Reporter, step: int, result: StepRe
 
 
 def _end_where(halt: str, checkpointer: Checkpointer) -> None:
-    """If there is a reason to halt, raise RunHalted once the step is on disk."""
     if halt:
         checkpointer.wait()
         raise RunHalted(halt)

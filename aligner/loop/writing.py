@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from aligner.loop.epochs import Stateless
 from aligner.loop.loop import Clock, StepResult
 from aligner.parallel.collectives import from_rank_0
 from aligner.reporting.formats import Column
 
-Item = TypeVar("Item")
 Record = Mapping[str, Any]
 
 
@@ -35,24 +35,17 @@ class FilesAlone(Stateless):
         return {}
 
 
+@dataclass(frozen=True, eq=False)
 class Writing(FilesAlone):
     """`aligner.loop.loop.Algorithm` that makes records of items and writes them. Every rank constructs one.
 
     `make(number, items)` gives the records of the part with this number, and metrics; `write(number, records)` keeps them. Collective.
     """
 
-    def __init__(
-        self,
-        items: Sequence[Item],
-        part_size: int,
-        *,
-        make: Callable[[int, Sequence[Item]], tuple[list[Record], dict[str, float]]],
-        write: Callable[[int, Sequence[Record]], None],
-    ) -> None:
-        self.items = items
-        self.part_size = part_size
-        self._make = make
-        self._write = write
+    items: Sequence[Any]
+    part_size: int
+    make: Callable[[int, Sequence[Any]], tuple[list[Record], dict[str, float]]]
+    write: Callable[[int, Sequence[Record]], None]
 
     @property
     def num_steps(self) -> int:
@@ -62,9 +55,9 @@ class Writing(FilesAlone):
     def step(self, step: int, clock: Clock) -> StepResult:
         first = (step - 1) * self.part_size
         with clock.phase("make"):
-            records, metrics = self._make(step - 1, self.items[first : first + self.part_size])
+            records, metrics = self.make(step - 1, self.items[first : first + self.part_size])
         with clock.phase("write"):
-            self._write(step - 1, records)
+            self.write(step - 1, records)
         return StepResult(metrics={"data/records": float(len(records)), **metrics})
 
 

@@ -159,12 +159,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda:
 
 
 @torch.no_grad()
-def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """G[t] = r[t] + gamma * G[t'], t' the next masked token; 0 outside the mask. rewards float [B, S], mask bool [B, S]."""
-    return masked(_over_masked(masked(rewards, mask), mask, gamma, inclusive=True), mask)
-
-
-@torch.no_grad()
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) with mean and uncorrected variance over all masked entries; 0 outside the mask. Shapes [B, S].
 
@@ -260,7 +254,6 @@ def _groups(group_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _group_sum(x: Tensor, groups: Tensor, sizes: Tensor) -> Tensor:
-    """Sum of x [B] per group [G]."""
     return torch.zeros_like(sizes, dtype=x.dtype).index_add(0, groups, x)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NoReturn
 
@@ -63,11 +64,21 @@ def checked_loss(function: object, loss: Tensor, inputs: Tensor) -> Tensor:
     return loss
 
 
-def require(tensor: Tensor | None, field: str) -> Tensor:
-    """The tensor, or ValueError naming the field that was not given."""
+def require(tensor: Tensor | None, field: str, shape: Sequence[int] | None = None, what: str = "one number per token") -> Tensor:
+    """The tensor. Raises ValueError naming the field if it was not given, or has not the `shape`, which stands for `what`."""
     if tensor is None:
         raise ValueError(f"{field} is needed by this loss and was not given")
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{field} is {tuple(tensor.shape)}, expected {tuple(shape)}: {what}")
     return tensor
+
+
+def masked_sums(x: Tensor, mask: Tensor, *, average: bool) -> Tensor:
+    """Sums (or means) over the masked tokens of `x` [B, S], which is 0 elsewhere: [B]."""
+    total = x.sum(dim=1)
+    if average:
+        total = total / mask.sum(dim=1).clamp(min=1)
+    return total
 
 
 def maximum(x: Tensor, mask: Tensor) -> Tensor:

@@ -83,5 +83,4 @@ def with_tail(logprobs: Tensor) -> Tensor:
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:
-    """KL(p || q) of log-probs over the last dimension."""
     return (first.exp() * (first - second)).sum(dim=-1)

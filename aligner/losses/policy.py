@@ -9,7 +9,7 @@ where its clipping took hold, both [B, S]. Sequence-level objectives give each t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -73,19 +73,20 @@ def _ppo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tu
     loss = (-advantages * ratio).maximum(-advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high))
     if clip.dual is not None:
         loss = loss.minimum(-clip.dual * advantages).where(advantages < 0, loss)
-    return loss, _beyond(ratio, advantages, clip)
+    # Where the clipped branch is the larger loss no gradient flows.
+    return loss, ((advantages > 0) & (ratio > 1 + clip.high)) | ((advantages < 0) & (ratio < 1 - clip.low))
 
 
 def _gspo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """PPO's loss of s = exp(mean over the sequence's tokens of d), in the place of every token's own ratio."""
-    loss, clipped = _ppo(_sequence_mean(log_ratios, mask)[:, None].expand_as(log_ratios), advantages, mask, _without_dual(clip))
+    loss, clipped = _ppo(_sequence_mean(log_ratios, mask)[:, None].expand_as(log_ratios), advantages, mask, replace(clip, dual=None))
     return loss, clipped & mask
 
 
 def _gspo_token(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """PPO's loss of sg(s) * exp(d - sg(d)): the sequence's ratio in value, the token's own in gradient."""
     sequence = _sequence_mean(log_ratios.detach(), mask)[:, None]
-    return _ppo(sequence + log_ratios - log_ratios.detach(), advantages, mask, _without_dual(clip))
+    return _ppo(sequence + log_ratios - log_ratios.detach(), advantages, mask, replace(clip, dual=None))
 
 
 def _cispo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
@@ -109,11 +110,6 @@ def _sapo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> t
     return -advantages * torch.sigmoid(tau * (ratios(log_ratios) - 1.0)) * 4.0 / tau, torch.zeros_like(mask)
 
 
-def _reinforce(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-    """-A * log-prob; d has its gradient. Its value is shifted by a constant."""
-    return -advantages * log_ratios, torch.zeros_like(mask)
-
-
 _SURROGATES: dict[Objective, Surrogate] = {
     Objective.ppo: _ppo,
     Objective.gspo: _gspo,
@@ -121,17 +117,9 @@ _SURROGATES: dict[Objective, Surrogate] = {
     Objective.cispo: _cispo,
     Objective.gmpo: _gmpo,
     Objective.sapo: _sapo,
-    Objective.reinforce: _reinforce,
+    # -A * log-prob; d has its gradient. Its value is shifted by a constant.
+    Objective.reinforce: lambda log_ratios, advantages, mask, clip: (-advantages * log_ratios, torch.zeros_like(mask)),
 }
-
-
-def _beyond(ratio: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
-    """Where the clipped branch is the larger loss, so that no gradient flows."""
-    return ((advantages > 0) & (ratio > 1 + clip.high)) | ((advantages < 0) & (ratio < 1 - clip.low))
-
-
-def _without_dual(clip: Clip) -> Clip:
-    return Clip(low=clip.low, high=clip.high)
 
 
 def _sequence_mean(x: Tensor, mask: Tensor) -> Tensor:

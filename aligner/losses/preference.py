@@ -1,4 +1,5 @@
-"""Losses on pairs of responses, from log-probs of whole responses: the DPO family.
+"""Losses of preferences, from log-probs of whole responses: on pairs (the DPO family), and on responses that are each judged good or bad,
+without a partner: KTO (2402.01306) and the unpaired APO-zero (2408.06266).
 
 `preference_loss` takes log-ratios from log-probs per token and sums them up; a `DPOVariant` is a function of one pair's log-ratios.
 
@@ -9,7 +10,7 @@ over the response's tokens; D = c - r; g = eta * (reward of the chosen - reward 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from aligner.losses.aggregation import checked_loss, masked, refuse_result, require
-from aligner.telemetry.metrics import Mean, Metric
-from aligner.types import LossOutput, PreferenceBatch, TokenOutputs
+from aligner.losses.aggregation import checked_loss, masked, masked_sums, refuse_result, require
+from aligner.telemetry.metrics import Max, Mean, Metric, merge
+from aligner.types import LabeledBatch, LossOutput, PreferenceBatch, TokenOutputs
 
 
 class DPOVariant(str, Enum):
@@ -139,91 +140,24 @@ def _bernoulli_kl(first: Tensor, second: Tensor) -> Tensor:
     return yes + logsigmoid(-first).exp() * (logsigmoid(-first) - logsigmoid(-second))
 
 
-def _sigmoid(p: LogRatios) -> Tensor:
-    return _smoothed(p.logits, p.smoothing)
-
-
-def _robust(p: LogRatios) -> Tensor:
-    flipped = p.smoothing * logsigmoid(-p.logits)
-    return (flipped - (1 - p.smoothing) * logsigmoid(p.logits)) / (1 - 2 * p.smoothing)
-
-
-def _ipo(p: LogRatios) -> Tensor:
-    return (p.chosen - p.rejected - 1 / (2 * p.beta)).square()
-
-
-def _hinge(p: LogRatios) -> Tensor:
-    return (1 - p.logits).relu()
-
-
-def _exo(p: LogRatios) -> Tensor:
-    told = math.log((1 - p.smoothing) / p.smoothing)
-    return _bernoulli_kl(p.logits, torch.full_like(p.logits, told))
-
-
-def _dpop(p: LogRatios) -> Tensor:
-    return -logsigmoid(p.logits - p.beta * p.dpop_coef * (-p.chosen).relu())
-
-
-def _sppo(p: LogRatios) -> Tensor:
-    goal = 1 / (2 * p.beta)
-    return (p.chosen - goal).square() + (p.rejected + goal).square()
-
-
-def _bco(p: LogRatios) -> Tensor:
-    return -logsigmoid(p.beta * p.chosen) - logsigmoid(-p.beta * p.rejected)
-
-
-def _nca(p: LogRatios) -> Tensor:
-    return -logsigmoid(p.beta * p.chosen) - (logsigmoid(-p.beta * p.chosen) + logsigmoid(-p.beta * p.rejected)) / 2
-
-
-def _apo_zero(p: LogRatios) -> Tensor:
-    return torch.sigmoid(-p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected)
-
-
-def _apo_down(p: LogRatios) -> Tensor:
-    return torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(-p.logits)
-
-
-def _rpo_bwd_kl(p: LogRatios) -> Tensor:
-    return _bernoulli_kl(p.targets, p.logits)
-
-
-def _rpo_fwd_kl(p: LogRatios) -> Tensor:
-    return _bernoulli_kl(p.logits, p.targets)
-
-
-def _rpo_sq(p: LogRatios) -> Tensor:
-    return (p.logits - p.targets).square()
-
-
-def _simpo(p: LogRatios) -> Tensor:
-    return _smoothed(p.logits - p.gamma, p.smoothing)
-
-
-def _orpo(p: LogRatios) -> Tensor:
-    return -p.beta * logsigmoid(log_odds(p.chosen) - log_odds(p.rejected))
-
-
 _LOSSES: dict[DPOVariant, Callable[[LogRatios], Tensor]] = {
-    DPOVariant.sigmoid: _sigmoid,
-    DPOVariant.robust: _robust,
-    DPOVariant.ipo: _ipo,
-    DPOVariant.hinge: _hinge,
-    DPOVariant.exo: _exo,
-    DPOVariant.dpop: _dpop,
-    DPOVariant.sppo: _sppo,
-    DPOVariant.bco: _bco,
-    DPOVariant.nca: _nca,
-    DPOVariant.apo_zero: _apo_zero,
-    DPOVariant.apo_down: _apo_down,
-    DPOVariant.rpo_bwd_kl: _rpo_bwd_kl,
-    DPOVariant.rpo_fwd_kl: _rpo_fwd_kl,
-    DPOVariant.rpo_sq: _rpo_sq,
-    DPOVariant.simpo: _simpo,
-    DPOVariant.cpo: _sigmoid,
-    DPOVariant.orpo: _orpo,
+    DPOVariant.sigmoid: lambda p: _smoothed(p.logits, p.smoothing),
+    DPOVariant.robust: lambda p: (p.smoothing * logsigmoid(-p.logits) - (1 - p.smoothing) * logsigmoid(p.logits)) / (1 - 2 * p.smoothing),
+    DPOVariant.ipo: lambda p: (p.chosen - p.rejected - 1 / (2 * p.beta)).square(),
+    DPOVariant.hinge: lambda p: (1 - p.logits).relu(),
+    DPOVariant.exo: lambda p: _bernoulli_kl(p.logits, torch.full_like(p.logits, math.log((1 - p.smoothing) / p.smoothing))),
+    DPOVariant.dpop: lambda p: -logsigmoid(p.logits - p.beta * p.dpop_coef * (-p.chosen).relu()),
+    DPOVariant.sppo: lambda p: (p.chosen - 1 / (2 * p.beta)).square() + (p.rejected + 1 / (2 * p.beta)).square(),
+    DPOVariant.bco: lambda p: -logsigmoid(p.beta * p.chosen) - logsigmoid(-p.beta * p.rejected),
+    DPOVariant.nca: lambda p: -logsigmoid(p.beta * p.chosen) - (logsigmoid(-p.beta * p.chosen) + logsigmoid(-p.beta * p.rejected)) / 2,
+    DPOVariant.apo_zero: lambda p: torch.sigmoid(-p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected),
+    DPOVariant.apo_down: lambda p: torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(-p.logits),
+    DPOVariant.rpo_bwd_kl: lambda p: _bernoulli_kl(p.targets, p.logits),
+    DPOVariant.rpo_fwd_kl: lambda p: _bernoulli_kl(p.logits, p.targets),
+    DPOVariant.rpo_sq: lambda p: (p.logits - p.targets).square(),
+    DPOVariant.simpo: lambda p: _smoothed(p.logits - p.gamma, p.smoothing),
+    DPOVariant.cpo: lambda p: _smoothed(p.logits, p.smoothing),
+    DPOVariant.orpo: lambda p: -p.beta * logsigmoid(log_odds(p.chosen) - log_odds(p.rejected)),
 }
 
 
@@ -258,9 +192,11 @@ def dpo_loss(
     sft_coef = variant.sft_coef if sft_coef is None else sft_coef
     average = variant.averages if average_logprobs is None else average_logprobs
     mask, real = batch.loss_mask, real_pairs(batch.loss_mask)
-    logprobs = masked(_shaped(outputs.logprobs, batch, "TokenOutputs.logprobs"), mask)
+    logprobs = masked(require(outputs.logprobs, "TokenOutputs.logprobs", mask.shape), mask)
     # Per token first: two sums over thousands of tokens would each be rounded at their own size.
-    per_token = logprobs - _reference(batch) if variant.needs_reference else logprobs
+    per_token = logprobs
+    if variant.needs_reference:
+        per_token = logprobs - masked(require(batch.ref_logprobs, "PreferenceBatch.ref_logprobs", mask.shape), mask)
     chosen, rejected = by_pair(per_token, mask, average=average)
     settings = {"beta": beta, "smoothing": label_smoothing, "gamma": gamma, "eta": eta, "dpop_coef": dpop_coef}
     margins = batch.margins.to(logprobs.dtype).masked_fill(~real, 0.0)
@@ -274,8 +210,7 @@ def dpo_loss(
     if sft_coef:
         means["preference/sft_loss"] = -by_pair(logprobs, mask, average=True)[0]
         per_pair = per_pair + sft_coef * means["preference/sft_loss"]
-    result = pair_output(per_pair, real, means)
-    return LossOutput(total=result.total, count=result.count, metrics={**result.metrics, **_token_means(logprobs, mask)})
+    return pair_output(per_pair, real, "preference/loss", means, _token_means(logprobs, mask))
 
 
 def real_pairs(mask: Tensor) -> Tensor:
@@ -284,38 +219,23 @@ def real_pairs(mask: Tensor) -> Tensor:
 
 
 def by_pair(x: Tensor, mask: Tensor, *, average: bool) -> tuple[Tensor, Tensor]:
-    """Sums (or means) over the masked tokens of `x` [2P, S], which is 0 elsewhere, of chosen and of rejected responses, each [P]."""
-    total = x.sum(dim=1)
-    if average:
-        total = total / mask.sum(dim=1).clamp(min=1)
+    """`masked_sums` of x [2P, S] for chosen and for rejected responses, each [P]."""
+    total = masked_sums(x, mask, average=average)
     chosen, rejected = total.view(-1, 2).unbind(dim=1)
     return chosen, rejected
 
 
-def pair_output(per_pair: Tensor, real: Tensor, means: Mapping[str, Tensor]) -> LossOutput:
-    """Sum of `per_pair` [P] over the `real` pairs and their number, with the mean of each of `means` [P] and `preference/loss`."""
+def pair_output(per_pair: Tensor, real: Tensor, loss: str, means: Mapping[str, Tensor], others: Mapping[str, Metric]) -> LossOutput:
+    """Sum of `per_pair` [P] over the `real` pairs and their number. Metrics: its mean as `loss`, each of `means` [P], and `others`."""
     total, count = per_pair.masked_fill(~real, 0.0).sum(), real.sum()
     metrics: dict[str, Metric] = {name: Mean(total=x.detach().masked_fill(~real, 0.0).sum(), count=count) for name, x in means.items()}
-    metrics["preference/loss"] = Mean(total=total.detach(), count=count)
-    return LossOutput(total=total, count=count, metrics=metrics)
-
-
-def _reference(batch: PreferenceBatch) -> Tensor:
-    return masked(_shaped(batch.ref_logprobs, batch, "PreferenceBatch.ref_logprobs"), batch.loss_mask)
+    return LossOutput(total=total, count=count, metrics={**metrics, loss: Mean(total=total.detach(), count=count), **others})
 
 
 def _token_means(logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Mean log-prob per token of all chosen and of all rejected responses."""
     totals, counts = logprobs.detach().sum(dim=1).view(-1, 2).sum(dim=0), mask.sum(dim=1).view(-1, 2).sum(dim=0)
     names = ("preference/chosen_logprob", "preference/rejected_logprob")
     return {name: Mean(total=total, count=count) for name, total, count in zip(names, totals, counts, strict=True)}
-
-
-def _shaped(logprobs: Tensor | None, batch: PreferenceBatch, field: str) -> Tensor:
-    found = require(logprobs, field)
-    if found.shape != batch.tokens.shape:
-        raise ValueError(f"{field} is {tuple(found.shape)}, expected {tuple(batch.tokens.shape)}: one number per token")
-    return found
 
 
 def _check(beta: float, variant: DPOVariant | UserPairLoss, label_smoothing: float) -> None:
@@ -327,3 +247,86 @@ def _check(beta: float, variant: DPOVariant | UserPairLoss, label_smoothing: flo
         raise ValueError(f"label_smoothing is {label_smoothing}, expected a number from 0 to below 0.5")
     if variant is DPOVariant.exo and not label_smoothing:
         raise ValueError("label_smoothing is 0, expected a number above it for variant exo, such as 0.001")
+
+
+class UnpairedLoss(str, Enum):
+    """The reference point for a response's log-ratio d = log pi - log pi_ref."""
+
+    kto = "kto"  # the policy's KL to the reference, estimated on mismatched prompts and responses
+    apo_zero = "apo_zero"  # 0
+
+    @property
+    def needs_kl(self) -> bool:
+        """Whether a step makes a pass over mismatched rows."""
+        return self is UnpairedLoss.kto
+
+
+def mean_log_ratio(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, average_logprobs: bool = False) -> Mean:
+    """The mean over rows of log pi - log pi_ref, summed (or averaged) over a row's masked tokens; no gradient.
+
+    float [B, S] twice and bool [B, S]; rows with an empty mask count nothing.
+    """
+    ratios = masked_sums(masked(logprobs.detach() - ref_logprobs, mask), mask, average=average_logprobs)
+    return _mean(ratios, mask.any(dim=1))
+
+
+def kl_baseline(ratios: Sequence[Mean]) -> float:
+    """z = max(0, mean log-ratio) of rows that pair prompts with the responses to others; `ratios` are those of all their batches.
+
+    It is of the *global* batch: a z of each micro-batch would make the loss depend on how a batch is cut. Raises ValueError for no row.
+    """
+    found = merge([{"kl": ratio} for ratio in ratios])["kl"].value()
+    if found != found:
+        raise ValueError("no row has a response token, expected the mismatched rows of a whole batch")
+    return max(0.0, found)
+
+
+def kto_loss(
+    outputs: TokenOutputs,
+    batch: LabeledBatch,
+    *,
+    kl: float,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    sft_coef: float = 0.0,
+    average_logprobs: bool = False,
+) -> LossOutput:
+    """Sum over responses of w_d sigma(-beta (d - z)) if desirable, w_u sigma(-beta (z - d)) if not; count: responses.
+
+    Reads outputs.logprobs and batch.ref_logprobs, float32 [B, S], and batch.labels [B, 1]: 1 desirable, -1 undesirable. `kl` is z of the
+    whole batch (`kl_baseline`; 0 makes it the unpaired APO-zero). d sums (or averages) the log-ratio over the response's tokens. sft_coef
+    adds the negative log-likelihood per token of desirable responses. A row with an empty loss_mask is filler and counts nothing.
+    Raises ValueError for what is missing or of another shape, and beta <= 0.
+
+    Metrics: kto/loss, kto/accuracy (share of responses on the right side of z) over responses; kto/{desirable_reward, undesirable_reward},
+    which are beta * d over those of the kind; kto/kl, which is z; kto/sft_loss over desirable responses, if it is used.
+    """
+    if beta <= 0:
+        raise ValueError(f"beta is {beta}, expected a number > 0")
+    mask, real = batch.loss_mask, batch.loss_mask.any(dim=1)
+    logprobs = masked(require(outputs.logprobs, "TokenOutputs.logprobs", mask.shape), mask)
+    reference = masked(require(batch.ref_logprobs, "LabeledBatch.ref_logprobs", mask.shape), mask)
+    labels = require(batch.labels, "LabeledBatch.labels", (len(mask), 1), "1 or -1 for each response")[:, 0]
+    good, bad = real & (labels > 0), real & (labels < 0)
+    ratios = masked_sums(logprobs - reference, mask, average=average_logprobs)
+    sign = torch.where(good, 1.0, -1.0).to(ratios.dtype)
+    weights = torch.where(good, desirable_weight, undesirable_weight).to(ratios.dtype)
+    per_row = weights * torch.sigmoid(-beta * sign * (ratios - kl))
+    metrics: dict[str, Metric] = {
+        "kto/accuracy": _mean(((ratios - kl) * sign > 0).to(ratios.dtype), real),
+        "kto/desirable_reward": _mean(beta * ratios, good),
+        "kto/undesirable_reward": _mean(beta * ratios, bad),
+        "kto/kl": Max(maximum=kl),  # the same in every micro-batch
+    }
+    if sft_coef:
+        nll = -masked_sums(logprobs, mask, average=True)
+        per_row = per_row + sft_coef * masked(nll, good)
+        metrics["kto/sft_loss"] = _mean(nll, good)
+    total, count = masked(per_row, real).sum(), real.sum()
+    metrics["kto/loss"] = Mean(total=total.detach(), count=count)
+    return LossOutput(total=total, count=count, metrics=metrics)
+
+
+def _mean(x: Tensor, rows: Tensor) -> Mean:
+    return Mean(total=masked(x.detach(), rows).sum(), count=rows.sum())

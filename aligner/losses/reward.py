@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from aligner.losses.aggregation import masked, masked_mean, require
+from aligner.losses.preference import pair_output, real_pairs
 from aligner.telemetry.metrics import Mean, Metric
 from aligner.types import LabeledBatch, LossOutput, PreferenceBatch, TokenOutputs
 
@@ -30,30 +31,23 @@ def bradley_terry_loss(outputs: TokenOutputs, batch: PreferenceBatch, *, variant
     loss_mask is filler and counts nothing. Raises ValueError for scores that are missing or of another shape.
     Metrics over pairs: reward/{loss, accuracy, margin, chosen_mean, rejected_mean}; a tie is not accurate.
     """
-    scores = require(outputs.scores, "TokenOutputs.scores")
-    rows = batch.tokens.shape[0]
-    if tuple(scores.shape) != (rows, 1):
-        raise ValueError(f"TokenOutputs.scores is {tuple(scores.shape)}, expected {(rows, 1)}: one score per row, rows in pairs")
-    real = batch.loss_mask.any(dim=1).view(-1, 2).any(dim=1)
+    scores = require(outputs.scores, "TokenOutputs.scores", (batch.tokens.shape[0], 1), "one score per row, rows in pairs")
+    real = real_pairs(batch.loss_mask)
     chosen, rejected = scores.view(-1, 2).masked_fill(~real[:, None], 0.0).unbind(dim=1)
     margins = batch.margins.abs().masked_fill(~real, 0.0)
     per_pair = _pair_loss(chosen - rejected, margins, variant)
     if centre_coef:
         per_pair = per_pair + centre_coef * (chosen + rejected).square()
-    total, count = per_pair.masked_fill(~real, 0.0).sum(), real.sum()
     means = {
         "reward/accuracy": (chosen > rejected).to(scores.dtype),
         "reward/margin": chosen - rejected,
         "reward/chosen_mean": chosen,
         "reward/rejected_mean": rejected,
     }
-    metrics: dict[str, Metric] = {name: Mean(total=x.detach().sum(), count=count) for name, x in means.items()}
-    metrics["reward/loss"] = Mean(total=total.detach(), count=count)
-    return LossOutput(total=total, count=count, metrics=metrics)
+    return pair_output(per_pair, real, "reward/loss", means, {})
 
 
 def _pair_loss(difference: Tensor, margins: Tensor, variant: BradleyTerry) -> Tensor:
-    """Loss per pair [P] from score differences and non-negative margins."""
     if variant is BradleyTerry.standard:
         return -logsigmoid(difference)
     if variant is BradleyTerry.margin:
@@ -70,9 +64,8 @@ def regression_loss(outputs: TokenOutputs, batch: LabeledBatch, *, attributes: S
     same, so an attribute weighs as much as it has labels. Raises ValueError for scores or labels that are missing or differ in shape.
     Metrics over labels: reward/{loss, absolute_error, score_mean, label_mean}, and reward/mse_<name> for each of the K `attributes` named.
     """
-    scores, labels = require(outputs.scores, "TokenOutputs.scores"), require(batch.labels, "LabeledBatch.labels")
-    if scores.shape != labels.shape:
-        raise ValueError(f"TokenOutputs.scores is {tuple(scores.shape)}, expected {tuple(labels.shape)}: one score per label")
+    labels = require(batch.labels, "LabeledBatch.labels")
+    scores = require(outputs.scores, "TokenOutputs.scores", labels.shape, "one score per label")
     if attributes and len(attributes) != labels.shape[1]:
         raise ValueError(f"there are {len(attributes)} attributes, expected {labels.shape[1]}: one name per label of a row")
     there = (labels != MISSING_LABEL) & batch.loss_mask.any(dim=1, keepdim=True)

@@ -28,11 +28,10 @@ import torch
 from aligner.errors import EngineError
 from aligner.loop.loop import Clock
 from aligner.online.collect import PendingRollouts, SampleRequest, ScoredRollouts, finish, start, with_values
-from aligner.online.rollout_source import Cursor, sample_requests, with_baselines
+from aligner.online.rollout_source import RolloutSource, sample_requests, with_baselines
 from aligner.online.task import OnlineTask
 from aligner.parallel import platform
 from aligner.parallel.collectives import together
-from aligner.protocols import Critic
 from aligner.rollout.config import AsynchronousConfig
 from aligner.rollout.engine.gate import Gate
 from aligner.servers.link import WorkerThreads
@@ -49,13 +48,11 @@ class _Flight:
     parts: Future[list[PendingRollouts]]
 
 
-class AsyncRolloutSource:
-    """A `RolloutSource` that samples ahead. Every rank constructs one, over the engine whose `gate` this is.
+class AsyncRolloutSource(RolloutSource):
+    """Samples ahead. Every rank constructs one, over the engine whose `gate` this is.
 
-    Args:
-        greedy: one greedy response per prompt is sampled too, for its reward alone (`ScoredRollouts.baselines`).
-        critic: asked for values when a round is taken; not while it is sampled, since it learns meanwhile.
-        last: the last round that any step can take; None: not known.
+    The critic is asked for values when a round is taken; not while it is sampled, since it learns meanwhile. `last`: the last round that
+    any step can take; None: not known.
     """
 
     def __init__(
@@ -65,18 +62,13 @@ class AsyncRolloutSource:
         config: AsynchronousConfig,
         gate: Gate,
         *,
-        greedy: bool = False,
-        critic: Critic | None = None,
         last: int | None = None,
+        **sampled: Any,
     ) -> None:
-        self._task = task
-        self._group_size = group_size
+        super().__init__(task, group_size, **sampled)
         self._config = config
         self._gate = gate
-        self._greedy = greedy
-        self._critic = critic
         self._last = last
-        self._cursor = Cursor()
         self._in_flight: deque[_Flight] = deque()
         self._asked = self._taken = 0  # numbers of rounds
         self._is_in_step = False
@@ -106,17 +98,12 @@ class AsyncRolloutSource:
         self._made_by = {old: step for old, step in self._made_by.items() if step >= self._steps - self._config.max_staleness}
         if not self._config.partial:
             together(self._gate.drain, "waiting for the round under way", error=EngineError)
-        self._task.engine.refit(version)
-        self._cursor.settle()
-
-    def state(self) -> dict[str, Any]:
-        """Rounds in flight are not part of it: a resumed run samples them again, from the checkpoint's weights."""
-        return self._cursor.state()
+        super().trained(version)
 
     def load_state(self, state: Mapping[str, Any], version: int) -> None:
-        self._cursor.load_state(state)
+        """Rounds in flight are not part of the state: a resumed run samples them again, from the checkpoint's weights."""
         self._made_by = {version: self._steps}
-        self._task.engine.refit(version)
+        super().load_state(state, version)
 
     def close(self) -> None:
         """End the thread; a round under way is given up before its next step. Happens at exit by itself."""
@@ -132,7 +119,6 @@ class AsyncRolloutSource:
         self._asked = max(self._asked, self._taken)
 
     def _ask(self) -> None:
-        """Let the thread begin what it may."""
         limit = self._taken + 1 + self._config.max_staleness - self._is_in_step
         if self._last is not None:
             limit = min(limit, max(self._last, self._taken + 1 - self._is_in_step))
@@ -145,11 +131,9 @@ class AsyncRolloutSource:
             )
 
     def _run(self, requests: Sequence[SampleRequest]) -> list[PendingRollouts]:
-        """In the thread."""
         try:
             with self._stream.current():
-                scorers = self._task.scorers()
-                return [start(self._task.engine, one.prompts, one.seeds, scorers=scorers, sampling=one.sampling) for one in requests]
+                return [start(self._task.engine, one, self._task.scorers()) for one in requests]
         finally:
             self._gate.ended()
 
@@ -158,8 +142,7 @@ class AsyncRolloutSource:
         scorers = self._task.scorers(self._critic)
         if self._critic is not None:
             parts = [with_values(part, self._critic, scorers.pad_id) for part in parts]
-        requests = zip(parts, flight.requests, strict=True)
-        collected, *greedy = [finish(part, one.prompts, one.seeds, scorers=scorers) for part, one in requests]
+        collected, *greedy = [finish(part, one, scorers) for part, one in zip(parts, flight.requests, strict=True)]
         return with_baselines(collected, greedy[0], self._group_size) if greedy else collected
 
     def _sampled(self, flight: _Flight) -> list[PendingRollouts]:

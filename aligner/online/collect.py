@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -167,13 +168,6 @@ class PendingRollouts:
     is_leader: bool
 
 
-def collect(
-    engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers, sampling: SamplingConfig | None = None
-) -> ScoredRollouts:
-    """Sample one response per (prompt, seed) and score it: `start` and `finish`, with the engine awake in between. Collective."""
-    return collect_all(engine, [SampleRequest(prompts=prompts, seeds=seeds, sampling=sampling)], scorers=scorers)[0]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
     """One response per (prompt, seed); `sampling` replaces the engine's own settings."""
@@ -183,26 +177,30 @@ class SampleRequest:
     sampling: SamplingConfig | None = None
 
 
+def collect(
+    engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers, sampling: SamplingConfig | None = None
+) -> ScoredRollouts:
+    """Sample one response per (prompt, seed) and score it: `start` and `finish`, with the engine awake in between. Collective."""
+    return collect_all(engine, [SampleRequest(prompts=prompts, seeds=seeds, sampling=sampling)], scorers=scorers)[0]
+
+
 def collect_all(engine: RolloutEngine, requests: Sequence[SampleRequest], *, scorers: Scorers) -> list[ScoredRollouts]:
     """`collect` of several batches from the same weights, one after the other: answers are awaited when all are sampled. Collective."""
     engine.wake()
-    parts = [start(engine, one.prompts, one.seeds, scorers=scorers, sampling=one.sampling) for one in requests]
+    parts = [start(engine, one, scorers) for one in requests]
     if scorers.shared is not None:
         engine.sleep()
-        with scorers.shared.given_away():
-            everything = [_gather(part, one.seeds, scorers) for part, one in zip(parts, requests, strict=True)]
-    else:
+    with nullcontext() if scorers.shared is None else scorers.shared.given_away():
         everything = [_gather(part, one.seeds, scorers) for part, one in zip(parts, requests, strict=True)]
+    if scorers.shared is None:
         engine.sleep()  # every replica has finished
     return [_assembled(gathered, len(one.prompts), scorers) for gathered, one in zip(everything, requests, strict=True)]
 
 
-def start(
-    engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers, sampling: SamplingConfig | None = None
-) -> PendingRollouts:
-    """Sample one response per (prompt, seed) on an engine that is awake; returns when this replica has nothing left to sample.
+def start(engine: RolloutEngine, request: SampleRequest, scorers: Scorers) -> PendingRollouts:
+    """Sample what is requested on an engine that is awake; returns when this replica has nothing left to sample.
 
-    `sampling` replaces the engine's own settings (validation). The engine's replicas share the prompts, and the leading rank of each sends
+    The engine's replicas share the prompts, and the leading rank of each sends
     what has ended to the scorers at once. Every rank calls it with the same arguments, but none waits for another replica here, and an
     error is kept for `finish`: it may run in a thread beside other work.
     """
@@ -211,9 +209,10 @@ def start(
     started = time.monotonic()
     try:
         # Consumed to its end, also where a scorer refuses: the replica's other ranks are in it too.
-        for finished in engine.generate(prompts, seeds, sampling):
+        for finished in engine.generate(request.prompts, request.seeds, request.sampling):
             scorers.heartbeat()
-            finished = finished if sampling is None else [replace(one, extras={}) for one in finished]  # these are not trained on
+            if request.sampling is not None:  # these are not trained on
+                finished = [replace(one, extras={}) for one in finished]
             if engine.replica.is_leader and error is None:
                 try:
                     pending.append((finished, *(_submit(finished, scorers) if scorers.shared is None else (None, None))))
@@ -229,13 +228,13 @@ def with_values(part: PendingRollouts, critic: Critic, pad_id: int) -> PendingRo
     return replace(part, pending=[(rollouts, scores, _values(rollouts, critic, pad_id)) for rollouts, scores, _ in part.pending])
 
 
-def finish(part: PendingRollouts, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers) -> ScoredRollouts:
-    """What `start` sampled for these prompts and seeds, on every replica, with its scores. Collective; every rank gets the whole result.
+def finish(part: PendingRollouts, request: SampleRequest, scorers: Scorers) -> ScoredRollouts:
+    """What `start` sampled for this request, on every replica, with its scores. Collective; every rank gets the whole result.
 
     Awaits the scorers' answers; an error of the engine or of a scorer on any replica is raised on every rank. Raises EngineError if
     responses are missing, RunHalted if a reward is not finite and the scorers say that this ends the run.
     """
-    return _assembled(_gather(part, seeds, scorers), len(prompts), scorers)
+    return _assembled(_gather(part, request.seeds, scorers), len(request.prompts), scorers)
 
 
 def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, float]:
@@ -322,7 +321,6 @@ def _values(rollouts: Sequence[Rollout], critic: Critic, pad_id: int) -> Future[
 
 
 def _gather(part: PendingRollouts, seeds: Sequence[int], scorers: Scorers) -> list[_Gathered]:
-    """Every rank's rows, or its error."""
     error, rows = part.error, []
     if error is None:
         try:
@@ -393,25 +391,14 @@ def _check_finite(rows: Sequence[_Row], scorers: Scorers) -> None:
     bad = [row for row in rows if row.valid and not math.isfinite(row.reward)]
     if not bad:
         return
-    named = "; ".join(f"{_number(row)} for prompt {_where(row.rollout)}, {_excerpt(row.rollout)}" for row in bad[:NUM_NAMED])
-    message = f"{scorers.reward_name} gave {len(bad)} of {len(rows)} rewards that are not finite: {named}"
+    named = []
+    for row in bad[:NUM_NAMED]:
+        parts = ", ".join(f"{name}={part}" for name, part in row.parts.items() if not math.isfinite(part))
+        prompt, of_parts = row.rollout.prompt, f" ({parts})" if parts else ""
+        begins = f" that begins {prompt.text[:EXCERPT_CHARACTERS]!r}" if prompt.text else ""
+        response = f"a response of {len(row.rollout.response)} tokens to a prompt{begins}"
+        named.append(f"{row.reward}{of_parts} for prompt {prompt.source or prompt.id}, {response}")
+    message = f"{scorers.reward_name} gave {len(bad)} of {len(rows)} rewards that are not finite: {'; '.join(named)}"
     if scorers.non_finite is NonFiniteReward.stop:
         raise RunHalted(f"{message} (guard.reward=stop; skip leaves such responses out)")
     print(f"guard: {message}; left out", flush=True)
-
-
-def _number(row: _Row) -> str:
-    """The reward, with the parts that are not finite by name."""
-    parts = ", ".join(f"{name}={part}" for name, part in row.parts.items() if not math.isfinite(part))
-    return f"{row.reward} ({parts})" if parts else f"{row.reward}"
-
-
-def _where(rollout: Rollout) -> str:
-    """File and line of its prompt, or the prompt's id."""
-    return rollout.prompt.source or f"{rollout.prompt.id}"
-
-
-def _excerpt(rollout: Rollout) -> str:
-    text = rollout.prompt.text
-    begins = f" that begins {text[:EXCERPT_CHARACTERS]!r}" if text else ""
-    return f"a response of {len(rollout.response)} tokens to a prompt{begins}"

@@ -201,16 +201,13 @@ class OnlineRun(JobRun):
         JobRun.check_complete(self)
         if self.has_scorer or not self.environment.path:
             self.reward.check_named()
-        self._check_environment()
+        if self.environment.path and "environment" in self.reward.functions:
+            raise ConfigError("reward.functions.environment: so the environment's own reward is named; give it another name")
 
     def check_given_rewards(self) -> None:
         """`check_complete` of a run that learns without rewards, and reports those that are configured."""
         check = OnlineRun if self.has_scorer or self.environment.path else JobRun
         check.check_complete(self)
-
-    def _check_environment(self) -> None:
-        if self.environment.path and "environment" in self.reward.functions:
-            raise ConfigError("reward.functions.environment: so the environment's own reward is named; give it another name")
 
     def describe_judge(self, load: Callable[[], tuple[Any, Sequence[Prompt], Tokenizer, int]]) -> str:
         """For the preflight: how the policy judges itself, '' if it does not. `load` gives the config with its lengths, the first prompts,

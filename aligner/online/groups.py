@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,27 +53,23 @@ class Groups:
         return accounted(samples=0, seen=rows, surplus=surplus, no_signal=rows - surplus) | {TOKENS_SEEN: float(tokens)}
 
 
-def whole_round(source: RolloutSource, step: int, clock: Clock, *, group_size: int) -> Groups:
-    """One round as it is. Collective."""
-    sampled = source.take(step, clock)
-    without_signal = _share_without(has_signal(sampled, group_size)) if group_size > 1 else None
-    return Groups(sampled=sampled, chosen=sampled, num_rounds=1, num_surplus=0, without_signal=without_signal)
+def groups_of(source: RolloutSource, step: int, clock: Clock, config: Any) -> Groups:
+    """The groups that a step learns from, by the settings of GRPO. Collective: every rank sees the same rewards.
 
-
-def groups_with_signal(
-    source: RolloutSource, step: int, clock: Clock, *, group_size: int, num_groups: int, max_rounds: int, exhausted: Exhausted
-) -> Groups:
-    """`num_groups` groups whose rewards differ, of as many rounds as that takes. Collective: every rank sees the same rewards.
-
-    Raises RunHalted if `max_rounds` were not enough and that is to end the run.
+    With `dynamic_sampling` `prompts_per_step` groups whose rewards differ, of as many rounds as that takes; else one round as it is.
+    Raises RunHalted if `max_rounds_per_step` were not enough and that is to end the run.
     """
+    group_size, num_groups, max_rounds = config.group_size, config.prompts_per_step, config.max_rounds_per_step
     taken = [source.take(step, clock)]
+    if not config.dynamic_sampling:
+        without_signal = _share_without(has_signal(taken[0], group_size)) if group_size > 1 else None
+        return Groups(sampled=taken[0], chosen=taken[0], num_rounds=1, num_surplus=0, without_signal=without_signal)
     while len(taken) < max_rounds and sum(int(has_signal(one, group_size).sum()) for one in taken) < num_groups:
         taken.append(source.take(step, clock))
     sampled = joined(taken)
     signal = has_signal(sampled, group_size)
     useful = signal.nonzero().flatten()
-    if len(useful) < num_groups and exhausted is Exhausted.stop:
+    if len(useful) < num_groups and config.exhausted is Exhausted.stop:
         raise RunHalted(
             f"step {step}: {len(useful)} of {len(signal)} groups have rewards that differ, and {num_groups} are needed, after "
             f"algorithm.max_rounds_per_step={max_rounds} rounds: the prompts are too easy or too hard, or the reward is uninformative "

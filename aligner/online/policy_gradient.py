@@ -151,28 +151,27 @@ def masked_mean(x: Tensor, mask: Tensor) -> float:
     return masked(x.double(), mask).sum().item() / max(int(mask.sum()), 1)
 
 
-def check_estimator(
-    estimator: Estimator | None, *, group_size: int, dynamic_sampling: bool, normalize_std: bool, gamma: float, shaping: ShapingConfig
-) -> None:
+def check_estimator(estimator: Estimator | None, config: Any) -> None:
     """Raise ConfigError naming the setting that does not go with the estimator (None: one of the user's own), and what does."""
+    group_size, gamma = config.group_size, config.gamma
     name = "of your own" if estimator is None else estimator.value
     if estimator in GROUPED and group_size < 2:
         raise ConfigError(
             f"algorithm.group_size={group_size}: a group needs at least 2 responses to compare, with advantage_estimator={name}; "
             f"1 is allowed with {_names(set(Estimator) - GROUPED)}"
         )
-    if dynamic_sampling and estimator is not None and estimator not in GROUPED:
+    if config.dynamic_sampling and estimator is not None and estimator not in GROUPED:
         raise ConfigError(
             f"algorithm.dynamic_sampling=true: advantage_estimator={name} learns from equal rewards; allowed with {_names(GROUPED)}"
         )
-    if not normalize_std and estimator is not Estimator.grpo:
+    if not config.normalize_std and estimator is not Estimator.grpo:
         raise ConfigError(
             f"algorithm.normalize_std=false: advantage_estimator={name} does not divide by a group's deviation; allowed: true"
         )
     if gamma != 1 and estimator in PER_RESPONSE:
         raise ConfigError(f"algorithm.gamma={gamma}: advantage_estimator={name} has one advantage per response; allowed: 1")
     if estimator is Estimator.remax:
-        _check_baselines(shaping)
+        _check_baselines(config.shaping)
 
 
 def _check_baselines(shaping: ShapingConfig) -> None:

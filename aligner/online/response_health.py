@@ -96,7 +96,7 @@ def _repeated(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def _rewards_by_ending(rollouts: Sequence[Rollout], rewards: Tensor, valid: Tensor) -> dict[str, float]:
     """An empty response does not count as ended."""
-    empty = torch.tensor([_is_empty(rollout) for rollout in rollouts])
+    empty = torch.tensor([len(one.response) <= (one.finish_reason is FinishReason.stop) for one in rollouts])
     truncated = torch.tensor([rollout.finish_reason is FinishReason.length for rollout in rollouts])
     metrics = {"rollout/empty_fraction": empty.double().mean().item()}
     for name, rows in {"ended": ~truncated & ~empty, "truncated": truncated, "empty": empty}.items():
@@ -104,10 +104,6 @@ def _rewards_by_ending(rollouts: Sequence[Rollout], rewards: Tensor, valid: Tens
         if judged.numel():
             metrics[f"rollout/reward_{name}"] = judged.double().mean().item()
     return metrics
-
-
-def _is_empty(rollout: Rollout) -> bool:
-    return len(rollout.response) <= (rollout.finish_reason is FinishReason.stop)
 
 
 def _spread(items: Sequence[Item], count: int) -> Sequence[Item]:

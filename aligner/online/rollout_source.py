@@ -7,9 +7,10 @@ before took beyond their first; that count is all that a resumed run needs to kn
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -24,25 +25,6 @@ from aligner.telemetry.metrics import merge, values
 from aligner.types import Prompt, RolloutBatch
 
 Config = TypeVar("Config")
-
-
-class RolloutSource(Protocol):
-    """The source of rollouts. Collective: every rank calls every method, at the same points."""
-
-    def take(self, step: int, clock: Clock) -> ScoredRollouts:
-        """The next round for training step `step`: rows in the order of their prompts, a prompt's responses side by side.
-
-        Steps only grow; rounds that a step left out would have taken are never seen.
-        """
-
-    def trained(self, version: int) -> None:
-        """The step is over and the policy has the weights of optimizer step `version`: sample from these as soon as may be."""
-
-    def state(self) -> dict[str, Any]:
-        """State for resuming after the last complete step, besides its number; JSON-able."""
-
-    def load_state(self, state: Mapping[str, Any], version: int) -> None:
-        """Continue after `state` (empty: of a run that took one round a step) with the policy's weights of `version`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,37 +84,51 @@ def with_baselines(collected: ScoredRollouts, greedy: ScoredRollouts, group_size
     )
 
 
-class OnPolicyRolloutSource:
-    """A `RolloutSource` that samples each round when it is asked for, from the policy's weights of now.
+class RolloutSource(ABC):
+    """The source of rollouts, `group_size` to each prompt. Collective: every rank calls every method, at the same points.
 
-    `with_baselines`: one greedy response per prompt is sampled and scored too, for its reward alone (`ScoredRollouts.baselines`). `critic`
-    is asked for the values of finished responses while others are sampled.
+    `greedy`: one greedy response per prompt is sampled and scored too, for its reward alone (`ScoredRollouts.baselines`). `critic` is asked
+    for the values of responses.
     """
 
-    def __init__(self, task: OnlineTask, group_size: int, *, with_baselines: bool = False, critic: Critic | None = None) -> None:
+    def __init__(self, task: OnlineTask, group_size: int, *, greedy: bool = False, critic: Critic | None = None) -> None:
         self._task = task
         self._group_size = group_size
-        self._with_baselines = with_baselines
+        self._greedy = greedy
         self._critic = critic
         self._cursor = Cursor()
 
+    @abstractmethod
     def take(self, step: int, clock: Clock) -> ScoredRollouts:
-        task = self._task
-        requests = sample_requests(task, self._cursor.next(step), self._group_size, greedy=self._with_baselines)
-        with clock.phase("generate"):
-            collected, *greedy = collect_all(task.engine, requests, scorers=task.scorers(self._critic))
-        return with_baselines(collected, greedy[0], self._group_size) if greedy else collected
+        """The next round for training step `step`: rows in the order of their prompts, a prompt's responses side by side.
+
+        Steps only grow; rounds that a step left out would have taken are never seen.
+        """
 
     def trained(self, version: int) -> None:
+        """The step is over and the policy has the weights of optimizer step `version`: sample from these as soon as may be."""
         self._task.engine.refit(version)
         self._cursor.settle()
 
     def state(self) -> dict[str, Any]:
+        """State for resuming after the last complete step, besides its number; JSON-able."""
         return self._cursor.state()
 
     def load_state(self, state: Mapping[str, Any], version: int) -> None:
+        """Continue after `state` (empty: of a run that took one round a step) with the policy's weights of `version`."""
         self._cursor.load_state(state)
         self._task.engine.refit(version)
+
+
+class OnPolicyRolloutSource(RolloutSource):
+    """Samples each round when it is asked for, from the policy's weights of now; the critic is asked while others are sampled."""
+
+    def take(self, step: int, clock: Clock) -> ScoredRollouts:
+        task = self._task
+        requests = sample_requests(task, self._cursor.next(step), self._group_size, greedy=self._greedy)
+        with clock.phase("generate"):
+            collected, *greedy = collect_all(task.engine, requests, scorers=task.scorers(self._critic))
+        return with_baselines(collected, greedy[0], self._group_size) if greedy else collected
 
 
 class OnlineAlgorithm(Generic[Config]):

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
-
-from aligner.data.collate import EpochSampler
+from aligner.data.epochs import EpochSampler
 from aligner.data.reading import Mixed
 from aligner.models.training.guard import GuardConfig
 from aligner.online.collect import Scorers
 from aligner.online.config import ValidationConfig
 from aligner.parallel.topology import Topology
-from aligner.protocols import Critic, RewardModel, RolloutEngine
+from aligner.protocols import Critic, Reference, RewardModel, RolloutEngine
 from aligner.reporting.formats import Column, Goal
-from aligner.types import MaskedBatch, Prompt, Rollout, SampleRow
+from aligner.types import Prompt, Rollout, SampleRow
 
 SAMPLED = (  # columns of every run that samples
     Column("length", "rollout/response_length", ".1f"),
@@ -29,12 +27,6 @@ REWARDED = (
     Column("accuracy", "validation/accuracy", "percent", Goal.highest),
     *SAMPLED,
 )
-
-
-class Reference(Protocol):
-    """The frozen policy that the KL is measured against."""
-
-    def logprobs(self, batch: MaskedBatch) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,11 +27,7 @@ NUM_KEPT = 16  # prompts whose greedy responses a run keeps
 Rejudge = Callable[[ScoredRollouts], ScoredRollouts]  # rollouts with other rewards; collective
 
 
-def _as_they_are(collected: ScoredRollouts) -> ScoredRollouts:
-    return collected
-
-
-def validate(task: OnlineTask, rejudge: Rejudge = _as_they_are) -> dict[str, float]:
+def validate(task: OnlineTask, rejudge: Rejudge = lambda collected: collected) -> dict[str, float]:
     """The metrics of `ValidationConfig.reports`, NaN if nothing was judged; none without validation prompts. Collective.
 
     `rejudge` gets the samples with the task's rewards, before any metric is computed.

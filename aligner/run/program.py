@@ -55,14 +55,7 @@ def entrypoint(
             settings = compose(schema, config, overrides, places)
             fetch_named(settings, records=True)
             return int(main(settings) or 0)
-        node = compose_node(schema, config, overrides, places)
-        if command.asks == "--help":
-            groups = groups_of(keys, [*places, *own_folders(overrides)])
-            values = dict(shown_values(node, keys))
-            print(render(keys, values, program=program, file=config, groups=groups, topic=command.topic), flush=True)
-        else:
-            complete = not OmegaConf.missing_keys(node)
-            print(to_yaml(to_object(schema, node)) if complete else OmegaConf.to_yaml(node, resolve=True), end="", flush=True)
+        show(command, program, schema, config, places)
         return 0
 
     def decorate(main: Callable[[T], int | None]) -> Callable[..., None]:
@@ -94,6 +87,18 @@ def entrypoint(
         return run
 
     return decorate
+
+
+def show(command: CommandLine, program: str, schema: type, config: str, places: Sequence[Path]) -> None:
+    """Print the help or the config that the command line asks for."""
+    node = compose_node(schema, config, command.overrides, places)
+    if command.asks == "--help":
+        keys = schema_keys(schema)
+        groups = groups_of(keys, [*places, *own_folders(command.overrides)])
+        print(render(keys, dict(shown_values(node, keys)), program=program, file=config, groups=groups, topic=command.topic), flush=True)
+    else:
+        complete = not OmegaConf.missing_keys(node)
+        print(to_yaml(to_object(schema, node)) if complete else OmegaConf.to_yaml(node, resolve=True), end="", flush=True)
 
 
 def refuse_options(unknown: Sequence[str], keys: Sequence[SchemaKey]) -> None:

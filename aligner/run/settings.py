@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL
 from aligner.cluster.slurm.spec import ContainerConfig, SlurmConfig
-from aligner.data.collate import EpochSampler
+from aligner.data.epochs import EpochSampler
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, check_numbers

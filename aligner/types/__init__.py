@@ -22,9 +22,10 @@ from aligner.types.batches import (
     TokenOutputs,
     ValueBatch,
 )
-from aligner.types.episodes import Episode, EpisodeRows
 from aligner.types.extras import Routes, RowTensor, no_expert, route_dtype
 from aligner.types.rollouts import (
+    Episode,
+    EpisodeRows,
     FinishReason,
     LogprobKind,
     Prompt,

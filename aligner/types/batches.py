@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,10 +56,19 @@ class Batch:
             extra.check(b, s)
 
 
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
     """The tensors of a batch by field, without those that it does not have and without its extras."""
     found = {one.name: getattr(batch, one.name) for one in fields(batch) if one.name != "extras"}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def of_kind(kind: type[BatchT], batch: Batch, **others: Any) -> BatchT:
+    """The rows as a batch of another class: the fields that both have, and `others`, which replace them."""
+    shared = {one.name for one in fields(kind)} & {one.name for one in fields(batch)}
+    return kind(**{name: getattr(batch, name) for name in shared} | others)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -184,7 +184,8 @@ def continued(turns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def to_json(extras: Mapping[str, Tensor]) -> dict[str, Any]:
     """One row's tensors as JSON values, exactly: for caches of data and the state in checkpoints."""
-    return {name: [str(row.dtype).removeprefix("torch."), list(row.shape), _text(row)] for name, row in extras.items()}
+    saved = {name: base64.b64encode(row.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()) for name, row in extras.items()}
+    return {name: [str(row.dtype).removeprefix("torch."), list(row.shape), saved[name].decode()] for name, row in extras.items()}
 
 
 def from_json(saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -195,13 +196,5 @@ def from_json(saved: Mapping[str, Any]) -> dict[str, Tensor]:
         if dtype_name not in dtypes:
             raise ValueError(f"extras[{name!r}] is saved as {dtype_name}, expected {' or '.join(dtypes)}")
         data = bytearray(base64.b64decode(text)) or bytearray(8)
-        found[name] = torch.frombuffer(data, dtype=dtypes[dtype_name])[: _count(shape)].view(shape)
+        found[name] = torch.frombuffer(data, dtype=dtypes[dtype_name])[: torch.Size(shape).numel()].view(shape)
     return found
-
-
-def _text(row: Tensor) -> str:
-    return base64.b64encode(row.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).decode()
-
-
-def _count(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())

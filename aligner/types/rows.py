@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from aligner.types.batches import FIELDS, Batch, tensors_of
+from aligner.types.batches import FIELDS, Batch, BatchT, tensors_of
 from aligner.types.extras import RowTensor
-
-BatchT = TypeVar("BatchT", bound=Batch)
 
 
 def num_rows(batch: Batch) -> int:

@@ -18,11 +18,9 @@ from aligner.losses.correction import Correction, CorrectionConfig, Level
 from aligner.losses.distillation import Divergence
 from aligner.losses.kl import KLEstimator
 from aligner.losses.policy import Objective, policy_loss
-from aligner.losses.preference import DPOVariant, dpo_loss
+from aligner.losses.preference import DPOVariant, dpo_loss, kto_loss
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss, regression_loss
-from aligner.losses.sft import sft_loss
-from aligner.losses.steerlm import steerlm_loss
-from aligner.losses.unpaired import kto_loss
+from aligner.losses.sft import sft_loss, steerlm_loss
 from aligner.losses.value import value_loss
 from aligner.models.config import Architecture, Dtype, Family, LoraConfig, LoraTarget, ModelConfig, Recompute
 from aligner.models.create import create_policy, create_reward_model, create_value_model, training

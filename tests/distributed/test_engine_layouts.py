@@ -19,7 +19,8 @@ from sampled_models import VOCAB, make_engine, make_inputs, make_policy, prompts
 from torch.distributed import HashStore
 from training_jobs import eventually
 
-from aligner.data.collate import EpochSampler, rollout_batch
+from aligner.data.collate import rollout_batch
+from aligner.data.epochs import EpochSampler
 from aligner.environments.exchange import EpisodeError
 from aligner.errors import AlignerError, CheckpointError, ConfigError, EngineError
 from aligner.loop.loop import Clock

@@ -118,7 +118,8 @@ def messages(source: str) -> Iterator[tuple[str, bool]]:
     docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
     pieces = {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values[:-1]}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        if is_text and not re.fullmatch(r"[\w-]+ = [\w.]+:\w+", node.value):  # a command's function
             yield node.value, id(node) in pieces
 
 

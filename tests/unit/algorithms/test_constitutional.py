@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.algorithms.ai_feedback import Judge, Judgement, judgement_metrics
-from aligner.algorithms.chains import Broken, ConstitutionConfig, Learnt, Pairs, discards_of, preference_records, supervised_records
+from aligner.algorithms.chains import (
+    Broken,
+    ConstitutionConfig,
+    Judge,
+    Judgement,
+    Learnt,
+    Pairs,
+    discards_of,
+    judgement_metrics,
+    preference_records,
+    supervised_records,
+)
 from aligner.algorithms.constitution import Constitutional
 from aligner.data.config import ConstitutionDataConfig, PreferenceDataConfig, SFTDataConfig
 from aligner.data.constitution import Constitution, Framing, Principle, load_cases

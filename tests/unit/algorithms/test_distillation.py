@@ -14,7 +14,6 @@ from aligner.data.distillation import Manifest
 from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError
 from aligner.loop.loop import Clock
-from aligner.losses.distillation import Divergence
 from aligner.telemetry.metrics import values
 from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, TokenOutputs
 
@@ -34,23 +33,6 @@ def batch_of(vocab: int, k: int = 3, seed: int = 0) -> DistillationBatch:
         teacher_tokens=torch.where(mask[..., None], named, 0),
         teacher_logprobs=torch.where(mask[..., None], -3 * torch.rand(*shape, k, generator=generator), 0.0),
     )
-
-
-def test_the_loss_by_hand() -> None:
-    """One token, K = 2: teacher 3/4, 1/4; student 1/2, 1/2 (whatever the normaliser); a tenth of a cross-entropy of 2."""
-    batch = DistillationBatch(
-        tokens=torch.zeros(1, 2, dtype=torch.int64),
-        lengths=torch.tensor([2]),
-        loss_mask=torch.tensor([[False, True]]),
-        teacher_tokens=torch.zeros(1, 2, 2, dtype=torch.int64),
-        teacher_logprobs=torch.tensor([[[0.0, 0.0], [math.log(0.3), math.log(0.1)]]]),
-    )
-    outputs = TokenOutputs(logprobs=torch.tensor([[7.0, -2.0]]), topk_logprobs=torch.tensor([[[5.0, 1.0], [-3.0, -3.0]]]))
-    found = distillation_terms(outputs, batch, ce_coef=0.1, divergence=Divergence.forward_kl)
-    forward = 3 / 4 * math.log(3 / 2) + 1 / 4 * math.log(1 / 2)
-    assert found.total.item() == pytest.approx(forward + 0.2, abs=1e-6) and found.count.item() == 1
-    metrics = values(found.metrics)
-    assert metrics["distillation/loss"] == pytest.approx(forward, abs=1e-6) and metrics["distillation/nll"] == 2.0
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -57,7 +57,7 @@ def test_a_step_trains_on_one_batch_with_the_references_log_probs(fakes) -> None
     algorithm = dpo(fakes, log)
     metrics = algorithm.step(1, Clock()).metrics
     assert log == ["logprobs", "update"]  # the reference's, then one update: the policy itself needs no pass without gradient
-    (batch,) = algorithm.policy.trained
+    (batch,) = algorithm.model.trained
     assert batch.tokens.shape[0] == 4  # two pairs
     chosen = {example.chosen.tokens for example in PAIRS}
     assert all(tuple(tokens[:length].tolist()) in chosen for tokens, length in zip(batch.tokens[::2], batch.lengths[::2], strict=True))
@@ -65,28 +65,11 @@ def test_a_step_trains_on_one_batch_with_the_references_log_probs(fakes) -> None
     assert metrics["optim/steps"] == 1 and metrics["data/epoch"] == pytest.approx(2 / 3) and metrics["data/tokens_per_second"] > 0
 
 
-def test_the_data_of_a_step_depend_on_its_number_alone(fakes) -> None:
-    """So that a resumed run needs no position in the data."""
-    one, other = dpo(fakes), dpo(fakes)
-    for step in (1, 2, 3):
-        one.step(step, Clock())
-    other.step(3, Clock())
-    assert torch.equal(one.policy.trained[2].tokens, other.policy.trained[0].tokens)
-    assert one.state() == {}
-
-
-def test_the_loss_is_the_configs(fakes) -> None:
-    given = {"beta": 0.5, "sft_coef": 0.25, "average_logprobs": True}
-    algorithm = dpo(fakes, loss=DPOVariant.hinge, **given)
-    unused = {"label_smoothing": 0.0, "gamma": 0.0, "eta": 1.0, "dpop_coef": 0.0}
-    assert algorithm.loss.keywords == {"variant": DPOVariant.hinge} | given | unused
-
-
 def test_a_loss_without_a_reference_asks_for_none(fakes) -> None:
     algorithm = dpo(fakes, log := [], loss=DPOVariant.simpo, validation=PAIRS)
     assert algorithm.reference is None
     algorithm.step(1, Clock())
-    assert log == ["update"] and algorithm.policy.trained[0].ref_logprobs is None
+    assert log == ["update"] and algorithm.model.trained[0].ref_logprobs is None
     assert algorithm.validate()["validation/margin"] == 0.0  # the fake's log-probs are all -1, and so are their means
     parts = {"train": PAIRS, "validation": [], "pad_id": 0, "seed": 1}
     with pytest.raises(ValueError, match="the loss simpo has none"):

@@ -105,13 +105,6 @@ def _kl_in_reward(**settings) -> dict:
     return {"kl_in": KLIn.reward, "kl_estimator": KLEstimator.k1, "kl_coef": 0.1} | settings
 
 
-def test_one_response_per_prompt_where_nothing_is_compared(make) -> None:
-    """Prompts 0 and 1 with rewards 4 and 1; discounted by a half per token up to the reward on the last one."""
-    algorithm = make([4.0, 1.0], advantage_estimator=Estimator("reinforce"), group_size=1, mini_batch_size=2, gamma=0.5)
-    algorithm.step(1, Clock())
-    assert learnt(algorithm) == [[2.0, 4.0], [0.25, 0.5, 1.0]]
-
-
 def test_the_kl_in_the_reward_is_of_the_policy_that_sampled(make) -> None:
     """KL 0.5 a token, coefficient 0.1: each token gives up 0.05. A pass for log-probs is made although there is one update."""
     algorithm = make(GROUPS, advantage_estimator=Estimator("reinforce"), **_kl_in_reward())

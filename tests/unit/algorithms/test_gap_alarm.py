@@ -37,11 +37,6 @@ def test_when_it_rings() -> None:
     assert rings([0.5, 0.5000001], stop=0.5) == ".s"
 
 
-def test_the_statistic() -> None:
-    assert rings([0.3], name=f"{GAP}_p99", warn=0.2, statistic=GapStatistic.p99) == "w"
-    assert rings([0.3], name=f"{GAP}_max", warn=0.2, statistic=GapStatistic.max) == "w"
-
-
 def test_what_it_says() -> None:
     alarm = GapAlarm(LogprobGapConfig(stop=0.25, patience=2, statistic=GapStatistic.p99), command="aligner gap runs/x")
     alarm.judge(6, {f"{GAP}_p99": 0.3})

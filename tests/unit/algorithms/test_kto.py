@@ -12,7 +12,7 @@ from aligner.data.judged import UnpairedExample
 from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError, DataError
 from aligner.loop.loop import Clock
-from aligner.losses.unpaired import UnpairedLoss
+from aligner.losses.preference import UnpairedLoss
 from aligner.types import LabeledBatch
 
 

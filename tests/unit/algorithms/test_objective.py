@@ -29,11 +29,3 @@ from aligner.losses.policy import Objective
 def test_what_cannot_be_is_refused(config, fields, message):
     with pytest.raises(ConfigError, match=message):
         config(**fields)
-
-
-def test_settings_reach_the_loss():
-    config = GRPOConfig(objective=Objective.sapo, tau_pos=2.0, clip_eps_high=0.3, entropy_coef=0.1)
-    settings = config.loss(max_response_length=7, kl_coef=0.5).keywords
-    expected = {"objective": Objective.sapo, "tau_pos": 2.0, "clip_eps_high": 0.3, "entropy_coef": 0.1}
-    expected |= {"aggregation": Aggregation.sequence_mean, "aggregation_constant": 7.0, "kl_coef": 0.5, "dual_clip": None}
-    assert expected.items() <= settings.items() and settings["correction"] is config.correction

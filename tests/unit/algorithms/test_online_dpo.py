@@ -15,7 +15,6 @@ from aligner.jobs.samples import unused
 from aligner.loop.loop import Clock
 from aligner.losses.preference import DPOVariant, dpo_loss
 from aligner.online.collect import ScoredRollouts
-from aligner.online.selection import Pairing
 from aligner.telemetry.metrics import values
 from aligner.types import PreferenceBatch, TokenOutputs
 
@@ -144,11 +143,6 @@ def test_references_that_nobody_goes_on_with() -> None:
     assert unused([2, 4, 6, 8], [3, 9]) == [4, 6]
     assert unused([2, 4, 6, 8], []) == []
     assert unused([2, 4], [1]) == []
-
-
-def test_updates_per_step() -> None:
-    assert OnlineDPOConfig(prompts_per_step=8, group_size=4, pairing=Pairing.all, mini_batch_size=10).updates_per_step == 5
-    assert OnlineDPOConfig(prompts_per_step=8, group_size=4, mini_batch_size=8, num_epochs=3).updates_per_step == 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from aligner.errors import ConfigError, ServerUnreachable
 from aligner.loop.loop import Clock
 from aligner.losses.shaping import ShapingConfig, Standardize
 from aligner.online.collect import ScoredRollouts
-from aligner.online.validation import validate
 
 
 def ppo(fakes, task, log=None, critic=None, **config) -> PPO:
@@ -273,17 +272,6 @@ def test_the_state_names_the_training_that_it_goes_with(fakes, make_task) -> Non
     assert log[-2] == "critic resumes after 1" and resumed.critic.mark == "after 1"
 
 
-def test_validation_is_greedy_and_judges_accuracy(fakes, make_task) -> None:
-    log: list[str] = []
-    task = make_task(log, held_out={"scorer": fakes.FakeReward(lambda r: float(len(r.response) == 2))})
-    algorithm = ppo(fakes, task, log)
-    # Prompts 0 and 1: rewards 0 and 1, responses of 2 and 3 tokens.
-    found = {"reward": 0.5, "response_length": 2.5, "truncated_fraction": 0.0, "accuracy": 0.5}
-    assert algorithm.validate() == {f"validation/{name}": value for name, value in found.items()}
-    assert task.engine.sampling == ["greedy"]
-    assert validate(make_task([], held_out={"prompts": []})) == {}
-
-
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
@@ -300,7 +288,3 @@ def test_bad_settings(settings: dict, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         PPOConfig(**settings)
     assert str(caught.value) == text
-
-
-def test_updates_per_step() -> None:
-    assert PPOConfig(rollouts_per_step=512, mini_batch_size=128, num_epochs=2).updates_per_step == 8

@@ -85,10 +85,6 @@ def test_a_step_that_keeps_nothing_trains_nothing(fakes, make_task) -> None:
     assert "update" not in log and metrics["kept/prompts_without_any"] == 1.0 and "kept/reward" not in metrics
 
 
-def test_updates_per_step() -> None:
-    assert RejectionSamplingConfig(prompts_per_step=9, keep=2, mini_batch_size=4, num_epochs=2).updates_per_step == 10
-
-
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

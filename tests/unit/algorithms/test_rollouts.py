@@ -11,7 +11,7 @@ import torch
 
 from aligner.errors import EngineError, ServerTimeout
 from aligner.online import collect as rollouts
-from aligner.online.collect import Scorers, collect, finish, joined, response_metrics, sample_rows, sample_seeds, start
+from aligner.online.collect import SampleRequest, Scorers, collect, finish, joined, response_metrics, sample_rows, sample_seeds, start
 from aligner.online.policy_gradient import mini_batches
 from aligner.protocols import Replica
 from aligner.types import FinishReason, PolicyBatch, Scores
@@ -137,9 +137,9 @@ def test_what_rewards_are_made_of_and_rewards_that_are_none(fakes, prompts) -> N
 
 def test_sampling_and_scoring_as_two_halves(fakes, prompts) -> None:
     """An error of the first half is raised by the second, where every rank is."""
-    engine = fakes.FakeEngine([])
-    part = start(engine, prompts, SEEDS, scorers=scorers(fakes))
-    assert finish(part, prompts, SEEDS, scorers=scorers(fakes)).rewards.tolist() == [0, 10, 20, 30, 40]
+    engine, request = fakes.FakeEngine([]), SampleRequest(prompts=prompts, seeds=SEEDS)
+    part = start(engine, request, scorers(fakes))
+    assert finish(part, request, scorers(fakes)).rewards.tolist() == [0, 10, 20, 30, 40]
     assert engine.log == ["generate"]  # who calls the halves wakes the engine
 
     class Broken(fakes.FakeEngine):
@@ -147,9 +147,9 @@ def test_sampling_and_scoring_as_two_halves(fakes, prompts) -> None:
             yield []
             raise EngineError("no room for a response")
 
-    broken = start(Broken([]), prompts, SEEDS, scorers=Scorers(reward=Judge()))
+    broken = start(Broken([]), request, Scorers(reward=Judge()))
     with pytest.raises(EngineError, match="no room"):
-        finish(broken, prompts, SEEDS, scorers=Scorers(reward=Judge()))
+        finish(broken, request, Scorers(reward=Judge()))
 
 
 def test_only_the_leader_of_a_replica_asks_the_scorers(fakes, prompts) -> None:

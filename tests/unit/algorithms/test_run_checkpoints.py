@@ -66,10 +66,6 @@ def save_critic(session: Session, model, step: int) -> None:
     checkpoint.save(session.directory.checkpoints / CRITIC, model, checkpoint.SaveRequest(step=step, state=state))
 
 
-def test_a_new_run_has_nothing_to_load(session, model) -> None:
-    assert keeper(session, model).load() == (0, {})
-
-
 def test_save_and_load(session, model, fakes) -> None:
     log: list[str] = []
     model.version = 12

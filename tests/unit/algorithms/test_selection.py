@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.online.selection import Pairing, best_rows, num_compared, pairs_of, updates_of, with_spread
+from aligner.online.selection import Pairing, best_rows, num_compared, pairs_of, updates_of
 from aligner.types import LabeledBatch, PreferenceBatch
 
 # Three prompts with four responses each; the fourth row of the first, and all but the second of the last have no reward.
@@ -25,11 +25,6 @@ VALID = torch.tensor([True, True, True, False, True, True, True, True, False, Tr
 )
 def test_the_best_rows(keep: int, min_reward: float | None, rows: list[int]) -> None:
     assert best_rows(REWARDS, VALID, group_size=4, keep=keep, min_reward=min_reward).tolist() == rows
-
-
-def test_spread_is_of_the_valid_rewards() -> None:
-    assert with_spread(REWARDS, VALID, 4).tolist() == [True] * 4 + [False] * 8
-    assert not with_spread(REWARDS, torch.zeros(12, dtype=torch.bool), 4).any()
 
 
 def pairs(pairing: Pairing, *, min_gap: float = 0.0, seed: int = 0):

@@ -192,18 +192,6 @@ def test_a_run_whose_engine_fails_goes_on_before_the_iteration(fakes, make_task)
     assert [line for line in log if line in ("generate", "judge")] == ["judge"] and again.iteration == 2
 
 
-def test_other_settings_and_seeds_make_other_names(fakes, make_task) -> None:
-    def name(settings: str = "", seed: int = 3, **others) -> str:
-        algorithm = make(fakes, make_task, [], **others)
-        algorithm.settings += settings
-        object.__setattr__(algorithm.task, "seed", seed)
-        algorithm.step(1, Clock())
-        return algorithm.name
-
-    assert len({name(), name("judged otherwise"), name(seed=4), name(group_size=3), name(sampled_together=3)}) == 5
-    assert name() == name()
-
-
 def test_rewards_in_the_judges_place(fakes, make_task) -> None:
     """Longer is better here: nobody is asked for a score."""
     log: list[str] = []

@@ -15,7 +15,7 @@ from aligner.data.proposals import ProposedGroup, load_proposals
 from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError, DataError
 from aligner.loop.loop import Clock
-from aligner.losses.steerlm import steerlm_loss
+from aligner.losses.sft import steerlm_loss
 from aligner.types import TokenOutputs
 
 

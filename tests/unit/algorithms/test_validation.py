@@ -169,10 +169,6 @@ def test_what_is_reported_is_what_the_settings_say(task, config) -> None:
     assert set(validate(task(judged, accuracy=lambda number, length: 1.0))) == set(judged.reports())
 
 
-def test_default_k() -> None:
-    assert [ValidationConfig(num_samples=n).ks for n in (1, 3, 4, 9)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
-
-
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

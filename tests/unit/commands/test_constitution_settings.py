@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.algorithms.ai_feedback import JudgeConfig
-from aligner.algorithms.chains import ConstitutionConfig, Pairs
+from aligner.algorithms.chains import ConstitutionConfig, JudgeConfig, Pairs
 from aligner.algorithms.constitution import ConstitutionalAI
 from aligner.commands.plan import command as plan
 from aligner.commands.preflight import models

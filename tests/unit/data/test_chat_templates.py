@@ -125,7 +125,3 @@ def test_what_an_assistant_wrote_ends_with_a_mark_and_follows_its_generation_pro
         assert part.strip().startswith(turn["content"]) and len(part.strip()) > len(turn["content"])
     for number, part in ((1, written[0]), (3, written[1])):
         assert text.startswith(write(TEMPLATES[name], TURNS[:number], asks=True)[0] + part)
-
-
-def test_every_template_is_compared():
-    assert set(TEMPLATES) == {*FORMATS, "gemma", "gemma3", "llama3", "phi3", "qwen2_5"}

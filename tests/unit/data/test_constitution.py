@@ -147,14 +147,6 @@ def test_messages_go_through_the_chat_template(jsonl, chars) -> None:
     assert chars.decode(tokens[:start], skip_special=False) == turns and chars.decode(tokens[start:]) == " (B)"
 
 
-def test_the_question_as_text(jsonl, chars) -> None:
-    framing = Framing(chars, Constitution(principles=()), add_bos=True)
-    question = Question(dialogue="Human: hi", question="Which?", first="x", second="y")
-    (a, start), (b, _) = framing.options(question, chat=False)
-    assert chars.decode(a[:start]).endswith("Human: hi\n\nWhich?\nOptions:\n(A) x\n\n(B) y\n\nThe answer is:") and a[:start] == b[:start]
-    assert chars.decode(framing.options(question.turned, chat=False)[0][0]).endswith("(A) y\n\n(B) x\n\nThe answer is: (A)")
-
-
 @pytest.mark.parametrize(
     ("text", "ended", "chat", "expected"),
     [

@@ -36,11 +36,6 @@ def test_rollout_batch_by_hand():
     assert batch.prompt_ids.tolist() == [5, 6] and batch.truncated.tolist() == [False, True]
 
 
-def test_padding_that_equals_the_end_token_stays_out_of_the_mask():
-    batch = rollout_batch([rollout((1,), (8, 2), FinishReason.stop), rollout((1,), (8, 8, 8, 2), FinishReason.stop)], pad_id=2)
-    assert batch.tokens[0].tolist() == [1, 8, 2, 2, 2] and batch.loss_mask[0].int().tolist() == [0, 1, 1, 0, 0]
-
-
 def test_what_a_tool_wrote_is_not_learnt():
     answered = replace(rollout((1, 7), (8, 3, 3, 9), FinishReason.stop), written=(True, False, False, True))
     batch = rollout_batch([answered, rollout((1,), (8, 8), FinishReason.length)], pad_id=0)

@@ -98,11 +98,6 @@ def test_records_that_are_passed_on_whole_have_no_unused_fields(jsonl, chars):
     assert report.unused == {} and group.with_log_probs(Quantity.proposal, [0.0, 0.0])["source"] == "x"
 
 
-def test_bad_and_skipped_records_are_not_counted(jsonl, chars):
-    path = jsonl({"prompt": "a", "id": 1}, {"prompt": "", "id": 2, "what": 3})
-    assert load_prompts(path, PromptDataConfig(train=path, bad_lines=BadLines.skip), chars)[1].unused == {"id": 1}
-
-
 def test_an_instruction_is_asked_with_its_input(jsonl, chars):
     """Alpaca's form (https://github.com/tatsu-lab/stanford_alpaca): the input is often empty."""
     path = jsonl(ALPACA, ALPACA | {"input": ""}, {"instruction": "Translate", "output": "Hund", "input": None})
@@ -231,12 +226,6 @@ def test_prompts_and_responses_may_be_inside_too(jsonl, chars):
     named = SFTDataConfig(train=path, prompt_field="turn.asked", response_field="turn.said", add_bos=False)
     (row,), report = load_supervised(path, named, chars)
     assert chars.decode(row.tokens) == "ab" and report.unused == {"id": 1}
-
-
-def test_a_prompt_beside_its_conversation_is_no_second_reading(jsonl, chars):
-    """There is no response to it; so published chats have it."""
-    path = jsonl({"prompt": "a", "messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT], "prompt": None, "response": None})
-    assert load_supervised(path, SFTDataConfig(train=path), chars)[1].unused == {"prompt": 1}
 
 
 def test_a_field_that_is_there_twice_is_bad(jsonl, chars, tmp_path):

@@ -18,7 +18,7 @@ from aligner.data.config import (
     SFTDataConfig,
     UnpairedDataConfig,
 )
-from aligner.data.forms import FORMS, Purpose, advice, candidates, recast
+from aligner.data.forms import Purpose, advice, recast
 from aligner.data.judged import load_regression, load_unpaired
 from aligner.data.messages import Message
 from aligner.data.prompts import load_prompts
@@ -173,12 +173,6 @@ def test_prompts(form, record, prompt):
     assert parse_prompt(raw).prompt == prompt and raw.value.form.value == form
 
 
-def test_every_form_is_in_the_table_and_has_a_record_here():
-    assert set(FORMS) == set(RecordForm) - {RecordForm.auto}
-    tried = {form for form, *_ in [*SUPERVISED, *PAIRS, *JUDGED, *PROMPTS]}
-    assert {form.value for form in FORMS} - tried == {"input_output", "steerlm", "steps"}  # in test_data_fields
-
-
 CALL = {"name": "add", "arguments": {"x": 1}}
 TOOLS = [{"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {"x": {"type": "number"}}}}]
 
@@ -243,13 +237,6 @@ def test_attributes_of_helpsteer_are_labels_and_pairs_are_two_judged_responses(j
     path = jsonl({"context": [USER], "response1": "a", "response2": "b", "overall_preference": 1})
     examples, _ = load_unpaired(path, UnpairedDataConfig(train=path), chars)
     assert [(chars.decode(one.response), one.desirable) for one in examples] == [("b", True), ("a", False)]
-
-
-@pytest.mark.parametrize(("form", "record"), [(form, record) for form, record, *_ in PAIRS if "system" not in record])
-def test_a_pair_of_any_form_is_two_judged_responses(form, record, jsonl, chars):
-    path = jsonl(record)
-    examples, report = load_unpaired(path, UnpairedDataConfig(train=path), chars)
-    assert [one.desirable for one in examples] == [True, False] and report.forms == {form: 1}
 
 
 def test_what_a_form_does_not_use_is_listed(jsonl, chars):
@@ -317,13 +304,6 @@ def test_a_setting_names_the_form(jsonl, chars):
     assert read(both, Purpose.steps, RecordForm.sharegpt).error.startswith("data.form=sharegpt: such records have no steps data")
     with pytest.raises(ConfigError, match="data.form=alpaca and data.prompt_field=x"):
         PromptDataConfig(train=path, form=RecordForm.alpaca, prompt_field="x")
-
-
-def test_candidates_of_one_purpose_are_few():
-    """Of two forms, one of whose fields are all the other's, the larger is meant."""
-    assert candidates(ALPACA, Purpose.supervised) == [RecordForm.alpaca]
-    assert candidates({"prompt": "q", "response": "a"} | RATED, Purpose.supervised) == [RecordForm.helpsteer]
-    assert candidates({"prompt": "q", "response": "a", "text": "qa"}, Purpose.supervised) == [RecordForm.prompt_response]
 
 
 SCHEMA = {"name": "f", "parameters": {"type": "object", "properties": {"unit": {"default": None, "enum": ["C", None]}}}}

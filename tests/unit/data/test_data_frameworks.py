@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,12 +123,3 @@ def test_a_file_of_each_program_is_read_as_it_is(program, use, name, records, se
     stop = len(row.loss_mask) - row.loss_mask[::-1].index(True)
     found = [chars.decode(one, skip_special=False) for one in (row.tokens[:start], row.tokens[start:stop], row.tokens[stop:])]
     assert text in "{}[{}]{}".format(*found)
-
-
-def test_the_table_names_what_is_tried():
-    table = DOCS.read_text().partition("## Files of other programs")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", table, flags=re.MULTILINE)[1:]
-    assert {name for name, *_ in READ} == {name for name, _ in rows}
-    for name, read in rows:
-        uses = {use for program, use, *_ in READ if program == name}
-        assert uses == {use for use in LOADERS if re.search(rf"\b{use}\b", read)}, name

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.data.collate import EpochSampler
+from aligner.data.epochs import EpochSampler
 from aligner.errors import ConfigError
 
 
@@ -27,10 +27,6 @@ def test_any_order_and_any_instance_give_the_same_steps():
 def test_seeds_differ_and_a_batch_may_exceed_the_set():
     assert EpochSampler(size=50, batch_size=50, seed=0).indices(0) != EpochSampler(size=50, batch_size=50, seed=1).indices(0)
     assert sorted(EpochSampler(size=2, batch_size=6, seed=0).indices(1)) == [0, 0, 0, 1, 1, 1]
-
-
-def test_unshuffled_is_the_file_order_round_and_round():
-    assert stream(EpochSampler(size=3, batch_size=2, seed=0, shuffle=False), 3) == [0, 1, 2, 0, 1, 2]
 
 
 def test_the_permutation_is_pinned():

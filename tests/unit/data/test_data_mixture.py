@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from aligner.data.collate import EpochSampler
 from aligner.data.config import (
     DemonstrationDataConfig,
     DistillationDataConfig,
@@ -17,6 +16,7 @@ from aligner.data.config import (
     UnpairedDataConfig,
 )
 from aligner.data.distillation import load_distillation
+from aligner.data.epochs import EpochSampler
 from aligner.data.judged import load_unpaired
 from aligner.data.mixture import Mixture, Source, is_mixture, read_alone, sources
 from aligner.data.order import MAX_CYCLE, MixtureSampler, order_of
@@ -37,15 +37,6 @@ def mixture(*sizes: int, weights=(), epochs=(), temperature=1.0) -> Mixture:
 
 def drawn(order: EpochSampler, steps: int) -> list[int]:
     return [index for step in range(steps) for index in order.indices(step)]
-
-
-def test_weights_are_the_shares_of_every_batch():
-    """2 : 1 is a cycle of three places: a at 1/4 and 3/4, b at 1/2. Sizes have no say."""
-    order = MixtureSampler(mixture(4, 100, weights=(2, 1)), batch_size=3, seed=0)
-    for step in range(50):
-        assert [index < 4 for index in order.indices(step)] == [True, False, True]
-    # after 50 steps a gave 100 of its 4 examples, b 50 of its 100
-    assert order.shares(50) == {"data/share/a": 2 / 3, "data/epoch/a": 25.0, "data/share/b": 1 / 3, "data/epoch/b": 0.5}
 
 
 def test_every_source_goes_through_its_own_epochs():
@@ -156,11 +147,6 @@ def test_sources_of_several_forms_and_chat_templates(jsonl, make_tokenizer_dir):
     asking = PromptDataConfig(train=[{"path": prompts[0], "prompt_field": "question"}, {"path": prompts[1], "form": "alpaca"}])
     found, _ = load_prompts(asking.train, asking, tokenizer)
     assert set(read_questions(asking.train, asking, list(found)).texts.values()) == {"a", "b"}
-
-
-def test_files_of_one_name_are_named_with_their_directory():
-    config = SFTDataConfig(train=["gsm8k/train.jsonl", "math/train.jsonl", "ORG/other:train", {"path": "z/train.jsonl", "name": "train"}])
-    assert [one.name for one in sources(config, config.train)] == ["gsm8k_train", "math_train", "other", "train"]
 
 
 def test_several_files_are_what_one_file_of_all_would_be(jsonl, chars):

@@ -33,13 +33,6 @@ def test_encode_adds_nothing_unless_asked_and_decode_gives_the_text_back(chars):
     assert chars.encode("") == []
 
 
-def test_save_and_load_again(chars, tmp_path):
-    chars.save(tmp_path / "saved")
-    again = load_tokenizer(tmp_path / "saved")
-    assert again.encode("x + y") == chars.encode("x + y")
-    assert again.has_chat_template and again.eos_id == 2
-
-
 def test_missing_directory_and_missing_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere.*no such directory"):
         load_tokenizer(tmp_path / "nowhere")
@@ -100,14 +93,6 @@ def test_stories_round_trip(shared_data, tmp_path):
     check_vocabulary(tokenizer, 512)
     with pytest.raises(ConfigError, match="model.vocab_size is 511"):
         check_vocabulary(tokenizer, 511)
-
-
-def test_stories_continuation_has_no_space_of_its_own(shared_data):
-    """SentencePiece puts a space before whatever it is given: "Once" + "upon" encoded apart would read "Once upon"."""
-    tokenizer = load_tokenizer(shared_data("stories260k"))
-    for prefix, text in (("Once upon", " a time"), ("Once up", "on a time"), ("The end.", "\n\nMore")):
-        ids = tokenizer.encode(prefix) + tokenizer.continuation(prefix, text)
-        assert tokenizer.decode(ids) == prefix + text
 
 
 def test_a_sampled_response_is_read_so_that_it_is_encoded_as_it_was(shared_data):

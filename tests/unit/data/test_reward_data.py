@@ -8,7 +8,7 @@ import torch
 from aligner.data.config import BadLines, Overlong, RegressionDataConfig, StepDataConfig
 from aligner.data.judged import labelled_batch, load_regression, load_steps, step_batch
 from aligner.data.labelled import MISSING, parse_labels, parse_step_labels
-from aligner.errors import ConfigError, DataError
+from aligner.errors import DataError
 
 A, B, C = (5 + ord(c) - 32 for c in "abc")  # ids in the character tokenizer
 BOS, EOS, USER, ASSISTANT = 1, 2, 3, 4
@@ -93,12 +93,6 @@ def test_bad_records_have_their_line(jsonl, chars):
     for line, text in ((1, "expected a field 'label'"), (2, "label': good is nan"), (3, "no turn with a label")):
         assert f"{path}:{line}: " in str(caught.value) and text in str(caught.value)
     assert len(regression(path, chars, bad_lines=BadLines.skip)[0]) == 1
-
-
-def test_names_of_attributes():
-    for names in ([], ["a", "a"], ["a b"]):
-        with pytest.raises(ConfigError, match="data.attributes"):
-            RegressionDataConfig(train="x", attributes=names)
 
 
 def test_steps_are_judged_at_their_separators(jsonl, chars):

@@ -8,7 +8,7 @@ import torch
 from torch import tensor
 
 from aligner.losses.reward import MISSING_LABEL, regression_loss, step_loss
-from aligner.losses.steerlm import importance_weights, response_coefficients, steerlm_loss
+from aligner.losses.sft import importance_weights, response_coefficients, steerlm_loss
 from aligner.telemetry.metrics import values
 from aligner.types import LabeledBatch, TokenOutputs
 
@@ -128,11 +128,6 @@ def test_steerlm_gradient_is_that_of_the_kl_to_the_aim():
     result = steerlm_loss(TokenOutputs(logprobs=ours), batch)
     (result.total / result.count).backward()
     torch.testing.assert_close(ours.grad, direct.grad, rtol=1e-6, atol=1e-8)
-
-
-def test_a_policy_that_is_the_aim_is_left_alone():
-    aim = importance_weights(AIM, PROPOSAL, group_size=2)
-    assert not response_coefficients(aim, aim, LENGTHS, group_size=2).any()
 
 
 def test_steerlm_refuses():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import tensor
 
-from aligner.losses.distillation import Divergence, distillation_loss, token_divergence
+from aligner.losses.distillation import Divergence, distillation_loss
 from aligner.telemetry.metrics import values
 
 # On two tokens: the teacher's (4/5, 1/5), the student's (1/2, 1/2), as log-probs of a larger vocabulary: scaled down by constants.
@@ -39,12 +39,6 @@ def test_by_hand(divergence, weight, expected):
     assert result.total.item() == pytest.approx(2 * expected) and result.count.item() == 2
     assert student.grad.isfinite().all() and not student.grad[0, 0].any()
     assert values(result.metrics) == pytest.approx({"distillation/loss": expected, "distillation/agreement": 1.0})
-
-
-def test_the_slope_of_the_forward_kl_is_the_difference_of_the_distributions():
-    student = given(STUDENT, 0.3).requires_grad_()
-    distillation_loss(student, given(TEACHER, 0.9), MASK).total.backward()
-    torch.testing.assert_close(student.grad[0, 1:], (STUDENT - TEACHER).expand(2, 2))
 
 
 @pytest.mark.parametrize("divergence", list(Divergence))
@@ -108,29 +102,6 @@ def test_gradcheck_and_zero_where_equal(divergence, tail_bucket):
     result.total.backward()
     assert abs(result.total.item()) < 1e-12 and same.grad.abs().max() < 1e-12
     assert distillation_loss(student, teacher, mask, **options).total > 0
-
-
-def test_jsd_lies_between_the_two_kls():
-    """jsd / w goes to KL(T || S) as w goes to 0, jsd / (1 - w) to KL(S || T) as w goes to 1."""
-    teacher, student = TEACHER.log(), STUDENT.log()
-    near = 1e-7
-    forward = token_divergence(teacher, student, Divergence.jsd, near) / near
-    backward = token_divergence(teacher, student, Divergence.jsd, 1 - near) / near
-    torch.testing.assert_close(forward, token_divergence(teacher, student, Divergence.forward_kl), rtol=1e-5, atol=0)
-    torch.testing.assert_close(backward, token_divergence(teacher, student, Divergence.backward_kl), rtol=1e-5, atol=0)
-
-
-def test_any_split_gives_the_same_sums_and_an_empty_mask_zero():
-    generator = torch.Generator().manual_seed(2)
-    teacher, student = (torch.randn(3, 4, 5, generator=generator) for _ in range(2))
-    mask = torch.rand(3, 4, generator=generator) < 0.5
-    whole = distillation_loss(student, teacher, mask)
-    parts = [distillation_loss(student[i : i + 1], teacher[i : i + 1], mask[i : i + 1]) for i in range(3)]
-    torch.testing.assert_close(sum(part.total for part in parts), whole.total)
-    assert sum(part.count for part in parts) == whole.count
-    empty = distillation_loss(student.requires_grad_(), teacher, torch.zeros_like(mask))
-    empty.total.backward()
-    assert empty.total.item() == 0 and empty.count.item() == 0 and not student.grad.any()
 
 
 @pytest.mark.parametrize(

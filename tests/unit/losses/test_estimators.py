@@ -147,40 +147,6 @@ def test_what_stands_outside_the_mask_changes_nothing(estimator):
         assert not got[~MASK].any()
 
 
-@pytest.mark.parametrize("estimator", list(Estimator))
-def test_a_larger_reward_is_a_larger_advantage(estimator):
-    got = found(estimator)[torch.arange(5), MASK.int().argmax(dim=1)]
-    assert got[0] < got[2] < got[4] and got[1] < got[3]
-
-
-@pytest.mark.parametrize("estimator", sorted(set(Estimator) - {Estimator.reinforce, Estimator.remax}))
-def test_equal_rewards_give_exactly_no_advantage(estimator):
-    mask = torch.ones(12, 40, dtype=torch.bool)
-    rewards = outcome_rewards(torch.full((12,), 0.7), mask)
-    assert not estimate(estimator, rewards, mask, torch.arange(12) // 4).any()
-
-
-@pytest.mark.parametrize("estimator", list(Estimator))
-def test_the_order_of_rows_means_nothing(estimator):
-    order = tensor([3, 0, 4, 1, 2])
-    options = {"baselines": GREEDY[order]} if estimator is Estimator.remax else {}
-    shuffled = found(estimator, outcome_rewards(SCORES, MASK)[order], MASK[order], GROUPS[order], **options)
-    torch.testing.assert_close(shuffled, found(estimator)[order], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("estimator", sorted(GROUPED | {Estimator.reinforce_pp}))
-def test_a_part_of_the_batch_is_another_algorithm(estimator):
-    """Statistics of a rank's own rows, or of a micro-batch, give other advantages: callers must pass the whole batch."""
-    rewards = outcome_rewards(SCORES, MASK)
-    whole = found(estimator, rewards)
-    groups = GROUPS if estimator is not Estimator.reinforce_pp else None
-    parts = [
-        found(estimator, rewards[rows], MASK[rows], None if groups is None else tensor([0, 0, 1, 1, 1])[rows])
-        for rows in (slice(0, 2), slice(2, 5))
-    ]
-    assert (torch.cat(parts) - whole).abs().max() > 0.1
-
-
 @pytest.mark.parametrize(
     ("estimator", "options", "named"),
     [

@@ -30,13 +30,6 @@ def test_unbiased_for_kl_of_policy_from_reference(estimator):
     assert estimate == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("estimator", [KLEstimator.abs, KLEstimator.k2, KLEstimator.k3])  # k1 as a loss pushes every log-prob down
-def test_minimising_the_estimate_moves_the_policy_to_the_reference(estimator):
-    logprobs = LOGPROBS.clone().requires_grad_()
-    kl_estimate(logprobs, REF, estimator).sum().backward()
-    assert (logprobs.grad.sign() == torch.tensor([1.0, -1.0])).all()  # down where above the reference, up where below
-
-
 LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64)
 REF_LOGPROBS = torch.tensor([1.2, 0.2, -0.5, 0.0], dtype=torch.float64).log_softmax(0)
 
@@ -81,16 +74,6 @@ def test_the_adaptive_coefficient_finds_its_target():
         for _ in range(500):
             kl_coef = adapt_kl_coef(kl_coef, 2 / kl_coef, target=4.0, horizon=1000, num_samples=128)
         assert kl_coef == pytest.approx(0.5, rel=1e-3)
-
-
-def test_k1_is_positive_where_the_policy_is_above_the_reference():
-    assert kl_estimate(torch.tensor(-0.1), torch.tensor(-3.0), KLEstimator.k1).item() == pytest.approx(2.9)
-
-
-@pytest.mark.parametrize("estimator", list(KLEstimator))
-def test_gradients(estimator):
-    logprobs = LOGPROBS.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, REF.double(), estimator), (logprobs,))
 
 
 def test_unknown_estimator_is_named():

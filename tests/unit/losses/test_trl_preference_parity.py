@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from aligner.losses.distillation import Divergence, distillation_loss
-from aligner.losses.preference import DPOVariant, dpo_loss
+from aligner.losses.preference import DPOVariant, dpo_loss, kl_baseline, kto_loss, mean_log_ratio
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
-from aligner.losses.unpaired import kl_baseline, kto_loss, mean_log_ratio
 from aligner.types import LabeledBatch, PreferenceBatch, TokenOutputs
 
 trl = pytest.importorskip("trl", reason="parity with TRL needs trl 1.16, which the `dev` extra installs on Python 3.11 and later")
