@@ -47,8 +47,8 @@ def blocks(records: int) -> Any:
     """(record batch, counts) of 1024 examples each, with random tokens; half of each is learnt."""
     import pyarrow as pa
 
+    from aligner.data.collate import SupervisedExample
     from aligner.data.stored import schema_of
-    from aligner.data.supervised import SupervisedExample
 
     schema, draw = schema_of(SupervisedExample), np.random.default_rng(0)
     for start in range(0, records, 1024):
@@ -68,9 +68,9 @@ def blocks(records: int) -> Any:
 
 def reader(records: int) -> Any:
     """A `load_*` that writes random tokens instead of what a tokenizer makes of the records."""
+    from aligner.data.collate import SupervisedExample
     from aligner.data.report import STORING, LoadReport
     from aligner.data.stored import ShardWriter, write_index
-    from aligner.data.supervised import SupervisedExample
 
     def load_random(location, config, tokenizer, *, first=None) -> tuple[list[SupervisedExample], LoadReport]:
         directory = STORING.get().directory

@@ -19,8 +19,8 @@ from trl_grpo_reference import median_seconds
 from trl_sft_reference import Spec, read_spec
 
 from aligner.algorithms.sft import SFT, SFTConfig, TrainSFT
+from aligner.data.collate import SupervisedExample
 from aligner.data.epochs import EpochSampler
-from aligner.data.supervised import SupervisedExample
 from aligner.loop.loop import Clock
 from aligner.models.config import ModelConfig
 from aligner.models.training.optimizer import Decay, OptimizerConfig

@@ -22,10 +22,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.constitution import Case, Constitution, Framing, Principle, Question
 from aligner.data.parts import Parts
-from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError, DataError, RunHalted
 from aligner.files import publish
 from aligner.hub.names import Files

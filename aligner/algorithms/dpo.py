@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from aligner.data.collate import preference_batch
+from aligner.data.collate import PreferencePair, preference_batch
 from aligner.data.config import PreferenceDataConfig
-from aligner.data.supervised import PreferencePair, load_preferences, require_margins
+from aligner.data.supervised import load_preferences, require_margins
 from aligner.errors import ConfigError
 from aligner.loop.epochs import EpochTraining, ReferenceLogprobs, check_batch_sizes, check_reference
 from aligner.loop.loop import Built

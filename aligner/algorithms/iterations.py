@@ -23,9 +23,8 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from aligner.algorithms.dpo import PairLossConfig
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.collate import preference_batch
+from aligner.data.collate import PreferencePair, preference_batch
 from aligner.data.order import order_of
-from aligner.data.supervised import PreferencePair
 from aligner.errors import CheckpointError, ConfigError, check_numbers
 from aligner.files import publish
 from aligner.loop.epochs import Stateless

@@ -21,12 +21,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aligner.algorithms.annotate import AnnotateConfig
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.config import SampledDataConfig
 from aligner.data.labelled import MISSING
 from aligner.data.proposals import LabelQuery, Quantity, SampledGroup, load_sampled
 from aligner.data.report import LoadReport
-from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError, check_numbers
 from aligner.loop.writing import Record, digest_of

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from aligner.cluster.run_directory import REWARD_MODEL
-from aligner.data.collate import preference_batch
+from aligner.data.collate import PreferencePair, preference_batch
 from aligner.data.config import PreferenceDataConfig
-from aligner.data.supervised import PreferencePair, load_preferences, require_margins
+from aligner.data.supervised import load_preferences, require_margins
 from aligner.errors import ConfigError, check_numbers
 from aligner.loop.epochs import BatchConfig, EpochTraining
 from aligner.loop.loop import Built

@@ -35,8 +35,9 @@ from aligner.algorithms.judge import (
     scoring_settings,
 )
 from aligner.algorithms.online_dpo import MovingReference
+from aligner.data.collate import PreferencePair
 from aligner.data.epochs import EpochSampler
-from aligner.data.supervised import PreferencePair, answered
+from aligner.data.supervised import answered
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RunHalted
 from aligner.loop.learnt import accounted

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.config import SFTDataConfig
-from aligner.data.supervised import SupervisedExample, load_supervised
+from aligner.data.supervised import load_supervised
 from aligner.loop.epochs import BatchConfig, EpochTraining, mean_loss
 from aligner.loop.loop import Built
 from aligner.losses.sft import sft_loss

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import PreferencePair, supervised_batch
 from aligner.data.config import DemonstrationDataConfig
 from aligner.data.epochs import EpochSampler
 from aligner.data.reading import Mixed
-from aligner.data.supervised import Demonstration, PreferencePair, load_demonstrations
+from aligner.data.supervised import Demonstration, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, check_numbers
 from aligner.loop.epochs import mean_loss

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from aligner.data import distillation as files
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.config import SFTDataConfig
 from aligner.data.distillation import DistilledExample, Manifest, distilled
-from aligner.data.supervised import SupervisedExample, load_supervised
+from aligner.data.supervised import load_supervised
 from aligner.errors import check_numbers
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.writing import FilesAlone

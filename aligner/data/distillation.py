@@ -23,14 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.config import DistillationDataConfig
 from aligner.data.messages import shown
 from aligner.data.reading import Reader, read_all, reads_sources
 from aligner.data.records import raw_object
 from aligner.data.report import LoadReport
 from aligner.data.sources import RawRecord
-from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
 from aligner.files import publish

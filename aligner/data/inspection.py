@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from aligner.data.collate import PreferencePair, SupervisedExample
 from aligner.data.config import RecordForm
 from aligner.data.distillation import DistilledExample
 from aligner.data.forms import FORMS
@@ -14,7 +15,7 @@ from aligner.data.judged import LabelledExample, SteppedExample, UnpairedExample
 from aligner.data.labelled import MISSING, Request, Unlabelled
 from aligner.data.proposals import ProposedGroup, SampledGroup
 from aligner.data.report import LoadReport
-from aligner.data.supervised import Demonstration, PreferencePair, SupervisedExample
+from aligner.data.supervised import Demonstration
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import Prompt

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_prompt, encode_response, plain_text
 from aligner.data.epochs import EpochSampler
 from aligner.data.forms import Purpose
@@ -34,7 +34,7 @@ from aligner.data.records import (
     the_one,
 )
 from aligner.data.sources import RawRecord
-from aligner.data.supervised import SupervisedExample, row_of
+from aligner.data.supervised import row_of
 from aligner.errors import DataError
 from aligner.types import LabeledBatch, StepBatch
 from aligner.types.batches import of_kind

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from aligner.data.collate import SupervisedExample
 from aligner.data.config import ProposalDataConfig, SampledDataConfig
 from aligner.data.encoding import Encoded, encode_plain, encode_response
 from aligner.data.labelled import MISSING, USER, LabelledRecord, Turn, attribute_text, encode_labelled, parse_labels, parse_turn
@@ -24,7 +25,7 @@ from aligner.data.reading import Reader, read_all, reads_sources
 from aligner.data.records import field_text, raw_object
 from aligner.data.report import LoadReport
 from aligner.data.sources import RawRecord
-from aligner.data.supervised import SupervisedExample, row_of
+from aligner.data.supervised import row_of
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import FinishReason

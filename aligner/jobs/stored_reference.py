@@ -26,11 +26,10 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.distillation import data_digest
 from aligner.data.mixture import Mixture
 from aligner.data.parts import Parts
-from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.files import publish

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.utils import logging
 
-from aligner.data.supervised import SupervisedExample
+from aligner.data.collate import SupervisedExample
 
 ROWS = 32  # at a time
 

@@ -13,8 +13,9 @@ from intervals import bootstrap, ratio, ratio_change
 from reward_cases import by_prompt
 from stories import PROMPT_LENGTH, RESPONSE_LENGTH, Files, read, write
 
+from aligner.data.collate import SupervisedExample
 from aligner.data.config import Learn, Overlong, PreferenceDataConfig, SFTDataConfig
-from aligner.data.supervised import SupervisedExample, load_preferences, load_supervised
+from aligner.data.supervised import load_preferences, load_supervised
 from aligner.rewards.builtin import happy_words
 
 MATHS_LENGTH, NUM_MATHS, NUM_HELD_OUT_MATHS = 256, 1000, 200

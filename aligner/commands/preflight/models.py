@@ -14,6 +14,7 @@ from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.hf_files import stored_tensors
+from aligner.models.config import HFArchitecture
 from aligner.models.modules.scalar_head import HF_HEADS
 from aligner.planner.config import Device
 from aligner.run.settings import JobRun
@@ -149,7 +150,8 @@ def check_model(model: UsedModel) -> tuple[str, list[str]]:
         return f"{source}: a model of Megatron-LM or NeMo, read in place", []
     tensors, num_bytes = stored_tensors(source)
     architecture = read_architecture(model.config, vocab_size=0)
-    HFWeights(source, weight_names(architecture), tensors).check(architecture, is_scalar=model.is_scalar)
+    if not isinstance(architecture, HFArchitecture):  # transformers checks its own when it loads them
+        HFWeights(source, weight_names(architecture), tensors).check(architecture, is_scalar=model.is_scalar)
     if model.needs_head and not any(name.startswith(HF_HEADS) for name in tensors):
         raise CheckpointError(f"{model.key}.path={model.config.path}: has no {HF_HEADS[0]}*: its scores would be those of a random head")
     return f"{source}: {len(tensors)} tensors, {num_bytes / 2**30:.1f} GiB", []
@@ -201,7 +203,11 @@ def layers(context: Context) -> Chosen:
 
     described, of_torch = {}, []
     for model in context.config.models():
-        found = fusions(read_architecture(model.config, vocab_size=1), model.config, resolve_dtype(model.config.dtype))
+        architecture = read_architecture(model.config, vocab_size=1)
+        if isinstance(architecture, HFArchitecture):
+            described[model.component] = f"transformers' own modules of {architecture.model_type}"
+            continue
+        found = fusions(architecture, model.config, resolve_dtype(model.config.dtype))
         whose = "Transformer Engine's" if found.transformer_engine else "torch's"
         off = ", ".join(f"{kernel.value} ({one.off})" for kernel, one in found.kernels.items() if one.off)
         rest = f"; not fused: {off}" if off and found.transformer_engine else ""

@@ -10,8 +10,8 @@ import torch
 from aligner.algorithms.distill import DistillationConfig, distillation_terms
 from aligner.algorithms.online_distill import OnlineDistillation, OnlineDistillationConfig, Signal
 from aligner.algorithms.teacher_logprobs import TeacherPass, TeacherPassConfig, TeacherSet
+from aligner.data.collate import SupervisedExample
 from aligner.data.distillation import Manifest
-from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError
 from aligner.loop.loop import Clock
 from aligner.telemetry.metrics import values

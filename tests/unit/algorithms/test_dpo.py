@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aligner.algorithms.dpo import DPO, DPOConfig
-from aligner.data.supervised import PreferencePair, SupervisedExample
+from aligner.data.collate import PreferencePair, SupervisedExample
 from aligner.errors import ConfigError, DataError
 from aligner.loop.loop import Clock
 from aligner.losses.preference import DPOVariant

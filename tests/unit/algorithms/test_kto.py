@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from aligner.algorithms.kto import KTO, KTOConfig, balance
+from aligner.data.collate import SupervisedExample
 from aligner.data.judged import UnpairedExample
-from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError, DataError
 from aligner.loop.loop import Clock
 from aligner.losses.preference import UnpairedLoss

@@ -10,9 +10,9 @@ import torch
 from aligner.algorithms.process_reward_model import ProcessRewardModelConfig, ProcessRewardModelTraining, process_loss
 from aligner.algorithms.regression_reward_model import RegressionConfig, RegressionTraining, correlation, reports
 from aligner.algorithms.reward_model import RewardModelConfig
+from aligner.data.collate import SupervisedExample
 from aligner.data.judged import LabelledExample, SteppedExample, labelled_batch, step_batch
 from aligner.data.labelled import MISSING
-from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError
 from aligner.loop.loop import Clock
 from aligner.models.modules.scalar_head import Pooling, ScalarHead

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from aligner.algorithms.sft import SFT, SFTConfig
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.epochs import EpochSampler
-from aligner.data.supervised import SupervisedExample
 from aligner.jobs.trains import batch_statistics
 from aligner.loop.loop import Clock
 from aligner.models.training.optimizer import OptimizerConfig

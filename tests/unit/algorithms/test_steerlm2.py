@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from aligner.algorithms.steerlm2 import Proposal, SteerLM2, SteerLM2Config
+from aligner.data.collate import SupervisedExample
 from aligner.data.config import BadLines, ProposalDataConfig
 from aligner.data.proposals import ProposedGroup, load_proposals
-from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError, DataError
 from aligner.loop.loop import Clock
 from aligner.losses.sft import steerlm_loss

@@ -13,9 +13,8 @@ import torch
 from aligner.algorithms.dpo import DPO, DPOConfig, TrainDPO
 from aligner.algorithms.kto import KTO, KTOConfig, StoredMismatches, TrainKTO
 from aligner.cluster.run_directory import RunDirectory
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import PreferencePair, SupervisedExample, supervised_batch
 from aligner.data.judged import UnpairedExample
-from aligner.data.supervised import PreferencePair, SupervisedExample
 from aligner.errors import ConfigError, DataError
 from aligner.loop.epochs import ReferenceLogprobs
 from aligner.loop.loop import Clock

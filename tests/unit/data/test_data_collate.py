@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.data.collate import preference_batch, rollout_batch, supervised_batch, token_batch
-from aligner.data.supervised import PreferencePair, SupervisedExample
+from aligner.data.collate import PreferencePair, SupervisedExample, preference_batch, rollout_batch, supervised_batch, token_batch
 from aligner.types import FinishReason, Prompt, Rollout
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from aligner.data.collate import SupervisedExample
 from aligner.data.config import BadLines, DistillationDataConfig, Overlong
 from aligner.data.distillation import (
     Manifest,
@@ -22,7 +23,6 @@ from aligner.data.distillation import (
     shard_path,
     write_shard,
 )
-from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError, DataError
 
 K = 2

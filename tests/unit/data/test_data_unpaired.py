@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from aligner.data.collate import SupervisedExample
 from aligner.data.config import BadLines, Overlong, UnpairedDataConfig
 from aligner.data.judged import UnpairedExample, load_unpaired, mismatched, unpaired_batch
-from aligner.data.supervised import SupervisedExample
 from aligner.errors import DataError
 
 A, B, C = (5 + ord(c) - 32 for c in "abc")  # ids in the character tokenizer

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.data.collate import preference_batch, rollout_batch, supervised_batch, token_batch
+from aligner.data.collate import PreferencePair, preference_batch, rollout_batch, supervised_batch, token_batch
 from aligner.data.config import PromptDataConfig, SFTDataConfig
 from aligner.data.prompts import load_prompts
-from aligner.data.supervised import PreferencePair, answered, load_supervised
+from aligner.data.supervised import answered, load_supervised
 from aligner.errors import DataError
 from aligner.types import FinishReason, LogprobKind, Prompt, Rollout, Routes, RowTensor, SamplingConfig, ValueBatch
 from aligner.types.extras import KINDS, continued, from_json, to_json
