@@ -211,10 +211,25 @@ def read_state(directory: Path) -> dict[str, Any]:
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt")
+TOKENIZER_FILES += ("added_tokens.json", "chat_template.jinja")
+_NOT_CARRIED = {*TOKENIZER_FILES, CONFIG_FILE, "README.md", "adapter_config.json"}
+_OF_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
+
+
+def carry_over(source: Path, destination: Path) -> None:
+    """Copy the files of a Hugging Face model that training does not change: licences, processors, code of its own. The model card stays:
+    it describes other weights."""
+    for path in sorted(source.iterdir()) if not (source / MARKER).exists() else ():
+        is_weights = path.suffix in _OF_WEIGHTS or path.name.endswith(".index.json")
+        is_ours = path.name in _NOT_CARRIED or (destination / path.name).exists()
+        if path.is_file() and not (is_weights or is_ours or path.name.startswith(".")):
+            shutil.copyfile(path, destination / path.name)
+
+
 def copy_tokenizer(source: Path, destination: Path, model: Path | None = None) -> None:
     """Copy the files of a tokenizer (not weights, not the model's config), and the settings for generation of the model in `model`."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt")
-    for name in (*names, "added_tokens.json", "chat_template.jinja", "generation_config.json"):
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
         own = model if model is not None and name == "generation_config.json" else source
         if (own / name).exists():
             shutil.copyfile(own / name, destination / name)
