@@ -48,3 +48,55 @@ def make_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
         return made[name]
 
     return make
+
+
+_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+_QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+_QWEN_TOWER |= {"spatial_merge_size": 2, "in_channels": 3, "temporal_patch_size": 2}
+_QWEN_IDS = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
+_DELTA = {f"linear_{name}": value for name, value in {"num_value_heads": 4, "num_key_heads": 2, "key_head_dim": 16}.items()}
+_DELTA |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+
+
+def _rope(*sections: int, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "mrope_section": list(sections), "rope_theta": 1e4, **more}}
+
+
+# Models that also see: their class, the text part's sizes beyond `SIZES`, the tower's, and further fields.
+VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ("Qwen2_5_VL", _rope(1, 1, 2), _QWEN_TOWER | {"window_size": 16, "fullatt_block_indexes": [1]}, _QWEN_IDS),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {"head_dim": 16} | _rope(2, 3, 3),
+        _QWEN_TOWER | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+        _QWEN_IDS,
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        _DELTA | _rope(1, 1, 0, partial_rotary_factor=0.25, mrope_interleaved=True),
+        _QWEN_TOWER | {"deepstack_visual_indexes": [], "num_position_embeddings": 64},
+        _QWEN_IDS,
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+        _TOWER | {"model_type": "siglip_vision_model"},
+        {"mm_tokens_per_image": 4, "image_token_id": 50, "boi_token_id": 51, "eoi_token_id": 52},
+    ),
+    "llava": (
+        "Llava",
+        {"model_type": "llama"},
+        _TOWER | {"model_type": "clip_vision_model", "projection_dim": 32},
+        {"image_token_index": 50},
+    ),
+    "mistral3": ("Mistral3", {"model_type": "mistral"}, _TOWER | {"model_type": "pixtral"}, {"image_token_index": 50}),
+    "smolvlm": ("SmolVLM", {"model_type": "llama"}, _TOWER, {"image_token_id": 50, "scale_factor": 2}),
+}
+
+
+def write_vision(name: str, directory: Path) -> None:
+    """A random model that also sees."""
+    kind, text, tower, more = VISION[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(text_config=SIZES | text, vision_config=tower, **more)
+    getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(directory)

@@ -66,7 +66,9 @@ def auto_class(config: Any, where: str) -> Any:
     """The Auto class that makes a language model of a `transformers` config. Raises ConfigError if none does."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    for made_by in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    # Of a model that also sees, the first is its text part, which would be exported without the rest.
+    for made_by in kinds if config.get_text_config() is config else reversed(kinds):
         if type(config) in made_by._model_mapping and not config.is_encoder_decoder:
             return made_by
     raise ConfigError(f"{where}: model_type={config.model_type!r} has no causal language model in transformers")

@@ -11,7 +11,7 @@ import torch
 import transformers
 from hf_models import VOCAB
 from model_steps import adam, make_batch, same, save, train, weights_of
-from own_models import CONFIGS, make_directory
+from own_models import CONFIGS, VISION, make_directory, write_vision
 from safetensors.torch import load_file
 
 from aligner.errors import ConfigError
@@ -190,3 +190,19 @@ def test_a_family_with_layers_can_be_trained_with_its_own_modules(hf_directory, 
         load_policy(hf_directory("qwen2"), config={"implementation": one}) for one in (Implementation.megatron, Implementation.transformers)
     )
     assert torch.allclose(ours.logprobs(batch()), theirs.logprobs(batch()), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_the_text_part_of_a_model_that_sees_is_trained_alone(name: str, load_policy, tmp_path: Path) -> None:
+    """Its tower and projector come back bit for bit, in the files' own names."""
+    write_vision(name, tmp_path)
+    policy = load_policy(tmp_path, optimizer=adam(clip_grad=0.0, weight_decay=0.1), training={"total_steps": 10})
+    logprobs, gradients = plain(transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval())
+    assert torch.allclose(policy.logprobs(batch()), logprobs, atol=1e-5)
+    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+    assert policy.train_step(batch(), sft_loss)["optim/grad_norm"].value() == pytest.approx(float(norm), rel=1e-4)
+    save_hf(policy.chunks, tmp_path / "out", writer=True)
+    before, after = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    seeing = [key for key in before if any(part in key for part in ("vis", "projector", "connector"))]
+    assert len(seeing) > 5 and [key for key in before if torch.equal(before[key], after[key])] == seeing
