@@ -7,6 +7,7 @@ finished rows make room for waiting ones. Samples depend on prompt and seed alon
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -191,6 +192,8 @@ class _Run:
         self.inputs: Tensor = self.pads  # the last drawn token of each row
         self.seats: Tensor = self.pads
         self.has_more_work = True
+        named = inspect.signature(chunk.backbone.forward).parameters
+        self.cache_name = "cache" if "cache" in named else "past_key_values"  # its name in releases before 5.24
 
     @torch.no_grad()
     def step(self, work: Work) -> list[tuple[_Row, bool]] | None:
@@ -264,7 +267,7 @@ class _Run:
     def _pass(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache) -> Tensor:
         """Hidden states [rows, H] of the last token of each row."""
         given = {"input_ids": tokens, "position_ids": positions.expand(tokens.shape), "attention_mask": mask}
-        return self.chunk.backbone(**given, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        return self.chunk.backbone(**given, **{self.cache_name: cache}, use_cache=True).last_hidden_state[:, -1]
 
     def _record(self, draw: Draw, first: int) -> list[tuple[_Row, bool]]:
         """Add a draw to the rows from `first` on; returns those that it ended."""
