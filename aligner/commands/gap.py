@@ -304,7 +304,7 @@ class GapReport:
         """Operations between this one and the previous one of the path that only another path shows."""
         seen = {one.place for one in self.paths[path]}
         known = {one.place for found in self.paths.values() for one in found if one.place.rank < place.rank}
-        hidden = takewhile(lambda one: one not in seen, sorted(known, key=lambda one: -one.rank))
+        hidden = takewhile(lambda one: one not in seen, sorted(known, key=lambda one: one.rank, reverse=True))
         return sorted((one.operation for one in hidden), key=ORDER.__getitem__)
 
     def verdict(self) -> str:

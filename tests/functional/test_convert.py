@@ -90,7 +90,7 @@ REFUSED = {  # options with {} for the test's folder, and what is said
     "a target with a model": (["--from-megatron", "{}/empty.nemo", "--to-hf", "{}/model"], "holds a model already"),
     "an empty archive": (["--from-megatron", "{}/empty.nemo", "--to-hf", "{}/out"], "metadata.json is missing"),
     "no archive of tar": (["--from-megatron", "{}/damaged.nemo", "--to-hf", "{}/out"], "damaged.nemo: not a NeMo archive, or damaged"),
-    "a tokenizer of its own": (["--from-hf", "{}", "--to-megatron", "{}/out", "--tokenizer", "{}"], "only for --from-megatron"),
+    "a tokenizer of its own": (["--from-hf", "{}", "--to-megatron", "{}/out", "--tokenizer", "{}"], "(--from-megatron)"),
 }
 
 
