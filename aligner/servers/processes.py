@@ -39,8 +39,13 @@ def parent(pid: int) -> int | None:
 
 def zombie_children(pid: int) -> list[int]:
     """Children of `pid` that have ended but not been reaped."""
-    table = {int(name): _stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
-    return [child for child, stat in table.items() if stat is not None and stat[0] == "Z" and int(stat[1]) == pid]
+    found = []
+    for child in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(PermissionError):  # another user's, if /proc is mounted with hidepid=1
+            stat = _stat(child)
+            if stat is not None and stat[0] == "Z" and int(stat[1]) == pid:
+                found.append(child)
+    return found
 
 
 def processes_with_variable(assignment: str) -> dict[int, str]:
@@ -59,7 +64,7 @@ def _stat(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat from the third on: state, parent, ..."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # another user's, if /proc is mounted with hidepid=1
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return stat.rpartition(")")[2].split()  # the name, which is before, may hold spaces and brackets
 

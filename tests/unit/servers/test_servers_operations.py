@@ -346,6 +346,8 @@ def test_empty_folders_of_tritons_python_backend(tmp_path: Path, monkeypatch: py
     link.symlink_to(other)
     os.chown(theirs, *((65534, 65534) if os.geteuid() == 0 else (-1, -1)))
     triton = subprocess.Popen(["tritonserver", "600"], executable="/bin/sleep")  # one that lives, and made the young folder
+    while not Path(f"/proc/{triton.pid}/cmdline").read_bytes():  # a process has none while it is made
+        time.sleep(0.01)
     hour_ago = time.time() - 3600
     # Of all that run here, the machine's other Tritons are none of this test's.
     monkeypatch.setattr(
