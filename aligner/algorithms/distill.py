@@ -14,7 +14,7 @@ layout.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,7 +55,13 @@ class DivergenceConfig:
 
     def settings(self) -> dict[str, Any]:
         """The arguments of `distillation_terms` besides a batch and the model's outputs."""
-        return {one.name: getattr(self, one.name) for one in fields(DivergenceConfig)}
+        return {
+            "divergence": self.divergence,
+            "teacher_weight": self.teacher_weight,
+            "temperature": self.temperature,
+            "tail_bucket": self.tail_bucket,
+            "ce_coef": self.ce_coef,
+        }
 
 
 @dataclass(kw_only=True, slots=True)

@@ -166,8 +166,7 @@ class HFChunk(MegatronModule):
         output, embedding = self.hf.get_output_embeddings(), self.hf.get_input_embeddings()
         if output.weight is not embedding.weight:
             (name,) = [name for name, module in self.hf.named_modules() if module is output]
-            parent, _, leaf = name.rpartition(".")
-            setattr(self.hf.get_submodule(parent), leaf, torch.nn.Identity())
+            self.hf.set_submodule(name, torch.nn.Identity())
 
 
 def _from_files(made_by: Any, source: Path, dtype: torch.dtype, *, needs_output: bool) -> Any:
@@ -207,10 +206,10 @@ def _without_dropout(model: torch.nn.Module) -> dict[str, float]:
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout) and part.p:
             found["dropout"], part.p = part.p, 0.0
-        for name, value in vars(part).items():
+        for name, value in list(vars(part).items()):
             if "dropout" in name and type(value) is float and value:
                 found[name] = value
-                setattr(part, name, 0.0)
+                vars(part)[name] = 0.0
     return found
 
 
