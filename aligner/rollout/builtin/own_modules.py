@@ -1,8 +1,9 @@
 """Samples with the very module that is trained, if that is `transformers`' own: `aligner.models.modules.hf_chunk`.
 
-Continuous batching over `transformers`' cache. Prompts of one length are computed together, each once for all responses to it, so that no
-layer sees padding: recurrent ones may not skip it. Running rows are aligned at their last token, with what is in front of them masked;
-finished rows make room for waiting ones. Samples depend on prompt and seed alone (`aligner.rollout.builtin.sampling`).
+Continuous batching over `transformers`' cache. Prompts are computed together, each once for all responses to it; those of a model with
+recurrent layers only with others of their length, since such layers may not skip padding. Running rows are aligned at their last token,
+with what is in front of them masked; finished rows make room for waiting ones. Samples depend on prompt and seed alone
+(`aligner.rollout.builtin.sampling`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Work
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
-_PART = 8  # rows leave, and prompts are computed, when this part of the seats is free
+_PART = 4  # rows leave, and prompts are computed, when this part of the seats is free
 _LEAST_ROOM = 64  # tokens for which the cache of a layer grows at a time
 
 
@@ -192,6 +193,9 @@ class _Run:
         self.inputs: Tensor = self.pads  # the last drawn token of each row
         self.seats: Tensor = self.pads
         self.has_more_work = True
+        self.pads_prompts = all(
+            type(layer) is RoomyLayer for layer in new_cache(chunk.hf.config).layers
+        )  # recurrent layers may see padding
         named = inspect.signature(chunk.backbone.forward).parameters
         self.cache_name = "cache" if "cache" in named else "past_key_values"  # its name in releases before 5.24
 
@@ -217,40 +221,46 @@ class _Run:
         return _Row(request=request, limit=limit, seat=self.free.pop())
 
     def _begin(self) -> list[tuple[_Row, bool]]:
-        """Compute prompts of one length, and draw the first token of all responses to them."""
-        length = len(self.waiting[0].request.tokens)
-        most = max(1, self.config.prefill_chunk_tokens // length)
+        """Compute some prompts, and draw the first token of all responses to them. The waiting are in the order of their lengths."""
         begun: list[_Row] = []
         prompts: dict[tuple[int, ...], int] = {}
-        while self.waiting and len(tokens := self.waiting[0].request.tokens) == length:
-            if tokens not in prompts and len(prompts) == most:
-                break
+        while self.waiting and self._fits(tokens := self.waiting[0].request.tokens, prompts):
             prompts.setdefault(tokens, len(prompts))
             begun.append(self.waiting.popleft())
         self._compact()
-        cache = new_cache(self.chunk.hf.config)
-        hidden = self._pass(torch.tensor(list(prompts), device=self.device), torch.arange(length, device=self.device)[None], None, cache)
+        cache, length = new_cache(self.chunk.hf.config), len(begun[-1].request.tokens)
+        pads = torch.tensor([length - len(prompt) for prompt in prompts], device=self.device)
+        tokens = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=self.device)
+        slots = torch.arange(length, device=self.device)
+        mask = slots >= pads[:, None] if length > len(begun[0].request.tokens) else None
+        hidden = self._pass(tokens, (slots - pads[:, None]).clamp(min=0), mask, cache)
         index = torch.tensor([prompts[row.request.tokens] for row in begun], device=self.device)
         for row in begun:
             self.sampler.seat(row.seat, prompt=row.request.tokens, response=(), seed=row.request.seed, limit=row.limit)
         seats = torch.tensor([row.seat for row in begun], device=self.device)
         draw = self.sampler.draw(self.chunk.logits(hidden)[index], seats)
-        select(cache, index)
-        self._join(begun, cache, length, draw.tokens, seats)
+        if len(prompts) < len(begun):
+            select(cache, index)
+        self._join(begun, cache, pads[index], length)
+        self.inputs, self.seats = torch.cat([self.inputs, draw.tokens]), torch.cat([self.seats, seats])
         return self._record(draw, first=len(self.rows) - len(begun))
 
-    def _join(self, begun: list[_Row], cache: DynamicCache, length: int, tokens: Tensor, seats: Tensor) -> None:
+    def _fits(self, tokens: tuple[int, ...], prompts: dict[tuple[int, ...], int]) -> bool:
+        """Whether this prompt can be computed with the others, which are no longer."""
+        if not prompts or tokens in prompts:
+            return True
+        same = self.pads_prompts or len(tokens) == len(next(iter(prompts)))
+        return same and (len(prompts) + 1) * len(tokens) <= self.config.prefill_chunk_tokens
+
+    def _join(self, begun: list[_Row], cache: DynamicCache, pads: Tensor, length: int) -> None:
+        """Add rows of `length` tokens, of which the first `pads` are masked."""
+        width = max(self.width, length)
         if self.cache is None:
-            self.cache, pads = cache, 0
+            self.cache = cache
         else:
-            width = max(self.width, length)
-            self.pads = self.pads + (width - self.width)
             join(self.cache, cache, width)
-            pads = width - length
-        self.width = length + pads
-        self.pads = torch.cat([self.pads, torch.full_like(seats, pads)])
-        self.has_pads = bool(self.pads.any())
-        self.inputs, self.seats = torch.cat([self.inputs, tokens]), torch.cat([self.seats, seats])
+        self.pads = torch.cat([self.pads + (width - self.width), pads + (width - length)])
+        self.width, self.has_pads = width, bool(self.pads.any())
         self.rows += begun
 
     def _decode_step(self) -> list[tuple[_Row, bool]]:
