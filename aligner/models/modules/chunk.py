@@ -65,7 +65,8 @@ class WholeChunk(Chunk, Protocol):
     """A chunk that is the whole model on every rank, and knows how its files are read and written."""
 
     def read_files(self, directory: Path, *, with_head: bool) -> None:
-        """Fill what was not read when the chunk was made from the files of a Hugging Face directory."""
+        """Fill the chunk from the files of a Hugging Face directory; a head that they lack keeps its initialisation, and every head does
+        without `with_head`."""
 
     def file_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name in Hugging Face's files, tensor) of the whole model with its adapters merged; the head's, by our names, last."""

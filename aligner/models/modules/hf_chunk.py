@@ -19,7 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from aligner.errors import ModelFilesError
-from aligner.models.checkpoint.hf_files import has_weights, stored_tensors
+from aligner.models.checkpoint.files import MARKER
+from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import HFArchitecture, ModelConfig, Recompute
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, text_parts
@@ -33,9 +34,10 @@ from aligner.parallel.mcore import MegatronModule, ProcessGroupCollection, Shard
 
 
 class HFChunk(MegatronModule):
-    """A `chunk.Chunk` around a `transformers` model. Its numbers are those of the files if `load`, else random.
+    """A `chunk.Chunk` around a `transformers` model, with the numbers of the Hugging Face files in `source`; random ones if that is a
+    checkpoint, which fills the chunk afterwards.
 
-    Raises ModelFilesError if the files lack a tensor or have one of another shape.
+    Raises ModelFilesError if a file is missing or damaged, lacks a tensor, or has one of another shape.
     """
 
     def __init__(self, architecture: HFArchitecture, model: ModelConfig, *, source: Path | None, head: ScalarHead | None = None) -> None:
@@ -67,10 +69,11 @@ class HFChunk(MegatronModule):
         where = f"{source or 'config'}"
         config = hf_config(architecture.hf, where)
         made_by = auto_class(config, where)
-        if source is not None and has_weights(source):
+        self._made_by, self._fresh_from = made_by, source  # whose numbers the module has, while nothing has changed them
+        if source is None or (source / MARKER).exists():
+            self.hf, self._fresh_from = made_by.from_config(config, dtype=dtype), None
+        else:
             self.hf = _from_files(made_by, source, dtype, needs_output=head is None)
-        else:  # a checkpoint fills it
-            self.hf = made_by.from_config(config, dtype=dtype)
         self.dropouts = _without_dropout(self.hf)
         _keep_buffers(self.hf)
         self._backbone = [self.hf.get_decoder() if is_multimodal(self.hf) else self.hf.base_model]  # in a list: no second name
@@ -139,7 +142,16 @@ class HFChunk(MegatronModule):
         return {name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=copy) for name, parameter in own.items()}
 
     def read_files(self, directory: Path, *, with_head: bool) -> None:
-        """The head of a model that scores; everything else was read when the module was made."""
+        """See `chunk.WholeChunk`. What was read when the module was made is not read twice."""
+        if self._fresh_from != directory:
+            read = _from_files(self._made_by, directory, self.config.params_dtype, needs_output=self.head is None)
+            _keep_buffers(read)
+            theirs = dict(read.named_parameters())
+            with torch.no_grad():
+                for name, parameter in self.hf.named_parameters():
+                    if ADAPTER not in name:
+                        parameter.copy_(theirs[name])
+        self._fresh_from = None
         if self.head is None or not with_head:
             return
         tensors = {name: one.file for name, one in stored_tensors(directory)[0].items() if name.startswith(HF_HEADS)}
@@ -170,6 +182,7 @@ class HFChunk(MegatronModule):
 
 
 def _from_files(made_by: Any, source: Path, dtype: torch.dtype, *, needs_output: bool) -> Any:
+    stored_tensors(source)  # raises for files that are missing or cut short
     options = {"dtype": dtype, "use_safetensors": True, "local_files_only": True, "output_loading_info": True}
     try:
         with _quiet():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from model_steps import adam, make_batch, same, save, train, weights_of
 from own_models import CONFIGS, VISION, make_directory, write_vision
 from safetensors.torch import load_file
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, ModelFilesError
 from aligner.losses.sft import sft_loss
 from aligner.models.architecture.divisible import check_together
 from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype, Implementation, LoraConfig, ModelConfig, Recompute
-from aligner.models.create import create_reward_model, read_architecture
+from aligner.models.create import create_reward_model, load_source, read_architecture
 from aligner.models.modules.peft import save_peft
 from aligner.models.training.trainable import Training
 from aligner.models.weights import save_hf
@@ -104,6 +105,23 @@ def test_a_resumed_run_continues_bit_for_bit(lora: bool, directory, load_policy,
             load_policy(tmp_path / "step_000002", config=other)
         again = load_policy(tmp_path / "step_000002")
         assert same(weights_of(first), weights_of(again))
+
+
+def test_weights_come_from_where_they_are_asked_for(directory, load_policy, tmp_path: Path) -> None:
+    """A checkpoint of adapters merges them into its base; the files of a model replace what training made; missing ones are no weights."""
+    policy = load_policy(directory("granite"), optimizer=adam(), config={"lora": LoraConfig(rank=4)}, training={"total_steps": 10})
+    train(policy, range(2))
+    merged = load_policy(save(policy, tmp_path / "run"))
+    assert torch.allclose(merged.logprobs(batch()), policy.logprobs(batch()), atol=1e-5)
+    trained = load_policy(directory("granite"), optimizer=adam(), training={"total_steps": 10})
+    before = trained.logprobs(batch())
+    train(trained, range(2))
+    load_source(trained.chunks, ModelConfig(path=str(directory("granite"))))
+    assert torch.equal(trained.logprobs(batch()), before)
+    shutil.copytree(directory("granite"), tmp_path / "cut")
+    (tmp_path / "cut" / "model.safetensors").unlink()
+    with pytest.raises(ModelFilesError, match="no model.safetensors"):
+        load_policy(tmp_path / "cut")
 
 
 @pytest.mark.parametrize("name", ["smollm3", "minimax_m2"])
