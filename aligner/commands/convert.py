@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,8 +24,8 @@ from aligner.models.architecture.divisible import check_divisible
 from aligner.models.checkpoint import checkpoint
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
-from aligner.models.config import Architecture, Dtype, ModelConfig
-from aligner.models.modules.build import Transformer, build_language_model, build_scalar_model
+from aligner.models.config import Architecture, Dtype, HFArchitecture, ModelConfig
+from aligner.models.modules.build import build_language_model, build_scalar_model
 from aligner.models.modules.scalar_head import ScalarHead, read_head
 from aligner.models.weights import save_hf
 from aligner.parallel import launch, platform, topology
@@ -117,12 +118,16 @@ def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: 
     name = from_rank_0(lambda: download.prepare(push_to)) if push_to else None  # before the work
     config = ModelConfig(path=str(source.path), dtype=source.dtype)
     check_divisible(source.architecture, parallel)
-    chunks: Sequence[Transformer]
-    if source.head is not None:
+    chunks: Sequence[Any]
+    if isinstance(source.architecture, HFArchitecture):
+        make = create.create_policy if source.head is None else create.create_reward_model
+        chunks = make(config, source.architecture, parallel, here, create.training(config, None)).model.chunks
+    elif source.head is not None:
         chunks = build_scalar_model(source.architecture, config, parallel, load=True, head=source.head)
     else:
         chunks = build_language_model(source.architecture, config, parallel, load=True)
-    checkpoint.load_source(chunks, source.path)
+    if not isinstance(source.architecture, HFArchitecture):
+        checkpoint.load_source(chunks, source.path)
     save_hf(chunks, target, writer=here.rank == 0)
     from_rank_0(lambda: _write_tokenizer(source.tokenizer, target))
     _print(f"Hugging Face model written to {target}", source.note)
