@@ -89,6 +89,8 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
         architecture = describe(source).architecture
     elif source is not None:
         architecture = described(source)
+    elif config.implementation is Implementation.transformers:
+        raise ConfigError("model.implementation=transformers: needs model.path, whose config.json describes the model")
     else:
         architecture = replace(config.architecture, vocab_size=config.architecture.vocab_size or vocab_size)
         ours = replace(architecture, vocab_size=architecture.vocab_size or 1)  # whatever the tokenizer will have

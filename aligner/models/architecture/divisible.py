@@ -106,7 +106,6 @@ def _check_own_modules(architecture: HFArchitecture, model: ModelConfig, paralle
         *checks,
         (parallel.sequence_parallel, f"parallel.sequence_parallel=true: {who}; allowed: false"),
         (model.recompute is Recompute.selective, f"model.recompute=selective: {who}; allowed: none, full"),
-        (not model.path, "model.implementation=transformers: needs model.path, whose config.json describes the model"),
         (model.lora.is_on and LoraTarget.experts in model.lora.targets, f"model.lora.targets=[experts]: {who}; allowed: the others"),
     )
 

@@ -1,7 +1,7 @@
 """What a model of `transformers`' own modules computes, found on a few tokens at the start instead of by lists of families.
 
-A model that is not causal, has a head that is no product with the hidden states, or carries a state from one packed sequence into the next
-would train on wrong numbers in silence.
+A model that is not causal, whose logits are not a head's product with its hidden states, or that carries a state from one packed sequence
+into the next would train on wrong numbers in silence.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ def probe(chunk: HFChunk, *, packing: bool) -> list[str]:
     positions = [torch.arange(length, device=device)[None] for length in _LENGTHS]
     with _evaluated(chunk):
         alone = [chunk(row, position)[:, 0] for row, position in zip(rows, positions, strict=True)]
+        if not all(bool(hidden.isfinite().all()) for hidden in alone):
+            raise ConfigError(
+                f"{where}: its hidden states are not finite: the weights have such a number, or {chunk.config.params_dtype} overflows"
+            )
         short = chunk(rows[0][:, : _LENGTHS[1]], positions[1])[:, 0]
         if not _equal(short, alone[0][: _LENGTHS[1]]):
             raise ConfigError(f"{where}: a token's hidden state depends on tokens behind it: not a causal language model")
@@ -69,7 +73,7 @@ def _find_head(chunk: HFChunk, tokens: Tensor, hidden: Tensor, where: str) -> No
         logits = softcap * torch.tanh(logits / softcap)
     if not _equal(logits, wanted, dtype=chunk.config.params_dtype):
         off = float((logits - wanted).abs().max())
-        raise ConfigError(f"{where}: its logits are no product of its last hidden states (off by {off:.2g})")
+        raise ConfigError(f"{where}: its logits are not a product of its last hidden states (off by {off:.2g})")
     chunk.architecture.logits_scale, chunk.architecture.logits_softcap = scale, float(softcap)
 
 

@@ -13,7 +13,7 @@ import transformers
 from hf_models import VOCAB
 from model_steps import adam, make_batch, same, save, train, weights_of
 from own_models import CONFIGS, VISION, make_directory, write_vision
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from aligner.errors import ConfigError, ModelFilesError
 from aligner.losses.sft import sft_loss
@@ -185,6 +185,20 @@ def test_what_they_cannot_have_is_refused_by_name(model: dict, parallel: dict, n
     config = ModelConfig(path=str(directory("granite")), **model)
     with pytest.raises(ConfigError, match=named):
         check_together(read_architecture(config, vocab_size=0), config, ParallelConfig(**parallel))
+
+
+def test_without_files_there_is_nothing_to_describe_the_model() -> None:
+    with pytest.raises(ConfigError, match="model.implementation=transformers: needs model.path"):
+        read_architecture(ModelConfig(implementation=Implementation.transformers), vocab_size=9)
+
+
+def test_weights_that_are_not_finite_are_named(directory, load_policy, tmp_path: Path) -> None:
+    shutil.copytree(directory("granite"), tmp_path / "spoilt")
+    tensors = load_file(tmp_path / "spoilt" / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, tmp_path / "spoilt" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="model_type=granite: its hidden states are not finite"):
+        load_policy(tmp_path / "spoilt")
 
 
 def test_an_unknown_model_is_refused_with_the_release(tmp_path: Path) -> None:
