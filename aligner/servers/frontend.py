@@ -31,7 +31,9 @@ from aligner.servers.processes import parent, processes_with_variable, start_tic
 from aligner.servers.wire import Endpoint
 
 MARKER = "ALIGNER_SERVER_INCARNATION"
+TRITON = "tritonserver --id"  # in the command line of Triton itself, not of its stubs
 
+CAUSE_SECONDS = 0.5  # between the death of a helper and the question whether tritonserver died too
 BROKEN_SECONDS = 2.0  # to shut down a Triton that has lost a process
 ALWAYS_PRINTED = "NODELAY NOT SUPPORTED"  # by Triton's HTTP library for every Unix socket
 
@@ -95,12 +97,18 @@ class Frontend:
 
     def failure(self) -> str | None:
         """Which process of Triton is gone, or None. Health endpoints do not show it: they answer 200 with a dead Python stub."""
-        for pid, (ticks, command) in self._processes.items():
-            if start_ticks(pid) != ticks:
-                return f"process {pid} of Triton died ({command[:80].strip()}); see {self._log}"
+        if dead := self._dead():
+            if not any(TRITON in command for command in dead.values()):
+                time.sleep(CAUSE_SECONDS)  # a dying tritonserver closes its pipes, which ends its helpers, before it counts as dead
+                dead = self._dead()
+            pid, command = min(dead.items(), key=lambda item: TRITON not in item[1])
+            return f"process {pid} of Triton died ({command[:80].strip()}); see {self._log}"
         if self._watchdog.poll() is not None:
             return f"the watchdog process {self._watchdog.pid} died"
         return None
+
+    def _dead(self) -> dict[int, str]:
+        return {pid: command for pid, (ticks, command) in self._processes.items() if start_ticks(pid) != ticks}
 
     def stop(self) -> None:
         """Let Triton unload its models, end its processes and remove everything it made. Callable more than once."""
@@ -134,7 +142,7 @@ class Frontend:
     def _lost_stub(self) -> bool:
         """Whether one of Triton's children is dead. A starting Triton does not notice, and waits forever for its stub's answer."""
         found = processes_with_variable(self._marker)
-        servers = [pid for pid, command in found.items() if "tritonserver --id" in command and parent(pid) == os.getpid()]
+        servers = [pid for pid, command in found.items() if TRITON in command and parent(pid) == os.getpid()]
         return any(zombie_children(pid) for pid in servers)
 
     def _run(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +23,13 @@ from aligner.servers import config as server_config
 from aligner.servers import processes, wire
 from aligner.servers.access import listen
 from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig, Transport
+from aligner.servers.frontend import TRITON, Frontend
 from aligner.servers.health import Supervisor
 from aligner.servers.intake import Intake, Operation
 from aligner.servers.kserve import AnswerError
 from aligner.servers.ledger import Ledger, Refused
 from aligner.servers.payloads import TrainIdentity, digest_of
-from aligner.servers.processes import processes_with_variable
+from aligner.servers.processes import processes_with_variable, start_ticks
 from aligner.servers.server import Command, Report, _take_part
 from aligner.servers.services import CriticService, FunctionRewardService, RewardService
 from aligner.settings.compose import compose
@@ -246,6 +248,25 @@ def test_the_watchdog_ends_marked_processes_when_its_parent_dies(tmp_path: Path)
         subprocess.run(["sleep", "0.05"], check=True)
     assert processes_with_variable(mark) == {}
     assert not workspace.exists()
+
+
+def test_tritonserver_is_named_before_the_helpers_that_ended_with_it(tmp_path: Path) -> None:
+    frontend = Frontend(ServerConfig(), "incarnation", tmp_path / "log", [], lambda *_: None)
+    try:
+        helper, triton = (subprocess.Popen(["sleep", "100"]) for _ in range(2))
+        for process, command in ((helper, "python stub"), (triton, f"{TRITON} 5")):
+            frontend._processes[process.pid] = (start_ticks(process.pid), command)
+        assert frontend.failure() is None
+        helper.kill()
+        helper.wait()
+        dying = threading.Timer(0.1, triton.kill)
+        dying.start()
+        assert f"process {triton.pid} of Triton died ({TRITON} 5)" in frontend.failure()
+        triton.wait()
+        del frontend._processes[triton.pid]
+        assert f"process {helper.pid} of Triton died (python stub)" in frontend.failure()
+    finally:
+        frontend.stop()
 
 
 def test_the_supervisor_remembers_the_first_failure() -> None:
