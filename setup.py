@@ -64,6 +64,7 @@ setup(
         "rich",
         "click>=8.1,<9",
         "psutil",  # megatron-core's checkpoint writers hang without it
+        "pillow",
         "jinja2",  # chat templates and the HTML report
         "aiohttp>=3.14,<4",  # servers and their clients; datasets brings it too
         "cryptography>=42",  # their certificates
@@ -87,6 +88,7 @@ setup(
             "mpi4py",
             "mpich",  # brings mpiexec for the MPI tests, without root
             "mypy",
+            "num2words",  # SmolVLM's processor
             "peft==0.21.2",  # reads the adapters that are written here
             "pre-commit",
             "pre-commit-hooks",

@@ -66,12 +66,12 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
         os.close(folder)
 
 
-def publish_first(path: Path, text: str, *, mode: int = 0o666) -> None:
+def publish_first(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Write a new file `path`. Nobody sees half of it, and of several processes the first one wins. Raises OSError."""
     own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w") as file:
-            file.write(text)
+        with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):

@@ -45,6 +45,7 @@ class RunFiles:
     attempts = _In("attempts.jsonl")  # one line for every start and every end of a job of this run
     jobs = _In("jobs")  # `<job id>/` of every Slurm job: what it ran (`spec.json`, `script.sub`) and how each rank ended (`outcomes/`)
     done = _In("done.json")  # exists once the run has reached its last step and exported its result
+    images = _In("images")  # every image of the data, named by its digest
     journal = _In("journal")  # requests to a training server, kept until a checkpoint of both sides covers them
     teacher = _In("teacher")  # `train/` and `validation/` with a teacher's log-probs
     reference = _In("reference")  # a frozen reference's log-probs, if precomputed

@@ -22,7 +22,7 @@ from aligner.types.batches import (
     TokenOutputs,
     ValueBatch,
 )
-from aligner.types.extras import Routes, RowTensor, no_expert, route_dtype
+from aligner.types.extras import Images, Routes, RowTensor, no_expert, route_dtype
 from aligner.types.rollouts import (
     Episode,
     EpisodeRows,
@@ -41,6 +41,7 @@ __all__ = [
     "Episode",
     "EpisodeRows",
     "FinishReason",
+    "Images",
     "LabeledBatch",
     "LogprobKind",
     "LossOutput",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 KINDS: dict[str, type[RowTensor]] = {}
+MOST_IMAGES = 16  # in one row
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +141,38 @@ class Routes(RowTensor):
     def prompt_key(self, row: int, num_shared: int) -> bytes:
         """The last shared token's hidden state is computed again in every row."""
         return super().prompt_key(row, max(num_shared - 1, 0))
+
+
+class Images(RowTensor):
+    """The images of a row, in the order of their slots among its tokens: the SHA-256 digests of their files; zeros behind the last one.
+
+    The files are in the run's directory of images (`aligner.data.images`).
+    """
+
+    name = "images"
+    dtypes = (torch.int64,)
+    shape = (MOST_IMAGES, 4)
+
+    @classmethod
+    def of(cls, digests: Sequence[str]) -> Tensor:
+        """A row's tensor of these digests, in hexadecimal. Raises ValueError for more than MOST_IMAGES."""
+        if len(digests) > MOST_IMAGES:
+            raise ValueError(f"{len(digests)} images, allowed: at most {MOST_IMAGES} in one row")
+        row = torch.zeros(cls.shape, dtype=torch.int64)
+        for own, digest in zip(row, digests, strict=False):
+            own[:] = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.int64)
+        return row
+
+    @staticmethod
+    def digests(row: Tensor) -> list[str]:
+        """The digests in a row's tensor."""
+        return [own.numpy().tobytes().hex() for own in row.cpu() if bool(own.any())]
+
+    @classmethod
+    def padded(cls, rows: Sequence[Tensor | None], width: int) -> Self | None:
+        """A batch of these rows, of which some may have none."""
+        none = torch.zeros(cls.shape, dtype=torch.int64)
+        return super().padded([none if row is None else row for row in rows], width) if any(row is not None for row in rows) else None
 
 
 def route_dtype(num_experts: int) -> torch.dtype:

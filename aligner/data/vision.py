@@ -1,0 +1,171 @@
+"""Images by the digest of their files, and what a model's own processor makes of them: slots among the tokens, and pixels."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.errors import ConfigError, DataError
+from aligner.files import publish_first
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_MOST_KEPT = 1 << 30  # bytes of pixels that a process keeps
+
+
+class ImageStore:
+    """Files of images, named by their SHA-256 digests, in a directory that every process of a run sees."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def put(self, content: bytes) -> str:
+        """Keep a file; returns its digest in hexadecimal."""
+        digest = hashlib.sha256(content).hexdigest()
+        path = self.directory / digest
+        if not path.exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            publish_first(path, content, mode=0o600)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """The file with this digest. Raises DataError if it is missing, or has another content."""
+        try:
+            content = (self.directory / digest).read_bytes()
+        except OSError as error:
+            raise DataError(f"image {digest}: {self.directory / digest} cannot be read any more: {error.strerror}") from error
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise DataError(f"image {digest}: the content of {self.directory / digest} has changed")
+        return content
+
+
+class Vision:
+    """The image processor in a model's directory, for the images of a store."""
+
+    def __init__(self, directory: Path, store: ImageStore) -> None:
+        self.directory, self.store = directory, store
+        self._kept: OrderedDict[str, tuple[str, dict[str, Tensor]]] = OrderedDict()
+        self._bytes = 0
+
+    @classmethod
+    def of(cls, directories: Sequence[Path | None], images: Path) -> Vision | None:
+        """That of the first of these directories that has a processor of images, for the files in `images`; None if none has."""
+        found = next((one for one in directories if one is not None and any((one / name).is_file() for name in PROCESSOR_FILES)), None)
+        return None if found is None else cls(found, ImageStore(images))
+
+    @property
+    def image_token(self) -> str:
+        """What a chat template writes for an image."""
+        return str(self._processor.image_token)
+
+    @cached_property
+    def slot_ids(self) -> tuple[int, ...]:
+        """The tokens in whose places the features of images come."""
+        return tuple(number for number in self._processor.image_token_ids if number is not None)
+
+    def expansion(self, digest: str) -> str:
+        """The text with a slot for each feature of an image, in place of `image_token`."""
+        return self._processed(digest)[0]
+
+    def inputs(self, digests: Sequence[str]) -> dict[str, Tensor]:
+        """The pixels of these images as the model takes them, one image's behind the other's; empty for none."""
+        return joined([self._processed(digest)[1] for digest in digests])
+
+    def types(self, tokens: Tensor) -> Tensor:
+        """1 for slots of images, 0 for other tokens; of the shape of `tokens`."""
+        return torch.isin(tokens, torch.tensor(self.slot_ids, device=tokens.device)).long()
+
+    def _processed(self, digest: str) -> tuple[str, dict[str, Tensor]]:
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+            return self._kept[digest]
+        processor = self._processor
+        images, text, *_ = processor.prepare_inputs_layout(images=[decoded(self.store.get(digest))], text=[self.image_token])
+        options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt")["images_kwargs"]
+        try:
+            features, replacements = processor._process_images(images, **options)
+        except (ValueError, ZeroDivisionError) as error:
+            raise DataError(f"image {digest}: the image processor of {self.directory} refuses it: {error}") from error
+        unused = {*processor.unused_input_names, "rows", "cols"}
+        found = replacements[0], {name: tensor for name, tensor in features.items() if isinstance(tensor, Tensor) and name not in unused}
+        self._kept[digest] = found
+        self._bytes += _size(found)
+        while self._bytes > _MOST_KEPT and len(self._kept) > 1:
+            self._bytes -= _size(self._kept.popitem(last=False)[1])
+        return found
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoImageProcessor, AutoTokenizer, logging  # takes seconds, and models without images do not need it
+        from transformers.models.auto.processing_auto import processor_class_from_name
+        from transformers.processing_utils import ProcessorMixin
+
+        where = f"{self.directory}: its image processor"
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            settings, _ = ProcessorMixin.get_processor_dict(self.directory, local_files_only=True)
+            kind = processor_class_from_name(_processor_name(self.directory))
+            parts = {
+                "image_processor": AutoImageProcessor.from_pretrained(self.directory, local_files_only=True),
+                "tokenizer": AutoTokenizer.from_pretrained(self.directory, local_files_only=True),
+            }
+            # Without its video and audio processors, which need packages that images do not.
+            own = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+            others = dict.fromkeys(name for name in kind.get_attributes() if name not in parts)
+            processor = own.from_args_and_dict([{**others, **parts}[name] for name in kind.get_attributes()], settings)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ConfigError(f"{where} does not load: {type(error).__name__}: {error}") from error
+        except ImportError as error:  # Pixtral's needs torchvision, SmolVLM's num2words
+            raise ConfigError(f"{where} needs a package that is not installed: {str(error).strip().splitlines()[0]}") from error
+        finally:
+            logging.set_verbosity(level)
+        if getattr(processor, "image_token", None) is None or not hasattr(processor, "_process_images"):
+            raise ConfigError(f"{where} ({kind.__name__}) has no token for images, or needs another release of transformers")
+        return processor
+
+
+def _processor_name(directory: Path) -> str:
+    """The class of a directory's processor: as one of its files names it, else that of the kind of model."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    from aligner.data.tokenizer import model_settings
+
+    for name in (*reversed(PROCESSOR_FILES), "tokenizer_config.json"):
+        if named := model_settings(directory / name).get("processor_class"):
+            return str(named)
+    return str(PROCESSOR_MAPPING_NAMES[model_settings(directory / "config.json").get("model_type", "")])
+
+
+def decoded(content: bytes) -> Any:
+    """The image in a file as PIL's, in RGB. The file has been looked at when the data was read."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+def joined(images: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of several images, one's behind the other's. Their further dimensions are padded with zeros: processors say in a tensor of
+    sizes what is the image, or models leave out what is black."""
+    found = {}
+    for name in dict.fromkeys(name for image in images for name in image):
+        parts = [image[name] for image in images if name in image]
+        sizes = torch.tensor([list(part.shape[1:]) for part in parts]).amax(dim=0).tolist()
+        whole = parts[0].new_zeros(sum(map(len, parts)), *sizes)
+        start = 0
+        for part in parts:
+            whole[(slice(start, start + len(part)), *map(slice, part.shape[1:]))] = part
+            start += len(part)
+        found[name] = whole
+    return found
+
+
+def _size(processed: tuple[str, dict[str, Tensor]]) -> int:
+    return sum(tensor.nbytes for tensor in processed[1].values())
