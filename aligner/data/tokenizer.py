@@ -18,6 +18,7 @@ from aligner.data.config import SpecialText, Thinking
 from aligner.data.messages import THOUGHTS, Message, Tools, shown
 from aligner.data.rendering import Framing, Rendered, writes_dates
 from aligner.data.templates import DEFAULT, OWN_TEMPLATE, TEMPLATE_FILE, TEMPLATES, TOOL_USE, template_text
+from aligner.data.vision import Vision
 from aligner.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Tokenizer:
         self.vocab_size: int = len(backend)
         self._backend = backend
         self._tools: Tools = ()
+        self.vision: Vision | None = None
         found = backend.chat_template or {}
         self._templates: dict[str, str] = dict(found) if isinstance(found, Mapping) else {DEFAULT: found}
         self._thinking = Thinking.template
@@ -69,6 +71,12 @@ class Tokenizer:
         chats._thinking, chats._special_text, chats._day = data.thinking, data.special_text, day or self._day
         chats._framing = Framing(self._backend, chats._templates, chats._day, self.end_ids)
         return chats
+
+    def seeing(self, vision: Vision | None) -> Tokenizer:
+        """The same tokenizer for conversations with images, which `vision` reads."""
+        sees = copy(self)
+        sees.vision = vision
+        return sees
 
     def offering(self, tools: Tools) -> Tokenizer:
         """The same tokenizer, whose chat template offers these tools to the model."""

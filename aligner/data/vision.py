@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -136,12 +137,10 @@ def _processor_name(directory: Path) -> str:
     """The class of a directory's processor: as one of its files names it, else that of the kind of model."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    from aligner.data.tokenizer import model_settings
-
-    for name in (*reversed(PROCESSOR_FILES), "tokenizer_config.json"):
-        if named := model_settings(directory / name).get("processor_class"):
-            return str(named)
-    return str(PROCESSOR_MAPPING_NAMES[model_settings(directory / "config.json").get("model_type", "")])
+    files = [directory / name for name in (*reversed(PROCESSOR_FILES), "tokenizer_config.json", "config.json")]
+    settings = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    named = [one["processor_class"] for one in settings if one.get("processor_class")]
+    return str(named[0] if named else PROCESSOR_MAPPING_NAMES[settings[-1]["model_type"]])
 
 
 def decoded(content: bytes) -> Any:
@@ -152,8 +151,8 @@ def decoded(content: bytes) -> Any:
 
 
 def joined(images: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of several images, one's behind the other's. Their further dimensions are padded with zeros: processors say in a tensor of
-    sizes what is the image, or models leave out what is black."""
+    """The tensors of several images, one's behind the other's, padded with zeros in their further dimensions: a tensor of sizes says what
+    belongs to an image, or models leave out what is black."""
     found = {}
     for name in dict.fromkeys(name for image in images for name in image):
         parts = [image[name] for image in images if name in image]

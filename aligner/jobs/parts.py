@@ -21,6 +21,7 @@ from aligner.data.epochs import EpochSampler
 from aligner.data.order import order_of
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, listed, load_tokenizer
+from aligner.data.vision import Vision
 from aligner.errors import AlignerError, ConfigError, RunHalted, describe_os_error
 from aligner.files import publish
 from aligner.loop import loop
@@ -30,7 +31,7 @@ from aligner.loop.loop import Built, TimeBudget, seconds_left
 from aligner.models import create
 from aligner.models.checkpoint.checkpoint import carry_over, copy_tokenizer, special_ids
 from aligner.models.checkpoint.foreign.model import is_foreign
-from aligner.models.config import Architecture, ModelConfig
+from aligner.models.config import Architecture, HFArchitecture, ModelConfig
 from aligner.models.modules.build import Transformer
 from aligner.models.modules.fusions import note_once
 from aligner.models.modules.peft import save_peft
@@ -47,6 +48,7 @@ from aligner.run import lengths
 from aligner.run.session import Session
 from aligner.run.settings import JobRun
 from aligner.servers.components import in_section
+from aligner.telemetry.run_files import RunFiles
 
 
 class SkippedStepsFile:
@@ -103,7 +105,7 @@ def with_steps(config: J) -> J:
     """The config with the number of steps that `loop.epochs` take. Reads data.train for it; raises DataError listing all bad lines."""
     if not config.loop.epochs:
         return config
-    examples, _ = config.read(config.data.train, load_model_files(config.model, config.data)[0])
+    examples, _ = config.read(config.data.train, load_model_files(config.model, config.data, run=RunFiles(Path(config.run.directory)))[0])
     return replace(config, loop=config.loop.over(order_of(examples, config.examples_per_step, config.run.seed)))
 
 
@@ -125,8 +127,11 @@ def load_sets(
     return sets[0], sets[1] if data.validation else []
 
 
-def load_model_files(config: ModelConfig, data: Any = None, session: Session | None = None) -> tuple[Tokenizer, Architecture]:
-    """The tokenizer and the architecture of a model, checked against each other; with the chat template that `data` names.
+def load_model_files(
+    config: ModelConfig, data: Any = None, session: Session | None = None, *, run: RunFiles | None = None
+) -> tuple[Tokenizer, Architecture]:
+    """The tokenizer and the architecture of a model, checked against each other; with the chat template that `data` names, and with the
+    model's image processor if it sees, for the images of the session's run, or of `run`.
 
     A template that writes the date gets that of the first day of the session's run, or today's.
     """
@@ -138,6 +143,9 @@ def load_model_files(config: ModelConfig, data: Any = None, session: Session | N
         note_once(told, rank=session.topology.rank)
     architecture = create.read_architecture(config, vocab_size=tokenizer.vocab_size)
     check_vocabulary(tokenizer, architecture.vocab_size)
+    images = session.directory if session else run
+    if images is not None and isinstance(architecture, HFArchitecture):
+        tokenizer = tokenizer.seeing(Vision.of([create.source_directory(config), tokenizer_directory(config)], images.images))
     return tokenizer, architecture
 
 

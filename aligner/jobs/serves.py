@@ -53,13 +53,15 @@ def serve_critic(config: TrainPPO) -> None:
     with _opened(config, "critic", critic) as (session, publication):
         model_config = pinned_base(session, "critic.model", critic.model.or_else(config.model))
         with in_section("critic"):
-            _, architecture = load_model_files(model_config)
+            tokenizer, architecture = load_model_files(model_config, session=session)
         config = with_lengths(config)  # raises if the longest rollout does not fit
         steps = from_rank_0(lambda: with_steps(config).loop.max_steps) if config.loop.epochs else config.loop.max_steps
         config.check_critic(model_config, architecture, session.topology.world_size)
         turn = _begin_turn(session, config, "critic", publication)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
-        training = create.training(model_config, critic.optimizer, total_steps=steps * updates, guard=ReportingGuard(config.guard))
+        training = create.training(
+            model_config, critic.optimizer, total_steps=steps * updates, guard=ReportingGuard(config.guard), vision=tokenizer.vision
+        )
         weights = config.reward.attribute_weights
         with in_section("critic"):
             model = create.create_value_model(
@@ -117,7 +119,7 @@ def _reward(session: Session, config: OnlineRun, parallel: ParallelConfig) -> _S
     is_function = bool(reward.function.path)
     model_config = reward.model.or_else(config.model) if is_function else pinned(session, "reward.model", reward.model)
     with in_section("reward"):
-        tokenizer, architecture = load_model_files(model_config)
+        tokenizer, architecture = load_model_files(model_config, session=session)
     with_lengths(config)  # raises if the longest rollout does not fit
     models: tuple[TrainableModel, ...] = ()
     if is_function:
@@ -128,7 +130,9 @@ def _reward(session: Session, config: OnlineRun, parallel: ParallelConfig) -> _S
     else:
         config.check_reward(model_config, architecture, session.topology.world_size)
         with in_section("reward"):
-            model = create.create_reward_model(model_config, architecture, parallel, session.topology, create.training(model_config, None))
+            model = create.create_reward_model(
+                model_config, architecture, parallel, session.topology, create.training(model_config, None, vision=tokenizer.vision)
+            )
         _check_weights(reward.attribute_weights, model.head)
         service = RewardService(model, encode=tokenizer.encode)
         models = (model.model,)

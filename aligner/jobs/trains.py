@@ -85,7 +85,9 @@ class TrainerJob(Generic[C]):
 
     def _training(self) -> Training:
         config = self.config
-        return create.training(config.model, config.optimizer, total_steps=config.loop.max_steps, guard=Guard(config.guard))
+        return create.training(
+            config.model, config.optimizer, total_steps=config.loop.max_steps, guard=Guard(config.guard), vision=self.tokenizer.vision
+        )
 
 
 def train(recipe: Recipe, config: TrainerRun) -> int:

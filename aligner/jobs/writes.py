@@ -57,7 +57,7 @@ class WriterJob(Generic[C]):
 
     def policy(self, *, temperature: float = 1.0) -> MegatronPolicy:
         """The model, frozen."""
-        frozen = create.training(self.config.model, None, temperature=temperature)
+        frozen = create.training(self.config.model, None, temperature=temperature, vision=self.tokenizer.vision)
         return create.create_policy(self.config.model, self.architecture, self.config.parallel, self.session.topology, frozen)
 
     def at_temperature_1(self, policy: MegatronPolicy) -> MegatronPolicy:

@@ -40,6 +40,14 @@ class Dtype(str, Enum):
         return 2 if self in (Dtype.bfloat16, Dtype.float16) else 4
 
 
+class Part(str, Enum):
+    """A part of a model that sees images."""
+
+    vision = "vision"  # the tower, which makes features of pixels
+    projector = "projector"  # between the tower and the text part
+    text = "text"
+
+
 class Implementation(str, Enum):
     """Whose modules a model is made of; `auto` is Megatron-Core's for the families that have layers here, else `transformers`'."""
 
@@ -162,6 +170,7 @@ class ModelConfig:
     router_z_loss_coef: float = 0.0  # coefficient of the squared log-sum-exp of the router's logits, averaged over tokens
     router_bias_update_rate: float = 0.0  # added to the router biases of experts with too few tokens, taken from the others', each step
     lora: LoraConfig = field(default_factory=LoraConfig)
+    freeze: list[Part] = field(default_factory=lambda: [Part.vision, Part.projector])  # parts of a model that sees: vision, projector, text
 
     def __post_init__(self) -> None:
         require(self, "model", AT_LEAST_1, "micro_batch_size", "logits_chunk_size", "make_vocab_divisible_by")

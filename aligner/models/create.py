@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import torch
 
+from aligner.data.vision import Vision
 from aligner.errors import ConfigError
 from aligner.hub.names import name_of
 from aligner.models.architecture import rope
@@ -133,8 +134,10 @@ def training(
     temperature: float = 1.0,
     guard: Guard | None = None,
     replay_routes: bool = False,
+    vision: Vision | None = None,
 ) -> Training:
-    """How the model of `config` is trained, or used frozen where `optimizer` is None. Without a `guard`: the default settings' one."""
+    """How the model of `config` is trained, or used frozen where `optimizer` is None. Without a `guard`: the default settings' one.
+    `vision` reads the images of rows."""
     return Training(
         optimizer=optimizer,
         total_steps=total_steps,
@@ -147,6 +150,7 @@ def training(
         router_z_loss_coef=config.router_z_loss_coef,
         guard=guard or Guard(GuardConfig()),
         replay_routes=replay_routes,
+        vision=vision,
     )
 
 
@@ -159,7 +163,7 @@ def create_policy(
         check_arithmetic(platform.device())
     chunks: Sequence[LanguageChunk]
     if isinstance(architecture, HFArchitecture):
-        chunks = _own_modules(architecture, config, topology)
+        chunks = _own_modules(architecture, config, topology, training.vision)
     else:
         chunks = build_language_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
     return MegatronPolicy(_ready(chunks, config, topology, training), temperature=training.temperature)
@@ -186,25 +190,28 @@ def create_value_model(
             f"reward.attribute_weights={list(output_weights)}: the critic starts from a reward model with {head.num_outputs} outputs "
             f"({', '.join(head.outputs)}), allowed: one weight for each"
         )
-    chunks = _scalar_chunks(architecture, config, parallel, topology, head)
+    chunks = _scalar_chunks(architecture, config, parallel, topology, head, training.vision)
     load_source(chunks, config)
     for chunk in chunks:
         chunk.combine_outputs(output_weights if head.num_outputs > 1 else (1.0,), VALUES)
     _start_adapters(chunks, config, topology.seed)
-    return MegatronValueModel(TrainableModel(chunks, topology, training))
+    return MegatronValueModel(_trainable(chunks, topology, training))
 
 
 def _scalar_chunks(
-    architecture: Architecture, config: ModelConfig, parallel: ParallelConfig, topology: Topology, head: ScalarHead
+    architecture: Architecture, config: ModelConfig, parallel: ParallelConfig, topology: Topology, head: ScalarHead, vision: Vision | None
 ) -> Sequence[Any]:
     if isinstance(architecture, HFArchitecture):
-        return _own_modules(architecture, config, topology, head=head)
+        return _own_modules(architecture, config, topology, vision, head=head)
     return build_scalar_model(architecture, config, parallel, load=bool(config.path), head=head, seed=topology.seed)
 
 
-def _own_modules(architecture: HFArchitecture, config: ModelConfig, topology: Topology, *, head: ScalarHead | None = None) -> list[HFChunk]:
+def _own_modules(
+    architecture: HFArchitecture, config: ModelConfig, topology: Topology, vision: Vision | None, *, head: ScalarHead | None = None
+) -> list[HFChunk]:
     """The one chunk of a model of `transformers`' own modules, probed."""
     chunk = HFChunk(architecture, config, source=source_directory(config), head=head).to(platform.device())
+    chunk.vision = vision
     initialise_adapters([chunk], topology.seed)
     kind = f"{config.path}: {architecture.model_type}: transformers' own modules; parallel.tp, pp, cp and ep must be 1"
     for note in (kind, *probe(chunk, packing=config.packing)):
@@ -268,13 +275,19 @@ def create_reward_model(
     """A reward model with this head; with that of `config.path` where none is given. Every rank calls it."""
     _check(config, architecture, parallel, topology, is_scalar=True)
     head = head or head_of(config) or ScalarHead()
-    chunks = _scalar_chunks(architecture, config, parallel, topology, head)
+    chunks = _scalar_chunks(architecture, config, parallel, topology, head, training.vision)
     return MegatronRewardModel(_ready(chunks, config, topology, training))
 
 
 def _ready(chunks: Sequence[Chunk], config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
     load_source(chunks, config)
     _start_adapters(chunks, config, topology.seed)
+    return _trainable(chunks, topology, training)
+
+
+def _trainable(chunks: Sequence[Chunk], topology: Topology, training: Training) -> TrainableModel:
+    if any(isinstance(chunk, HFChunk) and chunk.trains_vision for chunk in chunks):
+        training = replace(training, overlap=False)  # the others would wait for the gradient of a replica whose rows have no image
     return TrainableModel(chunks, topology, training)
 
 

@@ -32,7 +32,7 @@ from aligner.models.config import (
     Recompute,
 )
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.families.own_modules import PREFIX, has_adapter, outline, text_parts
+from aligner.models.families.own_modules import PREFIX, has_adapter, is_multimodal, outline, part_of
 from aligner.parallel.topology import ParallelConfig, initialize
 from aligner.planner.config import Device
 from aligner.planner.workload import BlockBytes, Component, Head, Parameter
@@ -87,15 +87,22 @@ def shard_parameters(component: Component, stage: int) -> list[tuple[Parameter, 
 
 
 def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple[Parameter, ...]:
-    """The parameters of a model of `transformers`' own modules. Of a model that also sees, the parts beside the text are frozen."""
+    """The parameters of a model of `transformers`' own modules."""
     model, lora, itemsize = outline(architecture), component.model.lora, component.model.dtype.num_bytes
-    text = {id(p) for part in text_parts(model) for p in part.parameters()}
+    frozen = set() if lora.is_on or not is_multimodal(model) else {None, *component.model.freeze}
     output = model.get_output_embeddings().weight if component.head != Head.language else None
     found = []
     for name, parameter in model.named_parameters():
         if parameter is output and output is not model.get_input_embeddings().weight:
             continue  # a model that scores has none
-        found.append(Parameter(name=name, numel=parameter.numel(), itemsize=itemsize, is_frozen=lora.is_on or id(parameter) not in text))
+        found.append(
+            Parameter(
+                name=name,
+                numel=parameter.numel(),
+                itemsize=itemsize,
+                is_frozen=lora.is_on or bool(frozen) and part_of(name, model) in frozen,
+            )
+        )
         if lora.is_on and has_adapter(f"{PREFIX}{name}", architecture, lora.targets):
             pair = Parameter(name=f"{name}{ADAPTER}", numel=lora.rank * sum(parameter.shape), itemsize=itemsize, is_adapter=True)
             found.append(pair)

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.data.tokenizer import model_settings
+from aligner.data.vision import PROCESSOR_FILES
 from aligner.errors import CheckpointError, ConfigError, describe_os_error
 from aligner.models.checkpoint import async_save, files, manifest, safe_pickle
 from aligner.models.checkpoint import optimizer as checkpoint_optimizer
@@ -228,8 +229,9 @@ def carry_over(source: Path, destination: Path) -> None:
 
 
 def copy_tokenizer(source: Path, destination: Path, model: Path | None = None) -> None:
-    """Copy the files of a tokenizer (not weights, not the model's config), and the settings for generation of the model in `model`."""
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
+    """Copy the files of a tokenizer and an image processor (not weights, not the model's config), and the settings for generation of the
+    model in `model`."""
+    for name in (*TOKENIZER_FILES, *PROCESSOR_FILES, "generation_config.json"):
         own = model if model is not None and name == "generation_config.json" else source
         if (own / name).exists():
             shutil.copyfile(own / name, destination / name)

@@ -6,6 +6,7 @@ Every model that `AutoModelForCausalLM` loads is described by its config alone, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, HFArchitecture, LoraTarget
+from aligner.models.config import Architecture, HFArchitecture, LoraTarget, Part
 from aligner.models.families.mapping import NameTable, Rule, rule
 
 LEAST_RELEASE = (5, 4)  # of transformers, whose caches and conversions of files this needs
@@ -157,9 +158,19 @@ def dense_twin(architecture: HFArchitecture) -> Architecture:
     return Architecture(**sizes)
 
 
-def text_parts(model: Any) -> list[Any]:
-    """The modules of a `transformers` model that text passes: those that are trained."""
-    return [model.get_decoder(), model.get_output_embeddings()] if is_multimodal(model) else [model]
+_PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|deepstack_merger_list|embed_vision)(\.|$)")
+
+
+def part_of(name: str, model: Any) -> Part | None:
+    """The part of a `transformers` model that sees to which the parameter `name` belongs; None for a part that hears."""
+    inside = model.get_submodule(name.rpartition(".")[0])
+    if any(inside is one for whole in (model.get_decoder(), model.get_output_embeddings()) for one in whole.modules()):
+        return Part.text
+    tower = model.get_encoder(modality="image")
+    is_seen = any(inside is one for one in tower.modules())
+    if _PROJECTOR.search(name):
+        return Part.projector
+    return Part.vision if is_seen else None
 
 
 def is_multimodal(model: Any) -> bool:

@@ -7,6 +7,7 @@ bounds in the positions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +19,13 @@ from megatron.core.enums import ModelType
 from safetensors import safe_open
 from torch import Tensor
 
-from aligner.errors import ModelFilesError
+from aligner.data.vision import Vision
+from aligner.errors import ConfigError, ModelFilesError
 from aligner.models.checkpoint.files import MARKER
 from aligner.models.checkpoint.hf_files import stored_tensors
-from aligner.models.config import HFArchitecture, ModelConfig, Recompute
+from aligner.models.config import HFArchitecture, ModelConfig, Part, Recompute
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, text_parts
+from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, part_of
 from aligner.models.modules.chunk import WeightGather
 from aligner.models.modules.heads import combined_head, linear_head
 from aligner.models.modules.lora import MergedWeights, attach
@@ -31,6 +33,7 @@ from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic, shaped
 from aligner.parallel.mcore import MegatronModule, ProcessGroupCollection, ShardedTensor, TransformerConfig, parallel_state
+from aligner.types import Images
 
 
 class HFChunk(MegatronModule):
@@ -77,10 +80,11 @@ class HFChunk(MegatronModule):
         self.dropouts = _without_dropout(self.hf)
         _keep_buffers(self.hf)
         self._backbone = [self.hf.get_decoder() if is_multimodal(self.hf) else self.hf.base_model]  # in a list: no second name
-        if is_multimodal(self.hf):  # a part that no text passes learns nothing, and must not decay
-            self.hf.requires_grad_(False)
-            for part in text_parts(self.hf):
-                part.requires_grad_(True)
+        self.vision: Vision | None = None  # reads the images of rows
+        if is_multimodal(self.hf):
+            for name, parameter in self.hf.named_parameters():
+                part = part_of(name, self.hf)
+                parameter.requires_grad_(parameter.requires_grad and part is not None and part not in model.freeze)
         if head is not None:
             self._drop_vocabulary()
             self.score_head = linear_head(head, architecture.hidden_size, torch.device("cpu"))
@@ -94,10 +98,45 @@ class HFChunk(MegatronModule):
         """The module whose `last_hidden_state` the head reads: the text part of a model of text and images."""
         return self._backbone[0]
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
-        """Tokens and positions [rows, L] -> hidden states [L, rows, H]."""
-        hidden = self.backbone(input_ids=tokens, position_ids=positions, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    @property
+    def trains_vision(self) -> bool:
+        """Whether a parameter is trained that only rows with images have a gradient for."""
+        return is_multimodal(self.hf) and any(
+            parameter.requires_grad and part_of(name, self.hf) is not Part.text for name, parameter in self.hf.named_parameters()
+        )
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention_mask: Tensor | None = None, *, images: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """Tokens and positions [rows, L], and the `Images` of the rows -> hidden states [L, rows, H].
+
+        Raises ConfigError for packed rows with images, DataError if an image cannot be read.
+        """
+        seen = {} if images is None else self.seen(tokens, images)
+        if seen and options.get("packed_seq_params") is not None:
+            raise ConfigError("model.packing=true: rows with images are computed side by side; allowed: false")
+        given = {"input_ids": tokens, "position_ids": positions, "attention_mask": attention_mask, "use_cache": False}
+        hidden = (self.hf.base_model if seen else self.backbone)(**{**given, **seen}).last_hidden_state
         return hidden.transpose(0, 1).contiguous()
+
+    def seen(self, tokens: Tensor, images: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+        """What the module takes for rows with images beside their tokens [rows, L]; empty if no row has one. `mask` [rows, L]: False for
+        padding in front. Positions are those of Qwen's three axes for models that have them."""
+        digests = [digest for row in images for digest in Images.digests(row)]
+        if not digests:
+            return {}
+        if self.vision is None:
+            raise ConfigError(f"{self.architecture.model_type}: the rows have images, and the model's directory no image processor")
+        model, device = self.hf.base_model, tokens.device
+        dtype = next(self.hf.parameters()).dtype
+        pixels = {name: one.to(device, dtype if one.is_floating_point() else None) for name, one in self.vision.inputs(digests).items()}
+        types = dict.fromkeys(("mm_token_type_ids", "token_type_ids"), self.vision.types(tokens))
+        taken = inspect.signature(model.forward).parameters
+        given = {name: one for name, one in {**pixels, **types}.items() if name in taken}
+        if hasattr(model, "get_rope_index"):
+            index = {name: one for name, one in given.items() if name in inspect.signature(model.get_rope_index).parameters}
+            given["position_ids"], _ = model.get_rope_index(tokens, attention_mask=mask, **index)
+        return given
 
     def set_input_tensor(self, tensor: Any) -> None:
         """For Megatron-Core's schedules; there is no stage before."""

@@ -18,7 +18,7 @@ from aligner.parallel import platform
 from aligner.parallel.mcore import DistributedDataParallel, get_forward_backward_func
 from aligner.protocols import Loss
 from aligner.telemetry.metrics import Metric, merge
-from aligner.types import Batch, MaskedBatch, Routes, TokenOutputs
+from aligner.types import Batch, Images, MaskedBatch, Routes, TokenOutputs
 from aligner.types.rows import take_rows, to_device, trim_columns, upload
 
 
@@ -26,7 +26,7 @@ from aligner.types.rows import take_rows, to_device, trim_columns, upload
 class MicroBatch:
     """Rows of one forward pass, on the device and on the host. A `filler` micro-batch keeps ranks in step and counts nothing.
 
-    `routes` [L, rows, layers, k], on the host, are those of the tokens in the placement's slots.
+    `routes` [L, rows, layers, k], on the host, are those of the tokens in the placement's slots; `images` the `Images` of the rows.
     """
 
     batch: Batch
@@ -34,6 +34,7 @@ class MicroBatch:
     placement: Placement
     filler: bool = False
     routes: Tensor | None = None
+    images: Tensor | None = None
 
 
 Outputs = Callable[[Tensor, MicroBatch], TokenOutputs]
@@ -56,11 +57,13 @@ def cut(batch: Batch, rows: Sequence[Sequence[int]], splits: Splits, *, count: i
 
 
 def _micro_batch(part: Batch, splits: Splits, shape: tuple[int, int] | None, *, filler: bool) -> MicroBatch:
-    placement, recorded = place(part, splits, shape=shape), part.extras.get(Routes.name)
-    part = replace(part, extras={name: extra for name, extra in part.extras.items() if extra is not recorded})  # no loss reads routes
+    placement, own = place(part, splits, shape=shape), dict(part.extras)
+    recorded, seen = own.pop(Routes.name, None), own.pop(Images.name, None)  # no loss reads them
+    part = replace(part, extras=own)
     routes = None if recorded is None or filler else in_slots(recorded.data, placement)
-    device = platform.device()
-    return MicroBatch(batch=to_device(part, device), host=part, placement=placement.to(device), filler=filler, routes=routes)
+    images, device = None if seen is None or filler else seen.data, platform.device()
+    placed = placement.to(device)
+    return MicroBatch(batch=to_device(part, device), host=part, placement=placed, filler=filler, routes=routes, images=images)
 
 
 def _filler(batch: Batch, unit: int) -> Batch:
@@ -110,7 +113,7 @@ def _run(chunks: list[Any], parts: list[MicroBatch], loss_of: Callable[[MicroBat
     def step(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
         part = next(iterator)
         placed = part.placement
-        options = {}
+        options = {} if part.images is None else {"images": part.images}
         if model.config.num_moe_experts:
             options["padding_mask"] = _padding(part, model)
             module, routes = _unwrapped(model), part.routes

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.data.vision import Vision
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.architecture.divisible import fp8_token_multiple
 from aligner.models.modules.chunk import Chunk, WeightGather
@@ -54,6 +55,7 @@ class Training:
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
     replay_routes: bool = False  # those that a batch has; else they are only compared with the router's own
+    vision: Vision | None = None  # reads the images of rows
     guard: Guard = field(default_factory=lambda: Guard(GuardConfig()))  # against updates that are not finite
     overlap: bool = field(default_factory=torch.cuda.is_available)  # replicas exchange gradients and weights while they compute
 

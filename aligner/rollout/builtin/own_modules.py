@@ -25,7 +25,7 @@ from aligner.protocols import Replica
 from aligner.rollout.builtin.sampling import GOES_ON, STOP, Draw, Sampler
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Work
-from aligner.types import FinishReason, LogprobKind, SamplingConfig
+from aligner.types import FinishReason, Images, LogprobKind, SamplingConfig
 
 _PART = 4  # rows leave, and prompts are computed, when this part of the seats is free
 _LEAST_ROOM = 64  # tokens for which the cache of a layer grows at a time
@@ -112,6 +112,14 @@ class _Row:
     raw_logprobs: list[float] = field(default_factory=list)
 
 
+Digests = tuple[str, ...]
+_Prompt = tuple[tuple[int, ...], Digests]  # tokens, and the images in their slots
+
+
+def _prompt_of(request: GenRequest) -> _Prompt:
+    return request.tokens, tuple(Images.digests(request.extras[Images.name])) if Images.name in request.extras else ()
+
+
 class OwnModulesEngine:
     """`aligner.rollout.engine.Engine` on a model of `transformers`' own modules; every rank is a replica.
 
@@ -190,6 +198,7 @@ class _Run:
         self.cache: DynamicCache | None = None
         self.width, self.has_pads = 0, False  # tokens in the cache; whether some are masked
         self.pads: Tensor = torch.zeros(0, dtype=torch.int64, device=self.device)  # masked tokens in front of each row
+        self.shifts: Tensor = self.pads  # of each row's positions by its images: Qwen's three axes end before the tokens do
         self.inputs: Tensor = self.pads  # the last drawn token of each row
         self.seats: Tensor = self.pads
         self.has_more_work = True
@@ -223,18 +232,18 @@ class _Run:
     def _begin(self) -> list[tuple[_Row, bool]]:
         """Compute some prompts, and draw the first token of all responses to them. The waiting are in the order of their lengths."""
         begun: list[_Row] = []
-        prompts: dict[tuple[int, ...], int] = {}
-        while self.waiting and self._fits(tokens := self.waiting[0].request.tokens, prompts):
-            prompts.setdefault(tokens, len(prompts))
+        prompts: dict[_Prompt, int] = {}
+        while self.waiting and self._fits(prompt := _prompt_of(self.waiting[0].request), prompts):
+            prompts.setdefault(prompt, len(prompts))
             begun.append(self.waiting.popleft())
         self._compact()
         cache, length = new_cache(self.chunk.hf.config), len(begun[-1].request.tokens)
-        pads = torch.tensor([length - len(prompt) for prompt in prompts], device=self.device)
-        tokens = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=self.device)
+        pads = torch.tensor([length - len(prompt) for prompt, _ in prompts], device=self.device)
+        tokens = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt, _ in prompts], device=self.device)
         slots = torch.arange(length, device=self.device)
         mask = slots >= pads[:, None] if length > len(begun[0].request.tokens) else None
-        hidden = self._pass(tokens, (slots - pads[:, None]).clamp(min=0), mask, cache)
-        index = torch.tensor([prompts[row.request.tokens] for row in begun], device=self.device)
+        hidden, shifts = self._prefill(tokens, (slots - pads[:, None]).clamp(min=0), mask, cache, [images for _, images in prompts])
+        index = torch.tensor([prompts[_prompt_of(row.request)] for row in begun], device=self.device)
         for row in begun:
             self.sampler.seat(row.seat, prompt=row.request.tokens, response=(), seed=row.request.seed, limit=row.limit)
         seats = torch.tensor([row.seat for row in begun], device=self.device)
@@ -242,15 +251,30 @@ class _Run:
         if len(prompts) < len(begun):
             select(cache, index)
         self._join(begun, cache, pads[index], length)
+        self.shifts = torch.cat([self.shifts, shifts[index]])
         self.inputs, self.seats = torch.cat([self.inputs, draw.tokens]), torch.cat([self.seats, seats])
         return self._record(draw, first=len(self.rows) - len(begun))
 
-    def _fits(self, tokens: tuple[int, ...], prompts: dict[tuple[int, ...], int]) -> bool:
+    def _fits(self, prompt: _Prompt, prompts: dict[_Prompt, int]) -> bool:
         """Whether this prompt can be computed with the others, which are no longer."""
-        if not prompts or tokens in prompts:
+        if not prompts or prompt in prompts:
             return True
-        same = self.pads_prompts or len(tokens) == len(next(iter(prompts)))
+        (tokens, _), (others, _) = prompt, next(iter(prompts))
+        same = self.pads_prompts or len(tokens) == len(others)
         return same and (len(prompts) + 1) * len(tokens) <= self.config.prefill_chunk_tokens
+
+    def _prefill(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache, images: Sequence[Digests]
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden states [rows, H] of the last tokens, the shifts [rows] of the positions behind them)."""
+        none = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
+        if not any(images):
+            return self._pass(tokens, positions, mask, cache), none
+        seen = self.chunk.seen(tokens, torch.stack([Images.of(row) for row in images]), mask)
+        given = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask, **seen}
+        hidden = self.chunk.hf.base_model(**given, **{self.cache_name: cache}, use_cache=True).last_hidden_state[:, -1]
+        axes = given["position_ids"]
+        return hidden, axes.amax(dim=(0, 2)) - positions[:, -1] if axes.dim() == 3 else none
 
     def _join(self, begun: list[_Row], cache: DynamicCache, pads: Tensor, length: int) -> None:
         """Add rows of `length` tokens, of which the first `pads` are masked."""
@@ -267,7 +291,7 @@ class _Run:
         self._compact(least=self.refill)
         self.width += 1
         mask = torch.arange(self.width, device=self.device) >= self.pads[:, None] if self.has_pads else None
-        positions = (self.width - 1 - self.pads)[:, None]
+        positions = (self.width - 1 - self.pads + self.shifts)[:, None]
         assert self.cache is not None
         hidden = self._pass(self.inputs[:, None], positions, mask, self.cache)
         draw = self.sampler.draw(self.chunk.logits(hidden), self.seats)
@@ -306,10 +330,10 @@ class _Run:
         self.rows = [self.rows[number] for number in kept]
         if not kept:
             self.cache, self.width, self.has_pads = None, 0, False
-            self.pads = self.inputs = self.seats = self.pads[:0]
+            self.pads = self.shifts = self.inputs = self.seats = self.pads[:0]
             return
         index = torch.tensor(kept, device=self.device)
-        self.pads, self.inputs, self.seats = self.pads[index], self.inputs[index], self.seats[index]
+        self.pads, self.shifts, self.inputs, self.seats = (one[index] for one in (self.pads, self.shifts, self.inputs, self.seats))
         skipped = int(self.pads.min())
         select(self.cache, index, skipped)
         self.pads, self.width = self.pads - skipped, self.width - skipped
