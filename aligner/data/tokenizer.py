@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.data.config import SpecialText, Thinking
 from aligner.data.messages import THOUGHTS, Message, Tools, shown
+from aligner.data.model_files import model_settings
 from aligner.data.rendering import Framing, Rendered, writes_dates
 from aligner.data.templates import DEFAULT, OWN_TEMPLATE, TEMPLATE_FILE, TEMPLATES, TOOL_USE, template_text
+from aligner.data.vision import Vision
 from aligner.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Tokenizer:
         self.vocab_size: int = len(backend)
         self._backend = backend
         self._tools: Tools = ()
+        self.vision: Vision | None = None
         found = backend.chat_template or {}
         self._templates: dict[str, str] = dict(found) if isinstance(found, Mapping) else {DEFAULT: found}
         self._thinking = Thinking.template
@@ -77,6 +80,12 @@ class Tokenizer:
         offers = copy(self)
         offers._tools = tools
         return offers
+
+    def seeing(self, vision: Vision | None) -> Tokenizer:
+        """The same tokenizer of a model that sees: it writes the slots of images. None: of a model that does not."""
+        sees = copy(self)
+        sees.vision = vision
+        return sees
 
     @property
     def max_token_id(self) -> int:
@@ -335,17 +344,6 @@ def load_tokenizer(path: str | Path, model: Path | None = None) -> Tokenizer:
 def listed(ids: Any) -> list[Any]:
     """A setting's value, or values, as a list."""
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
-
-
-def model_settings(path: Path) -> dict[str, Any]:
-    """The settings in a model's JSON file, including its text part's; empty if there is no such file. Raises ConfigError."""
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    settings = settings if isinstance(settings, dict) else {}
-    text = settings.get("text_config")
-    return (text if isinstance(text, dict) else {}) | {name: value for name, value in settings.items() if value is not None}
 
 
 def model_end_ids(directory: Path) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.data.model_files import model_settings
 from aligner.errors import ConfigError, DataError
 from aligner.files import publish_first
 
@@ -136,8 +137,6 @@ def _processor_name(directory: Path) -> str:
     """The class of a directory's processor: as one of its files names it, else that of the kind of model."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    from aligner.data.tokenizer import model_settings
-
     for name in (*reversed(PROCESSOR_FILES), "tokenizer_config.json"):
         if named := model_settings(directory / name).get("processor_class"):
             return str(named)
@@ -152,8 +151,8 @@ def decoded(content: bytes) -> Any:
 
 
 def joined(images: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of several images, one's behind the other's. Their further dimensions are padded with zeros: processors say in a tensor of
-    sizes what is the image, or models leave out what is black."""
+    """The tensors of several images, one's behind the other's. Further dimensions are padded with zeros: processors say in a tensor of sizes
+    what is the image, or models leave out what is black."""
     found = {}
     for name in dict.fromkeys(name for image in images for name in image):
         parts = [image[name] for image in images if name in image]
