@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from aligner.data.model_files import model_settings
+from aligner.data.tokenizer import model_settings
 from aligner.errors import CheckpointError, ConfigError, describe_os_error
 from aligner.models.checkpoint import async_save, files, manifest, safe_pickle
 from aligner.models.checkpoint import optimizer as checkpoint_optimizer
