@@ -75,6 +75,7 @@ class SpecialText(str, Enum):
 
 # The least value of lengths, in tokens, which may also be 0 (the model's context length), and of numbers.
 _LEAST_LENGTH = {"max_length": 2, "max_prompt_length": 1, "max_history_length": 1}
+_MOST = {"max_pixels": 89478485, "max_per_record": 16}  # Pillow's limit; `aligner.types.extras.MOST_IMAGES`
 _LEAST = {"num_workers": 0, "num_validation_prompts": 1, "num_responses": 0}
 
 
@@ -89,6 +90,20 @@ def _refuse_unused(config: Any, why: str, *names: str) -> None:
 def _require_whole_prompts(overlong: Overlong) -> None:
     if overlong is Overlong.truncate:
         raise ConfigError("data.overlong=truncate: complete prompts are written into the records; allowed: drop, refuse")
+
+
+@dataclass(kw_only=True, slots=True)
+class ImageConfig:
+    """Images of records, for models that see (docs/data.md)."""
+
+    root: str = ""  # the directory that paths of images begin at, and may not leave; empty: begin at the data file's, and may lead anywhere
+    max_pixels: int = 33554432  # width times height of one image: a larger one makes its record unusable
+    max_per_record: int = 16  # images of one record; more make it unusable
+
+    def __post_init__(self) -> None:
+        for name, most in _MOST.items():
+            if not 1 <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"data.images.{name} is {value}, allowed: 1 to {most}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,6 +125,7 @@ class DataConfig:
     chat_template: str = ""  # chatml, llama3, ... (docs/data.md), a file that ends in .jinja, or tokenizer:NAME; empty: the tokenizer's own
     thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
     special_text: SpecialText = SpecialText.plain  # turn marks (<|im_end|>, </s>) in a record's text: plain text, refuse or keep as tokens
+    images: ImageConfig = field(default_factory=ImageConfig)
 
     def __post_init__(self) -> None:
         self.train = as_sources(self.train, "data.train")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from aligner.data.images import digests_of
 from aligner.data.messages import Conversation, Message, turns_of
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -15,10 +16,14 @@ _THINKING_MARKS = re.compile(r"</?think>|\[/?THINK\]|<\|(START|END)_THINKING\|>"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """Token ids with their loss mask: True on trained tokens (response and its end token), never on position 0."""
+    """Token ids with their loss mask: True on trained tokens (response and its end token), never on position 0.
+
+    `images`: the digests of those whose slots are among the tokens; of cut tokens, of the whole.
+    """
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +93,7 @@ def encode_plain(tokenizer: Tokenizer, text: str, style: PromptStyle, *, ends: b
 
 def everything(encoded: Encoded) -> Encoded:
     """The same tokens, all of them in the mask."""
-    return masked(list(encoded.tokens), [(0, len(encoded.tokens))])
+    return replace(encoded, loss_mask=masked(list(encoded.tokens), [(0, len(encoded.tokens))]).loss_mask)
 
 
 def last_span(encoded: Encoded) -> Encoded:
@@ -97,7 +102,7 @@ def last_span(encoded: Encoded) -> Encoded:
     start = stop
     while start and encoded.loss_mask[start - 1]:
         start -= 1
-    return masked(list(encoded.tokens), [(start, stop)])
+    return replace(encoded, loss_mask=masked(list(encoded.tokens), [(start, stop)]).loss_mask)
 
 
 def with_begin(tokenizer: Tokenizer, tokens: list[int], style: PromptStyle) -> list[int]:
@@ -126,7 +131,7 @@ def _encode_turns(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence
     if not any(token in tokenizer.end_ids for token in tokens[start:]):
         tokens.append(tokenizer.eos_id)
         spans[-1] = (start, end + 1)
-    return masked(tokens, spans)
+    return replace(masked(tokens, spans), images=digests_of(messages))
 
 
 def _written(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence[int]) -> list[tuple[int, int]]:
@@ -200,4 +205,4 @@ def truncated(encoded: Encoded, max_length: int) -> Encoded:
     mask = encoded.loss_mask[:max_length]
     if not any(mask):
         raise DataError(f"has no response token within max_length={max_length} ({len(encoded.tokens)} tokens), expected a shorter prompt")
-    return Encoded(tokens=encoded.tokens[:max_length], loss_mask=mask)
+    return replace(encoded, tokens=encoded.tokens[:max_length], loss_mask=mask)

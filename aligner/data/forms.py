@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from aligner.data.config import RecordForm
-from aligner.data.messages import is_blank, shown, text_of
+from aligner.data.messages import Image, is_blank, shown, text_of
 from aligner.data.records import WrongFields, has, refuse_two
 from aligner.data.sources import Fields, RawRecord, read_records
 from aligner.errors import DataError
@@ -329,7 +329,7 @@ _OTHER_NAMES = {
 
 
 def columns_of(raw: RawRecord) -> dict[str, Any]:
-    """The fields of a record as in its file, whatever its form; none of them counts as read."""
+    """The fields of a record as in its file, whatever its form, with the digests of images that were read; none counts as read."""
     return _plain(raw.value.origin if isinstance(raw.value, Recast) else raw.value)
 
 
@@ -349,7 +349,9 @@ def extras_of(raw: RawRecord, num_tokens: int) -> dict[str, Tensor]:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list) and value and isinstance(value[0], (dict, list)) else value
+    if isinstance(value, Image):
+        return {"type": "image", "digest": value.digest}
+    return [_plain(one) for one in value] if isinstance(value, list) and value and isinstance(value[0], (dict, list, Image)) else value
 
 
 def forms_for(purpose: Purpose) -> str:

@@ -5,7 +5,7 @@ Attributes: HelpSteer (2311.09528), SteerLM's attribute prediction (2310.05344).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_prompt, encode_response, plain_text
 from aligner.data.epochs import EpochSampler
 from aligner.data.forms import Purpose
+from aligner.data.images import digests_of, images_in
 from aligner.data.labelled import MISSING, attribute_text, is_labelled, parse_labelled, parse_labels, parse_step_labels
 from aligner.data.messages import shown, text_of
 from aligner.data.reading import Reader, loader
@@ -38,6 +39,7 @@ from aligner.data.supervised import row_of
 from aligner.errors import DataError
 from aligner.types import LabeledBatch, StepBatch
 from aligner.types.batches import of_kind
+from aligner.types.extras import Images
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +112,8 @@ def mismatched(examples: Sequence[UnpairedExample], max_length: int) -> list[Unp
     """
     if len(examples) < 2:
         raise ValueError("got one example, expected at least two: each prompt gets the response to another one")
-    numbers: dict[tuple[int, ...], int] = {}
-    prompts = torch.tensor([numbers.setdefault(example.prompt, len(numbers)) for example in examples])
+    numbers: dict[Hashable, int] = {}
+    prompts = torch.tensor([numbers.setdefault((example.prompt, images_in(example.row.extras)), len(numbers)) for example in examples])
     shift, least = 1, len(examples) + 1
     for places in range(1, len(examples)):
         own = int((prompts == prompts.roll(places)).sum())
@@ -148,7 +150,8 @@ def _with_response_of(example: UnpairedExample, other: UnpairedExample, max_leng
     prompt = example.prompt
     response = other.response[: max_length - len(prompt)]
     mask = (*[False] * len(prompt), *[True] * len(response))
-    return replace(example, row=SupervisedExample(tokens=prompt + response, loss_mask=mask, source=example.row.source))
+    images = {name: row for name, row in example.row.extras.items() if name == Images.name}  # of the prompt; the response has none
+    return replace(example, row=SupervisedExample(tokens=prompt + response, loss_mask=mask, source=example.row.source, extras=images))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +234,9 @@ def _stepped(raw: RawRecord, reader: Reader) -> SteppedExample:
         tokens, mask = tokens[:most], mask[:most]
         if not (labels := labels[: sum(mask)]):
             raise DataError(f"has no judged step within max_length={most} ({whole} tokens), expected a shorter prompt")
-    return SteppedExample(row=SupervisedExample(tokens=tuple(tokens), loss_mask=tuple(mask), source=raw.source), labels=tuple(labels))
+    extras = {name: row for name, row in reader.extras(raw, tokens, digests_of(asked), whole).items() if name == Images.name}
+    row = SupervisedExample(tokens=tuple(tokens), loss_mask=tuple(mask), source=raw.source, extras=extras)
+    return SteppedExample(row=row, labels=tuple(labels))
 
 
 def _steps(raw: RawRecord) -> tuple[tuple[str, ...], tuple[float, ...]]:

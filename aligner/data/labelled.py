@@ -22,6 +22,7 @@ from typing import Any
 from aligner.data.config import AnnotateDataConfig, RequestDataConfig
 from aligner.data.encoding import Encoded, PromptStyle, encode_plain, masked, with_begin
 from aligner.data.forms import Purpose, recast
+from aligner.data.images import images_in
 from aligner.data.messages import Message, is_blank, shown, text_of, turns_of
 from aligner.data.prompts import load_prompts
 from aligner.data.reading import Reader, read_all
@@ -172,6 +173,7 @@ def parse_labelled(raw: RawRecord, *, judged: bool = False) -> LabelledRecord:
     """
     record = raw_object(raw)
     refuse_two(["conversations", *supervised_readings(record)])
+    _refuse_images(getattr(record, "images", None) is not None and record.images.number > 0)  # type: ignore[attr-defined]
     kind = record.get("type")
     if judged and kind in (None, TEXT_TO_VALUE):
         kind = VALUE_TO_TEXT
@@ -190,6 +192,11 @@ def parse_labelled(raw: RawRecord, *, judged: bool = False) -> LabelledRecord:
         speakers = sorted({turn.speaker for turn in parsed})
         raise DataError(f"field 'mask' is {shown(mask)}, which is not among the speakers {shown(speakers)}: all turns would be learnt")
     return LabelledRecord(system=field_text(record, "system", empty=True) if "system" in record else "", turns=parsed)
+
+
+def _refuse_images(holds_some: bool) -> None:
+    if holds_some:
+        raise DataError("holds an image, expected text: this format cannot hold images")
 
 
 def _turn(turn: object, what: str, mask: str, *, with_label: bool) -> Turn:
@@ -223,16 +230,21 @@ USER, ASSISTANT = "User", "Assistant"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A prompt to be answered; in a labelled conversation `record` has the turns before the answer, and `label` its attributes."""
+    """A prompt to be answered; in a labelled conversation `record` has the turns before the answer, and `label` its attributes.
+
+    `images`: the paths of the prompt's images.
+    """
 
     prompt: Prompt
+    images: tuple[str, ...] = ()
     record: LabelledRecord | None = None
     label: str = ""
 
     def answered(self, value: str, **more: Any) -> dict[str, Any]:
         """A record with the response `value`: a conversation that can be trained on, or `{prompt, response}`."""
         if self.record is None:
-            return {"prompt": self.prompt.text, "response": value, "source": self.prompt.source, **more}
+            asked = {"prompt": list(self.prompt.messages), "images": list(self.images)} if self.images else {"prompt": self.prompt.text}
+            return {**asked, "response": value, "source": self.prompt.source, **more}
         turn = Turn(speaker=ASSISTANT, text=value, label=self.label, learnt=True)
         return as_json(replace(self.record, turns=(*self.record.turns, turn))) | {"source": self.prompt.source, **more}
 
@@ -264,7 +276,9 @@ def load_requests(
     if config.attributes or any(is_labelled(recast(raw, Purpose.prompts)) for raw in read_records(location, 1)):
         return read_all(_request, location, config, tokenizer, first=first, purpose=Purpose.prompts)
     prompts, report = load_prompts(location, config, tokenizer, first=first, columns=frozenset())
-    return [Request(prompt=prompt) for prompt in prompts], report
+    store = None if tokenizer.vision is None else tokenizer.vision.store
+    paths = [tuple(str(store.directory / one) for one in images_in(prompt.extras)) if store else () for prompt in prompts]
+    return [Request(prompt=prompt, images=own) for prompt, own in zip(prompts, paths, strict=True)], report
 
 
 def _request(raw: RawRecord, reader: Reader) -> Request:
@@ -356,6 +370,7 @@ def from_messages(messages: Sequence[Message], system: str = "") -> LabelledReco
         raise DataError(f"a message has role {bad[0]!r}, expected user and assistant after at most one system message")
     if any(message.role == "assistant" and not message.is_plain for message in messages):
         raise DataError("an assistant's message has thinking or calls of tools, expected text: this format cannot hold them")
+    _refuse_images(any(message.images for message in messages))
     turns = tuple(
         Turn(speaker=USER if message.role == "user" else ASSISTANT, text=message.content, label="", learnt=message.role != "user")
         for message in messages

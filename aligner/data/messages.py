@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +26,24 @@ MAX_SHOWN = 80  # characters of a bad value that are quoted in a message
 Tools = tuple[Mapping[str, Any], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image in a turn, by its digest in the store; without one: the image `index` of the record's own field, or its next one."""
+
+    digest: str = ""
+    index: int = -1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One turn of a conversation. `thinking` and `tool_calls` belong to an assistant, `name` and `tool_call_id` to a tool."""
+    """One turn of a conversation. `thinking` and `tool_calls` belong to an assistant, `name` and `tool_call_id` to a tool.
+
+    `parts`: of a turn with images, them and the texts between, which make up the `content`.
+    """
 
     role: str
     content: str
+    parts: tuple[str | Image, ...] = ()
     thinking: str = ""
     tool_calls: Tools = ()
     name: str = ""
@@ -45,8 +57,24 @@ class Message:
             "name": self.name,
             "tool_call_id": self.tool_call_id,
         }
-        content = [{"type": "text", "text": self.content}] if parts else self.content
+        content: Any = [{"type": "text", "text": self.content}] if parts else self.content
+        if self.parts:
+            content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.parts]
         return {"role": self.role, "content": content} | {name: value for name, value in more.items() if value}
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The content, where a template may write images between its texts."""
+        return tuple(part for part in self.parts if isinstance(part, str)) if self.parts else (self.content,)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The images, in order."""
+        return tuple(part for part in self.parts if isinstance(part, Image))
+
+    def with_parts(self, parts: Sequence[str | Image]) -> Message:
+        """The same turn with these images and texts."""
+        return replace(self, content="".join(part for part in parts if isinstance(part, str)), parts=tuple(part for part in parts if part))
 
     @property
     def is_plain(self) -> bool:
@@ -135,14 +163,17 @@ def _message(turn: object, what: str) -> Message:
         raise DataError(f"{what}: role is {shown(turn['role'])}, allowed: {', '.join(ROLES)}")
     if role == "assistant":
         return _assistant(turn, what)
-    content = text_of(_content(turn), f"{what}: content", empty=role in ("system", "tool"))
+    parts = _parts(turn, what)
+    content = text_of(_content(turn), f"{what}: content", empty=role in ("system", "tool") or bool(parts))
     if role != "tool":
-        return Message(role=role, content=content)
-    return Message(role=role, content=content, name=turn.get("name") or "", tool_call_id=turn.get("tool_call_id") or "")
+        return Message(role=role, content=content, parts=parts)
+    return Message(role=role, content=content, parts=parts, name=turn.get("name") or "", tool_call_id=turn.get("tool_call_id") or "")
 
 
 def _assistant(turn: dict[str, Any], what: str) -> Message:
     calls = _calls(turn, what) if dict.get(turn, "tool_calls") else ()
+    if _parts(turn, what):
+        raise DataError(f"{what} is an assistant's and holds an image, expected images only in prompts: no model here answers with one")
     content = _content(turn)
     content = text_of("" if content is None and calls else content, f"{what}: content", empty=bool(calls))
     if is_blank(content) and not calls:
@@ -154,10 +185,33 @@ def _assistant(turn: dict[str, Any], what: str) -> Message:
 def _content(turn: dict[str, Any]) -> object:
     """A text, which OpenAI also writes in parts, `[{type: text, text}]`."""
     content = turn.get("content")
-    if isinstance(content, list) and content and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        parts = [part["text"] if "text" in part else None for part in content]
-        return "".join(parts) if all(isinstance(part, str) for part in parts) else content
+    if isinstance(content, list) and content and all(isinstance(part, Image) or _is_text(part) for part in content):
+        texts = [part["text"] if "text" in part else None for part in content if not isinstance(part, Image)]
+        return "".join(texts) if all(isinstance(text, str) for text in texts) else content
     return content
+
+
+def _parts(turn: dict[str, Any], what: str) -> tuple[str | Image, ...]:
+    """The texts and images of a turn that has images; the texts are checked with the content."""
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return ()
+    if (kind := next((part["type"] for part in content if is_media(part)), None)) is not None:
+        raise DataError(f"{what}: a part of the content has the type {kind!r}, expected text: this model has no image processor")
+    if not any(isinstance(part, Image) for part in content):
+        return ()
+    found = (part if isinstance(part, Image) else dict.get(part, "text") if isinstance(part, dict) else None for part in content)
+    return tuple(part for part in found if isinstance(part, Image) or (isinstance(part, str) and part))
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
+
+
+def is_media(part: object) -> bool:
+    """Whether a part of a content is an image (a video, ...) as records name it; it does not count as read."""
+    kind = dict.get(part, "type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and kind.startswith(("image", "video", "audio", "input_image", "input_video", "input_audio"))
 
 
 def _calls(turn: dict[str, Any], what: str) -> Tools:

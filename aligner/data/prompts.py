@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from aligner.data.config import Overlong, PromptDataConfig
 from aligner.data.encoding import encode_prompt
 from aligner.data.forms import Purpose, columns_of, recognised
+from aligner.data.images import digests_of
 from aligner.data.messages import Conversation
 from aligner.data.mixture import Location, sources
 from aligner.data.reading import Reader, read_all, reads_sources
@@ -17,6 +18,7 @@ from aligner.data.sources import RawRecord, located
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import Prompt
+from aligner.types.extras import Images
 
 
 def _load_one(
@@ -33,13 +35,13 @@ def _load_one(
         whole = encode_prompt(tokenizer.offering(record.tools), record.prompt, reader.style)
         if not whole:
             raise DataError(f"prompt {record.prompt!r} has no token, expected at least one")
-        tokens = _fitted(whole, reader)
+        tokens, images = _fitted(whole, reader), digests_of(record.prompt)
         text = record.prompt if isinstance(record.prompt, str) and tokens is whole else None
         fields = columns_of(raw)
         if columns is not None and columns <= fields.keys():
             fields = {name: one for name, one in fields.items() if name in columns}
         turns = () if isinstance(record.prompt, str) else tuple(turn.as_json() for turn in record.prompt)
-        return reader.prompt(raw, tokens, text, answer=record.answer, columns=fields, messages=turns)
+        return reader.prompt(raw, tokens, text, images, answer=record.answer, columns=fields, messages=turns)
 
     unused = "that only reward functions may use"
     return read_all(convert, location, config, tokenizer, first=first, purpose=Purpose.prompts, unused=unused)
@@ -57,7 +59,10 @@ def _fitted(tokens: list[int], reader: Reader) -> list[int]:
         reader.check_prompt(len(tokens))
     reader.cut()
     head = tokens[:1] if tokens[0] == reader.tokenizer.bos_id and limit > 1 else []
-    return [*head, *tokens[len(tokens) - limit + len(head) :]]
+    kept, vision = [*head, *tokens[len(tokens) - limit + len(head) :]], reader.tokenizer.vision
+    if vision is not None and vision.count_slots(kept) < vision.count_slots(tokens):  # what is asked of an image stays without it
+        reader.check_prompt(len(tokens))
+    return kept
 
 
 _SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
@@ -76,6 +81,9 @@ class Questions:
 
 def read_questions(location: Location, config: PromptDataConfig, prompts: Iterable[Prompt]) -> Questions:
     """The questions of these prompts from `load_prompts` at `location`; a record is found by its file and line."""
+    prompts = list(prompts)
+    if seeing := [prompt.source for prompt in prompts if Images.name in prompt.extras]:
+        raise DataError(f"{seeing[0]}: holds an image, and a judge that reads questions as texts would not see it; allowed: texts")
     wanted = {prompt.source: prompt.id for prompt in prompts}
     named: list[tuple[str, PromptDataConfig, int | None]] = [(str(location), config, max(wanted.values(), default=0) + 1)]
     if not isinstance(location, str):

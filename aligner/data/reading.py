@@ -14,11 +14,13 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from aligner.data.cache import load_cached
 from aligner.data.config import Overlong
 from aligner.data.encoding import Encoded, PromptStyle, truncated
 from aligner.data.forms import Purpose, extras_of, recognised
+from aligner.data.images import ImageReader
 from aligner.data.mixture import Location, Mixture, Source, sources
 from aligner.data.report import LoadReport, Tally, combined, too_long
 from aligner.data.sources import RawRecord, left_out, located, read_records
@@ -26,6 +28,7 @@ from aligner.data.stored import row_counts, rows_of
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import Prompt
+from aligner.types.extras import Images
 
 Example = TypeVar("Example")
 Other = TypeVar("Other")
@@ -42,6 +45,13 @@ class Reader:
         self.plain = PromptStyle(apply_chat_template=False, add_bos=getattr(config, "add_bos", None))
         self.style = replace(self.plain, apply_chat_template=getattr(config, "apply_chat_template", False))
         self._tally = tally
+        vision = tokenizer.vision
+        self._images = None if vision is None else ImageReader(config, vision, tally.images)
+
+    def see(self, raws: Sequence[RawRecord]) -> None:
+        """Read the images of records, for a model that sees."""
+        for raw in raws if self._images else ():
+            self._images.read(raw)  # type: ignore[union-attr]
 
     def cut(self) -> None:
         """Count this record as truncated, if it is used."""
@@ -66,10 +76,35 @@ class Reader:
         if 0 < self.config.max_prompt_length < length:
             too_long(length, self.config.max_prompt_length, self.config.overlong, "data.max_prompt_length")
 
-    def prompt(self, raw: RawRecord, tokens: Sequence[int], text: str | None = None, **more: Any) -> Prompt:
-        """The prompt of a record; `text`: as the tokens spell it, if it is not given."""
+    def prompt(self, raw: RawRecord, tokens: Sequence[int], text: str | None = None, images: Sequence[str] = (), **more: Any) -> Prompt:
+        """The prompt of a record, with these images; `text`: as the tokens spell it, if it is not given."""
         text = self.tokenizer.decode(tokens, skip_special=False) if text is None else text
-        return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, extras=extras_of(raw, len(tokens)), **more)
+        return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, extras=self.extras(raw, tokens, images), **more)
+
+    def extras(self, raw: RawRecord, tokens: Sequence[int], images: Sequence[str] = (), length: int = 0) -> dict[str, Tensor]:
+        """The tensors of a record's row of these tokens, the first of `length` (0: all), which have slots for these images.
+
+        Images behind the end are left out. Raises TooLong, or DataError, for a row that ends among an image's slots; DataError for slots
+        without an image, and for images without slots.
+        """
+        found, vision = extras_of(raw, len(tokens)), self.tokenizer.vision
+        if vision is None:
+            return found
+        if (seen := getattr(raw.value, "images", None)) is not None and seen.number != len(images):
+            raise DataError(f"has {seen.number} images, of which this form or use of records can hold {len(images)}, expected all of them")
+        there = left = vision.count_slots(tokens)
+        shown = list[str]()
+        for digest in images:
+            if left > 0:
+                shown, left = [*shown, digest], left - vision.num_slots(digest)
+        is_cut = length > len(tokens)
+        if left == 0 and (is_cut or len(shown) == len(images)):
+            return found | ({Images.name: Images.of(shown)} if shown else {})
+        if is_cut and left < 0:
+            too_long(length, self.config.max_length, self.config.overlong)
+        raise DataError(
+            f"has {there} slots of images among its tokens, expected {sum(map(vision.num_slots, images))} for its {len(images)} images"
+        )
 
 
 def read_all(
@@ -91,8 +126,12 @@ def read_all(
     counts = Tally(location, config, **tally)
     reader = Reader(config, tokenizer, counts)
     raws = recognised(location, config, purpose, first) if purpose else read_records(location, first)
-    examples = counts.convert(items(raws), lambda item: convert(item, reader), records)
-    return examples, counts.finish()
+
+    def seen(item: Item) -> Example | list[Example]:
+        reader.see(records(item))
+        return convert(item, reader)
+
+    return counts.convert(items(raws), seen, records), counts.finish()
 
 
 class Mixed(Sequence[Example]):

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from aligner.data.messages import Conversation, Tools, is_blank, parse_messages, parse_tools, shown, text_of
+from aligner.data.images import placed
+from aligner.data.messages import Conversation, Tools, is_blank, parse_messages, parse_tools, shown, text_of, turns_of
 from aligner.data.sources import RawRecord, nested
 from aligner.errors import DataError
 
@@ -87,7 +88,7 @@ def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str | Non
     name = prompt_field or the_one(record, ("prompt", "messages", "text", "instruction"), formats, hint=_NAME_ONE)
     if not prompt_field and name in _ASKED:
         _only_one_asks(record, name, _NAME_ONE)
-    prompt = _text_or_messages(record, name) if prompt_field else _question(record, name)
+    prompt = placed(_text_or_messages(record, name) if prompt_field else _question(record, name), record)
     if not isinstance(prompt, str) and prompt[-1].role == "assistant":
         raise DataError(f"field {name!r}: the last message has role 'assistant', expected 'user', 'system' or 'tool'")
     answer = None if answer_field is None else _answer(record, answer_field)
@@ -98,7 +99,7 @@ def parse_supervised(raw: RawRecord, prompt_field: str = "", response_field: str
     """`{messages}`, `{prompt, response}`, `{input, output}`, `{instruction, input?, output}` or `{text}`; or the two fields named."""
     record = raw_object(raw)
     if prompt_field:
-        prompt = _text_or_messages(record, prompt_field)
+        prompt = placed(_text_or_messages(record, prompt_field), record)
         return ResponseRecord(prompt=prompt, response=_response(record, response_field), tools=_tools(record, prompt))
     name = _reading(record)
     if name == "text":
@@ -107,8 +108,8 @@ def parse_supervised(raw: RawRecord, prompt_field: str = "", response_field: str
         messages = parse_messages(record[name], name)
         if messages[-1].role != "assistant":
             raise DataError(f"field 'messages': the last message has role {messages[-1].role!r}, expected 'assistant'")
-        return ConversationRecord(messages=messages, tools=_tools(record, messages))
-    prompt = _question(record, name)
+        return ConversationRecord(messages=turns_of(placed(messages, record), "user"), tools=_tools(record, messages))
+    prompt = placed(_question(record, name), record)
     response = _reply(record, "response" if name == "prompt" else "output")
     return ResponseRecord(prompt=prompt, response=response, tools=_tools(record, prompt))
 
@@ -165,6 +166,7 @@ def parse_preference(raw: RawRecord) -> PreferenceRecord:
         prompt = _prompt(record)
     else:
         prompt, chosen, rejected = split_dialogue(_response(record, chosen_name), _response(record, rejected_name))
+    prompt = placed(prompt, record)
     return _preference(prompt, chosen, rejected, _margin(record), _tools(record, prompt))
 
 
@@ -176,7 +178,7 @@ def parse_judged(raw: RawRecord) -> JudgedRecord:
     field = the_one(record, ("response", "completion"), formats)
     # An empty response may be judged bad, but cannot be learnt.
     response = _reply(record, field) if desirable or isinstance(record[field], list) else field_text(record, field, empty=True)
-    prompt = _prompt(record)
+    prompt = placed(_prompt(record), record)
     return JudgedRecord(prompt=prompt, response=response, desirable=desirable, tools=_tools(record, prompt))
 
 
@@ -286,6 +288,8 @@ def _reply(record: dict[str, object], name: str) -> str | Conversation:
     turns = parse_messages(record[name], name)
     if turns[-1].role != "assistant":
         raise DataError(f"field {name!r}: the last message has role {turns[-1].role!r}, expected 'assistant'")
+    if any(turn.images for turn in turns):
+        raise DataError(f"field {name!r} holds an image, expected images only in prompts")
     return turns[0].content if len(turns) == 1 and turns[0].is_plain else turns
 
 

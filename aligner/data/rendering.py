@@ -15,6 +15,7 @@ import secrets
 import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from aligner.data.vision import Vision
 from aligner.errors import ConfigError, DataError
 
 MOST_SECONDS = 10.0  # for one conversation, and for all trial conversations
@@ -57,6 +59,19 @@ class Rendered:
 
     text: str
     written: tuple[tuple[int, int], ...]
+
+    def replaced(self, spans: Sequence[tuple[int, int]], texts: Sequence[str]) -> Rendered:
+        """With these texts in place of the spans, which are in order."""
+        pieces, ends, last = list[str](), [0], 0
+        for (start, stop), text in zip(spans, texts, strict=True):
+            pieces += [self.text[last:start], text]
+            ends.append(ends[-1] + len(text) - (stop - start))
+            last = stop
+
+        def moved(place: int) -> int:
+            return place + ends[bisect_right(spans, place, key=lambda span: span[1])]
+
+        return Rendered("".join([*pieces, self.text[last:]]), tuple((moved(start), moved(stop)) for start, stop in self.written))
 
 
 def writes_dates(template: str) -> bool:
@@ -233,13 +248,25 @@ _CONTENT = re.compile(
     r"|tool[ _\u2581-]?(call|use|response|output|sep)",
     re.IGNORECASE,
 )
+_IMAGE_MARK = re.compile(r"imag|img|vid|vision|<row_\d+_col_\d+>", re.IGNORECASE)
 
 
 class Framing:
-    """How texts are framed for a tokenizer: `templates` by name, the default first, none for plain text; `end_ids` end a response."""
+    """How texts are framed for a tokenizer: `templates` by name, the default first, none for plain text; `end_ids` end a response.
 
-    def __init__(self, backend: PreTrainedTokenizerBase, templates: Mapping[str, str], day: date, end_ids: Sequence[int]) -> None:
+    `vision`: of a model that sees; the tokens of images then frame texts too.
+    """
+
+    def __init__(
+        self,
+        backend: PreTrainedTokenizerBase,
+        templates: Mapping[str, str],
+        day: date,
+        end_ids: Sequence[int],
+        vision: Vision | None = None,
+    ) -> None:
         self._backend = backend
+        self._vision = vision
         self._end_ids = end_ids
         self._templates = templates
         self._day = day
@@ -255,7 +282,7 @@ class Framing:
     def frames(self) -> dict[str, int]:
         """The special tokens that frame texts, with their ids: begin, end, padding, and the chat template's marks around turns.
 
-        Tokens for content, such as `<think>`, `<tool_call>` and slots for images, are not frames.
+        Tokens for content, such as `<think>` and `<tool_call>`, are not frames; those of images are, for a model that sees.
         """
         backend = self._backend
         ends = {backend.bos_token_id, backend.pad_token_id, *self._end_ids}
@@ -265,7 +292,15 @@ class Framing:
         def is_mark(text: str) -> bool:  # not a word that was added to the vocabulary, such as `user`
             return not text.strip()[0].isalnum() and text in written and not _CONTENT.search(text)
 
-        return {text: number for text, number in self._added.items() if number in ends or is_mark(text)}
+        return {text: number for text, number in self._added.items() if number in ends or is_mark(text) or text in self.slots}
+
+    @cached_property
+    def slots(self) -> frozenset[str]:
+        """The tokens that stand for images, and the marks around them; none for a model that does not see."""
+        if self._vision is None:
+            return frozenset()
+        own = self._vision.slot_ids
+        return frozenset(text for text, number in self._added.items() if number in own or _IMAGE_MARK.search(text))
 
     @cached_property
     def ids(self) -> frozenset[int]:
@@ -321,7 +356,7 @@ class Framing:
     def begins(self, text: str) -> bool:
         """Whether a text begins with a frame."""
         text = text.lstrip()
-        return text.startswith(self._beginnings) and text.startswith(tuple(self.frames))
+        return text.startswith(self._beginnings) and text.startswith(tuple(self.frames.keys() - self.slots))
 
     def escaped(self, text: str, frames: Iterable[str]) -> str:
         """The text with these frames marked as text, for `encode`."""

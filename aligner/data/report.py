@@ -164,6 +164,7 @@ class Tally:
         self._kept = 0
         self._too_long: list[LongRecord] = []
         self._problems: list[str] = []
+        self.images: list[tuple[str, str, list[int]]] = []  # that were read: `ImageReader.files`
         self._unused = Counter[str]()
         self._special_text = Counter[str]()
         self._forms = Counter[str]()

@@ -227,13 +227,14 @@ def _listed(folder: Path) -> list[Path]:
 
 
 class Fields(dict[str, Any]):
-    """A JSON object that records which of its fields were read. `repeated`: a name that occurred twice."""
+    """A JSON object that records which of its fields were read. `repeated`: a name that occurred twice; `images`: of `ImageReader`."""
 
-    __slots__ = ("read", "repeated")
+    __slots__ = ("images", "read", "repeated")
 
     def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
         dict.__init__(self, pairs)
         self.read: set[str] = set()
+        self.images: Any = None
         self.repeated = ""
         if len(self) < len(pairs):
             names = [name for name, _ in pairs]
@@ -419,4 +420,24 @@ def _read_datasets(location: str) -> Iterator[_Item]:
         rows = rows[split]
     elif saved and rest and split != str(rows.split or "train"):
         raise DataError(f"data location {location!r}: no split {split!r}: it was saved as one data set")
-    yield from _numbered(rows)
+    yield from _numbered(_undecoded(rows))
+
+
+def _undecoded(rows: Any) -> Any:
+    """The rows with images as files, as they were stored, not as pixels."""
+    import datasets
+
+    images = [name for name, kind in rows.features.items() if "Image(" in repr(kind)]
+    return rows.cast(datasets.Features(rows.features | {name: _as_files(rows.features[name]) for name in images})) if images else rows
+
+
+def _as_files(kind: Any) -> Any:
+    import datasets
+
+    if isinstance(kind, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(kind, dict):
+        return {name: _as_files(one) for name, one in kind.items()}
+    if isinstance(kind, list):
+        return [_as_files(one) for one in kind]
+    return type(kind)(_as_files(kind.feature), length=kind.length) if hasattr(kind, "feature") else kind

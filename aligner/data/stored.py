@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from aligner.errors import AlignerError, DataError
-from aligner.types.extras import from_json, read_from_records, to_json
+from aligner.types.extras import from_json, to_json
 
 try:
     import pyarrow as pa
@@ -54,15 +54,11 @@ def schema_of(kind: type) -> pa.Schema:
     return pa.schema([(name, _type(hint)) for name, hint in _hints(kind).items()])
 
 
+@functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     """The types of a dataclass's fields, except tensors: they are added to an example later, and None until then."""
-    return _kept_hints(kind, with_extras=bool(read_from_records()))
-
-
-@functools.cache
-def _kept_hints(kind: type, *, with_extras: bool) -> dict[str, Any]:
-    hints, left_out = typing.get_type_hints(kind), [Tensor | None] if with_extras else [Tensor | None, _EXTRAS]
-    return {field.name: hints[field.name] for field in fields(kind) if hints[field.name] not in left_out}
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind) if hints[field.name] != Tensor | None}
 
 
 def _type(hint: Any) -> pa.DataType:

@@ -11,7 +11,8 @@ from itertools import chain, groupby
 from aligner.data.collate import PreferencePair, SupervisedExample
 from aligner.data.config import Learn
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_response, everything, last_span
-from aligner.data.forms import Purpose, extras_of
+from aligner.data.forms import Purpose
+from aligner.data.images import images_in
 from aligner.data.labelled import encode_labelled, is_labelled, parse_labelled
 from aligner.data.reading import Reader, loader
 from aligner.data.records import ConversationRecord, TextRecord, is_text_line, parse_preference, parse_supervised, parse_text_pair
@@ -23,7 +24,7 @@ from aligner.types import Prompt
 def row_of(encoded: Encoded, reader: Reader, raw: RawRecord) -> SupervisedExample:
     """The row of an encoded record, cut if it is too long and the settings allow that."""
     fitted = reader.fit(encoded)
-    extras = extras_of(raw, len(fitted.tokens))
+    extras = reader.extras(raw, fitted.tokens, encoded.images, len(encoded.tokens))
     return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source, extras=extras)
 
 
@@ -76,7 +77,7 @@ def _demonstration(raw: RawRecord, reader: Reader) -> Demonstration:
     row = _example(raw, reader)
     start = response_start(row.loss_mask)
     reader.check_prompt(start)
-    return Demonstration(prompt=reader.prompt(raw, row.tokens[:start]), response=row.tokens[start:])
+    return Demonstration(prompt=reader.prompt(raw, row.tokens[:start], images=images_in(row.extras)), response=row.tokens[start:])
 
 
 load_demonstrations = loader(Demonstration, _demonstration, purpose=Purpose.supervised)

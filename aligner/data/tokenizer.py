@@ -69,7 +69,7 @@ class Tokenizer:
         elif data.chat_template:
             chats._templates = {DEFAULT: template_text(data.chat_template)}
         chats._thinking, chats._special_text, chats._day = data.thinking, data.special_text, day or self._day
-        chats._framing = Framing(self._backend, chats._templates, chats._day, self.end_ids)
+        chats._framing = Framing(self._backend, chats._templates, chats._day, self.end_ids, self.vision)
         return chats
 
     def seeing(self, vision: Vision | None) -> Tokenizer:
@@ -85,6 +85,13 @@ class Tokenizer:
         offers = copy(self)
         offers._tools = tools
         return offers
+
+    def seeing(self, vision: Vision | None) -> Tokenizer:
+        """The same tokenizer of a model that sees: it writes the slots of images. None: of a model that does not."""
+        sees = copy(self)
+        sees.vision = vision
+        sees._framing = Framing(self._backend, self._templates, self._day, self.end_ids, vision)
+        return sees
 
     @property
     def max_token_id(self) -> int:
@@ -125,10 +132,12 @@ class Tokenizer:
     def protected(self, text: str) -> str:
         """A text from outside, for `encode`, `continuation` and chat templates: its special tokens frame nothing (`data.special_text`).
 
-        Raises DataError if the text is refused.
+        Those that stand for images are always text. Raises DataError if the text is refused.
         """
         found = self._framing.found(text)
-        if not found or self._special_text is SpecialText.keep:
+        if self._special_text is SpecialText.keep:
+            found = [frame for frame in found if frame in self._framing.slots]
+        if not found:
             return text
         if self._special_text is SpecialText.refuse:
             raise DataError(f"a text holds {found[0]!r}, which frames texts for this tokenizer, expected none (data.special_text=refuse)")
@@ -253,10 +262,26 @@ class Tokenizer:
         turns, tools = (self._protected_json(it) for it in ([message.as_json(thought, parts) for message in messages], list(self._tools)))
         found = self._framing.render(template, turns, tools=tools, asks=add_generation_prompt)
         self._check_contents(messages, found.text)
+        images = [image.digest for message in messages for image in message.images]
         if self._thinking is Thinking.keep:
             whole = self._framing.render(template, turns, tools=tools) if add_generation_prompt else found
             self._check_thoughts(messages, whole.text)
-        return found
+        return self._with_images(found, images)
+
+    def _with_images(self, rendered: Rendered, images: Sequence[str]) -> Rendered:
+        """The text with the slots of these images where the template wrote images."""
+        if self.vision is None:
+            if images:
+                raise DataError(f"holds an image, and the model of tokenizer {self.path} has no image processor")
+            return rendered
+        token = self.vision.image_token
+        starts = [found.start() for found in re.finditer(re.escape(token), rendered.text)]
+        if len(starts) != len(images):
+            raise DataError(
+                f"the chat template of {self.path} writes {len(starts)} times {token!r} for {len(images)} images, "
+                "expected one for each (data.chat_template)"
+            )
+        return rendered.replaced([(start, start + len(token)) for start in starts], [self.vision.expansion(one) for one in images])
 
     def _protected_json(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -279,8 +304,8 @@ class Tokenizer:
     def _check_contents(self, messages: Sequence[Message], text: str) -> None:
         """Raise DataError if the template omits a message's content; an assistant's thinking may be omitted."""
         for position, message in enumerate(messages):
-            said = message.content if message.role != "assistant" else message.content.rpartition("</think>")[2]
-            for what in (said.strip(), *(call["function"]["name"] for call in message.tool_calls)):
+            said = message.texts if message.role != "assistant" else (message.content.rpartition("</think>")[2],)
+            for what in (*(text.strip() for text in said), *(call["function"]["name"] for call in message.tool_calls)):
                 words = self.protected(what)
                 if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
                     lost = f"{shown(what)} of role {message.role!r}, expected one that writes it (data.chat_template)"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +21,9 @@ from aligner.errors import ConfigError, DataError
 from aligner.files import publish_first
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # of files; others may run programs, or are no images
 _MOST_KEPT = 1 << 30  # bytes of pixels that a process keeps
+_MOST_TEXT = 1 << 26  # characters of expansions
 
 
 class ImageStore:
@@ -54,12 +59,26 @@ class Vision:
         self.directory, self.store = directory, store
         self._kept: OrderedDict[str, tuple[str, dict[str, Tensor]]] = OrderedDict()
         self._bytes = 0
+        self._texts: OrderedDict[str, str] = OrderedDict()
+        self._characters = 0
 
     @classmethod
     def of(cls, directories: Sequence[Path | None], images: Path) -> Vision | None:
         """That of the first of these directories that has a processor of images, for the files in `images`; None if none has."""
         found = next((one for one in directories if one is not None and any((one / name).is_file() for name in PROCESSOR_FILES)), None)
         return None if found is None else cls(found, ImageStore(images))
+
+    def storing(self, directory: Path) -> Vision:
+        """The same processor, for the images in another directory."""
+        other = copy(self)
+        other.store = ImageStore(directory)
+        return other
+
+    def add(self, content: bytes) -> str:
+        """Keep the file of an image; returns its digest. Raises DataError if it cannot be decoded, or the processor refuses it."""
+        digest = hashlib.sha256(content).hexdigest()
+        self._processed(digest, content)
+        return self.store.put(content)
 
     @property
     def image_token(self) -> str:
@@ -73,7 +92,24 @@ class Vision:
 
     def expansion(self, digest: str) -> str:
         """The text with a slot for each feature of an image, in place of `image_token`."""
-        return self._processed(digest)[0]
+        if digest not in self._texts:
+            return self._processed(digest)[0]
+        self._texts.move_to_end(digest)
+        return self._texts[digest]
+
+    def num_slots(self, digest: str) -> int:
+        """The number of slots of an image."""
+        text = self.expansion(digest)
+        return sum(text.count(slot) for slot in self._slots)
+
+    def count_slots(self, tokens: Sequence[int]) -> int:
+        """The number of slots among these tokens."""
+        slots = set(self.slot_ids)
+        return sum(token in slots for token in tokens)
+
+    @cached_property
+    def _slots(self) -> list[str]:
+        return [str(token) for token in self._processor.tokenizer.convert_ids_to_tokens(list(self.slot_ids))]
 
     def inputs(self, digests: Sequence[str]) -> dict[str, Tensor]:
         """The pixels of these images as the model takes them, one image's behind the other's; empty for none."""
@@ -83,12 +119,12 @@ class Vision:
         """1 for slots of images, 0 for other tokens; of the shape of `tokens`."""
         return torch.isin(tokens, torch.tensor(self.slot_ids, device=tokens.device)).long()
 
-    def _processed(self, digest: str) -> tuple[str, dict[str, Tensor]]:
+    def _processed(self, digest: str, content: bytes = b"") -> tuple[str, dict[str, Tensor]]:
         if digest in self._kept:
             self._kept.move_to_end(digest)
             return self._kept[digest]
         processor = self._processor
-        images, text, *_ = processor.prepare_inputs_layout(images=[decoded(self.store.get(digest))], text=[self.image_token])
+        images, text, *_ = processor.prepare_inputs_layout(images=[decoded(content or self.store.get(digest))], text=[self.image_token])
         options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt")["images_kwargs"]
         try:
             features, replacements = processor._process_images(images, **options)
@@ -96,11 +132,19 @@ class Vision:
             raise DataError(f"image {digest}: the image processor of {self.directory} refuses it: {error}") from error
         unused = {*processor.unused_input_names, "rows", "cols"}
         found = replacements[0], {name: tensor for name, tensor in features.items() if isinstance(tensor, Tensor) and name not in unused}
+        self._remember(digest, found[0])
         self._kept[digest] = found
         self._bytes += _size(found)
         while self._bytes > _MOST_KEPT and len(self._kept) > 1:
             self._bytes -= _size(self._kept.popitem(last=False)[1])
         return found
+
+    def _remember(self, digest: str, text: str) -> None:
+        """Keep an expansion: conversations are rendered several times, and texts are smaller than pixels."""
+        self._characters += len(text) - len(self._texts.get(digest, ""))
+        self._texts[digest] = text
+        while self._characters > _MOST_TEXT and len(self._texts) > 1:
+            self._characters -= len(self._texts.popitem(last=False)[1])
 
     @cached_property
     def _processor(self) -> Any:
@@ -143,11 +187,45 @@ def _processor_name(directory: Path) -> str:
     return str(named[0] if named else PROCESSOR_MAPPING_NAMES[settings[-1]["model_type"]])
 
 
-def decoded(content: bytes) -> Any:
-    """The image in a file as PIL's, in RGB. The file has been looked at when the data was read."""
+def check_header(content: bytes, max_pixels: int) -> None:
+    """Raise DataError for a file that is no image, or one that is too large or animated, before it is decoded."""
     from PIL import Image
 
-    return Image.open(io.BytesIO(content)).convert("RGB")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+        is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))  # a camera's second picture in a JPEG
+    except Image.DecompressionBombError as error:
+        raise DataError(f"is too large: {error}, allowed: at most data.images.max_pixels={max_pixels}") from error
+    except Exception as error:  # a decoder may raise anything for a file from outside
+        said = "is empty" if not content else "is no image, or a damaged one"
+        raise DataError(f"{said}, expected {', '.join(FORMATS)}") from error
+    if image.width * image.height > max_pixels:
+        size = f"{image.width} x {image.height} = {image.width * image.height} pixels"
+        raise DataError(f"has {size}, allowed: at most data.images.max_pixels={max_pixels}")
+    if is_animated:
+        raise DataError("has several frames or pages, expected a single image: store the frames as files of their own")
+    if image.mode in ("I", "F"):
+        raise DataError(f"has pixels of 32 bits (mode {image.mode}), expected 8 or 16 bits")
+
+
+def decoded(content: bytes) -> Any:
+    """The image in a file as PIL's, in RGB and upright, as `transformers` loads it. Raises DataError if it is damaged.
+
+    Transparency is left out, like in `transformers`; of 16 bits, the higher 8 stay.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = ImageOps.exif_transpose(Image.open(io.BytesIO(content), formats=FORMATS))
+        if image.mode.startswith("I;16"):
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        return image.convert("RGB")
+    except Exception as error:  # a decoder may raise anything for a file from outside
+        raise DataError(f"is a damaged image: {type(error).__name__}: {error}") from error
 
 
 def joined(images: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
