@@ -72,12 +72,6 @@ class Tokenizer:
         chats._framing = Framing(self._backend, chats._templates, chats._day, self.end_ids, self.vision)
         return chats
 
-    def seeing(self, vision: Vision | None) -> Tokenizer:
-        """The same tokenizer for conversations with images, which `vision` reads."""
-        sees = copy(self)
-        sees.vision = vision
-        return sees
-
     def offering(self, tools: Tools) -> Tokenizer:
         """The same tokenizer, whose chat template offers these tools to the model."""
         if not tools:
