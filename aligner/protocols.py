@@ -68,6 +68,7 @@ class Reply:
     """What follows a turn of the policy: the tokens that the environment puts behind it, unless the episode is done."""
 
     tokens: tuple[int, ...] = ()
+    images: tuple[str, ...] = ()  # the digests of the images in these tokens' slots
     done: bool = False
     reward: float = 0.0
     counts: Mapping[str, float] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import string
 from pathlib import Path
@@ -12,6 +13,10 @@ import transformers
 from own_models import SIZES, VISION
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from aligner.data.vision import ImageStore, Vision
+from aligner.types import Images, LabeledBatch, Prompt
 
 _PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "do_rescale": True, "do_normalize": True, "do_resize": True, "resample": 2}
 _QWEN = _PIXELS | {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
@@ -107,3 +112,69 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     """A random picture."""
     generator = torch.Generator().manual_seed(seed)
     return Image.fromarray(torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=generator).numpy())
+
+
+PICTURES = {"a": (20, 12), "b": (40, 32), "c": (16, 16)}
+ROWS = ("see a here", "none at all", "ab two b and a then", "c")  # a word of one letter in `PICTURES` is a picture
+
+
+class PixtralsTokens:
+    """What `PixtralProcessor` makes of an image of 16 x 16 pixels; it cannot be imported without torchvision."""
+
+    image_token, slot_ids = "[IMG]", (3,)
+
+    def __init__(self, store: ImageStore) -> None:
+        self.store = store
+
+    def expansion(self, digest: str) -> str:
+        return "[IMG][IMG][IMG_BREAK][IMG][IMG][IMG_END]"
+
+    def inputs(self, digests: list[str]) -> dict[str, Tensor]:
+        if not digests:
+            return {}
+        pixels = [torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(int(digest[:8], 16))) for digest in digests]
+        return {"pixel_values": torch.cat(pixels), "image_sizes": torch.tensor([[16, 16]] * len(digests))}
+
+    def types(self, tokens: Tensor) -> Tensor:
+        return (tokens == 3).long()
+
+
+def encoded(word: str) -> bytes:
+    """The file of one of `PICTURES`."""
+    file = io.BytesIO()
+    picture(*PICTURES[word], seed=ord(word)).save(file, "PNG")
+    return file.getvalue()
+
+
+class Rows:
+    """`ROWS` as a model's tokens, with their images."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        store = ImageStore(directory / "images")
+        self.vision: Any = PixtralsTokens(store) if name == "mistral3" else Vision.of([directory], store.directory)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        self.end = tokenizer.eos_token_id
+        self.digests = digests = {word: store.put(encoded(word)) for word in PICTURES}
+        self.images = [[digests[word] for word in row.split() if word in PICTURES] for row in ROWS]
+        texts = [" ".join(self.vision.expansion(digests[word]) if word in PICTURES else word for word in row.split()) for row in ROWS]
+        self.tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+    def prompts(self) -> list[Prompt]:
+        extras = [{Images.name: Images.of(images)} if images else {} for images in self.images]
+        return [Prompt(tokens=tuple(row), id=number, source="test", extras=extras[number]) for number, row in enumerate(self.tokens)]
+
+    def batch(self) -> LabeledBatch:
+        lengths = torch.tensor([len(row) for row in self.tokens])
+        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in self.tokens], batch_first=True)
+        inside = torch.arange(tokens.shape[1]) < lengths[:, None]
+        mask = inside & (torch.arange(tokens.shape[1]) > 0) & ~self.vision.types(tokens).bool()
+        images = Images.padded([Images.of(row) if row else None for row in self.images], tokens.shape[1])
+        return LabeledBatch(tokens=tokens, lengths=lengths, loss_mask=mask, extras={"images": images})
+
+    def given(self, row: int, model: Any) -> dict[str, Tensor]:
+        """A row as its processor gives it to `transformers`."""
+        ids = torch.tensor([self.tokens[row]])
+        types = self.vision.types(ids)
+        named = {"gemma3": {"token_type_ids": types}, "qwen": {"mm_token_type_ids": types}}
+        more = next((one for kind, one in named.items() if model.config.model_type.startswith(kind)), {})
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more, **self.vision.inputs(self.images[row])}

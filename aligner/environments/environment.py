@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from aligner.types import Prompt
+
+IMAGE = "<image>"  # the place of an image in an observation that has some
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +29,7 @@ class Turn:
 class Observation:
     """The environment's reply to the policy; none is sent if the episode is `done`. `reward` adds to the episode's.
 
+    `images` are encoded files (PNG, JPEG ...), for a model that sees; they stand in the places of `<image>` in the text, or before it.
     `tokens`, if given, replace `text`; nothing is put around them. `counts` are summed over the episode and
     logged as `rollout/<name>`, a mean over episodes; names that an episode lacks count as 0.
     """
@@ -36,6 +39,7 @@ class Observation:
     reward: float = 0.0
     counts: Mapping[str, float] = field(default_factory=dict)
     tokens: tuple[int, ...] | None = None
+    images: Sequence[bytes] = ()
 
     def __post_init__(self) -> None:
         for name, number in {"reward": self.reward, **{f"counts[{name!r}]": count for name, count in self.counts.items()}}.items():
@@ -45,6 +49,10 @@ class Observation:
             raise ValueError(f"Observation.reward is {self.reward}, expected a finite number")
         if not isinstance(self.text, str):
             raise ValueError(f"Observation.text is a {type(self.text).__name__}, expected a str")
+        if self.images and self.tokens is not None:
+            raise ValueError("Observation has images and tokens, expected images with a text")
+        if self.images and (places := self.text.count(IMAGE)) not in (0, len(self.images)):
+            raise ValueError(f"Observation.text has {places} of {IMAGE!r} for {len(self.images)} images, expected one for each, or none")
 
 
 def encodable(text: str) -> str:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from aligner.data.messages import Message
+from aligner.data.messages import Image, Message
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig, ObservationForm, OnEnvironmentError
-from aligner.environments.environment import Environment, Observation, Turn, encodable
+from aligner.environments.environment import IMAGE, Environment, Observation, Turn, encodable
 from aligner.environments.workers import Awaiting, Outcome, Workers
 from aligner.errors import AlignerError, ConfigError, DataError, UserCodeError
 from aligner.protocols import Exchange, Reply, RewardModel
@@ -45,6 +45,21 @@ class Surroundings:
 def observation_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of an observation's text; special tokens spelled out in it stay text."""
     return tokenizer.continuation("\n", encodable(text), plain=True)
+
+
+def with_images(tokenizer: Tokenizer, role: str, observation: Observation) -> tuple[list[int], tuple[str, ...]]:
+    """(token ids of an observation's text with its images as the chat template writes them, their digests). Raises DataError."""
+    if tokenizer.vision is None:
+        raise DataError(f"the model of tokenizer {tokenizer.path} has no image processor")
+    digests = tuple(map(tokenizer.vision.add, observation.images))
+    pieces = observation.text.split(IMAGE) if IMAGE in observation.text else [*[""] * len(digests), observation.text]
+    tokens = observation_tokens(tokenizer, pieces[0]) if pieces[0] else []
+    plain = tokenizer.render_chat([Message(role=role, content=_OBSERVED)], add_generation_prompt=False).partition(_OBSERVED)[0]
+    for digest, piece in zip(digests, pieces[1:], strict=True):
+        seen = Message(role=role, content="").with_parts([Image(digest), _OBSERVED])
+        written = tokenizer.render_chat([seen], add_generation_prompt=False).partition(_OBSERVED)[0]
+        tokens += [*tokenizer.encode(written.removeprefix(plain)), *(observation_tokens(tokenizer, piece) if piece else [])]
+    return tokens, digests
 
 
 def surroundings(config: EnvironmentConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Surroundings:
@@ -104,11 +119,15 @@ class EpisodeRefused(EpisodeError, UserCodeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converting:
-    """Converts tokens to text, and observations to the tokens after a turn with a given last token; None: any id is a token's."""
+    """Converts tokens to text, and observations to the tokens after a turn with a given last token; None: any id is a token's.
+
+    `show`: those of an observation with images, and the images' digests.
+    """
 
     decode: Callable[[Sequence[int]], str]
     observe: Callable[[str, int], tuple[int, ...]]
     token_ids: frozenset[int] | None = None
+    show: Callable[[Observation, int], tuple[tuple[int, ...], tuple[str, ...]]] | None = None
 
 
 @dataclass
@@ -190,10 +209,16 @@ class _Exchange:
         if observation.done:
             del self.episodes[outcome.key]
             return Reply(done=True, reward=float(observation.reward), counts=observation.counts)
-        tokens = observation.tokens
-        if tokens is None:
-            tokens = self.owner.converting.observe(observation.text, episode.turn.tokens[-1])
-        return Reply(tokens=tuple(tokens), reward=float(observation.reward), counts=observation.counts)
+        tokens, images, converting = observation.tokens, (), self.owner.converting
+        if observation.images and converting.show is not None:
+            try:
+                tokens, images = converting.show(observation, episode.turn.tokens[-1])
+            except DataError as error:
+                refused = f"{self.owner.name} returned an image from step that cannot be used: {error}"
+                raise EpisodeRefused(f"{refused}; {_where(episode)}") from error
+        elif tokens is None:
+            tokens = converting.observe(observation.text, episode.turn.tokens[-1])
+        return Reply(tokens=tuple(tokens), images=images, reward=float(observation.reward), counts=observation.counts)
 
     def _trouble(self, outcome: Outcome) -> str:
         if outcome.late:
@@ -236,9 +261,13 @@ def environment_follow_up(config: EnvironmentConfig, tokenizer: Tokenizer, promp
     def observe(text: str, last: int) -> tuple[int, ...]:
         return around.around(observation_tokens(tokenizer, text), last)
 
+    def show(observation: Observation, last: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        tokens, images = with_images(tokenizer, config.role, observation)
+        return around.around(tokens, last), images
+
     return EnvironmentFollowUp(
         build_environment(config),
-        Converting(decode=tokenizer.decode, observe=observe, token_ids=tokenizer.token_ids),
+        Converting(decode=tokenizer.decode, observe=observe, token_ids=tokenizer.token_ids, show=show),
         max_turns=config.max_turns,
         timeout_seconds=config.timeout_seconds,
         num_workers=config.num_workers,

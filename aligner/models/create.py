@@ -211,11 +211,11 @@ def _own_modules(
 ) -> list[HFChunk]:
     """The one chunk of a model of `transformers`' own modules, probed."""
     chunk = HFChunk(architecture, config, source=source_directory(config), head=head).to(platform.device())
-    chunk.vision = vision
     initialise_adapters([chunk], topology.seed)
     kind = f"{config.path}: {architecture.model_type}: transformers' own modules; parallel.tp, pp, cp and ep must be 1"
     for note in (kind, *probe(chunk, packing=config.packing)):
         note_once(note, rank=topology.rank)
+    chunk.vision = vision
     return [chunk]
 
 

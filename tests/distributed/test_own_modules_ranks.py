@@ -10,7 +10,9 @@ import torch
 from model_steps import adam, save, train, weights_of
 from own_models import make_directory
 from ranks import world
+from vision_models import Rows, write_seeing
 
+from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype, LoraConfig, ModelConfig
 from aligner.models.create import create_policy, read_architecture
@@ -18,6 +20,7 @@ from aligner.models.training.trainable import Training
 from aligner.parallel.topology import ParallelConfig
 
 KINDS = {"experts": ("minimax_m2", {}), "adapters": ("granite", {"rank": 4}), "packed": ("smollm3", {})}
+SEES = "qwen3_vl"
 
 
 def steps(
@@ -35,9 +38,21 @@ def steps(
     return metrics, weights_of(policy), save(policy, folder, 4 if saved else 2)
 
 
+def seeing_steps(topology: Any, directory: Path) -> tuple[list, dict[str, torch.Tensor]]:
+    """Two steps of every part on rows with 1, 0, 2 and 1 images; of two ranks one has rows without any in a micro-batch."""
+    rows = Rows(SEES, directory)
+    model = ModelConfig(path=str(directory), dtype=Dtype.float32, micro_batch_size=1, freeze=[])
+    training = Training(optimizer=adam(distributed=True), total_steps=10, micro_batch_size=1, vision=rows.vision)
+    policy = create_policy(model, read_architecture(model, vocab_size=0), ParallelConfig(), topology, training)
+    metrics = [{name: one.value() for name, one in policy.train_step(rows.batch(), sft_loss).items()} for _ in range(2)]
+    policy.model.settle()
+    return metrics, weights_of(policy)
+
+
 def on_two(directory: Path, folder: Path, saved: dict[str, Path], seed: int) -> dict[str, tuple]:
-    found = {}
+    found: dict[str, tuple] = {}
     with world(seed=seed) as topology:
+        found[SEES] = (*seeing_steps(topology, directory / SEES), None)
         for kind, (name, _) in KINDS.items():
             found[kind] = steps(topology, directory / name, kind, folder / kind)
             found[f"{kind} resumed"] = steps(topology, directory / name, kind, folder / kind, saved=saved[kind])
@@ -48,10 +63,12 @@ def test_two_ranks_take_the_steps_of_one(on_ranks, topology, tmp_path: Path, tmp
     make = make_directory(tmp_path_factory)
     for name, _ in KINDS.values():
         (tmp_path / name).symlink_to(make(name))
-    alone = {kind: steps(topology, tmp_path / name, kind, tmp_path / "alone" / kind) for kind, (name, _) in KINDS.items()}
+    write_seeing(SEES, tmp_path / SEES)
+    alone: dict[str, tuple] = {kind: steps(topology, tmp_path / name, kind, tmp_path / "alone" / kind) for kind, (name, _) in KINDS.items()}
     saved = {kind: found[2] for kind, found in alone.items()}
     for kind, (name, _) in KINDS.items():
         alone[f"{kind} resumed"] = steps(topology, tmp_path / name, kind, tmp_path / "alone" / kind, saved=saved[kind])
+    alone[SEES] = seeing_steps(topology, tmp_path / SEES)
     for rank in on_ranks(on_two, 2, tmp_path, tmp_path / "two", saved, topology.seed):
         for kind, (metrics, weights, _) in rank.items():
             for one, other in zip(metrics, alone[kind][0], strict=True):

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from aligner.data.vision import Vision
-from aligner.errors import ConfigError, ModelFilesError
+from aligner.errors import ConfigError, DataError, ModelFilesError
 from aligner.models.checkpoint.files import MARKER
 from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import HFArchitecture, ModelConfig, Part, Recompute
@@ -110,9 +110,11 @@ class HFChunk(MegatronModule):
     ) -> Tensor:
         """Tokens and positions [rows, L], and the `Images` of the rows -> hidden states [L, rows, H].
 
-        Raises ConfigError for packed rows with images, DataError if an image cannot be read.
+        Raises ConfigError for packed rows with images, DataError if an image cannot be read, or rows with slots have lost their images.
         """
         seen = {} if images is None else self.seen(tokens, images)
+        if images is None and self.vision is not None and bool(self.vision.types(tokens).any()):
+            raise DataError("rows have slots of images, and no images: what made them has lost them")
         if seen and options.get("packed_seq_params") is not None:
             raise ConfigError("model.packing=true: rows with images are computed side by side; allowed: false")
         given = {"input_ids": tokens, "position_ids": positions, "attention_mask": attention_mask, "use_cache": False}

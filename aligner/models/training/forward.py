@@ -61,7 +61,8 @@ def _micro_batch(part: Batch, splits: Splits, shape: tuple[int, int] | None, *, 
     recorded, seen = own.pop(Routes.name, None), own.pop(Images.name, None)  # no loss reads them
     part = replace(part, extras=own)
     routes = None if recorded is None or filler else in_slots(recorded.data, placement)
-    images, device = None if seen is None or filler else seen.data, platform.device()
+    images = None if seen is None else torch.zeros_like(seen.data) if filler else seen.data
+    device = platform.device()
     placed = placement.to(device)
     return MicroBatch(batch=to_device(part, device), host=part, placement=placed, filler=filler, routes=routes, images=images)
 

@@ -138,7 +138,7 @@ class OwnModulesEngine:
         self.version = 0
         self.max_sequence_length = chunk.max_sequence_length
         self.replica = Replica(index=dist.get_rank(), count=dist.get_world_size())
-        self.capabilities = Capabilities(name="transformers", logprobs=LogprobKind.sampled)
+        self.capabilities = Capabilities(name="transformers", logprobs=LogprobKind.sampled, sees=chunk.vision is not None)
         self._chunk, self._config, self._eos_id, self._decode = chunk, config, eos_id, decode
 
     def refit(self, version: int) -> int:

@@ -34,10 +34,11 @@ ALL_MEMORY = frozenset(Memory)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """An engine's name, and the kind of its log-probs, which a run's configuration must fit."""
+    """An engine's name, the kind of its log-probs, which a run's configuration must fit, and whether it reads prompts' images."""
 
     name: str
     logprobs: LogprobKind
+    sees: bool = False
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch import Tensor
 
 from aligner.errors import EngineError
 from aligner.parallel.collectives import broadcast_object
 from aligner.protocols import Exchange, FollowUp, Reply
 from aligner.rollout.engine import GenRequest, GenResult, Work
-from aligner.types import FinishReason, Prompt, Rollout
+from aligner.types import FinishReason, Images, Prompt, Rollout
 from aligner.types.extras import continued
 
 BEAT_SECONDS = 5.0  # between messages to the other ranks from a leading rank that waits for its environment
@@ -57,6 +58,7 @@ class _Episode:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     written: list[bool] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # that the environment has shown
     reward: float = 0.0
     counts: dict[str, float] = field(default_factory=dict)
 
@@ -73,13 +75,22 @@ class _Episode:
         for name, count in reply.counts.items():
             self.counts[name] = self.counts.get(name, 0.0) + count
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        self._extend(tokens, [0.0] * len(tokens), is_written=False)
+    def observe(self, reply: Reply) -> None:
+        self.images += reply.images
+        self._extend(reply.tokens, [0.0] * len(reply.tokens), is_written=False)
+
+    @property
+    def seen(self) -> dict[str, Tensor]:
+        """The images so far, if the environment has shown some: the prompt's, and its own behind them."""
+        if not self.images:
+            return {}
+        asked = self.prompt.extras.get(Images.name)
+        return {Images.name: Images.of([*([] if asked is None else Images.digests(asked)), *self.images])}
 
     def request(self, index: int) -> GenRequest:
         tokens = (*self.prompt.tokens, *self.tokens)
         seed = turn_seed(self.seed, len(self.turns) + 1)
-        return GenRequest(index=index, tokens=tokens, seed=seed, limit=self.room, extras=self.prompt.extras)
+        return GenRequest(index=index, tokens=tokens, seed=seed, limit=self.room, extras={**self.prompt.extras, **self.seen})
 
     def rollout(self, *, is_done: bool, failed: bool) -> Rollout:
         """The whole episode. It counts as cut if its last turn was cut, or if the environment was not done."""
@@ -100,7 +111,8 @@ class _Episode:
             reward=self.reward,
             counts=self.counts,
             failed=failed,
-            extras=continued([turn.extras for turn in self.turns]),  # of a token's first turn: a later one may have computed it again
+            extras=continued([turn.extras for turn in self.turns])
+            | self.seen,  # of a token's first turn: a later one may have computed it again
         )
 
     def _extend(self, tokens: Sequence[int], logprobs: Sequence[float], *, is_written: bool) -> None:
@@ -159,7 +171,7 @@ class Episodes:
                 self._ended.append(episode.rollout(is_done=reply.done, failed=reply.failed))
                 del self._episodes[index]
             else:
-                episode.observe(reply.tokens)
+                episode.observe(reply)
                 self.follow_ups.append(episode.request(index))
 
     def take_ended(self) -> list[Rollout]:

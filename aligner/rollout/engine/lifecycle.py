@@ -25,7 +25,7 @@ from aligner.rollout.engine.episodes import Conversing, Episodes, EpisodeWork
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.work import WorkSharing
 from aligner.telemetry import recording
-from aligner.types import Prompt, Rollout, SamplingConfig
+from aligner.types import Images, Prompt, Rollout, SamplingConfig
 
 _WEIGHTS, _CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
 
@@ -163,6 +163,8 @@ class PhasedEngine:
             if not 0 < len(prompt.tokens) < self.engine.max_sequence_length:
                 length, context = len(prompt.tokens), self.engine.max_sequence_length
                 raise EngineError(f"{prompt.source}: a prompt of {length} tokens leaves no room in the context of {context}")
+            if Images.name in prompt.extras and not self.engine.capabilities.sees:
+                raise EngineError(f"{prompt.source}: has images, which rollout.engine={self.engine.capabilities.name} does not read")
         requests = [
             GenRequest(index=index, tokens=prompt.tokens, seed=seed, extras=prompt.extras)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))

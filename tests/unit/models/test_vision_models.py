@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,40 +10,28 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from model_steps import adam
+from model_steps import adam, same, save, weights_of
 from own_models import VISION
+from safetensors.torch import load_file
 from torch import Tensor
-from vision_models import picture, write_seeing
+from vision_models import Rows, encoded, write_seeing
 
-from aligner.data.vision import ImageStore, Vision
+from aligner.data.collate import rollout_batch
+from aligner.data.tokenizer import load_tokenizer
+from aligner.environments.config import EnvironmentConfig, ObservationForm
+from aligner.environments.environment import Observation, Turn
+from aligner.environments.exchange import environment_follow_up
+from aligner.errors import ConfigError, DataError, EngineError
 from aligner.losses.sft import sft_loss
+from aligner.models.checkpoint import checkpoint
+from aligner.models.config import Part
+from aligner.models.families.own_modules import part_of
+from aligner.models.weights import save_hf
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.create import create_engine
-from aligner.types import Images, LabeledBatch, Prompt, SamplingConfig
+from aligner.types import Images, Prompt, SamplingConfig
 
-PICTURES = {"a": (20, 12), "b": (40, 32), "c": (16, 16)}
-ROWS = ("see a here", "none at all", "ab two b and a then", "c")  # a word of one letter in `PICTURES` is a picture
-
-
-class PixtralsTokens:
-    """What `PixtralProcessor` makes of an image of 16 x 16 pixels; it cannot be imported without torchvision."""
-
-    image_token, slot_ids = "[IMG]", (3,)
-
-    def __init__(self, store: ImageStore) -> None:
-        self.store = store
-
-    def expansion(self, digest: str) -> str:
-        return "[IMG][IMG][IMG_BREAK][IMG][IMG][IMG_END]"
-
-    def inputs(self, digests: list[str]) -> dict[str, Tensor]:
-        if not digests:
-            return {}
-        pixels = [torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(int(digest[:8], 16))) for digest in digests]
-        return {"pixel_values": torch.cat(pixels), "image_sizes": torch.tensor([[16, 16]] * len(digests))}
-
-    def types(self, tokens: Tensor) -> Tensor:
-        return (tokens == 3).long()
+PACKED = {"packing": True, "micro_batch_tokens": 90}
 
 
 @pytest.fixture(scope="module")
@@ -58,42 +45,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         return made[name]
 
     return make
-
-
-class Rows:
-    """`ROWS` as a model's tokens, with their images."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        store = ImageStore(directory / "images")
-        self.vision: Any = PixtralsTokens(store) if name == "mistral3" else Vision.of([directory], store.directory)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-        self.end = tokenizer.eos_token_id
-        digests = {word: self._put(store, word) for word in PICTURES}
-        self.images = [[digests[word] for word in row.split() if word in PICTURES] for row in ROWS]
-        texts = [" ".join(self.vision.expansion(digests[word]) if word in PICTURES else word for word in row.split()) for row in ROWS]
-        self.tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-    @staticmethod
-    def _put(store: ImageStore, word: str) -> str:
-        file = io.BytesIO()
-        picture(*PICTURES[word], seed=ord(word)).save(file, "PNG")
-        return store.put(file.getvalue())
-
-    def batch(self) -> LabeledBatch:
-        lengths = torch.tensor([len(row) for row in self.tokens])
-        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in self.tokens], batch_first=True)
-        inside = torch.arange(tokens.shape[1]) < lengths[:, None]
-        mask = inside & (torch.arange(tokens.shape[1]) > 0) & ~self.vision.types(tokens).bool()
-        images = Images.padded([Images.of(row) if row else None for row in self.images], tokens.shape[1])
-        return LabeledBatch(tokens=tokens, lengths=lengths, loss_mask=mask, extras={"images": images})
-
-    def given(self, row: int, model: Any) -> dict[str, Tensor]:
-        """A row as its processor gives it to `transformers`."""
-        ids = torch.tensor([self.tokens[row]])
-        types = self.vision.types(ids)
-        named = {"gemma3": {"token_type_ids": types}, "qwen": {"mm_token_type_ids": types}}
-        more = next((one for kind, one in named.items() if model.config.model_type.startswith(kind)), {})
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more, **self.vision.inputs(self.images[row])}
 
 
 def plain(model: Any, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
@@ -120,7 +71,9 @@ def test_log_probs_and_gradients_of_every_part_are_those_of_transformers(name: s
     policy = load_policy(directory(name), config={"freeze": []}, training=training, optimizer=adam(clip_grad=0.0))
     logprobs, gradients = plain(reference(directory(name)), rows)
     assert torch.allclose(policy.logprobs(rows.batch()), logprobs, atol=2e-5)
+    policy.module.vision, seeing = None, policy.module.vision
     blind = policy.logprobs(replace(rows.batch(), extras={}))
+    policy.module.vision = seeing
     assert float((blind - logprobs)[0].abs().max()) > 0.01  # the images matter
     metrics = policy.train_step(rows.batch(), sft_loss)
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
@@ -136,10 +89,7 @@ def test_log_probs_and_gradients_of_every_part_are_those_of_transformers(name: s
 def test_greedy_tokens_are_those_of_generate(name: str, directory, load_policy) -> None:
     rows = Rows(name, directory(name))
     policy = load_policy(directory(name), training={"vision": rows.vision})
-    prompts = [
-        Prompt(tokens=tuple(tokens), id=number, source="test", extras={"images": Images.of(images)} if images else {})
-        for number, (tokens, images) in enumerate(zip(rows.tokens, rows.images, strict=True))
-    ]
+    prompts = rows.prompts()
     greedy = SamplingConfig(max_response_length=10, temperature=0.0)
     config = RolloutConfig(max_batch_size=3, sampling=SamplingConfig(max_response_length=10))
     engine = create_engine(policy, config, eos_id=rows.end, decode=str)
@@ -159,3 +109,74 @@ def greedy_tokens(rows: Rows, row: int, model: Any, number: int) -> list[int]:
             found.append(int(model(**rows.given(row, model), use_cache=False).logits[0, -1].argmax()))
     rows.tokens[row] = before
     return found
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm"])
+def test_a_resumed_run_continues_bit_for_bit_and_its_export_has_the_frozen_parts_untouched(
+    name: str, directory, load_policy, tmp_path
+) -> None:
+    rows = Rows(name, directory(name))
+    options: dict[str, Any] = {"config": {"freeze": [Part.vision]}, "training": {"total_steps": 10, "vision": rows.vision}}
+    whole, first, resumed = (load_policy(directory(name), optimizer=adam(), **options) for _ in range(3))
+    for policy, steps in ((whole, 4), (first, 2)):
+        for _ in range(steps):
+            policy.train_step(rows.batch(), sft_loss)
+    checkpoint.load(resumed.model, save(first, tmp_path / "saved"))
+    for _ in range(2):
+        resumed.train_step(rows.batch(), sft_loss)
+    assert same(weights_of(whole), weights_of(resumed))
+    save_hf(resumed.chunks, tmp_path / "export", writer=True)
+    before, after = (load_file(one / "model.safetensors") for one in (directory(name), tmp_path / "export"))
+    assert before.keys() == after.keys()
+    started = reference(directory(name))
+    changed = {one for one, parameter in resumed.module.hf.named_parameters() if not torch.equal(parameter, started.get_parameter(one))}
+    assert {part_of(one, started) for one in changed} == {Part.text, Part.projector}
+
+
+class Album:
+    """Shows two pictures, then ends the episode."""
+
+    def reset(self, prompt: Prompt) -> None:
+        return None
+
+    def step(self, state: None, turn: Turn) -> Observation:
+        shown = [encoded("a"), encoded("c")]
+        return Observation(done=True, reward=1.0) if turn.number > 1 else Observation(text="this <image>, that <image>?", images=shown)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "smolvlm"])
+def test_an_environment_shows_pictures(name: str, directory, load_policy) -> None:
+    """Of a second turn too, the engine's log-probs are the trainer's; no slot is sampled."""
+    rows = Rows(name, directory(name))
+    tokenizer = load_tokenizer(directory(name)).seeing(rows.vision)
+    policy = load_policy(directory(name), training={"vision": rows.vision})
+    settings = EnvironmentConfig(path=f"{__name__}:Album", form=ObservationForm.chat, role="user", max_turns=3)
+    follow_up = environment_follow_up(settings, tokenizer, rows.prompts())
+    config = RolloutConfig(max_batch_size=3, sampling=SamplingConfig(max_response_length=250, stop_token_ids=list(range(30, 80))))
+    engine = create_engine(policy, config, tokenizer=tokenizer, follow_up=follow_up)
+    prompts = [prompt for prompt in rows.prompts() for _ in range(2)]
+    rollouts = [one for part in engine.generate(prompts, list(range(len(prompts)))) for one in part]
+    shown = [one for one in rollouts if one.num_turns > 1]
+    assert len(rollouts) == len(prompts) and shown
+    for rollout in shown:
+        assert Images.digests(rollout.all_extras["images"])[-2:] == [rows.digests["a"], rows.digests["c"]]
+        text = tokenizer.decode(rollout.response, skip_special=False)
+        assert "this " in text and rows.vision.expansion(rows.digests["a"]) in text
+    drawn = torch.tensor([token for one in rollouts for token, own in zip(one.response, one.written or (), strict=True) if own])
+    assert not rows.vision.types(drawn).any()
+    batch = rollout_batch(rollouts, tokenizer.pad_id)
+    gap = (policy.logprobs(batch) - batch.rollout_logprobs).abs() * batch.loss_mask
+    assert float(gap.max()) < 1e-4
+
+
+def test_rows_that_lost_their_images_are_refused(directory, load_policy) -> None:
+    rows = Rows("llava", directory("llava"))
+    policy = load_policy(directory("llava"), training={"vision": rows.vision})
+    with pytest.raises(DataError, match="rows have slots of images, and no images"):
+        policy.logprobs(replace(rows.batch(), extras={}))
+    packed = load_policy(directory("llava"), config=PACKED, training={"vision": rows.vision} | PACKED)
+    with pytest.raises(ConfigError, match=r"model.packing=true: .*allowed: false"):
+        packed.logprobs(rows.batch())
+    text = load_policy(directory("llava"))
+    with pytest.raises(EngineError, match="has images, which rollout.engine=transformers does not read"):
+        create_engine(text, RolloutConfig(max_batch_size=2), eos_id=rows.end, decode=str).generate(rows.prompts(), range(4))
