@@ -51,9 +51,9 @@ class ImageStore:
             os.link(path, self.directory / path.name)
         except FileExistsError:
             pass
-        except FileNotFoundError:
-            return False
-        except OSError:  # another file system
+        except OSError:  # another file system, or one without links
+            if not path.exists():
+                return False
             self.put(path.read_bytes())
         return True
 
