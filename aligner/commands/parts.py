@@ -164,6 +164,7 @@ class InspectOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidateOptions(InspectOptions):
     lists_all: bool = option(False, "--all", help="List every problem, not the first few of each kind.")
+    html_path: Path | None = option(None, "--html", "FILE", "Write the samples to FILE as a page, with their images.", type=FILE)
     json_path: Path | None = json_field()
 
 

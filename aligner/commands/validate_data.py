@@ -5,25 +5,43 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TextIO
+from typing import Any, TextIO
 
 from aligner.algorithms.registry import composed, recipes
 from aligner.commands.parts import InspectOptions, ValidateOptions
 from aligner.commands.preflight.samples import fitted, load_sample
 from aligner.data.config import BadLines, RecordForm
 from aligner.data.forms import FORMS, Purpose, candidates
-from aligner.data.inspection import BRACKETS, COLOURS, Lengths, View, describe_fields, duplicates, histogram, lengths_of, render, view_of
+from aligner.data.inspection import (
+    BRACKETS,
+    COLOURS,
+    Lengths,
+    Row,
+    View,
+    describe_fields,
+    duplicates,
+    histogram,
+    lengths_of,
+    pieces,
+    render,
+    spread,
+    thumbnail,
+    view_of,
+)
 from aligner.data.mixture import read_alone
 from aligner.data.records import raw_object
 from aligner.data.report import LoadReport, NoUsableRecord
 from aligner.data.sources import read_records
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
+from aligner.data.vision import Vision
 from aligner.errors import ConfigError, DataError
 from aligner.models.checkpoint.files import LATEST, resolve
+from aligner.reporting.pages import render_page
 from aligner.run.from_hub import fetch_named
 from aligner.run.settings import JobRun
 
@@ -72,6 +90,8 @@ class Finding:
     num_learnt: int = 0
     repeated: list[tuple[str, str]] = field(default_factory=list)
     histogram: list[tuple[int, int, int]] = field(default_factory=list)  # least and most tokens, rows; of records that are too long too
+    images: dict[int, int] = field(default_factory=dict)  # images of a record -> records; empty without images
+    slots: Lengths | None = None  # tokens of an image
 
 
 def validate(target: str, overrides: Sequence[str], options: ValidateOptions) -> int:
@@ -83,12 +103,15 @@ def validate(target: str, overrides: Sequence[str], options: ValidateOptions) ->
     fetch_named(config, weights=False)
     tokenizer = _tokenizer(config)
     config = _with_lengths(config, tokenizer, options)
-    findings = []
+    findings, pages = [], []
     for location, data in read_alone(config.data):
         finding, views = inspect(replace(config, data=data), location, tokenizer)
         findings.append(finding)
         show(finding, sys.stdout, lists_all=options.lists_all)
         show_samples(views[: options.num_samples], tokenizer, sys.stdout)
+        pages.append((finding, [_sample(view, tokenizer) for view in views[: options.num_samples]]))
+    if options.html_path is not None:
+        options.html_path.write_text(render_page("data.html", target=target, sets=pages), encoding="utf-8")
     if options.json_path is not None:
         options.json_path.write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
     return BAD if any(finding.report.num_bad for finding in findings) else 0
@@ -103,6 +126,7 @@ def inspect(config: JobRun, location: str, tokenizer: Tokenizer, first: int | No
         return Finding(report=error.report, histogram=histogram([one.length for one in error.report.too_long])), []
     views = [view_of(example) for example in examples]
     rows = [row for view in views for row in view.rows]
+    images, vision = [image for view in views for image in view.images], tokenizer.vision
     finding = Finding(
         report=report,
         lengths=lengths_of(views),
@@ -110,6 +134,8 @@ def inspect(config: JobRun, location: str, tokenizer: Tokenizer, first: int | No
         num_learnt=sum(sum(row.loss_mask) for row in rows),
         repeated=duplicates(views),
         histogram=histogram([*(len(row.tokens) for row in rows), *(one.length for one in report.too_long)]),
+        images=dict(sorted(Counter(len(view.images) for view in views).items())) if images else {},
+        slots=spread([vision.num_slots(image) for image in images]) if images and vision else None,
     )
     return finding, views
 
@@ -150,6 +176,10 @@ def _show_lengths(finding: Finding, out: TextIO) -> None:
     if lengths is not None:
         print(f"  tokens of a row: min {lengths.least}, median {lengths.middle:g}, p95 {lengths.p95}, max {lengths.most}", file=out)
         print(f"  tokens in all: {finding.num_tokens:,}, of which {finding.num_learnt:,} in the loss mask", file=out)
+    if finding.slots is not None:
+        print(f"  images of a record: {', '.join(f'{number} ({count} records)' for number, count in finding.images.items())}", file=out)
+        slots = finding.slots
+        print(f"  tokens of an image: min {slots.least}, median {slots.middle:g}, p95 {slots.p95}, max {slots.most}", file=out)
     tallest = max((count for *_, count in finding.histogram), default=0)
     for least, most, count in finding.histogram:
         print(f"  {f'{least}-{most}':>15} tokens {count:>9} rows {'#' * -(-BAR * count // tallest)}".rstrip(), file=out)
@@ -161,8 +191,23 @@ def show_samples(views: Sequence[View], tokenizer: Tokenizer, out: TextIO) -> No
     for view in views:
         for row in view.rows:
             note = f" ({row.note})" if row.note else ""
-            print(f"\n--- {view.source}{note}: {len(row.tokens)} tokens, {sum(row.loss_mask)} in the loss mask", file=out)
+            seen = _seen(row, tokenizer)
+            print(f"\n--- {view.source}{note}: {len(row.tokens)} tokens, {sum(row.loss_mask)} in the loss mask{seen}", file=out)
             print(render(row, tokenizer, marks), file=out)
+
+
+def _seen(row: Row, tokenizer: Tokenizer) -> str:
+    slots = [str(tokenizer.vision.num_slots(image)) for image in row.images] if tokenizer.vision is not None else []
+    return f", {len(slots)} images of {', '.join(slots)} tokens" if slots else ""
+
+
+def _sample(view: View, tokenizer: Tokenizer) -> dict[str, Any]:
+    """An example for the page: its rows' texts, and small copies of its images."""
+    store = tokenizer.vision.store if tokenizer.vision is not None else None
+    rows = [
+        {"note": row.note, "seen": _seen(row, tokenizer), "tokens": len(row.tokens), "pieces": pieces(row, tokenizer)} for row in view.rows
+    ]
+    return {"source": view.source, "rows": rows, "images": [thumbnail(store.get(image)) for image in view.images] if store else []}
 
 
 def config_of(target: str, overrides: Sequence[str], options: InspectOptions) -> JobRun:
@@ -194,7 +239,13 @@ def _tokenizer(config: JobRun) -> Tokenizer:
     """The tokenizer of the data's model, also beside a checkpoint."""
     path = Path(config.model.tokenizer_path)
     tokenizer = load_tokenizer(resolve(path) if not config.model.tokenizer and (path / LATEST).exists() else path)
-    return tokenizer.chatting(config.data)
+    return _seeing(config, tokenizer.chatting(config.data))
+
+
+def _seeing(config: JobRun, tokenizer: Tokenizer) -> Tokenizer:
+    """With the image processor of the data's model; there is no run, so its images are in a temporary directory."""
+    found = [Path(config.model.path) if config.model.path else None, Path(tokenizer.path)]
+    return tokenizer.seeing(Vision.of([None if one is None else one if one.is_dir() else resolve(one) for one in found], None))
 
 
 def inspect_data(target: str, overrides: Sequence[str], options: InspectOptions) -> int:
@@ -213,7 +264,7 @@ def inspect_data(target: str, overrides: Sequence[str], options: InspectOptions)
             config = config_of(location, overrides, InspectOptions(kind=kinds[0], tokenizer=config.model.tokenizer))
         if not options.tokenizer or not tokenizer.has_chat_template:
             config.data.chat_template = config.data.chat_template or "chatml"
-        tokenizer = tokenizer.chatting(config.data)
+        tokenizer = _seeing(config, tokenizer.chatting(config.data))
         return _show_inspected(config, location, tokenizer, kinds, options)
 
 

@@ -3,9 +3,11 @@
     <cache>/<key>/manifest.json    sizes and digests of the other files (`aligner.data.stored`), and the report
     <cache>/<key>.lock             held by the process that makes it; the others wait
     <cache>/digests/               digests of data files, by path, size and times
+    <cache>/images/                the images of all entries, by digest; a run's directory gets those that it lacks
 
 The key is a digest of everything that the examples depend on: the data files' bytes, the tokenizer's files, the settings and the code that
-reads. A directory gets its name only once all of it is on disk, so two machines may make it at the same time: the first one counts.
+reads; where records name files of images, also these files' sizes and times. A directory gets its name only once all of it is on disk, so
+two machines may make it at the same time: the first one counts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from importlib.metadata import version
 from itertools import islice
@@ -29,17 +31,19 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from aligner.data.images import stamp_of
 from aligner.data.report import STORING, LoadReport, LongRecord, Tally
 from aligner.data.sources import data_files, parted, saved_by_datasets
 from aligner.data.stored import BLOCKS, COUNTS, NotStorable, ShardWriter, StoredExamples, schema_of, write_index
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.vision import ImageStore
 from aligner.errors import AlignerError, ConfigError, DataError, describe_os_error
 from aligner.files import locked, publish
 from aligner.hub.names import DATASETS_PREFIX
 from aligner.types.extras import read_from_records
 
 FORMAT = 1
-MANIFEST = "manifest.json"
+MANIFEST, IMAGES = "manifest.json", "images"
 BLOCK_SIZE = 1024  # records that one process converts at a time
 MAX_WORKERS = 16
 WAIT_SECONDS = 6 * 3600.0  # for another process that makes the same directory
@@ -57,18 +61,22 @@ def load_cached(
 
     Raises what `load` raises; ConfigError for examples that cannot be kept, or a directory that cannot be written.
     """
-    cache = Path(config.cache)
+    cache, vision = Path(config.cache), tokenizer.vision
     try:
         schema_of(kind)
         (cache / "digests").mkdir(parents=True, exist_ok=True)
         directory = cache / _key(kind, location, config, tokenizer, options, heartbeat)
-        if (found := _open(directory, kind)) is None:
-            with _alone(cache / f"{directory.name}.lock", heartbeat):
-                if (found := _open(directory, kind)) is None:
+        lock, seeing = cache / f"{directory.name}.lock", tokenizer.seeing(vision and vision.storing(cache / IMAGES))
+        if (found := _open(_entry(directory), kind)) is None:
+            with _alone(lock, heartbeat):
+                if (found := _open(_entry(directory), kind)) is None:
                     workers = config.num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
                     making = _Storing(cache / f".{directory.name}.{uuid.uuid4().hex[:8]}", kind, workers, heartbeat)
-                    _make(making, directory, lambda: load(location, config, tokenizer, **options)[1])
-                    found = _open(directory, kind)
+                    _make(making, directory, lambda: load(location, config, seeing, **options)[1])
+                    found = _open(_entry(directory), kind)
+        if vision is not None:
+            with _alone(lock, heartbeat):
+                _hand_over(_entry(directory), vision.store, heartbeat)
     except NotStorable as error:
         raise ConfigError(f"data.cache: examples of type {kind.__name__} cannot be kept ({error}); allowed: ''") from error
     except OSError as error:
@@ -93,6 +101,33 @@ def _open(directory: Path, kind: type) -> tuple[StoredExamples[Any], LoadReport]
         return None
 
 
+def _entry(directory: Path) -> Path:
+    """The directory itself, or the one whose examples were made of the files of images as they are now."""
+    try:
+        paths = json.loads((directory.parent / "digests" / f"{directory.name}.{IMAGES}").read_text())
+    except FileNotFoundError:
+        return directory
+    return _stamped(directory, [(path, stamp_of(Path(path))) for path in paths])
+
+
+def _stamped(directory: Path, stamps: Sequence[tuple[str, list[int]]]) -> Path:
+    return directory.with_name(
+        f"{directory.name}-{hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:12]}" if stamps else directory.name
+    )
+
+
+def _hand_over(entry: Path, store: ImageStore, heartbeat: Heartbeat) -> None:
+    """Put the images of an entry into a run's store, once. Raises DataError if the cache has lost one."""
+    done = store.directory / f".{entry.name}"
+    if not (listed := entry / f"{IMAGES}.json").exists() or done.exists():
+        return
+    for digest in json.loads(listed.read_text()):
+        if not store.take(entry.parent / IMAGES / digest):
+            raise DataError(f"{entry.parent / IMAGES / digest} is missing; remove {entry}, and it will be made again (data.cache)")
+        heartbeat()
+    done.touch()
+
+
 def _make(storing: _Storing, directory: Path, load: Callable[[], LoadReport]) -> None:
     """Make the directory, unless another machine was faster."""
     for left in directory.parent.glob(f".{directory.name}.*"):  # by dead processes; another machine may write one if locks are not shared
@@ -103,6 +138,12 @@ def _make(storing: _Storing, directory: Path, load: Callable[[], LoadReport]) ->
     token = STORING.set(storing)
     try:
         report = load()
+        if digests := sorted({digest for digest, _, _ in storing.images if digest}):
+            (new / f"{IMAGES}.json").write_text(json.dumps(digests))
+        if stamps := sorted({path: (path, stamp) for _, path, stamp in storing.images if path}.values()):
+            paths = json.dumps([path for path, _ in stamps])
+            publish(directory.parent / "digests" / f"{directory.name}.{IMAGES}", lambda path: path.write_text(paths))
+        directory = _stamped(directory, stamps)
         files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
         manifest = {
             "format": FORMAT,
@@ -137,6 +178,10 @@ def _key(kind: type, location: str, config: Any, tokenizer: Tokenizer, options: 
         "settings": {name: value.name if isinstance(value, Enum) else value for name, value in settings.items()},
         "named": [_digest(Path(value)) for value in named],
     }
+    if tokenizer.vision is not None:
+        patterns = ("*processor*.json", "config.json", *_TOKENIZER_FILES)
+        sees = sorted({path for pattern in patterns for path in tokenizer.vision.directory.glob(pattern)})
+        made_of["vision"] = [version("pillow"), *([path.name, _digest(path)] for path in sees)]
     if extras := read_from_records():
         made_of["extras"] = [[kind.name, _digest(Path(inspect.getfile(kind)))] for kind in extras]
     return hashlib.sha256(json.dumps(made_of, sort_keys=True, default=repr).encode()).hexdigest()[:32]
@@ -215,6 +260,7 @@ class _Storing:
     kind: type
     num_workers: int
     heartbeat: Heartbeat
+    images: list[tuple[str, str, list[int]]] = field(default_factory=list)  # that were read: `ImageReader.files`
 
     def convert(self, tally: Tally, items: Iterable[Any], conversion: Any, records: Any) -> StoredExamples[Any]:
         """`Tally.convert`, its examples in files. Raises what reading the items raises, and DataError if a process is killed."""
@@ -227,6 +273,7 @@ class _Storing:
         else:
             outcomes = _in_processes(work, self.num_workers, self.heartbeat)
             tally.absorb([one.tally for one in outcomes], [one.marks for one in outcomes])
+        self.images.extend(tally.images)
         places = [divmod(block, self.num_workers) for block in range(sum(len(one.blocks) for one in outcomes))]
         blocks, counts = ([getattr(outcomes[worker], name)[nth] for nth, worker in places] for name in ("blocks", "counts"))
         write_index(self.directory, blocks, counts)

@@ -49,7 +49,7 @@ class Found:
 
 @dataclass(slots=True)
 class ImageReader:
-    """Reads the images of records for a model that sees. `files`: (digest, path, size and times) of every image that was read."""
+    """Reads the images of records for a model that sees. `files`: (digest, path, size and times) of every image."""
 
     config: Any
     vision: Vision
@@ -105,7 +105,9 @@ class ImageReader:
 
     def _image(self, value: Any, what: str, base: Path | None) -> Image:
         """One image. Raises DataError that names its place in the record, its path if it has one, and what is wrong with it."""
-        path, stamp = "", [0]
+        if self.vision.failure:
+            raise self.vision.failure
+        path, stamp = "", list[int]()
         try:
             content = _content_of(value)
             if isinstance(content, str):
@@ -116,8 +118,10 @@ class ImageReader:
             check_header(content, self.config.images.max_pixels)
             digest = self.vision.add(content)
         except DataError as error:
+            if path:  # that a file is missing may change, too
+                self.files.append(("", os.path.abspath(path), stamp or stamp_of(Path(path))))
             raise DataError(f"{what}: the image{path and ' '}{path} {error}") from error
-        self.files.append((digest, path, stamp))
+        self.files.append((digest, path and os.path.abspath(path), stamp))
         return Image(digest)
 
 

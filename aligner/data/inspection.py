@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from aligner.data.collate import PreferencePair, SupervisedExample
 from aligner.data.config import RecordForm
 from aligner.data.distillation import DistilledExample
 from aligner.data.forms import FORMS
+from aligner.data.images import images_in
 from aligner.data.judged import LabelledExample, SteppedExample, UnpairedExample
 from aligner.data.labelled import MISSING, Request, Unlabelled
 from aligner.data.proposals import ProposedGroup, SampledGroup
 from aligner.data.report import LoadReport
 from aligner.data.supervised import Demonstration
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.vision import decoded
 from aligner.errors import DataError
 from aligner.types import Prompt
 
@@ -48,6 +53,7 @@ class Row:
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     note: str = ""
+    images: tuple[str, ...] = ()  # their digests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +65,13 @@ class View:
 
     @property
     def key(self) -> Hashable:
-        """Equal for examples with the same tokens."""
-        return tuple(row.tokens for row in self.rows)
+        """Equal for examples with the same tokens and images."""
+        return tuple((row.tokens, row.images) for row in self.rows)
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Its images, once if its rows share them."""
+        return max((row.images for row in self.rows), key=len)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +112,8 @@ def _view_of_unlearnt(example: Prompt | Request | Unlabelled) -> View:
         rows = [_unlearnt(tokens, f"turn {turn}, to be scored") for turn, tokens in zip(example.turns, example.rows, strict=True)]
         return View(source=example.source, rows=tuple(rows))
     if isinstance(example, Request):
-        return View(source=example.prompt.source, rows=(_unlearnt(example.prompt.tokens, "to be answered"),))
-    return View(source=example.source, rows=(_unlearnt(example.tokens, f"answer: {example.answer}" if example.answer else ""),))
+        return View(source=example.prompt.source, rows=(_asked(example.prompt, "to be answered"),))
+    return View(source=example.source, rows=(_asked(example, f"answer: {example.answer}" if example.answer else ""),))
 
 
 def _view_of_group(example: SampledGroup | ProposedGroup) -> View:
@@ -125,8 +136,13 @@ def describe_fields(report: LoadReport) -> list[str]:
 
 
 def lengths_of(views: Sequence[View]) -> Lengths:
-    """The lengths of all rows of at least one example; p95: the least length that 95% of them do not exceed."""
-    found = sorted(len(row.tokens) for view in views for row in view.rows)
+    """The lengths of all rows of at least one example."""
+    return spread([len(row.tokens) for view in views for row in view.rows])
+
+
+def spread(lengths: Sequence[int]) -> Lengths:
+    """Of at least one length; p95: the least length that 95% of them do not exceed."""
+    found = sorted(lengths)
     return Lengths(least=found[0], middle=median(found), p95=found[-(-95 * len(found) // 100) - 1], most=found[-1])
 
 
@@ -149,8 +165,13 @@ def duplicates(views: Sequence[View]) -> list[tuple[str, str]]:
 
 def render(row: Row, tokenizer: Tokenizer, marks: tuple[str, str] = BRACKETS) -> str:
     """The text of a row, including special tokens, with `marks` around each run of trained tokens."""
-    pieces, start, size = [], 0, len(row.tokens)
-    written = ""
+    return "".join(f"{marks[0]}{text}{marks[1]}" if learnt else text for text, learnt in pieces(row, tokenizer))
+
+
+def pieces(row: Row, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """The text of a row, including special tokens, in runs of trained tokens and of others; of an image's slots, the number."""
+    found, start, size = [], 0, len(row.tokens)
+    written, slots = "", tokenizer.vision.slots if tokenizer.vision is not None and row.images else ()
     for stop in range(1, size + 1):
         if stop < size and row.loss_mask[stop] == row.loss_mask[start]:
             continue
@@ -158,9 +179,23 @@ def render(row: Row, tokenizer: Tokenizer, marks: tuple[str, str] = BRACKETS) ->
         # A tokenizer may omit a space at the beginning: pieces are cut from the whole text.
         apart = tokenizer.decode(row.tokens[start:stop], skip_special=False)
         piece = whole[len(written) :] if whole.startswith(written) else apart
-        pieces.append(f"{marks[0]}{piece}{marks[1]}" if row.loss_mask[start] else piece)
+        for slot in slots:
+            piece = re.sub(f"(?:{re.escape(slot)}){{2,}}", lambda run, slot=slot: f"{slot}*{len(run[0]) // len(slot)}", piece)  # type: ignore[misc]
+        found.append((piece, row.loss_mask[start]))
         written, start = whole, stop
-    return "".join(pieces)
+    return found
+
+
+def thumbnail(content: bytes, pixels: int = 128) -> str:
+    """A small copy of an image as a data URI, as the model's processor gets it: upright, in RGB."""
+    image, stream = decoded(content), io.BytesIO()
+    image.thumbnail((pixels, pixels))
+    image.save(stream, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+def _asked(prompt: Prompt, note: str) -> Row:
+    return replace(_unlearnt(prompt.tokens, note), images=images_in(prompt.extras))
 
 
 def _unlearnt(tokens: tuple[int, ...], note: str) -> Row:
@@ -168,4 +203,5 @@ def _unlearnt(tokens: tuple[int, ...], note: str) -> Row:
 
 
 def _row(example: SupervisedExample | DistilledExample, note: str = "") -> Row:
-    return Row(tokens=example.tokens, loss_mask=example.loss_mask, note=note)
+    images = images_in(example.extras) if isinstance(example, SupervisedExample) else ()
+    return Row(tokens=example.tokens, loss_mask=example.loss_mask, note=note, images=images)

@@ -197,7 +197,7 @@ def _parts(turn: dict[str, Any], what: str) -> tuple[str | Image, ...]:
     if not isinstance(content, list):
         return ()
     if (kind := next((part["type"] for part in content if is_media(part)), None)) is not None:
-        raise DataError(f"{what}: a part of the content has the type {kind!r}, expected text: this model has no image processor")
+        raise DataError(f"{what}: a part of the content has the type {kind!r}, expected text: this model, as it is loaded, does not see")
     if not any(isinstance(part, Image) for part in content):
         return ()
     found = (part if isinstance(part, Image) else dict.get(part, "text") if isinstance(part, dict) else None for part in content)

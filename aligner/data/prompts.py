@@ -60,7 +60,9 @@ def _fitted(tokens: list[int], reader: Reader) -> list[int]:
     reader.cut()
     head = tokens[:1] if tokens[0] == reader.tokenizer.bos_id and limit > 1 else []
     kept, vision = [*head, *tokens[len(tokens) - limit + len(head) :]], reader.tokenizer.vision
-    if vision is not None and vision.count_slots(kept) < vision.count_slots(tokens):  # what is asked of an image stays without it
+    if (
+        vision is not None and not vision.failure and vision.count_slots(kept) < vision.count_slots(tokens)
+    ):  # what is asked of an image stays without it
         reader.check_prompt(len(tokens))
     return kept
 

@@ -88,7 +88,7 @@ class Reader:
         without an image, and for images without slots.
         """
         found, vision = extras_of(raw, len(tokens)), self.tokenizer.vision
-        if vision is None:
+        if vision is None or vision.failure:
             return found
         if (seen := getattr(raw.value, "images", None)) is not None and seen.number != len(images):
             raise DataError(f"has {seen.number} images, of which this form or use of records can hold {len(images)}, expected all of them")

@@ -299,7 +299,7 @@ class Framing:
         """The tokens that stand for images, and the marks around them; none for a model that does not see."""
         if self._vision is None:
             return frozenset()
-        own = self._vision.slot_ids
+        own = () if self._vision.failure else self._vision.slot_ids
         return frozenset(text for text, number in self._added.items() if number in own or _IMAGE_MARK.search(text))
 
     @cached_property

@@ -264,9 +264,9 @@ class Tokenizer:
 
     def _with_images(self, rendered: Rendered, images: Sequence[str]) -> Rendered:
         """The text with the slots of these images where the template wrote images."""
-        if self.vision is None:
+        if self.vision is None or (self.vision.failure and not images):
             if images:
-                raise DataError(f"holds an image, and the model of tokenizer {self.path} has no image processor")
+                raise DataError(f"holds an image, and the model of tokenizer {self.path} does not see")
             return rendered
         token = self.vision.image_token
         starts = [found.start() for found in re.finditer(re.escape(token), rendered.text)]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,11 @@ _MOST_TEXT = 1 << 26  # characters of expansions
 
 
 class ImageStore:
-    """Files of images, named by their SHA-256 digests, in a directory that every process of a run sees."""
+    """Files of images, named by their SHA-256 digests, in a directory that every process of a run sees; None: a temporary one."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path | None) -> None:
+        self._temporary = TemporaryDirectory() if directory is None else None  # removed with this object
+        self.directory = directory or Path(self._temporary.name if self._temporary else "")
 
     def put(self, content: bytes) -> str:
         """Keep a file; returns its digest in hexadecimal."""
@@ -40,6 +43,19 @@ class ImageStore:
             self.directory.mkdir(parents=True, exist_ok=True)
             publish_first(path, content, mode=0o600)
         return digest
+
+    def take(self, path: Path) -> bool:
+        """Keep the file of another store, as a link if possible; False if it is missing."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            os.link(path, self.directory / path.name)
+        except FileExistsError:
+            pass
+        except OSError:  # another file system, or one without links
+            if not path.exists():
+                return False
+            self.put(path.read_bytes())
+        return True
 
     def get(self, digest: str) -> bytes:
         """The file with this digest. Raises DataError if it is missing, or has another content."""
@@ -63,10 +79,19 @@ class Vision:
         self._characters = 0
 
     @classmethod
-    def of(cls, directories: Sequence[Path | None], images: Path) -> Vision | None:
-        """That of the first of these directories that has a processor of images, for the files in `images`; None if none has."""
+    def of(cls, directories: Sequence[Path | None], images: Path | None) -> Vision | None:
+        """That of the first of these directories that has a processor of images, for the files in `images` (as `ImageStore`); None if none
+        has."""
         found = next((one for one in directories if one is not None and any((one / name).is_file() for name in PROCESSOR_FILES)), None)
         return None if found is None else cls(found, ImageStore(images))
+
+    @cached_property
+    def failure(self) -> ConfigError | None:
+        """Why the processor does not load, which matters only where there are images; None if it does."""
+        try:
+            return None if self._processor else None
+        except ConfigError as error:
+            return error
 
     def storing(self, directory: Path) -> Vision:
         """The same processor, for the images in another directory."""
@@ -100,7 +125,7 @@ class Vision:
     def num_slots(self, digest: str) -> int:
         """The number of slots of an image."""
         text = self.expansion(digest)
-        return sum(text.count(slot) for slot in self._slots)
+        return sum(text.count(slot) for slot in self.slots)
 
     def count_slots(self, tokens: Sequence[int]) -> int:
         """The number of slots among these tokens."""
@@ -108,7 +133,8 @@ class Vision:
         return sum(token in slots for token in tokens)
 
     @cached_property
-    def _slots(self) -> list[str]:
+    def slots(self) -> list[str]:
+        """The tokens of `slot_ids`, spelled out."""
         return [str(token) for token in self._processor.tokenizer.convert_ids_to_tokens(list(self.slot_ids))]
 
     def inputs(self, digests: Sequence[str]) -> dict[str, Tensor]:

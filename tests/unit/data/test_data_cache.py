@@ -269,7 +269,7 @@ def test_the_files_are_arrow_streams(jsonl, chars, kept):
     (directory,) = made(kept)
     with pa.memory_map(str(directory / "shard_000.arrow")) as file:
         table = pa.ipc.open_stream(file).read_all()
-    assert table.column_names == ["tokens", "loss_mask", "source"] and table.num_rows == 6  # blocks 0, 2 and 4 of 2
+    assert table.column_names == ["tokens", "loss_mask", "source", "extras"] and table.num_rows == 6  # blocks 0, 2 and 4 of 2
     assert json.loads((directory / "manifest.json").read_text())["report"]["num_kept"] == 10
 
 
