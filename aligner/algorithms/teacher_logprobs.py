@@ -147,7 +147,8 @@ def _set(job: WriterJob[WriteTeacherLogprobs], name: str, location: str) -> Teac
     from_rank_0(lambda: files.begin(folder, manifest))
 
     def write(shard: int, found: Sequence[files.DistilledExample]) -> None:
-        from_rank_0(lambda: files.write_shard(folder, shard, found))
+        vision = job.tokenizer.vision
+        from_rank_0(lambda: files.write_shard(folder, shard, found, None if vision is None else vision.store))
 
     return TeacherSet(examples=examples, manifest=manifest, write=write)
 

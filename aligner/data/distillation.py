@@ -4,6 +4,7 @@ The directory holds a teacher's view of supervised examples: its K likeliest tok
 
     <directory>/manifest.json              the inputs; written first
     <directory>/shard_000000.safetensors   `shard_size` examples each, in the order of the data; complete as soon as it has its name
+    <directory>/images/                    the images of the examples, by digest
 
 A run reads rows on demand: all of them would rarely fit into memory.
 """
@@ -14,9 +15,10 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,18 +27,21 @@ from torch import Tensor
 
 from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.config import DistillationDataConfig
+from aligner.data.images import images_in
 from aligner.data.messages import shown
 from aligner.data.reading import Reader, read_all, reads_sources
 from aligner.data.records import raw_object
 from aligner.data.report import LoadReport
 from aligner.data.sources import RawRecord
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.vision import ImageStore
 from aligner.errors import ConfigError, DataError
 from aligner.files import publish
 from aligner.types import DistillationBatch
 from aligner.types.batches import of_kind
+from aligner.types.extras import from_json, to_json
 
-MANIFEST = "manifest.json"
+MANIFEST, IMAGES = "manifest.json", "images"
 FORMAT = 1
 
 
@@ -49,6 +54,7 @@ class DistilledExample:
     teacher_tokens: Tensor
     teacher_logprobs: Tensor
     source: str
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # `aligner.types.extras`
 
     def first(self, length: int | None) -> DistilledExample:
         """Its first `length` tokens; None: all."""
@@ -100,6 +106,7 @@ def data_digest(examples: Sequence[SupervisedExample]) -> str:
     for example in examples:
         content.update(array("q", (len(example.tokens), *example.tokens)).tobytes())
         content.update(bytes(example.loss_mask))
+        content.update("".join(images_in(example.extras)).encode())
     return content.hexdigest()
 
 
@@ -131,8 +138,12 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{path} is not the manifest of a teacher's log-probs: {error}") from error
 
 
-def write_shard(directory: Path, shard: int, examples: Sequence[DistilledExample]) -> None:
-    """Atomic: a file of that name is complete and on disk."""
+def write_shard(directory: Path, shard: int, examples: Sequence[DistilledExample], images: ImageStore | None = None) -> None:
+    """Atomic: a file of that name is complete and on disk. `images`: the store of the examples' images."""
+    if images is not None:
+        own = ImageStore(directory / IMAGES)
+        for digest in dict.fromkeys(digest for example in examples for digest in images_in(example.extras)):
+            own.take(images.directory / digest)
     tensors = {
         "lengths": torch.tensor([len(example.tokens) for example in examples], dtype=torch.int64),
         "learnt": torch.tensor([sum(example.loss_mask) for example in examples], dtype=torch.int64),
@@ -141,8 +152,10 @@ def write_shard(directory: Path, shard: int, examples: Sequence[DistilledExample
         "teacher_tokens": torch.cat([example.teacher_tokens for example in examples]).int(),
         "teacher_logprobs": torch.cat([example.teacher_logprobs for example in examples]),
     }
-    sources = {"sources": json.dumps([example.source for example in examples])}
-    publish(shard_path(directory, shard), lambda new: save_file(tensors, new, metadata=sources))
+    more = {"sources": json.dumps([example.source for example in examples])}
+    if any(example.extras for example in examples):
+        more["extras"] = json.dumps([to_json(example.extras) for example in examples])
+    publish(shard_path(directory, shard), lambda new: save_file(tensors, new, metadata=more))
 
 
 class _Shard:
@@ -153,6 +166,7 @@ class _Shard:
             self._file = safe_open(path, framework="pt")
             lengths, learnt = self._file.get_tensor("lengths"), self._file.get_tensor("learnt")
             self.sources: list[str] = json.loads(self._file.metadata()["sources"])
+            self._extras: list[dict[str, Any]] = json.loads(self._file.metadata().get("extras", "[]"))
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path} is not a complete shard of a teacher's log-probs: {error}") from error
         shape = self._file.get_slice("teacher_logprobs").get_shape()
@@ -173,6 +187,7 @@ class _Shard:
             teacher_tokens=read("teacher_tokens")[learnt].long(),
             teacher_logprobs=read("teacher_logprobs")[learnt],
             source=self.sources[row],
+            extras=from_json(self._extras[row]) if self._extras else {},
         )
 
 
@@ -243,6 +258,11 @@ def _load_one(
         return examples, report
     files = TeacherFiles(Path(location))
     files.check_tokenizer(tokenizer.digest)
+    if images := sorted(path for path in Path(location, IMAGES).glob("*") if not path.name.startswith(".")):
+        if tokenizer.vision is None:
+            raise DataError(f"{location}: the examples have images, and the model of tokenizer {tokenizer.path} has no image processor")
+        for path in images:
+            tokenizer.vision.store.take(path)
 
     def chosen(raw: RawRecord, reader: Reader) -> int:
         if 0 < config.max_length < files.length(raw.index):
@@ -262,6 +282,8 @@ def _fitted(example: DistilledExample, reader: Reader) -> DistilledExample:
     length, most = len(example.tokens), reader.config.max_length
     if not reader.exceeds(length):
         return example
+    if example.extras:
+        raise DataError(f"has images and {length} tokens, allowed: at most max_length={most}, since nothing of them is cut")
     if not any(example.loss_mask[:most]):
         raise DataError(f"has no response token within max_length={most} ({length} tokens), expected a shorter prompt")
     return example.first(most)
@@ -322,7 +344,7 @@ def _numbers(value: object, position: int, count: int) -> list[float]:
 
 def distillation_batch(examples: Sequence[DistilledExample], pad_id: int) -> DistillationBatch:
     """Rows padded to the longest."""
-    rows = [SupervisedExample(tokens=one.tokens, loss_mask=one.loss_mask, source=one.source) for one in examples]
+    rows = [SupervisedExample(tokens=one.tokens, loss_mask=one.loss_mask, source=one.source, extras=one.extras) for one in examples]
     batch = supervised_batch(rows, pad_id)
     shape = (*batch.tokens.shape, examples[0].teacher_tokens.shape[1])
     named, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
@@ -342,6 +364,7 @@ def distilled(
             teacher_tokens=named[row][mask[row]],
             teacher_logprobs=logprobs[row][mask[row]],
             source=example.source,
+            extras=example.extras,
         )
         for row, example in enumerate(examples)
     ]
