@@ -21,7 +21,7 @@ class Wrapper(NamedTuple):
     texts: Mapping[str, Family]  # by the model_type in `text_config`; the first is that of files without it
     ties: bool | None = False  # the output layer to the embedding, where its config leaves that open; None: as its text part's has it
     heeds_text: bool = False  # ties them also if its text part's config does so
-    module: str = "model.language_model."  # of the text part, in transformers' model
+    module: tuple[str, ...] = ("model", "language_model")  # the place of the text part in transformers' model
 
 
 _LLAMA, _MISTRAL = {"llama": Family.llama}, {"mistral": Family.mistral}
@@ -35,10 +35,10 @@ WRAPPERS = {
     "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", {"qwen3_5_moe_text": Family.qwen3_5_moe_text}),
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", {"gemma3_text": Family.gemma3_text}, ties=True),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", _MISTRAL, ties=True),
-    "llama4": Wrapper("Llama4ForConditionalGeneration", {"llama4_text": Family.llama4_text}, ties=None, module="language_model.model."),
+    "llama4": Wrapper("Llama4ForConditionalGeneration", {"llama4_text": Family.llama4_text}, ties=None, module=("language_model", "model")),
     "llava": Wrapper("LlavaForConditionalGeneration", _LLAVA, heeds_text=True),
-    "idefics3": Wrapper("Idefics3ForConditionalGeneration", _LLAMA, module="model.text_model."),
-    "smolvlm": Wrapper("SmolVLMForConditionalGeneration", _LLAMA, module="model.text_model."),
+    "idefics3": Wrapper("Idefics3ForConditionalGeneration", _LLAMA, module=("model", "text_model")),
+    "smolvlm": Wrapper("SmolVLMForConditionalGeneration", _LLAMA, module=("model", "text_model")),
 }
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _QWEN2_VL = {"num_key_value_heads": 8, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
@@ -133,4 +133,4 @@ def text_name(name: str) -> str:
 
 def module_name(model_type: str, name: str) -> str:
     """The name in transformers' model of a wrapper that a layer has in its text part alone."""
-    return WRAPPERS[model_type].module + name.removeprefix("model.")
+    return ".".join((*WRAPPERS[model_type].module, name.removeprefix("model.")))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -129,6 +130,7 @@ class Transformer(mcore.GPTModel):
     """A GPTModel that ends at the hidden states; the output layer holds weights only. A `chunk.Chunk`."""
 
     head: ScalarHead | None = None
+    wrapper: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -149,7 +151,6 @@ class Transformer(mcore.GPTModel):
         self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
         self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
         self.base_digest = ""  # distinguishes these weights from others
-        self.wrapper: dict[str, str] = {}
         # Recomputed layers give no gradient if their input requires none, as the output of a frozen embedding.
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
