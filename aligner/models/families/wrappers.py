@@ -53,6 +53,7 @@ _ABSENT: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": {"rope_theta": 5e5},
     "qwen3_vl_moe_text": {"rope_theta": 5e5, "num_key_value_heads": 16},
 }
+_UNTIED = {"tie_word_embeddings": False}
 _IMAGES = re.compile(r"(?:model\.)?(?:visual|vision_tower|vision_model|multi_modal_projector|connector)\..+")
 _TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.+)")
 
@@ -113,9 +114,6 @@ def wrapped_config(hf: Mapping[str, Any], architecture: Architecture, dtype: str
     if isinstance(text := hf.get("text_config"), dict):
         own["text_config"] = text | {key: dtype for key in ("dtype", "torch_dtype") if key in text} | untied
     return own | untied
-
-
-_UNTIED = {"tie_word_embeddings": False}
 
 
 def is_of_images(name: str) -> bool:
