@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -129,6 +130,7 @@ class Transformer(mcore.GPTModel):
     """A GPTModel that ends at the hidden states; the output layer holds weights only. A `chunk.Chunk`."""
 
     head: ScalarHead | None = None
+    wrapper: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
