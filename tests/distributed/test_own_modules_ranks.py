@@ -14,7 +14,7 @@ from vision_models import Rows, write_seeing
 
 from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint
-from aligner.models.config import Dtype, LoraConfig, ModelConfig
+from aligner.models.config import Dtype, Implementation, LoraConfig, ModelConfig
 from aligner.models.create import create_policy, read_architecture
 from aligner.models.training.trainable import Training
 from aligner.parallel.topology import ParallelConfig
@@ -41,7 +41,8 @@ def steps(
 def seeing_steps(topology: Any, directory: Path) -> tuple[list, dict[str, torch.Tensor]]:
     """Two steps of every part on rows with 1, 0, 2 and 1 images; of two ranks one has rows without any in a micro-batch."""
     rows = Rows(SEES, directory)
-    model = ModelConfig(path=str(directory), dtype=Dtype.float32, micro_batch_size=1, freeze=[])
+    own = Implementation.transformers
+    model = ModelConfig(path=str(directory), implementation=own, dtype=Dtype.float32, micro_batch_size=1, freeze=[])
     training = Training(optimizer=adam(distributed=True), total_steps=10, micro_batch_size=1, vision=rows.vision)
     policy = create_policy(model, read_architecture(model, vocab_size=0), ParallelConfig(), topology, training)
     metrics = [{name: one.value() for name, one in policy.train_step(rows.batch(), sft_loss).items()} for _ in range(2)]

@@ -24,7 +24,7 @@ from aligner.environments.exchange import environment_follow_up
 from aligner.errors import ConfigError, DataError, EngineError
 from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint
-from aligner.models.config import Part
+from aligner.models.config import Implementation, Part
 from aligner.models.families.own_modules import part_of
 from aligner.models.weights import save_hf
 from aligner.rollout.config import RolloutConfig
@@ -32,6 +32,16 @@ from aligner.rollout.create import create_engine
 from aligner.types import Images, Prompt, SamplingConfig
 
 PACKED = {"packing": True, "micro_batch_tokens": 90}
+
+
+@pytest.fixture
+def load_seeing(load_policy) -> Callable[..., Any]:
+    """As `load_policy`, with transformers' modules: the text parts alone have layers here."""
+
+    def load(path: Path, *, config: dict[str, Any] | None = None, **options: Any) -> Any:
+        return load_policy(path, config={"implementation": Implementation.transformers} | (config or {}), **options)
+
+    return load
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +75,10 @@ def reference(directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_log_probs_and_gradients_of_every_part_are_those_of_transformers(name: str, directory, load_policy) -> None:
+def test_log_probs_and_gradients_of_every_part_are_those_of_transformers(name: str, directory, load_seeing) -> None:
     rows = Rows(name, directory(name))
     training = {"micro_batch_size": 2, "total_steps": 10, "vision": rows.vision}
-    policy = load_policy(directory(name), config={"freeze": []}, training=training, optimizer=adam(clip_grad=0.0))
+    policy = load_seeing(directory(name), config={"freeze": []}, training=training, optimizer=adam(clip_grad=0.0))
     logprobs, gradients = plain(reference(directory(name)), rows)
     assert torch.allclose(policy.logprobs(rows.batch()), logprobs, atol=2e-5)
     policy.module.vision, seeing = None, policy.module.vision
@@ -86,9 +96,9 @@ def test_log_probs_and_gradients_of_every_part_are_those_of_transformers(name: s
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_greedy_tokens_are_those_of_generate(name: str, directory, load_policy) -> None:
+def test_greedy_tokens_are_those_of_generate(name: str, directory, load_seeing) -> None:
     rows = Rows(name, directory(name))
-    policy = load_policy(directory(name), training={"vision": rows.vision})
+    policy = load_seeing(directory(name), training={"vision": rows.vision})
     prompts = rows.prompts()
     greedy = SamplingConfig(max_response_length=10, temperature=0.0)
     config = RolloutConfig(max_batch_size=3, sampling=SamplingConfig(max_response_length=10))
@@ -113,11 +123,11 @@ def greedy_tokens(rows: Rows, row: int, model: Any, number: int) -> list[int]:
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm"])
 def test_a_resumed_run_continues_bit_for_bit_and_its_export_has_the_frozen_parts_untouched(
-    name: str, directory, load_policy, tmp_path
+    name: str, directory, load_seeing, tmp_path
 ) -> None:
     rows = Rows(name, directory(name))
     options: dict[str, Any] = {"config": {"freeze": [Part.vision]}, "training": {"total_steps": 10, "vision": rows.vision}}
-    whole, first, resumed = (load_policy(directory(name), optimizer=adam(), **options) for _ in range(3))
+    whole, first, resumed = (load_seeing(directory(name), optimizer=adam(), **options) for _ in range(3))
     for policy, steps in ((whole, 4), (first, 2)):
         for _ in range(steps):
             policy.train_step(rows.batch(), sft_loss)
@@ -145,11 +155,11 @@ class Album:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "smolvlm"])
-def test_an_environment_shows_pictures(name: str, directory, load_policy) -> None:
+def test_an_environment_shows_pictures(name: str, directory, load_seeing) -> None:
     """Of a second turn too, the engine's log-probs are the trainer's; no slot is sampled."""
     rows = Rows(name, directory(name))
     tokenizer = load_tokenizer(directory(name)).seeing(rows.vision)
-    policy = load_policy(directory(name), training={"vision": rows.vision})
+    policy = load_seeing(directory(name), training={"vision": rows.vision})
     settings = EnvironmentConfig(path=f"{__name__}:Album", form=ObservationForm.chat, role="user", max_turns=3)
     follow_up = environment_follow_up(settings, tokenizer, rows.prompts())
     config = RolloutConfig(max_batch_size=3, sampling=SamplingConfig(max_response_length=250, stop_token_ids=list(range(30, 80))))
@@ -169,14 +179,14 @@ def test_an_environment_shows_pictures(name: str, directory, load_policy) -> Non
     assert float(gap.max()) < 1e-4
 
 
-def test_rows_that_lost_their_images_are_refused(directory, load_policy) -> None:
+def test_rows_that_lost_their_images_are_refused(directory, load_seeing) -> None:
     rows = Rows("llava", directory("llava"))
-    policy = load_policy(directory("llava"), training={"vision": rows.vision})
+    policy = load_seeing(directory("llava"), training={"vision": rows.vision})
     with pytest.raises(DataError, match="rows have slots of images, and no images"):
         policy.logprobs(replace(rows.batch(), extras={}))
-    packed = load_policy(directory("llava"), config=PACKED, training={"vision": rows.vision} | PACKED)
+    packed = load_seeing(directory("llava"), config=PACKED, training={"vision": rows.vision} | PACKED)
     with pytest.raises(ConfigError, match=r"model.packing=true: .*allowed: false"):
         packed.logprobs(rows.batch())
-    text = load_policy(directory("llava"))
+    text = load_seeing(directory("llava"))
     with pytest.raises(EngineError, match="has images, which rollout.engine=transformers does not read"):
         create_engine(text, RolloutConfig(max_batch_size=2), eos_id=rows.end, decode=str).generate(rows.prompts(), range(4))
