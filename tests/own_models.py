@@ -100,3 +100,14 @@ def write_vision(name: str, directory: Path) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(text_config=SIZES | text, vision_config=tower, **more)
     getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(directory)
+
+
+def write_granite(directory: Path, tokenizer: Path, *, vocab_size: int, seed: int = 0, positions: int = 64, spread: float = 0.02) -> Path:
+    """A random Granite, whose logits have a factor, with the files of a tokenizer."""
+    sizes = SIZES | {"vocab_size": vocab_size, "max_position_embeddings": positions, "initializer_range": spread}
+    torch.manual_seed(seed)
+    config = transformers.GraniteConfig(logits_scaling=2.0, bos_token_id=0, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    for file in tokenizer.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    return directory

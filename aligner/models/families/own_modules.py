@@ -6,6 +6,7 @@ Every model that `AutoModelForCausalLM` loads is described by its config alone, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -33,6 +34,7 @@ _LINEARS = {
     LoraTarget.fc1: ("gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in", "input_linear"),
     LoraTarget.fc2: ("down_proj", "fc2", "w2", "dense_4h_to_h", "fc_out", "output_linear"),
 }
+_LAYER = re.compile(r".*?\.\d+\.")
 _PARTS = {LoraTarget.qkv: (LoraTarget.q, LoraTarget.k, LoraTarget.v), LoraTarget.fc1: (LoraTarget.gate, LoraTarget.up)}
 
 
@@ -131,6 +133,12 @@ class OwnNames(NameTable):
 
 
 OWN_NAMES = OwnNames(layer={})
+
+
+def layer_of(name: str) -> str:
+    """What the names of a layer's parameters begin with, in the module and in files; empty outside of layers."""
+    found = _LAYER.match(name)
+    return found[0] if found else ""
 
 
 def has_adapter(weight: str, architecture: HFArchitecture, targets: Sequence[LoraTarget]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +19,15 @@ from megatron.core.enums import ModelType
 from safetensors import safe_open
 from torch import Tensor
 
-from aligner.errors import ModelFilesError
+from aligner.errors import ConfigError, ModelFilesError
 from aligner.models.checkpoint.files import MARKER
 from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import HFArchitecture, ModelConfig, Recompute
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, text_parts
+from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, layer_of, text_parts
 from aligner.models.modules.chunk import WeightGather
 from aligner.models.modules.heads import combined_head, linear_head
-from aligner.models.modules.lora import MergedWeights, attach
+from aligner.models.modules.lora import Adapter, MergedWeights, attach
 from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic, shaped
@@ -71,10 +72,11 @@ class HFChunk(MegatronModule):
         made_by = auto_class(config, where)
         self._made_by, self._fresh_from = made_by, source  # whose numbers the module has, while nothing has changed them
         if source is None or (source / MARKER).exists():
-            self.hf, self._fresh_from = made_by.from_config(config, dtype=dtype), None
+            self.hf, self._fresh_from = _with_types(made_by.from_config(config, dtype=dtype), dtype), None
         else:
             self.hf = _from_files(made_by, source, dtype, needs_output=head is None)
         self.dropouts = _without_dropout(self.hf)
+        self.always_evaluates = False  # `probe` found that training mode has other numbers
         _keep_buffers(self.hf)
         self._backbone = [self.hf.get_decoder() if is_multimodal(self.hf) else self.hf.base_model]  # in a list: no second name
         if is_multimodal(self.hf):  # a part that no text passes learns nothing, and must not decay
@@ -85,7 +87,10 @@ class HFChunk(MegatronModule):
             self._drop_vocabulary()
             self.score_head = linear_head(head, architecture.hidden_size, torch.device("cpu"))
         if model.recompute is Recompute.full:
-            self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if not self.hf.supports_gradient_checkpointing:
+                raise ConfigError(f"model.recompute=full: {architecture.model_type} of transformers has no checkpointing; allowed: none")
+            enable = getattr(self.hf, "activation_checkpointing_enable", self.hf.gradient_checkpointing_enable)  # releases before 5.24
+            enable({"use_reentrant": False})
         if model.lora.is_on:
             attach(self, model.lora)
 
@@ -93,6 +98,13 @@ class HFChunk(MegatronModule):
     def backbone(self) -> Any:
         """The module whose `last_hidden_state` the head reads: the text part of a model of text and images."""
         return self._backbone[0]
+
+    def train(self, mode: bool = True) -> HFChunk:
+        """Adapters and checkpointed layers alone know of training, if `always_evaluates`."""
+        super().train(mode)
+        for part in self.hf.modules() if self.always_evaluates else ():
+            part.training = mode and (isinstance(part, Adapter) or bool(getattr(part, "gradient_checkpointing", False)))
+        return self
 
     def forward(self, tokens: Tensor, positions: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
         """Tokens and positions [rows, L] -> hidden states [L, rows, H]."""
@@ -164,13 +176,21 @@ class HFChunk(MegatronModule):
 
     def file_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name in Hugging Face's files, tensor) of the whole model with its adapters merged, the head's last."""
-        from transformers.core_model_loading import revert_weight_conversion
-
         self.settle()
         own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
-        merged: Mapping[str, Tensor] = MergedWeights(own, [self])
-        state = {name.removeprefix(PREFIX): merged[name].detach() for name in own if name.startswith(PREFIX)}
-        yield from revert_weight_conversion(self.hf, state).items()
+        yield from self._in_files(MergedWeights(own, [self]))
+
+    def file_outline(self) -> Iterator[tuple[str, Tensor]]:
+        """`file_tensors` on the meta device."""
+        own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
+        yield from self._in_files({name: torch.empty_like(parameter, device="meta") for name, parameter in own.items()})
+
+    def _in_files(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """One layer at a time: what is converted, or has an adapter merged into it, takes memory."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for _, names in groupby((name for name in own if name.startswith(PREFIX)), key=layer_of):
+            yield from revert_weight_conversion(self.hf, {name.removeprefix(PREFIX): own[name].detach() for name in names}).items()
         yield from ((name, own[name].detach()) for name in own if name.startswith(HEAD))
 
     def _drop_vocabulary(self) -> None:
@@ -197,6 +217,18 @@ def _from_files(made_by: Any, source: Path, dtype: torch.dtype, *, needs_output:
     return model
 
 
+def _with_types(model: Any, dtype: torch.dtype) -> Any:
+    """As files would be read: some numbers (a router's) stay float32."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    if plan := model._get_dtype_plan(dtype):
+        kept = build_glob_alternation(list(plan))[0]
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if kept.search(name) and tensor.is_floating_point():
+                tensor.data = tensor.data.float()
+    return model
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without progress bars, and a report of tensors that are looked at here."""
@@ -220,7 +252,7 @@ def _without_dropout(model: torch.nn.Module) -> dict[str, float]:
         if isinstance(part, torch.nn.Dropout) and part.p:
             found["dropout"], part.p = part.p, 0.0
         for name, value in list(vars(part).items()):
-            if "dropout" in name and type(value) is float and value:
+            if "drop" in name and type(value) is float and value:
                 found[name] = value
                 vars(part)[name] = 0.0
     return found

@@ -65,6 +65,11 @@ def new_cache(config: Any) -> DynamicCache:
     return cache
 
 
+def has_states(config: Any) -> bool:
+    """Whether a model of this `transformers` config has layers that keep something else than keys and values."""
+    return any(type(layer) is not RoomyLayer for layer in new_cache(config).layers)
+
+
 def _states(layer: Any) -> Iterator[tuple[Any, Any, bool]]:
     """(container, key, whether it has a dimension of tokens, the last but one) of each tensor with a row for each response."""
     for name in ("keys", "values", "indexer_keys"):
@@ -193,9 +198,7 @@ class _Run:
         self.inputs: Tensor = self.pads  # the last drawn token of each row
         self.seats: Tensor = self.pads
         self.has_more_work = True
-        self.pads_prompts = all(
-            type(layer) is RoomyLayer for layer in new_cache(chunk.hf.config).layers
-        )  # recurrent layers may see padding
+        self.pads_prompts = not has_states(chunk.hf.config)  # recurrent layers may see padding
         named = inspect.signature(chunk.backbone.forward).parameters
         self.cache_name = "cache" if "cache" in named else "past_key_values"  # its name in releases before 5.24
 
