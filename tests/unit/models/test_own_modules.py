@@ -21,6 +21,7 @@ from aligner.models.architecture.divisible import check_together
 from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype, Implementation, LoraConfig, ModelConfig, Recompute
 from aligner.models.create import create_reward_model, load_source, read_architecture
+from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.peft import save_peft
 from aligner.models.training.trainable import Training
 from aligner.models.weights import save_hf
@@ -207,14 +208,53 @@ def test_an_unknown_model_is_refused_with_the_release(tmp_path: Path) -> None:
         read_architecture(ModelConfig(path=str(tmp_path)), vocab_size=0)
 
 
-def test_gradients_with_recomputation_are_the_same(directory, load_policy) -> None:
+@pytest.mark.parametrize("lora", [{}, {"lora": LoraConfig(rank=4)}], ids=["whole", "adapters"])
+def test_gradients_with_recomputation_are_the_same(lora: dict, directory, load_policy) -> None:
+    """Adapters too, whose layers have inputs without gradients."""
     norms = [
-        load_policy(directory("exaone4"), optimizer=adam(), config={"recompute": recompute}, training={"total_steps": 10})
+        load_policy(directory("exaone4"), optimizer=adam(), config={"recompute": recompute} | lora, training={"total_steps": 10})
         .train_step(batch(), sft_loss)["optim/grad_norm"]
         .value()
         for recompute in (Recompute.none, Recompute.full)
     ]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0
+
+
+@pytest.mark.parametrize("name", ["phimoe", "biogpt", "recurrent_gemma"])
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
+def test_training_has_the_numbers_of_evaluation(name: str, recompute: Recompute, directory, load_policy) -> None:
+    """Routers and decoders that draw in training mode do not, and a limit on the logits is found whatever a config calls it."""
+    given = {"recompute": recompute}
+    policy = load_policy(directory(name), optimizer=adam(clip_grad=0.0), config=given, training={"total_steps": 10})
+    logprobs, gradients = plain(transformers.AutoModelForCausalLM.from_pretrained(directory(name), dtype=torch.float32).eval())
+    assert torch.allclose(policy.logprobs(batch()), logprobs, atol=1e-5)
+    metrics = policy.train_step(batch(), sft_loss)
+    assert metrics["sft/loss"].value() == pytest.approx(-float(logprobs[batch().loss_mask].mean()), abs=1e-6)
+    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+    assert metrics["optim/grad_norm"].value() == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_what_the_probe_refuses(directory, load_policy, monkeypatch) -> None:
+    with pytest.raises(ConfigError, match="model_type=phi: its output layer has a bias"):
+        load_policy(directory("phi"))
+    with pytest.raises(ConfigError, match="model.recompute=full: jetmoe of transformers has no checkpointing; allowed: none"):
+        load_policy(directory("jetmoe"), config={"recompute": Recompute.full})
+    monkeypatch.setattr(HFChunk, "forward", lambda *_: {}["key"])
+    with pytest.raises(ConfigError, match="model_type=granite: its forward pass fails in transformers: KeyError: 'key'"):
+        load_policy(directory("granite"))
+
+
+def test_what_stays_float32_does_so_from_a_checkpoint_too(directory, load_policy, tmp_path: Path) -> None:
+    """As a router of ERNIE: the policy that continues is the policy that was saved, and its export has the same types."""
+    config = {"dtype": Dtype.bfloat16}
+    policy = load_policy(directory("ernie4_5_moe"), optimizer=adam(), config=config, training={"total_steps": 10})
+    train(policy, range(2))
+    again = load_policy(save(policy, tmp_path / "run"), config=config)
+    types = {name: tensor.dtype for name, tensor in weights_of(again).items()}
+    assert set(types.values()) == {torch.bfloat16, torch.float32} and same(weights_of(policy), weights_of(again))
+    save_hf(again.chunks, tmp_path / "out", writer=True)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {f"hf.{name}": parameter.dtype for name, parameter in exported.named_parameters()}.items() <= types.items()
 
 
 def test_a_family_with_layers_can_be_trained_with_its_own_modules(hf_directory, load_policy) -> None:
