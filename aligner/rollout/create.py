@@ -73,12 +73,12 @@ def create_engine(
     gate: Gate | None = None
     if config.engine == EngineKind.auto:
         config = _chosen(policy, config)
+    if config.engine == EngineKind.megatron and config.asynchronous.max_staleness:
+        tp = config.tp or chunk.pg_collection.tp.size()
+        gate = Gate(block_group(tp, backend="gloo"), timeout_seconds=config.asynchronous.timeout_seconds)
     if config.engine == EngineKind.megatron and isinstance(chunk, HFChunk):
-        engine, group = OwnModulesEngine(chunk, config, eos_id=end_ids[0], decode=decode), None
+        engine, group = OwnModulesEngine(chunk, config, eos_id=end_ids[0], decode=decode, pauses=gate), None
     elif config.engine == EngineKind.megatron:
-        if config.asynchronous.max_staleness:
-            tp = config.tp or chunk.pg_collection.tp.size()
-            gate = Gate(block_group(tp, backend="gloo"), timeout_seconds=config.asynchronous.timeout_seconds)
         engine = MegatronEngine(policy.chunks, config, eos_id=end_ids[0], decode=decode, pauses=gate)
         group = engine.shards.group if engine.shards.count > 1 else None
     else:

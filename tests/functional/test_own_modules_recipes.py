@@ -193,7 +193,7 @@ def test_online_dpo(folder: Path) -> None:
     sizes = ("algorithm.prompts_per_step=16", "algorithm.group_size=8", "algorithm.mini_batch_size=4", "algorithm.min_gap=0.1")
     run = sampled(folder, "online_dpo", *sizes, digits(folder), "loop.max_steps=8")
     learns(run)
-    assert series(run, "preference/loss")[0] == pytest.approx(0.6931, abs=0.02)  # the policy is the reference
+    assert series(run, "preference/loss")[0] == pytest.approx(0.6931, abs=0.03)  # the policy is the reference
 
 
 def test_rejection_sampling(folder: Path) -> None:
@@ -218,3 +218,14 @@ def test_spin(folder: Path) -> None:
     margins, losses = series(run, "preference/margin"), series(run, "preference/loss")
     assert abs(margins[0]) < 1e-5 and abs(margins[4]) < 1e-5 and margins[3] > 0.1 and margins[7] > 0.1
     assert losses[0] == losses[4] == pytest.approx(0.6931, abs=1e-3)
+
+
+def test_grpo_that_samples_ahead(folder: Path) -> None:
+    """On two ranks, from a copy of the weights; it validates, ends, and continues where it was."""
+    sizes = ("algorithm.prompts_per_step=8", "algorithm.group_size=4", "algorithm.mini_batch_size=16", "algorithm.correction.kind=tis")
+    ahead = ("rollout.asynchronous.max_staleness=1", f"data.validation={folder / 'prompts.jsonl'}", "loop.validate_every=2", "num_processes=2")
+    for steps in (2, 4):
+        run = sampled(folder, "grpo", *sizes, *ahead, digits(folder), f"loop.max_steps={steps}", start=launcher)
+    assert series(run, "rollout/staleness_max") == [0, 1, 0, 1]  # the first step after a start has nothing that was sampled ahead
+    gaps = series(run, "rollout/logprob_gap")
+    assert gaps[0] < 1e-4 < gaps[1]  # of older weights

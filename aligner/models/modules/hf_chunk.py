@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,15 +144,35 @@ class HFChunk(MegatronModule):
         scale, softcap = self.architecture.logits_scale, self.architecture.logits_softcap
         return shaped(own, scale=scale, softcap=softcap) if softcap or scale != 1 else own
 
+    def twin(self) -> HFChunk:
+        """The same model with weights of its own, which `take_weights` fills: for who samples while this one is trained."""
+        made, device = copy(self), next(self.hf.parameters()).device
+        made._modules, made.gather = dict(self._modules), None
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            made.hf = _with_types(self._made_by.from_config(self.hf.config, dtype=self.config.params_dtype), self.config.params_dtype)
+        _keep_buffers(made.hf)
+        made.hf.requires_grad_(False).eval()
+        made._backbone = [made.hf.get_decoder() if is_multimodal(made.hf) else made.hf.base_model]
+        return made
+
+    @torch.no_grad()
+    def take_weights(self, trained: HFChunk) -> int:
+        """Copy the numbers of the model whose `twin` this is, adapters merged; returns the bytes."""
+        trained.settle()
+        theirs = MergedWeights({name: one for name, one in trained.named_parameters() if ADAPTER not in name}, [trained])
+        for name, parameter in self.named_parameters():
+            parameter.copy_(theirs[name])
+        return sum(parameter.nbytes for parameter in self.parameters())
+
     def combine_outputs(self, weights: Any, head: ScalarHead) -> None:
         """Replace the head by `head`, whose one output is the weighted sum of all outputs."""
         self.score_head, self.head = combined_head(self.score_head, self.head, weights, head), head
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
         """For checkpoints: every parameter but adapters', whole, with the number of its copy."""
-        copy = (0, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True))
+        number = (0, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True))
         own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
-        return {name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=copy) for name, parameter in own.items()}
+        return {name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=number) for name, parameter in own.items()}
 
     def read_files(self, directory: Path, *, with_head: bool) -> None:
         """See `chunk.WholeChunk`. What was read when the module was made is not read twice."""
