@@ -207,7 +207,8 @@ def _own_modules(architecture: HFArchitecture, config: ModelConfig, topology: To
     chunk = HFChunk(architecture, config, source=source_directory(config), head=head).to(platform.device())
     initialise_adapters([chunk], topology.seed)
     kind = f"{config.path}: {architecture.model_type}: transformers' own modules; parallel.tp, pp, cp and ep must be 1"
-    for note in (kind, *probe(chunk, packing=config.packing)):
+    adapters = [chunk.adapted()] if config.lora.is_on else []
+    for note in (kind, *adapters, *probe(chunk, packing=config.packing)):
         note_once(note, rank=topology.rank)
     return [chunk]
 

@@ -144,6 +144,13 @@ class HFChunk(MegatronModule):
         scale, softcap = self.architecture.logits_scale, self.architecture.logits_softcap
         return shaped(own, scale=scale, softcap=softcap) if softcap or scale != 1 else own
 
+    def adapted(self) -> str:
+        """Which linear layers have an adapter, by the last part of their names, and which have none."""
+        linears = [(name, one) for name, one in self.backbone.named_modules() if isinstance(one, torch.nn.Linear)]
+        have, lack = ([name.rsplit(".", 1)[-1] for name, one in linears if hasattr(one, "adapter") is wanted] for wanted in (True, False))
+        none = f"; none on {', '.join(sorted(set(lack)))}" if lack else ""
+        return f"{self.architecture.model_type}: adapters on {len(have)} layers ({', '.join(sorted(set(have)))}){none}"
+
     def twin(self) -> HFChunk:
         """The same model with weights of its own, which `take_weights` fills: for who samples while this one is trained."""
         made, device = copy(self), next(self.hf.parameters()).device

@@ -19,7 +19,7 @@ from aligner.errors import ConfigError, ModelFilesError
 from aligner.losses.sft import sft_loss
 from aligner.models.architecture.divisible import check_together
 from aligner.models.checkpoint import checkpoint
-from aligner.models.config import Dtype, Implementation, LoraConfig, ModelConfig, Recompute
+from aligner.models.config import Dtype, Implementation, LoraConfig, LoraTarget, ModelConfig, Recompute
 from aligner.models.create import create_reward_model, load_source, read_architecture
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.peft import save_peft
@@ -186,6 +186,12 @@ def test_what_they_cannot_have_is_refused_by_name(model: dict, parallel: dict, n
     config = ModelConfig(path=str(directory("granite")), **model)
     with pytest.raises(ConfigError, match=named):
         check_together(read_architecture(config, vocab_size=0), config, ParallelConfig(**parallel))
+
+
+def test_a_line_says_which_layers_have_adapters(directory, load_policy, capsys) -> None:
+    """What a model calls otherwise than all others gets none."""
+    load_policy(directory("lfm2"), config={"lora": LoraConfig(rank=2, targets=[LoraTarget.q, LoraTarget.fc2])})
+    assert "lfm2: adapters on 3 layers (q_proj, w2); none on in_proj, k_proj, out_proj, v_proj, w1, w3\n" in capsys.readouterr().out
 
 
 def test_without_files_there_is_nothing_to_describe_the_model() -> None:
