@@ -205,9 +205,7 @@ class Component:
         """Whether sampling needs separate weights."""
         engine = self.engine
         merges = self.model.lora.is_on and not isinstance(self.architecture, HFArchitecture)  # those are sampled from with their adapters
-        return engine is not None and (
-            engine.own_ranks > 0 or engine.asynchronous or engine.is_foreign or self.engine_reshards or merges
-        )
+        return engine is not None and (engine.own_ranks > 0 or engine.asynchronous or engine.is_foreign or self.engine_reshards or merges)
 
     @property
     def engine_reshards(self) -> bool:

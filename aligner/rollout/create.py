@@ -112,7 +112,9 @@ def _chosen(policy: MegatronPolicy, config: RolloutConfig) -> RolloutConfig:
     """`config` with the engine that all ranks found, printed once. Raises EngineError if they found different ones."""
     chunk = policy.chunks[0]
     tp = config.tp or chunk.pg_collection.tp.size()
-    found = gather_objects(str(choice := choose(config, tp=tp, batch_invariant=chunk.batch_invariant, own=only_built_in(chunk.architecture))))
+    found = gather_objects(
+        str(choice := choose(config, tp=tp, batch_invariant=chunk.batch_invariant, own=only_built_in(chunk.architecture)))
+    )
     if others := [rank for rank, one in enumerate(found) if one != found[0]]:
         differs = f"{found[0]} on rank 0, but on rank {others[0]} {found[others[0]]}"
         raise EngineError(f"{differs}: all nodes need the same packages, or name the engine")

@@ -56,7 +56,13 @@ def settings_of(folder: Path, *more: str, model: str = "model") -> list[str]:
 def supervised(folder: Path, recipe: str, rows: Iterable[dict[str, Any]], *more: str, steps: int = 6) -> Path:
     """A run on the rows, validated on all of them before and after. Returns its directory."""
     data = write_rows(folder / f"{recipe}.jsonl", rows)
-    given = (f"data.train={data}", f"data.validation={data}", "algorithm.batch_size=8", f"loop.max_steps={steps}", "loop.validate_first=true")
+    given = (
+        f"data.train={data}",
+        f"data.validation={data}",
+        "algorithm.batch_size=8",
+        f"loop.max_steps={steps}",
+        "loop.validate_first=true",
+    )
     run_job(train(recipe), folder / recipe, settings_of(folder, *given, f"loop.validate_every={steps}", *more))
     return folder / recipe
 
@@ -214,7 +220,9 @@ def test_spin(folder: Path) -> None:
     """Two iterations: the reference of the second is what the first made of the policy."""
     data = write_rows(folder / "given.jsonl", ({"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in SUMS))
     own = (f"data.train={data}", f"data.validation={data}", "data.max_length=16", "data.max_prompt_length=0", "loop.validate_every=8")
-    run = sampled(folder, "spin", *own, "algorithm.batch_size=8", "algorithm.epochs_per_iteration=2", "loop.max_steps=8", "algorithm.beta=0.5")
+    run = sampled(
+        folder, "spin", *own, "algorithm.batch_size=8", "algorithm.epochs_per_iteration=2", "loop.max_steps=8", "algorithm.beta=0.5"
+    )
     margins, losses = series(run, "preference/margin"), series(run, "preference/loss")
     assert abs(margins[0]) < 1e-5 and abs(margins[4]) < 1e-5 and margins[3] > 0.1 and margins[7] > 0.1
     assert losses[0] == losses[4] == pytest.approx(0.6931, abs=1e-3)
@@ -223,7 +231,12 @@ def test_spin(folder: Path) -> None:
 def test_grpo_that_samples_ahead(folder: Path) -> None:
     """On two ranks, from a copy of the weights; it validates, ends, and continues where it was."""
     sizes = ("algorithm.prompts_per_step=8", "algorithm.group_size=4", "algorithm.mini_batch_size=16", "algorithm.correction.kind=tis")
-    ahead = ("rollout.asynchronous.max_staleness=1", f"data.validation={folder / 'prompts.jsonl'}", "loop.validate_every=2", "num_processes=2")
+    ahead = (
+        "rollout.asynchronous.max_staleness=1",
+        f"data.validation={folder / 'prompts.jsonl'}",
+        "loop.validate_every=2",
+        "num_processes=2",
+    )
     for steps in (2, 4):
         run = sampled(folder, "grpo", *sizes, *ahead, digits(folder), f"loop.max_steps={steps}", start=launcher)
     assert series(run, "rollout/staleness_max") == [0, 1, 0, 1]  # the first step after a start has nothing that was sampled ahead

@@ -76,6 +76,7 @@ class HFChunk(MegatronModule):
             self.hf, self._fresh_from = _with_types(made_by.from_config(config, dtype=dtype), dtype), None
         else:
             self.hf = _from_files(made_by, source, dtype, needs_output=head is None)
+        self._untie()
         self.dropouts = _without_dropout(self.hf)
         self.always_evaluates = False  # `probe` found that training mode has other numbers
         _keep_buffers(self.hf)
@@ -220,6 +221,20 @@ class HFChunk(MegatronModule):
         for _, names in groupby((name for name in own if name.startswith(PREFIX)), key=layer_of):
             yield from revert_weight_conversion(self.hf, {name.removeprefix(PREFIX): own[name].detach() for name in names}).items()
         yield from ((name, own[name].detach()) for name in own if name.startswith(HEAD))
+
+    def _untie(self) -> None:
+        """An output layer that the files have apart from the embedding stays apart, whatever the config says: in copies, checkpoints and
+        exports too."""
+        configs = (self.hf.config, self.hf.config.get_text_config())
+        if self.hf.get_output_embeddings().weight is self.hf.get_input_embeddings().weight or not any(
+            getattr(one, "tie_word_embeddings", False) for one in configs
+        ):
+            return
+        for one in configs:
+            one.tie_word_embeddings = False
+        hf = self.architecture.hf | {"tie_word_embeddings": False}
+        self.architecture.hf = hf | ({"text_config": hf["text_config"] | {"tie_word_embeddings": False}} if "text_config" in hf else {})
+        self.architecture.tied_embeddings = False
 
     def _drop_vocabulary(self) -> None:
         """A model that scores has no output layer; one that is the embedding stays that."""

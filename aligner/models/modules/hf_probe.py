@@ -62,7 +62,10 @@ def probe(chunk: HFChunk, *, packing: bool) -> list[str]:
                 )
     notes = [f"{where}: {name}={value} of its config is off in training" for name, value in chunk.dropouts.items()]
     length = min(_MANY, chunk.max_sequence_length)
-    many = torch.randint(chunk.architecture.vocab_size, (1, length), generator=generator).to(device), torch.arange(length, device=device)[None]
+    many = (
+        torch.randint(chunk.architecture.vocab_size, (1, length), generator=generator).to(device),
+        torch.arange(length, device=device)[None],
+    )
     if not _same_in_training(chunk, *many):
         chunk.always_evaluates = True
         if not _same_in_training(chunk, *many):

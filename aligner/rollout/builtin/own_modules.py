@@ -140,7 +140,9 @@ class OwnModulesEngine:
         if config.tp > 1:
             raise ConfigError(f"rollout.tp={config.tp}: {who}; allowed: 0, 1")
         if config.asynchronous.recompute:
-            raise ConfigError(f"rollout.asynchronous.recompute=true: {who}, whose keys and values stay those of the old weights; allowed: false")
+            raise ConfigError(
+                f"rollout.asynchronous.recompute=true: {who}, whose keys and values stay those of the old weights; allowed: false"
+            )
         if config.records_routes:
             raise ConfigError(f"rollout.routing_replay={config.routing_replay.value}: {who}; allowed: none")
         self.version = 0

@@ -60,7 +60,8 @@ _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gat
 class VLLMEngine:
     """`aligner.rollout.engine.ForeignEngine`, which describes the methods. `tp` consecutive ranks share a replica.
 
-    path: a directory with the Hugging Face config.json of a model of this `architecture`, whose weights, `weight_bytes` in all, are not read.
+    path: a directory with the Hugging Face config.json of a model of this `architecture`; weights in it are not read. The model has
+    `weight_bytes` of them.
     """
 
     def __init__(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,21 @@ def test_weights_come_from_where_they_are_asked_for(directory, load_policy, tmp_
         load_policy(tmp_path / "cut")
 
 
+def test_an_output_layer_of_its_own_stays_apart_whatever_the_config_says(directory, load_policy, tmp_path: Path) -> None:
+    """`transformers` unties them; so do a checkpoint, an export, and the copy that samples ahead."""
+    shutil.copytree(directory("granite"), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    policy = load_policy(tmp_path / "model", optimizer=adam(), training={"total_steps": 10})
+    train(policy, range(2))
+    wanted = policy.logprobs(batch())
+    assert torch.equal(load_policy(save(policy, tmp_path / "run")).logprobs(batch()), wanted)
+    save_hf(policy.chunks, tmp_path / "out", writer=True)
+    assert torch.equal(load_policy(tmp_path / "out").logprobs(batch()), wanted)
+    copy = policy.chunks[0].twin()
+    assert copy.take_weights(policy.chunks[0]) and torch.equal(copy.output_parameter, policy.chunks[0].output_parameter)
+
+
 @pytest.mark.parametrize("name", ["smollm3", "minimax_m2"])
 def test_adapters_are_pefts(name: str, directory, load_policy, tmp_path: Path) -> None:
     policy = load_policy(directory(name), optimizer=adam(), config={"lora": LoraConfig(rank=4)}, training={"total_steps": 10})
@@ -168,6 +185,28 @@ def test_reward_models_are_those_of_transformers(name: str, directory, topology,
     with torch.no_grad():
         rows = [theirs(input_ids=row[None, :length]).logits[0] for row, length in zip(given.tokens, given.lengths, strict=True)]
     assert torch.allclose(scores, torch.stack(rows), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_a_reward_model_is_exported_whatever_its_language_model_is_called(kind: str, directory, topology, tmp_path: Path) -> None:
+    """A config may name no class, or one of images and text."""
+    if kind == "images":
+        write_vision("qwen2_5_vl", tmp_path / "model")
+    else:
+        shutil.copytree(directory("granite"), tmp_path / "model")
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        config.pop("architectures")
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    given, model = make_batch("reward", 5), ModelConfig(path=str(tmp_path / "model"), dtype=Dtype.float32)
+
+    def made(model: ModelConfig) -> Any:
+        return create_reward_model(
+            model, read_architecture(model, vocab_size=0), ParallelConfig(), topology, Training(optimizer=None, total_steps=1)
+        )
+
+    reward = made(model)
+    save_hf(reward.model.chunks, tmp_path / "out", writer=True)
+    assert torch.equal(made(replace(model, path=str(tmp_path / "out"))).scores(given), reward.scores(given))
 
 
 @pytest.mark.parametrize(

@@ -425,13 +425,11 @@ def test_a_refit_of_transformers_own_modules_has_the_files_names(name, lora, fak
     path = make_directory(tmp_path_factory)(name)
     adapters = {"lora": LoraConfig(rank=4)} if lora else {}
     policy = load_policy(path, optimizer=adam(), config=adapters, training={"total_steps": 10})
-    made = OwnModel(dict(sorted(load_file(path / "model.safetensors").items(), key=lambda one: (one[0].replace("q_proj", "a_proj")))))
+    made = OwnModel(dict(sorted(load_file(path / "model.safetensors").items(), key=lambda one: one[0].replace("q_proj", "a_proj"))))
     monkeypatch.setitem(globals(), "FusedModel", lambda: made)
     monkeypatch.setattr(create, "MIB", 1024)  # buckets of a few tensors
     sizes = {"refit_bucket_mib": 8, "max_batch_size": 2, "sampling": SamplingConfig(max_response_length=3)}
-    engine = create.create_engine(
-        policy, RolloutConfig(engine=EngineKind.vllm, verify_refit=VerifyRefit.checksum, **sizes), eos_id=EOS
-    )
+    engine = create.create_engine(policy, RolloutConfig(engine=EngineKind.vllm, verify_refit=VerifyRefit.checksum, **sizes), eos_id=EOS)
     for steps in (range(0), range(2)):
         train(policy, steps)
         engine.refit(policy.version)
