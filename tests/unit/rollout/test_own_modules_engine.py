@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 import transformers
 from hf_models import VOCAB
 from model_steps import adam, train
-from own_models import CONFIGS, make_directory
+from own_models import CONFIGS, make_directory, write_vision
 
 from aligner.errors import ConfigError, EngineError
-from aligner.models.config import LoraConfig
+from aligner.models.config import LoraConfig, ModelConfig
+from aligner.models.create import read_architecture
+from aligner.rollout import create
 from aligner.rollout.builtin.own_modules import OwnModulesEngine
 from aligner.rollout.config import AsynchronousConfig, EngineKind, RolloutConfig, VerifyRefit
 from aligner.rollout.create import create_engine
@@ -140,6 +143,19 @@ def test_a_copy_samples_while_the_policy_is_trained(name: str, lora: dict, direc
         (first, version), (start, second) = one.versions
         assert (first, version, second) == (0, 1, 2) and 0 < start < 12
         assert one.tokens[:start] == old.tokens[:start] and one.logprobs[start] != old.logprobs[start]
+
+
+def test_auto_takes_vllm_for_layers_without_states(directory, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(create.platform, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(create, "find_spec", lambda name: object() if name == "vllm" else None)
+    write_vision("gemma3", tmp_path)
+    expected = {"granite": "vllm", "minimax_m2": "vllm", "lfm2": "megatron; not vllm (the recurrent layers of lfm2 need"}
+    expected |= {"falcon_h1": "megatron; not vllm (the recurrent layers", "gemma3": "megatron; not vllm (gemma3 is a model of images too"}
+    for name, said in expected.items():
+        path = tmp_path if name == "gemma3" else directory(name)
+        own = create.only_built_in(read_architecture(ModelConfig(path=str(path)), vocab_size=0))
+        found = str(create.choose(RolloutConfig(engine=EngineKind.auto), tp=1, own=own))
+        assert found.startswith(f"rollout.engine=auto: {said}"), found
 
 
 def test_what_it_cannot_do_is_refused_by_name(directory, load_policy) -> None:
