@@ -33,16 +33,31 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Those that hide something: training modes that draw, an output layer with a bias, a limit under another name, routers in float32.
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ODD: dict[str, tuple[str, dict[str, Any]]] = {
+    "phimoe": ("PhimoeConfig", ENDS | _EXPERTS),
+    "biogpt": ("BioGptConfig", ENDS | {"layerdrop": 0.5}),
+    "phi": ("PhiConfig", ENDS),
+    "unused": ("PhiConfig", ENDS),  # a bias of zeros, which gets no gradient
+    "recurrent_gemma": ("RecurrentGemmaConfig", {"lru_width": 32, "attention_window_size": 8, "head_dim": 8, "num_hidden_layers": 3}),
+    "jetmoe": ("JetMoeConfig", _EXPERTS | {"kv_channels": 8}),
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}),
+}
+
 
 def make_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`directory(name)`: a random model of `CONFIGS`, made once."""
+    """`directory(name)`: a random model of `CONFIGS` or `ODD`, made once."""
     made: dict[str, Path] = {}
 
     def make(name: str) -> Path:
         if name not in made:
-            kind, more = CONFIGS[name]
+            kind, more = (CONFIGS | ODD)[name]
             torch.manual_seed(1)
             model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(SIZES | more)))
+            for key, parameter in model.named_parameters():
+                if key.endswith("lm_head.bias") and name == "phi":
+                    torch.nn.init.normal_(parameter, std=0.1)
             made[name] = tmp_path_factory.mktemp(name)
             model.save_pretrained(made[name])
         return made[name]
@@ -100,3 +115,14 @@ def write_vision(name: str, directory: Path) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(text_config=SIZES | text, vision_config=tower, **more)
     getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(directory)
+
+
+def write_granite(directory: Path, tokenizer: Path, *, vocab_size: int, seed: int = 0, positions: int = 64, spread: float = 0.02) -> Path:
+    """A random Granite, whose logits have a factor, with the files of a tokenizer."""
+    sizes = SIZES | {"vocab_size": vocab_size, "max_position_embeddings": positions, "initializer_range": spread}
+    torch.manual_seed(seed)
+    config = transformers.GraniteConfig(logits_scaling=2.0, bos_token_id=0, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    for file in tokenizer.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    return directory

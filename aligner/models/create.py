@@ -193,7 +193,7 @@ def create_value_model(
     for chunk in chunks:
         chunk.combine_outputs(output_weights if head.num_outputs > 1 else (1.0,), VALUES)
     _start_adapters(chunks, config, topology.seed)
-    return MegatronValueModel(_trainable(chunks, topology, training))
+    return MegatronValueModel(TrainableModel(chunks, topology, training))
 
 
 def _scalar_chunks(
@@ -211,7 +211,8 @@ def _own_modules(
     chunk = HFChunk(architecture, config, source=source_directory(config), head=head).to(platform.device())
     initialise_adapters([chunk], topology.seed)
     kind = f"{config.path}: {architecture.model_type}: transformers' own modules; parallel.tp, pp, cp and ep must be 1"
-    for note in (kind, *probe(chunk, packing=config.packing)):
+    adapters = [chunk.adapted()] if config.lora.is_on else []
+    for note in (kind, *adapters, *probe(chunk, packing=config.packing)):
         note_once(note, rank=topology.rank)
     chunk.vision = vision
     return [chunk]
@@ -281,12 +282,6 @@ def _ready(chunks: Sequence[Chunk], config: ModelConfig, topology: Topology, tra
     load_source(chunks, config)
     remember_wrapper(chunks, source_directory(config), is_trained=training.optimizer is not None)
     _start_adapters(chunks, config, topology.seed)
-    return _trainable(chunks, topology, training)
-
-
-def _trainable(chunks: Sequence[Chunk], topology: Topology, training: Training) -> TrainableModel:
-    if any(isinstance(chunk, HFChunk) and chunk.trains_vision for chunk in chunks):
-        training = replace(training, overlap=False)  # the others would wait for the gradient of a replica whose rows have no image
     return TrainableModel(chunks, topology, training)
 
 

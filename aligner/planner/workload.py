@@ -10,7 +10,7 @@ from enum import Enum
 from functools import lru_cache
 from statistics import NormalDist
 
-from aligner.models.config import Architecture, ModelConfig
+from aligner.models.config import Architecture, HFArchitecture, ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import CudaGraphs, EngineKind, RolloutConfig
@@ -204,9 +204,8 @@ class Component:
     def engine_holds_weights(self) -> bool:
         """Whether sampling needs separate weights."""
         engine = self.engine
-        return engine is not None and (
-            engine.own_ranks > 0 or engine.asynchronous or engine.is_foreign or self.engine_reshards or self.model.lora.is_on
-        )
+        merges = self.model.lora.is_on and not isinstance(self.architecture, HFArchitecture)  # those are sampled from with their adapters
+        return engine is not None and (engine.own_ranks > 0 or engine.asynchronous or engine.is_foreign or self.engine_reshards or merges)
 
     @property
     def engine_reshards(self) -> bool:

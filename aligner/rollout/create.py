@@ -7,7 +7,7 @@ the built-in one. TensorRT-LLM and engines of other packages (entry points) are 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import entry_points
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError, ConfigError, EngineError
-from aligner.models.config import Architecture
+from aligner.models.config import Architecture, HFArchitecture
 from aligner.models.families import architecture_to_hf
-from aligner.models.modules.build import LanguageModel
+from aligner.models.families.own_modules import hf_config
+from aligner.models.modules.chunk import LanguageChunk
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.linear import weight_storage
 from aligner.models.training.offload import HostMemory
@@ -34,15 +35,15 @@ from aligner.parallel.collectives import gather_objects, together
 from aligner.parallel.transfer import block_group
 from aligner.protocols import FollowUp, Replica
 from aligner.rollout.builtin.megatron import MegatronEngine
-from aligner.rollout.builtin.own_modules import OwnModulesEngine
+from aligner.rollout.builtin.own_modules import OwnModulesEngine, has_states
 from aligner.rollout.builtin.refit import MIB
 from aligner.rollout.config import ENGINES, EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine, check_settings
 from aligner.rollout.engine import ForeignEngine
 from aligner.rollout.engine.episodes import Conversing
-from aligner.rollout.engine.foreign import StreamedEngine
+from aligner.rollout.engine.foreign import StreamedEngine, kept_together
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.lifecycle import PhasedEngine
-from aligner.rollout.engine.manifest import hf_manifest
+from aligner.rollout.engine.manifest import hf_manifest, manifest_of
 from aligner.rollout.engine.work import WorkSharing
 from aligner.rollout.tensorrt_llm import contract as tensorrt_llm_contract
 from aligner.rollout.vllm.engine import INSTALL, VLLMEngine
@@ -65,7 +66,8 @@ def create_engine(
     Without one `eos_id` ends a response, and `decode` (token ids -> text) serves stop strings. With `follow_up` responses are episodes of
     several turns. Raises ConfigError if the engine does not support the configured layout, EngineError if it cannot be started or filled.
     """
-    end_ids, missing, rows = [eos_id], [], policy.chunks[0].architecture.vocab_size
+    chunk = policy.chunks[0]
+    end_ids, missing, rows = [eos_id], [], chunk.architecture.vocab_size
     if tokenizer is not None:
         end_ids, missing, decode = list(tokenizer.end_ids), tokenizer.missing_ids(rows), partial(tokenizer.decode, skip_special=False)
         if tokenizer.vision is not None:  # a response has no slots: nothing would be in them
@@ -73,19 +75,24 @@ def create_engine(
     gate: Gate | None = None
     if config.engine == EngineKind.auto:
         config = _chosen(policy, config)
-    if config.engine == EngineKind.megatron and isinstance(chunk := policy.chunks[0], HFChunk):
-        engine, group = OwnModulesEngine(chunk, config, eos_id=end_ids[0], decode=decode), None
+    if config.engine == EngineKind.megatron and config.asynchronous.max_staleness:
+        tp = config.tp or chunk.pg_collection.tp.size()
+        gate = Gate(block_group(tp, backend="gloo"), timeout_seconds=config.asynchronous.timeout_seconds)
+    if config.engine == EngineKind.megatron and isinstance(chunk, HFChunk):
+        engine, group = OwnModulesEngine(chunk, config, eos_id=end_ids[0], decode=decode, pauses=gate), None
     elif config.engine == EngineKind.megatron:
-        if config.asynchronous.max_staleness:
-            tp = config.tp or policy.chunks[0].pg_collection.tp.size()
-            gate = Gate(block_group(tp, backend="gloo"), timeout_seconds=config.asynchronous.timeout_seconds)
         engine = MegatronEngine(policy.chunks, config, eos_id=end_ids[0], decode=decode, pauses=gate)
         group = engine.shards.group if engine.shards.count > 1 else None
     else:
-        trained = policy.chunks[0].pg_collection.tp
+        trained = chunk.pg_collection.tp
         tp = config.tp or trained.size()
-        check_engine(config, policy.chunks[0].architecture, tp=tp, world_size=dist.get_world_size())
-        while missing[-1:] == [rows - 1]:  # its model ends with the last token: no rows follow it
+        reason = only_built_in(chunk.architecture)
+        if not reason and isinstance(chunk, HFChunk) and config.engine == EngineKind.tensorrt_llm:
+            reason = f"{chunk.architecture.model_type} has transformers' own modules, which have not run with it"
+        if reason:
+            raise ConfigError(f"rollout.engine={config.engine}: {reason}; allowed: auto, megatron")
+        check_engine(config, chunk.architecture, tp=tp, world_size=dist.get_world_size())
+        while missing[-1:] == [rows - 1] and not isinstance(chunk, HFChunk):  # its model ends with the last token: no rows follow it
             rows = missing.pop()
         precision = torch.get_float32_matmul_precision()
         engine = _streamed(policy, config, tp=tp, eos_id=end_ids[0], rows=rows)
@@ -93,7 +100,7 @@ def create_engine(
         group = trained if tp == trained.size() > 1 else block_group(tp)
     shares = config.share_work is ShareWork.always
     if config.share_work is ShareWork.auto:
-        shares = platform.device().type == "cuda" or policy.chunks[0].batch_invariant
+        shares = platform.device().type == "cuda" or chunk.batch_invariant
     conversing = None
     if follow_up is not None:
         ranks = dist.get_world_size() // engine.replica.count
@@ -107,8 +114,9 @@ def _chosen(policy: MegatronPolicy, config: RolloutConfig) -> RolloutConfig:
     """`config` with the engine that all ranks found, printed once. Raises EngineError if they found different ones."""
     chunk = policy.chunks[0]
     tp = config.tp or chunk.pg_collection.tp.size()
-    delta_nets = bool(chunk.architecture.linear_attention_layers)
-    found = gather_objects(str(choice := choose(config, tp=tp, batch_invariant=chunk.batch_invariant, delta_nets=delta_nets)))
+    found = gather_objects(
+        str(choice := choose(config, tp=tp, batch_invariant=chunk.batch_invariant, own=only_built_in(chunk.architecture)))
+    )
     if others := [rank for rank, one in enumerate(found) if one != found[0]]:
         differs = f"{found[0]} on rank 0, but on rank {others[0]} {found[others[0]]}"
         raise EngineError(f"{differs}: all nodes need the same packages, or name the engine")
@@ -125,10 +133,13 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     directory = TemporaryDirectory(prefix="aligner-engine-")  # these packages read a model's sizes from it
     hf = architecture_to_hf(sizes) | {"dtype": str(dtype).removeprefix("torch.")}
     (Path(directory.name) / "config.json").write_text(json.dumps(hf))
-    foreign = together(
-        lambda: _foreign(config, chunk, Path(directory.name), sizes, tp=tp, eos_id=eos_id), "making the rollout engine", error=EngineError
-    )
-    manifest = hf_manifest(sizes, dtype)
+    export: Callable[[], Iterator[tuple[str, Tensor]]] = policy.export_weights
+    if isinstance(chunk, HFChunk):
+        manifest, export = manifest_of(kept_together(chunk.file_outline())), lambda: kept_together(policy.export_weights())
+    else:
+        manifest = hf_manifest(sizes, dtype)
+    make = partial(_foreign, config, chunk, Path(directory.name), sizes, tp=tp, eos_id=eos_id, weight_bytes=manifest.num_bytes)
+    foreign = together(make, "making the rollout engine", error=EngineError)
 
     def cut(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
         name, tensor = named
@@ -139,7 +150,7 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     parameters = HostMemory(kept=lambda: weight_storage(policy.chunks))
     return StreamedEngine(
         foreign,
-        lambda: map(cut, policy.export_weights()),
+        lambda: map(cut, export()),
         manifest,
         replica,
         bucket_bytes=config.refit_bucket_mib * MIB,
@@ -149,14 +160,16 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     )
 
 
-def _foreign(config: RolloutConfig, chunk: LanguageModel, directory: Path, sizes: Architecture, *, tp: int, eos_id: int) -> ForeignEngine:
+def _foreign(
+    config: RolloutConfig, chunk: LanguageChunk, directory: Path, sizes: Architecture, *, tp: int, eos_id: int, weight_bytes: int
+) -> ForeignEngine:
     given = {"path": directory, "dtype": chunk.config.params_dtype, "max_sequence_length": chunk.max_sequence_length}
     if config.engine == EngineKind.tensorrt_llm:
         from aligner.rollout.tensorrt_llm.engine import TensorRTLLMEngine
 
         return TensorRTLLMEngine(config, **given, eos_id=eos_id, tp=tp)
     if config.engine == EngineKind.vllm:
-        return VLLMEngine(config, **given, architecture=sizes, eos_id=eos_id, tp=tp)
+        return VLLMEngine(config, **given, architecture=sizes, eos_id=eos_id, tp=tp, weight_bytes=weight_bytes)
     (entry,) = entry_points(group=ENGINES, name=config.engine)
     return entry.load()(config, **given, architecture=sizes, eos_id=eos_id, tp=tp)
 
@@ -173,8 +186,21 @@ class Choice:
         return f"rollout.engine=auto: {self.engine.value}{not_taken}; rollout.engine=NAME takes another"
 
 
-def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, delta_nets: bool = False) -> Choice:
-    """The engine for `config`, whose `engine` is auto, with replicas of `tp` ranks, on this machine; `delta_nets`: the model has some."""
+def only_built_in(architecture: Architecture) -> str:
+    """Why no package's engine samples from a model of this architecture; empty: they may."""
+    if architecture.linear_attention_layers:
+        return "the model's delta nets need the built-in engine"
+    if not isinstance(architecture, HFArchitecture):
+        return ""
+    config = hf_config(architecture.hf, "config.json")
+    if has_states(config):
+        return f"the recurrent layers of {architecture.model_type} need the built-in engine"
+    seen = config.get_text_config() is not config
+    return f"{architecture.model_type} is a model of images too, whose text part the built-in engine samples from" if seen else ""
+
+
+def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, own: str = "") -> Choice:
+    """The engine for `config`, whose `engine` is auto, with replicas of `tp` ranks, on this machine; `own`: see `only_built_in`."""
     reasons = ("tensorrt_llm (it has never been executed with this code)",) if find_spec(tensorrt_llm_contract.PACKAGE) else ()
     try:
         if platform.device().type != "cuda":
@@ -182,8 +208,8 @@ def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, del
         _check_vllm(config)
         if batch_invariant:
             raise EngineError("model.batch_invariant=true: its log-probs are not the trainer's to the bit")
-        if delta_nets:
-            raise EngineError("the model's delta nets need the built-in engine")
+        if own:
+            raise EngineError(own)
         check_settings(replace(config, engine=EngineKind.vllm.value), tp=tp)
     except AlignerError as error:
         return Choice(engine=EngineKind.megatron, reasons=(f"vllm ({error})", *reasons))

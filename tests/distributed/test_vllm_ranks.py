@@ -42,9 +42,9 @@ def sampled(directory: Path) -> dict[int, list[tuple]]:
     sampling = SamplingConfig(max_response_length=6)
     model = {"path": directory, "architecture": SIZES, "dtype": torch.float32, "max_sequence_length": 64, "eos_id": 2}
     config = RolloutConfig(sampling=sampling, max_batch_size=3, vllm=VLLMConfig(enforce_eager=True))
-    engine = VLLMEngine(config, **model, tp=dist.get_world_size())
-    engine.start()
     manifest = hf_manifest(SIZES, torch.float32)
+    engine = VLLMEngine(config, **model, tp=dist.get_world_size(), weight_bytes=manifest.num_bytes)
+    engine.start()
     found: dict[int, list[tuple]] = {}
     for version in (1, 2):
         drawn = torch.Generator().manual_seed(version)

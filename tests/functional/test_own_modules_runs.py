@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from own_models import write_granite
 from safetensors.torch import load_file
 from training_jobs import launcher, metrics_of, ppo_settings, run_aligner, run_job, series, train, write_rows, write_task
 
@@ -19,12 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Granite with the tokenizer of the sums, a licence, and a reward model trained from it."""
     folder = tmp_path_factory.mktemp("own")
     write_task(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.GraniteConfig(vocab_size=18, max_position_embeddings=64, logits_scaling=2.0, bos_token_id=0, **sizes)
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    for file in (folder / "tokenizer").iterdir():
-        (folder / "model" / file.name).write_bytes(file.read_bytes())
+    write_granite(folder / "model", folder / "tokenizer", vocab_size=18)
     (folder / "model" / "LICENSE").write_text("as the base model's\n")
     write_rows(folder / "pairs.jsonl", ({"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": str(a)} for a in range(8)))
     own = [f"model.path={folder / 'model'}", f"data.train={folder / 'pairs.jsonl'}", "data.max_length=16", "algorithm.batch_size=8"]

@@ -100,17 +100,17 @@ def _chosen_engine(config: JobRun) -> str:
     from aligner.rollout.create import choose
 
     model = config.models()[0].config
-    tp, delta_nets = rollout.tp or config.parallel.tp, _has_delta_nets(model)
-    return str(choose(rollout, tp=tp, batch_invariant=model.batch_invariant, delta_nets=delta_nets))
+    return str(choose(rollout, tp=rollout.tp or config.parallel.tp, batch_invariant=model.batch_invariant, own=_only_built_in(model)))
 
 
-def _has_delta_nets(model: ModelConfig) -> bool:
+def _only_built_in(model: ModelConfig) -> str:
     from aligner.models.create import read_architecture  # Megatron-Core comes with it
+    from aligner.rollout.create import only_built_in
 
     try:
-        return bool(read_architecture(model, vocab_size=0).linear_attention_layers)
+        return only_built_in(read_architecture(model, vocab_size=0))
     except (AlignerError, OSError):  # another item reports problems of the model
-        return False
+        return ""
 
 
 def _judge_sizes(size: int, config: JobRun, mark: str) -> Finding:

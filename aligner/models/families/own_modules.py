@@ -34,6 +34,8 @@ _LINEARS = {
     LoraTarget.fc1: ("gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in", "input_linear"),
     LoraTarget.fc2: ("down_proj", "fc2", "w2", "dense_4h_to_h", "fc_out", "output_linear"),
 }
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # what configs call the longest sequence
+_LAYER = re.compile(r".*?\.\d+\.")
 _PARTS = {LoraTarget.qkv: (LoraTarget.q, LoraTarget.k, LoraTarget.v), LoraTarget.fc1: (LoraTarget.gate, LoraTarget.up)}
 
 
@@ -78,8 +80,10 @@ def auto_class(config: Any, where: str) -> Any:
 def hf_architecture(hf: dict[str, Any], *, where: str = "config.json") -> HFArchitecture:
     """Read the `config.json` of a model of `transformers`' own modules. Raises ConfigError if `transformers` has no such model."""
     config = hf_config(hf, where)
-    auto_class(config, where)
+    made_by = auto_class(config, where)
     text = config.get_text_config()
+    if not hf.get("architectures"):
+        hf = hf | {"architectures": [made_by._model_mapping[type(config)].__name__]}
 
     def size(name: str, default: int) -> int:
         try:
@@ -99,7 +103,7 @@ def hf_architecture(hf: dict[str, Any], *, where: str = "config.json") -> HFArch
         head_dim=size("head_dim", max(1, hidden // heads)),
         ffn_hidden_size=size("intermediate_size", 4 * hidden),
         vocab_size=text.vocab_size,
-        max_position_embeddings=size("max_position_embeddings", 1 << 20),
+        max_position_embeddings=next(filter(None, (size(name, 0) for name in _CONTEXT)), 1 << 20),
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         hf=hf,
     )
@@ -132,6 +136,12 @@ class OwnNames(NameTable):
 
 
 OWN_NAMES = OwnNames(layer={})
+
+
+def layer_of(name: str) -> str:
+    """What the names of a layer's parameters begin with, in the module and in files; empty outside of layers."""
+    found = _LAYER.match(name)
+    return found[0] if found else ""
 
 
 def has_adapter(weight: str, architecture: HFArchitecture, targets: Sequence[LoraTarget]) -> bool:

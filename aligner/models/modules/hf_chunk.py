@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +25,12 @@ from aligner.data.vision import Vision
 from aligner.errors import ConfigError, DataError, ModelFilesError
 from aligner.models.checkpoint.files import MARKER
 from aligner.models.checkpoint.hf_files import stored_tensors
-from aligner.models.config import HFArchitecture, ModelConfig, Part, Recompute
+from aligner.models.config import HFArchitecture, ModelConfig, Recompute
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, part_of
+from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, layer_of, part_of
 from aligner.models.modules.chunk import WeightGather
 from aligner.models.modules.heads import combined_head, linear_head
-from aligner.models.modules.lora import MergedWeights, attach
+from aligner.models.modules.lora import Adapter, MergedWeights, attach
 from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic, shaped
@@ -75,10 +77,12 @@ class HFChunk(MegatronModule):
         made_by = auto_class(config, where)
         self._made_by, self._fresh_from = made_by, source  # whose numbers the module has, while nothing has changed them
         if source is None or (source / MARKER).exists():
-            self.hf, self._fresh_from = made_by.from_config(config, dtype=dtype), None
+            self.hf, self._fresh_from = _with_types(made_by.from_config(config, dtype=dtype), dtype), None
         else:
             self.hf = _from_files(made_by, source, dtype, needs_output=head is None)
+        self._untie()
         self.dropouts = _without_dropout(self.hf)
+        self.always_evaluates = False  # `probe` found that training mode has other numbers
         _keep_buffers(self.hf)
         self._backbone = [self.hf.get_decoder() if is_multimodal(self.hf) else self.hf.base_model]  # in a list: no second name
         self.vision: Vision | None = None  # reads the images of rows
@@ -90,7 +94,10 @@ class HFChunk(MegatronModule):
             self._drop_vocabulary()
             self.score_head = linear_head(head, architecture.hidden_size, torch.device("cpu"))
         if model.recompute is Recompute.full:
-            self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if not self.hf.supports_gradient_checkpointing:
+                raise ConfigError(f"model.recompute=full: {architecture.model_type} of transformers has no checkpointing; allowed: none")
+            enable = getattr(self.hf, "activation_checkpointing_enable", self.hf.gradient_checkpointing_enable)  # releases before 5.24
+            enable({"use_reentrant": False})
         if model.lora.is_on:
             attach(self, model.lora)
 
@@ -99,12 +106,12 @@ class HFChunk(MegatronModule):
         """The module whose `last_hidden_state` the head reads: the text part of a model of text and images."""
         return self._backbone[0]
 
-    @property
-    def trains_vision(self) -> bool:
-        """Whether a parameter is trained that only rows with images have a gradient for."""
-        return is_multimodal(self.hf) and any(
-            parameter.requires_grad and part_of(name, self.hf) is not Part.text for name, parameter in self.hf.named_parameters()
-        )
+    def train(self, mode: bool = True) -> HFChunk:
+        """Adapters and checkpointed layers alone know of training, if `always_evaluates`."""
+        super().train(mode)
+        for part in self.hf.modules() if self.always_evaluates else ():
+            part.training = mode and (isinstance(part, Adapter) or bool(getattr(part, "gradient_checkpointing", False)))
+        return self
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention_mask: Tensor | None = None, *, images: Tensor | None = None, **options: Any
@@ -173,15 +180,42 @@ class HFChunk(MegatronModule):
         scale, softcap = self.architecture.logits_scale, self.architecture.logits_softcap
         return shaped(own, scale=scale, softcap=softcap) if softcap or scale != 1 else own
 
+    def adapted(self) -> str:
+        """Which linear layers have an adapter, by the last part of their names, and which have none."""
+        linears = [(name, one) for name, one in self.backbone.named_modules() if isinstance(one, torch.nn.Linear)]
+        have, lack = ([name.rsplit(".", 1)[-1] for name, one in linears if hasattr(one, "adapter") is wanted] for wanted in (True, False))
+        none = f"; none on {', '.join(sorted(set(lack)))}" if lack else ""
+        return f"{self.architecture.model_type}: adapters on {len(have)} layers ({', '.join(sorted(set(have)))}){none}"
+
+    def twin(self) -> HFChunk:
+        """The same model with weights of its own, which `take_weights` fills: for who samples while this one is trained."""
+        made, device = copy(self), next(self.hf.parameters()).device
+        made._modules, made.gather = dict(self._modules), None
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            made.hf = _with_types(self._made_by.from_config(self.hf.config, dtype=self.config.params_dtype), self.config.params_dtype)
+        _keep_buffers(made.hf)
+        made.hf.requires_grad_(False).eval()
+        made._backbone = [made.hf.get_decoder() if is_multimodal(made.hf) else made.hf.base_model]
+        return made
+
+    @torch.no_grad()
+    def take_weights(self, trained: HFChunk) -> int:
+        """Copy the numbers of the model whose `twin` this is, adapters merged; returns the bytes."""
+        trained.settle()
+        theirs = MergedWeights({name: one for name, one in trained.named_parameters() if ADAPTER not in name}, [trained])
+        for name, parameter in self.named_parameters():
+            parameter.copy_(theirs[name])
+        return sum(parameter.nbytes for parameter in self.parameters())
+
     def combine_outputs(self, weights: Any, head: ScalarHead) -> None:
         """Replace the head by `head`, whose one output is the weighted sum of all outputs."""
         self.score_head, self.head = combined_head(self.score_head, self.head, weights, head), head
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
         """For checkpoints: every parameter but adapters', whole, with the number of its copy."""
-        copy = (0, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True))
+        number = (0, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True))
         own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
-        return {name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=copy) for name, parameter in own.items()}
+        return {name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=number) for name, parameter in own.items()}
 
     def read_files(self, directory: Path, *, with_head: bool) -> None:
         """See `chunk.WholeChunk`. What was read when the module was made is not read twice."""
@@ -206,14 +240,36 @@ class HFChunk(MegatronModule):
 
     def file_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name in Hugging Face's files, tensor) of the whole model with its adapters merged, the head's last."""
-        from transformers.core_model_loading import revert_weight_conversion
-
         self.settle()
         own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
-        merged: Mapping[str, Tensor] = MergedWeights(own, [self])
-        state = {name.removeprefix(PREFIX): merged[name].detach() for name in own if name.startswith(PREFIX)}
-        yield from revert_weight_conversion(self.hf, state).items()
+        yield from self._in_files(MergedWeights(own, [self]))
+
+    def file_outline(self) -> Iterator[tuple[str, Tensor]]:
+        """`file_tensors` on the meta device."""
+        own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
+        yield from self._in_files({name: torch.empty_like(parameter, device="meta") for name, parameter in own.items()})
+
+    def _in_files(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """One layer at a time: what is converted, or has an adapter merged into it, takes memory."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for _, names in groupby((name for name in own if name.startswith(PREFIX)), key=layer_of):
+            yield from revert_weight_conversion(self.hf, {name.removeprefix(PREFIX): own[name].detach() for name in names}).items()
         yield from ((name, own[name].detach()) for name in own if name.startswith(HEAD))
+
+    def _untie(self) -> None:
+        """An output layer that the files have apart from the embedding stays apart, whatever the config says: in copies, checkpoints and
+        exports too."""
+        configs = (self.hf.config, self.hf.config.get_text_config())
+        if self.hf.get_output_embeddings().weight is self.hf.get_input_embeddings().weight or not any(
+            getattr(one, "tie_word_embeddings", False) for one in configs
+        ):
+            return
+        for one in configs:
+            one.tie_word_embeddings = False
+        hf = self.architecture.hf | {"tie_word_embeddings": False}
+        self.architecture.hf = hf | ({"text_config": hf["text_config"] | {"tie_word_embeddings": False}} if "text_config" in hf else {})
+        self.architecture.tied_embeddings = False
 
     def _drop_vocabulary(self) -> None:
         """A model that scores has no output layer; one that is the embedding stays that."""
@@ -236,6 +292,18 @@ def _from_files(made_by: Any, source: Path, dtype: torch.dtype, *, needs_output:
     wrong = [*sorted(set(found["missing_keys"]) - unneeded), *(str(one[0]) for one in found["mismatched_keys"])]
     if wrong:
         raise ModelFilesError(f"{source}: {len(wrong)} tensors are missing or do not have the shape in the config, e.g. {wrong[:3]}")
+    return model
+
+
+def _with_types(model: Any, dtype: torch.dtype) -> Any:
+    """As files would be read: some numbers (a router's) stay float32."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    if plan := model._get_dtype_plan(dtype):
+        kept = build_glob_alternation(list(plan))[0]
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if kept.search(name) and tensor.is_floating_point():
+                tensor.data = tensor.data.float()
     return model
 
 
@@ -262,7 +330,7 @@ def _without_dropout(model: torch.nn.Module) -> dict[str, float]:
         if isinstance(part, torch.nn.Dropout) and part.p:
             found["dropout"], part.p = part.p, 0.0
         for name, value in list(vars(part).items()):
-            if "dropout" in name and type(value) is float and value:
+            if "drop" in name and type(value) is float and value:
                 found[name] = value
                 vars(part)[name] = 0.0
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 from aligner.data.vision import Vision
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.architecture.divisible import fp8_token_multiple
-from aligner.models.modules.chunk import Chunk, WeightGather
+from aligner.models.modules.chunk import Chunk, WeightGather, WholeChunk
 from aligner.models.modules.fusions import note_once
 from aligner.models.modules.linear import weight_storage
 from aligner.models.modules.router import AuxiliaryLosses, routers, take_metrics
@@ -179,11 +179,13 @@ class TrainableModel:
         return chunk
 
     def _prepare_training(self, optimizer: OptimizerConfig, training: Training) -> None:
-        gathers = training.overlap and optimizer.distributed and self.topology.dp_size * self.topology.cp_size > 1
+        # Of transformers' own modules a parameter may get no gradient, or be read outside of its module's call.
+        overlap = training.overlap and not isinstance(self.chunks[0], WholeChunk)
+        gathers = overlap and optimizer.distributed and self.topology.dp_size * self.topology.cp_size > 1
         settings = mcore.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.distributed,
-            overlap_grad_reduce=training.overlap,
+            overlap_grad_reduce=overlap,
             overlap_param_gather=gathers,
             check_for_nan_in_grad=False,  # it raises on one rank and leaves the others waiting: see _find_non_finite
         )
@@ -203,7 +205,7 @@ class TrainableModel:
         self.loss_scale = LossScale(self.optimizer)
         if self.loss_scale.is_on:
             self.config.grad_scale_func = self.optimizer.scale_loss
-        if training.overlap:
+        if overlap:
             no_syncs = [runner.no_sync for runner in self.runners]
             self.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         if optimizer.offload:

@@ -1,4 +1,4 @@
-"""Samples with the very module that is trained, if that is `transformers`' own: `aligner.models.modules.hf_chunk`.
+"""Samples with the very module that is trained, or a copy, if that is `transformers`' own: `aligner.models.modules.hf_chunk`.
 
 Continuous batching over `transformers`' cache. Prompts are computed together, each once for all responses to it; those of a model with
 recurrent layers only with others of their length, since such layers may not skip padding. Running rows are aligned at their last token,
@@ -23,8 +23,10 @@ from aligner.errors import ConfigError, EngineError
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.protocols import Replica
 from aligner.rollout.builtin.sampling import GOES_ON, STOP, Draw, Sampler
-from aligner.rollout.config import RolloutConfig
+from aligner.rollout.config import RolloutConfig, VerifyRefit
 from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Work
+from aligner.rollout.engine.gate import Gate
+from aligner.rollout.engine.manifest import named_few, not_finite
 from aligner.types import FinishReason, Images, LogprobKind, SamplingConfig
 
 _PART = 4  # rows leave, and prompts are computed, when this part of the seats is free
@@ -63,6 +65,11 @@ def new_cache(config: Any) -> DynamicCache:
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = RoomyLayer
     return cache
+
+
+def has_states(config: Any) -> bool:
+    """Whether a model of this `transformers` config has layers that keep something else than keys and values."""
+    return any(type(layer) is not RoomyLayer for layer in new_cache(config).layers)
 
 
 def _states(layer: Any) -> Iterator[tuple[Any, Any, bool]]:
@@ -110,6 +117,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (number of the first token, weights that sampled from there on)
 
 
 Digests = tuple[str, ...]
@@ -123,29 +131,46 @@ def _prompt_of(request: GenRequest) -> _Prompt:
 class OwnModulesEngine:
     """`aligner.rollout.engine.Engine` on a model of `transformers`' own modules; every rank is a replica.
 
-    Raises ConfigError for settings of the built-in engine that need weights of the engine's own, or split ones.
+    With `rollout.asynchronous` it has weights of its own, and generates while another thread trains; `pauses` lets that thread change them
+    between two steps. Raises ConfigError for settings of the built-in engine that it does not have.
     """
 
-    def __init__(self, chunk: HFChunk, config: RolloutConfig, *, eos_id: int, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+    def __init__(
+        self,
+        chunk: HFChunk,
+        config: RolloutConfig,
+        *,
+        eos_id: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        pauses: Gate | None = None,
+    ) -> None:
         who = f"{chunk.architecture.model_type} has transformers' own modules"
         if config.tp > 1:
             raise ConfigError(f"rollout.tp={config.tp}: {who}; allowed: 0, 1")
-        if config.asynchronous.max_staleness:
-            setting = f"rollout.asynchronous.max_staleness={config.asynchronous.max_staleness}"
-            raise ConfigError(f"{setting}: {who}, which the trainer changes; allowed: 0")
+        if config.asynchronous.recompute:
+            raise ConfigError(
+                f"rollout.asynchronous.recompute=true: {who}, whose keys and values stay those of the old weights; allowed: false"
+            )
         if config.records_routes:
             raise ConfigError(f"rollout.routing_replay={config.routing_replay.value}: {who}; allowed: none")
         self.version = 0
         self.max_sequence_length = chunk.max_sequence_length
         self.replica = Replica(index=dist.get_rank(), count=dist.get_world_size())
         self.capabilities = Capabilities(name="transformers", logprobs=LogprobKind.sampled, sees=chunk.vision is not None)
-        self._chunk, self._config, self._eos_id, self._decode = chunk, config, eos_id, decode
+        self._trained, self._config, self._eos_id, self._decode, self._pauses = chunk, config, eos_id, decode, pauses
+        self._chunk = chunk.twin() if config.asynchronous.max_staleness else chunk
 
     def refit(self, version: int) -> int:
-        """The weights are the policy's own: they only have to be there. Returns the bytes that were copied: none."""
-        self._chunk.settle()
+        """The weights are the policy's own, and only have to be there, or a copy. Returns the bytes that were copied. Raises EngineError
+        for numbers that are not finite, if they are copied or should be verified."""
+        self._trained.settle()
+        num_bytes = 0 if self._chunk is self._trained else self._chunk.take_weights(self._trained)
+        if num_bytes or self._config.verify_refit is VerifyRefit.checksum:
+            named = dict(self._chunk.named_parameters())
+            if bad := not_finite(named):
+                raise EngineError(f"the weights are not finite: {named_few(bad)} of {len(named)} tensors")
         self.version = version
-        return 0
+        return num_bytes
 
     def wake(self, memory: frozenset[Memory]) -> None:
         """Nothing is kept between generations."""
@@ -162,6 +187,7 @@ class OwnModulesEngine:
         Raises EngineError naming a request whose prompt is empty or leaves no room in the context.
         """
         run = _Run(self._chunk, self._config, sampling, self._eos_id, self._decode)
+        run.pauses, run.version = self._pauses, self.version
         was_training = self._chunk.training
         self._chunk.eval()
         try:
@@ -179,7 +205,8 @@ class OwnModulesEngine:
             raw_logprobs=tuple(row.raw_logprobs) if row.raw_logprobs else None,
             kind=LogprobKind.sampled,
             finish_reason=FinishReason.stop if stopped else FinishReason.length,
-            weight_version=self.version,
+            weight_version=row.versions[-1][1],
+            versions=tuple(row.versions) if len(row.versions) > 1 else (),
         )
 
 
@@ -202,15 +229,19 @@ class _Run:
         self.inputs: Tensor = self.pads  # the last drawn token of each row
         self.seats: Tensor = self.pads
         self.has_more_work = True
-        self.pads_prompts = all(
-            type(layer) is RoomyLayer for layer in new_cache(chunk.hf.config).layers
-        )  # recurrent layers may see padding
+        self.pauses: Gate | None = None
+        self.version = 0
+        self.pads_prompts = not has_states(chunk.hf.config)  # recurrent layers may see padding
         named = inspect.signature(chunk.backbone.forward).parameters
         self.cache_name = "cache" if "cache" in named else "past_key_values"  # its name in releases before 5.24
 
     @torch.no_grad()
     def step(self, work: Work) -> list[tuple[_Row, bool]] | None:
         """At most one pass over prompts or running rows. Returns what ended, and whether at a stop; None after the last response."""
+        if self.pauses is not None and (version := self.pauses.between_steps(lambda: None)) not in (None, self.version):
+            self.version = version
+            for row in filter(None, self.rows):
+                row.versions.append((len(row.tokens), version))
         room = len(self.free)
         if self.has_more_work and not self.waiting and (room >= self.refill or not any(self.rows)):
             requests = work.take(room)
@@ -236,6 +267,7 @@ class _Run:
         while self.waiting and self._fits(prompt := _prompt_of(self.waiting[0].request), prompts):
             prompts.setdefault(prompt, len(prompts))
             begun.append(self.waiting.popleft())
+            begun[-1].versions.append((0, self.version))
         self._compact()
         cache, length = new_cache(self.chunk.hf.config), len(begun[-1].request.tokens)
         pads = torch.tensor([length - len(prompt) for prompt, _ in prompts], device=self.device)

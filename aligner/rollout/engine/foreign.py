@@ -10,7 +10,7 @@ one tensor each, and some need all parts of a fused tensor at once: such a group
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import AlignerError, ConfigError, EngineError
+from aligner.models.families.own_modules import layer_of
 from aligner.models.training.offload import HostMemory
 from aligner.parallel import platform
 from aligner.parallel.collectives import together
@@ -43,6 +44,16 @@ def fusion_group(name: str) -> str:
         if found := pattern.fullmatch(name):
             return f"{found[1]}/{kind}"
     return name
+
+
+def kept_together(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of `transformers`' own modules, which come layer by layer, with those of a fusion group one behind the other."""
+    for _, layer in groupby(named, key=lambda one: layer_of(one[0])):
+        groups: dict[str, Bucket] = {}
+        for name, tensor in layer:
+            groups.setdefault(fusion_group(name), []).append((name, tensor))
+        for group in groups.values():
+            yield from group
 
 
 def weight_buckets(named: Iterator[tuple[str, Tensor]], *, bucket_bytes: int, manifest: Manifest) -> Iterator[Bucket]:

@@ -65,6 +65,11 @@ def hf_manifest(architecture: Architecture, dtype: torch.dtype) -> Manifest:
     return Manifest(tensors=tensors)
 
 
+def manifest_of(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+    """Of tensors that a model itself names, in their order."""
+    return Manifest(tensors={name: TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors})
+
+
 def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """float32 for the biases by which experts are chosen, since their updates are small."""
     return torch.float32 if name.endswith(".expert_bias") else dtype

@@ -28,7 +28,7 @@ from aligner.models.config import Architecture, Family
 from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, Work, missing_ids
-from aligner.rollout.engine.manifest import Manifest, hf_manifest, named_few
+from aligner.rollout.engine.manifest import Manifest, named_few
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 _SAME = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"  # as in our SamplingConfig
@@ -60,7 +60,8 @@ _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gat
 class VLLMEngine:
     """`aligner.rollout.engine.ForeignEngine`, which describes the methods. `tp` consecutive ranks share a replica.
 
-    path: a directory with the Hugging Face config.json of a model of this `architecture`; weights in it are not read.
+    path: a directory with the Hugging Face config.json of a model of this `architecture`; weights in it are not read. The model has
+    `weight_bytes` of them.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class VLLMEngine:
         eos_id: int,
         max_sequence_length: int,
         tp: int,
+        weight_bytes: int,
     ) -> None:
         self._config, self._path, self._architecture, self._dtype = config, path, architecture, dtype
         self._eos_id, self.max_sequence_length, self._tp = eos_id, max_sequence_length, tp
+        self._weight_bytes = weight_bytes
         # Whether vLLM computes log-probs after applying the temperature (and all else), not before.
         self._scaled = config.sampling.temperature not in (0.0, 1.0) and not config.sampling.reshaping()
         kind = self._kind(config.sampling)
@@ -155,7 +158,7 @@ class VLLMEngine:
         """
         torch.cuda.empty_cache()  # vLLM counts the device's free memory, without what training's allocator could reuse
         free, total = torch.cuda.mem_get_info()
-        weights, cache = hf_manifest(self._architecture, self._dtype).num_bytes // self._tp, self._cache_bytes()
+        weights, cache = self._weight_bytes // self._tp, self._cache_bytes()
         if weights + cache > free:
             sizes = {"weights": weights, "cache": cache, "free": free, "total": total}
             gib = {name: f"{size / 2**30:.1f}" for name, size in sizes.items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from aligner.errors import ConfigError, ModelFilesError
 from aligner.losses.sft import sft_loss
 from aligner.models.architecture.divisible import check_together
 from aligner.models.checkpoint import checkpoint
-from aligner.models.config import Dtype, Implementation, LoraConfig, ModelConfig, Recompute
+from aligner.models.config import Dtype, Implementation, LoraConfig, LoraTarget, ModelConfig, Recompute
 from aligner.models.create import create_reward_model, load_source, read_architecture
+from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.peft import save_peft
 from aligner.models.training.trainable import Training
 from aligner.models.weights import save_hf
@@ -124,6 +127,21 @@ def test_weights_come_from_where_they_are_asked_for(directory, load_policy, tmp_
         load_policy(tmp_path / "cut")
 
 
+def test_an_output_layer_of_its_own_stays_apart_whatever_the_config_says(directory, load_policy, tmp_path: Path) -> None:
+    """`transformers` unties them; so do a checkpoint, an export, and the copy that samples ahead."""
+    shutil.copytree(directory("granite"), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    policy = load_policy(tmp_path / "model", optimizer=adam(), training={"total_steps": 10})
+    train(policy, range(2))
+    wanted = policy.logprobs(batch())
+    assert torch.equal(load_policy(save(policy, tmp_path / "run")).logprobs(batch()), wanted)
+    save_hf(policy.chunks, tmp_path / "out", writer=True)
+    assert torch.equal(load_policy(tmp_path / "out").logprobs(batch()), wanted)
+    copy = policy.chunks[0].twin()
+    assert copy.take_weights(policy.chunks[0]) and torch.equal(copy.output_parameter, policy.chunks[0].output_parameter)
+
+
 @pytest.mark.parametrize("name", ["smollm3", "minimax_m2"])
 def test_adapters_are_pefts(name: str, directory, load_policy, tmp_path: Path) -> None:
     policy = load_policy(directory(name), optimizer=adam(), config={"lora": LoraConfig(rank=4)}, training={"total_steps": 10})
@@ -169,6 +187,28 @@ def test_reward_models_are_those_of_transformers(name: str, directory, topology,
     assert torch.allclose(scores, torch.stack(rows), atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_a_reward_model_is_exported_whatever_its_language_model_is_called(kind: str, directory, topology, tmp_path: Path) -> None:
+    """A config may name no class, or one of images and text."""
+    if kind == "images":
+        write_vision("qwen2_5_vl", tmp_path / "model")
+    else:
+        shutil.copytree(directory("granite"), tmp_path / "model")
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        config.pop("architectures")
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    given, model = make_batch("reward", 5), ModelConfig(path=str(tmp_path / "model"), dtype=Dtype.float32)
+
+    def made(model: ModelConfig) -> Any:
+        return create_reward_model(
+            model, read_architecture(model, vocab_size=0), ParallelConfig(), topology, Training(optimizer=None, total_steps=1)
+        )
+
+    reward = made(model)
+    save_hf(reward.model.chunks, tmp_path / "out", writer=True)
+    assert torch.equal(made(replace(model, path=str(tmp_path / "out"))).scores(given), reward.scores(given))
+
+
 @pytest.mark.parametrize(
     ("model", "parallel", "named"),
     [
@@ -185,6 +225,12 @@ def test_what_they_cannot_have_is_refused_by_name(model: dict, parallel: dict, n
     config = ModelConfig(path=str(directory("granite")), **model)
     with pytest.raises(ConfigError, match=named):
         check_together(read_architecture(config, vocab_size=0), config, ParallelConfig(**parallel))
+
+
+def test_a_line_says_which_layers_have_adapters(directory, load_policy, capsys) -> None:
+    """What a model calls otherwise than all others gets none."""
+    load_policy(directory("lfm2"), config={"lora": LoraConfig(rank=2, targets=[LoraTarget.q, LoraTarget.fc2])})
+    assert "lfm2: adapters on 3 layers (q_proj, w2); none on in_proj, k_proj, out_proj, v_proj, w1, w3\n" in capsys.readouterr().out
 
 
 def test_without_files_there_is_nothing_to_describe_the_model() -> None:
@@ -207,14 +253,53 @@ def test_an_unknown_model_is_refused_with_the_release(tmp_path: Path) -> None:
         read_architecture(ModelConfig(path=str(tmp_path)), vocab_size=0)
 
 
-def test_gradients_with_recomputation_are_the_same(directory, load_policy) -> None:
+@pytest.mark.parametrize("lora", [{}, {"lora": LoraConfig(rank=4)}], ids=["whole", "adapters"])
+def test_gradients_with_recomputation_are_the_same(lora: dict, directory, load_policy) -> None:
+    """Adapters too, whose layers have inputs without gradients."""
     norms = [
-        load_policy(directory("exaone4"), optimizer=adam(), config={"recompute": recompute}, training={"total_steps": 10})
+        load_policy(directory("exaone4"), optimizer=adam(), config={"recompute": recompute} | lora, training={"total_steps": 10})
         .train_step(batch(), sft_loss)["optim/grad_norm"]
         .value()
         for recompute in (Recompute.none, Recompute.full)
     ]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0
+
+
+@pytest.mark.parametrize("name", ["phimoe", "biogpt", "recurrent_gemma"])
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
+def test_training_has_the_numbers_of_evaluation(name: str, recompute: Recompute, directory, load_policy) -> None:
+    """Routers and decoders that draw in training mode do not, and a limit on the logits is found whatever a config calls it."""
+    given = {"recompute": recompute}
+    policy = load_policy(directory(name), optimizer=adam(clip_grad=0.0), config=given, training={"total_steps": 10})
+    logprobs, gradients = plain(transformers.AutoModelForCausalLM.from_pretrained(directory(name), dtype=torch.float32).eval())
+    assert torch.allclose(policy.logprobs(batch()), logprobs, atol=1e-5)
+    metrics = policy.train_step(batch(), sft_loss)
+    assert metrics["sft/loss"].value() == pytest.approx(-float(logprobs[batch().loss_mask].mean()), abs=1e-6)
+    norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+    assert metrics["optim/grad_norm"].value() == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_what_the_probe_refuses(directory, load_policy, monkeypatch) -> None:
+    with pytest.raises(ConfigError, match="model_type=phi: its output layer has a bias"):
+        load_policy(directory("phi"))
+    with pytest.raises(ConfigError, match="model.recompute=full: jetmoe of transformers has no checkpointing; allowed: none"):
+        load_policy(directory("jetmoe"), config={"recompute": Recompute.full})
+    monkeypatch.setattr(HFChunk, "forward", lambda *_: {}["key"])
+    with pytest.raises(ConfigError, match="model_type=granite: its forward pass fails in transformers: KeyError: 'key'"):
+        load_policy(directory("granite"))
+
+
+def test_what_stays_float32_does_so_from_a_checkpoint_too(directory, load_policy, tmp_path: Path) -> None:
+    """As a router of ERNIE: the policy that continues is the policy that was saved, and its export has the same types."""
+    config = {"dtype": Dtype.bfloat16}
+    policy = load_policy(directory("ernie4_5_moe"), optimizer=adam(), config=config, training={"total_steps": 10})
+    train(policy, range(2))
+    again = load_policy(save(policy, tmp_path / "run"), config=config)
+    types = {name: tensor.dtype for name, tensor in weights_of(again).items()}
+    assert set(types.values()) == {torch.bfloat16, torch.float32} and same(weights_of(policy), weights_of(again))
+    save_hf(again.chunks, tmp_path / "out", writer=True)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {f"hf.{name}": parameter.dtype for name, parameter in exported.named_parameters()}.items() <= types.items()
 
 
 def test_a_family_with_layers_can_be_trained_with_its_own_modules(hf_directory, load_policy) -> None:

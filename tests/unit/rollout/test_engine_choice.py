@@ -62,7 +62,7 @@ def test_without_a_gpu_it_is_the_built_in_one(installed, monkeypatch):
         (config_of(verify_refit=VerifyRefit.checksum), 1, "vllm", ""),
         (config_of(verify_refit=VerifyRefit.checksum), 2, "megatron", "reads no weights back from rollout.tp=2 ranks"),
         ({"batch_invariant": True}, 1, "megatron", "model.batch_invariant=true"),
-        ({"delta_nets": True}, 1, "megatron", "the model's delta nets need"),
+        ({"own": "the model's delta nets need it"}, 1, "megatron", "the model's delta nets need it"),
     ],
 )
 def test_what_the_run_asks_for_decides(installed, config, tp, expected, said):

@@ -17,16 +17,20 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from model_steps import adam, train
+from own_models import make_directory
+from safetensors.torch import load_file
 
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError, EngineError
-from aligner.models.config import Architecture, Family
-from aligner.rollout.config import RolloutConfig, VLLMConfig
+from aligner.models.config import Architecture, Family, LoraConfig
+from aligner.rollout import create
+from aligner.rollout.config import EngineKind, RolloutConfig, VerifyRefit, VLLMConfig
 from aligner.rollout.engine import ALL_MEMORY, EngineSampling, GenRequest, ListedWork
 from aligner.rollout.engine.manifest import Manifest, TensorSpec, hf_manifest
 from aligner.rollout.vllm import engine as wrapper
 from aligner.rollout.vllm.engine import VLLMEngine
-from aligner.types import FinishReason, LogprobKind, SamplingConfig
+from aligner.types import FinishReason, LogprobKind, Prompt, SamplingConfig
 
 SIZES = Architecture(num_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, ffn_hidden_size=12, vocab_size=11)
 CONTEXT, EOS = 20, 2
@@ -251,7 +255,7 @@ def make_engine(*, max_batch_size: int = 2, tp: int = 1, architecture: Architect
     settings = SamplingConfig(**({"max_response_length": 6} | sampling))
     config = RolloutConfig(sampling=settings, max_batch_size=max_batch_size, vllm=VLLMConfig(enforce_eager=True))
     model = {"path": Path("model"), "architecture": architecture, "dtype": torch.float32, "eos_id": EOS}
-    return VLLMEngine(config, **model, max_sequence_length=CONTEXT, tp=tp)
+    return VLLMEngine(config, **model, max_sequence_length=CONTEXT, tp=tp, weight_bytes=hf_manifest(SIZES, torch.float32).num_bytes)
 
 
 def started(**sampling) -> VLLMEngine:
@@ -393,6 +397,52 @@ def test_a_refit_fills_the_fused_tensors_and_names_what_is_missing(fake_vllm):
     del named["model.embed_tokens.weight"]
     with pytest.raises(EngineError, match=r"did not send: model\.embed_tokens\.weight of 2"):
         refit(engine, named, 5)
+
+
+class OwnModel(FusedModel):
+    """Like `FusedModel`, with the tensors of a model of transformers' files: q, k and v fused, and gate and up."""
+
+    def __init__(self, files: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors, self.places = {}, {}
+        for name, tensor in files.items():
+            part = name.split(".")[-2]
+            fused = name.replace(part, wrapper._FUSED.get(part, part))
+            before = self.tensors.get(fused, tensor[:0])
+            self.places[name] = (fused, slice(len(before), len(before) + len(tensor)))
+            self.tensors[fused] = torch.cat([before, torch.zeros_like(tensor)])
+
+    def load_weights(self, weights) -> set[str]:
+        given = [(*self.places[name], tensor) for name, tensor in weights if name in self.places]
+        self.given += [(self.tensors[fused][rows], tensor) for fused, rows, tensor in given]
+        return {fused for fused, _, _ in given}
+
+
+@pytest.mark.parametrize("name", ["granite", "minimax_m2"])
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+def test_a_refit_of_transformers_own_modules_has_the_files_names(name, lora, fake_vllm, load_policy, tmp_path_factory, monkeypatch):
+    """Experts one by one, as in the files, though they are one tensor in the module; adapters merged; buckets cut between fused groups."""
+    path = make_directory(tmp_path_factory)(name)
+    adapters = {"lora": LoraConfig(rank=4)} if lora else {}
+    policy = load_policy(path, optimizer=adam(), config=adapters, training={"total_steps": 10})
+    made = OwnModel(dict(sorted(load_file(path / "model.safetensors").items(), key=lambda one: one[0].replace("q_proj", "a_proj"))))
+    monkeypatch.setitem(globals(), "FusedModel", lambda: made)
+    monkeypatch.setattr(create, "MIB", 1024)  # buckets of a few tensors
+    sizes = {"refit_bucket_mib": 8, "max_batch_size": 2, "sampling": SamplingConfig(max_response_length=3)}
+    engine = create.create_engine(policy, RolloutConfig(engine=EngineKind.vllm, verify_refit=VerifyRefit.checksum, **sizes), eos_id=EOS)
+    for steps in (range(0), range(2)):
+        train(policy, steps)
+        engine.refit(policy.version)
+        sent = dict(policy.export_weights())
+        assert sent.keys() == made.places.keys()
+        for key, (fused, rows) in made.places.items():
+            assert torch.equal(made.tensors[fused][rows], sent[key]), key
+    given = [rollout for part in engine.generate([Prompt(id=0, tokens=(3, 4), source="p")], [100]) for rollout in part]
+    assert given[0].response == (3, 4, 5)
+    made.places.pop("model.norm.weight")
+    with pytest.raises(EngineError, match=r"of vLLM has no place for model\.norm\.weight"):
+        engine.refit(policy.version)
+    engine.shutdown()
 
 
 def test_a_refit_that_failed_leaves_the_update_and_another_succeeds(fake_vllm, monkeypatch):
