@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError, DataError
-from aligner.files import publish_first
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # of files; others may run programs, or are no images
@@ -36,12 +36,14 @@ class ImageStore:
         self.directory = directory or Path(self._temporary.name if self._temporary else "")
 
     def put(self, content: bytes) -> str:
-        """Keep a file; returns its digest in hexadecimal."""
+        """Keep a file; returns its digest in hexadecimal. One that a crash of the machine cut short is written again."""
         digest = hashlib.sha256(content).hexdigest()
         path = self.directory / digest
-        if not path.exists():
+        if not path.exists() or path.stat().st_size != len(content):
             self.directory.mkdir(parents=True, exist_ok=True)
-            publish_first(path, content, mode=0o600)
+            own = path.with_name(f".{digest}.{secrets.token_hex(8)}")
+            own.write_bytes(content)
+            own.replace(path)
         return digest
 
     def take(self, path: Path) -> bool:
