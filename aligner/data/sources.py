@@ -30,7 +30,18 @@ READABLE = f"{', '.join((*TEXTUAL, '.parquet', '.arrow'))}, and {', '.join(TEXTU
 _NOT_TEXT = frozenset(
     ("label", "labels", "preference", "kto_tag", "chosen_reward", "rejected_reward", "score_chosen", "score_rejected")
     + ("chosen_score", "rejected_score", "chosen-rating", "rejected-rating", "helpfulness", "correctness", "coherence", "complexity")
-    + ("verbosity", "preference_strength", "overall_preference", "history", "steps", "completions", "messages", "conversations", "tools", "images")
+    + (
+        "verbosity",
+        "preference_strength",
+        "overall_preference",
+        "history",
+        "steps",
+        "completions",
+        "messages",
+        "conversations",
+        "tools",
+        "images",
+    )
 )
 _TRUTHS = {"true": True, "false": False}
 

@@ -22,6 +22,7 @@ from PIL import Image
 from vision_models import picture, write_seeing
 
 from aligner import cli
+from aligner.api import _write_rows
 from aligner.data import images as images_module
 from aligner.data import vision as vision_module
 from aligner.data.config import (
@@ -320,6 +321,19 @@ def test_an_image_of_pil(seeing):
     reader.read(raw)
     (found,) = raw.value.images.column
     assert decoded(tokenizer.vision.store.get(found.digest)).tobytes() == picture(8, 8).tobytes()
+
+
+def test_rows_of_python_and_csv(seeing, tmp_path, pictures):
+    tokenizer = seeing()
+    content = [{"type": "image", "image": picture(8, 8)}, {"type": "text", "text": "?"}]
+    made = _write_rows(tmp_path / "rows.jsonl", "data.train", [{"prompt": [{"role": "user", "content": content}], "response": "a"}])
+    (row,) = rows(str(made), tokenizer)
+    assert decoded(files(tokenizer, row)[0]).tobytes() == picture(8, 8).tobytes()
+    table = tmp_path / "d.csv"
+    table.write_text(
+        'prompt,response,images\nWho?,Me,"[""pictures/small.png"", ""pictures/wide.png""]"\nWho?,Me,pictures/small.png\nx,y,\n'
+    )
+    assert [files(tokenizer, row) for row in rows(str(table), tokenizer, apply_chat_template=True)] == [[SMALL, WIDE], [SMALL], []]
 
 
 def test_every_loader_of_prompts_and_rows(seeing, jsonl, pictures):
