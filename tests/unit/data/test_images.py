@@ -556,7 +556,7 @@ def test_limits(seeing, jsonl, monkeypatch):
     assert len(rows(path, seeing(), images=ImageConfig(max_pixels=600, max_per_record=2))) == 1
     with pytest.raises(DataError, match="has 20 x 30 = 600 pixels, allowed: at most data.images.max_pixels=599"):
         rows(path, seeing(), images=ImageConfig(max_pixels=599))
-    with pytest.raises(DataError, match="has 2 images or more, allowed: at most data.images.max_per_record=1"):
+    with pytest.raises(DataError, match="has 2 images, allowed: at most data.images.max_per_record=1"):
         rows(path, seeing(), images=ImageConfig(max_per_record=1))
     monkeypatch.setattr(images_module, "MOST_BYTES", len(SMALL) - 1)
     with pytest.raises(DataError, match=f"has {len(SMALL)} bytes, allowed: at most {len(SMALL) - 1}"):
