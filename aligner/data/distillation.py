@@ -4,6 +4,7 @@ The directory holds a teacher's view of supervised examples: its K likeliest tok
 
     <directory>/manifest.json              the inputs; written first
     <directory>/shard_000000.safetensors   `shard_size` examples each, in the order of the data; complete as soon as it has its name
+    <directory>/images/                    the examples' images, by digest
 
 A run reads rows on demand: all of them would rarely fit into memory.
 """
@@ -14,8 +15,8 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -25,18 +26,21 @@ from torch import Tensor
 
 from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.config import DistillationDataConfig
+from aligner.data.images import images_in, only_images
 from aligner.data.messages import shown
 from aligner.data.reading import Reader, read_all, reads_sources
 from aligner.data.records import raw_object
-from aligner.data.report import LoadReport
+from aligner.data.report import LoadReport, too_long
 from aligner.data.sources import RawRecord
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.vision import ImageStore, Vision
 from aligner.errors import ConfigError, DataError
 from aligner.files import publish
 from aligner.types import DistillationBatch
 from aligner.types.batches import of_kind
+from aligner.types.extras import from_json, to_json
 
-MANIFEST = "manifest.json"
+MANIFEST, IMAGES = "manifest.json", "images"
 FORMAT = 1
 
 
@@ -49,6 +53,7 @@ class DistilledExample:
     teacher_tokens: Tensor
     teacher_logprobs: Tensor
     source: str
+    extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # images alone
 
     def first(self, length: int | None) -> DistilledExample:
         """Its first `length` tokens; None: all."""
@@ -95,11 +100,12 @@ def num_complete(directory: Path, manifest: Manifest) -> int:
 
 
 def data_digest(examples: Sequence[SupervisedExample]) -> str:
-    """Changes with any token or mask of the examples, and with their order."""
+    """Changes with any token, mask or image of the examples, and with their order."""
     content = hashlib.sha256()
     for example in examples:
         content.update(array("q", (len(example.tokens), *example.tokens)).tobytes())
         content.update(bytes(example.loss_mask))
+        content.update("".join(images_in(example.extras)).encode())
     return content.hexdigest()
 
 
@@ -131,8 +137,10 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{path} is not the manifest of a teacher's log-probs: {error}") from error
 
 
-def write_shard(directory: Path, shard: int, examples: Sequence[DistilledExample]) -> None:
-    """Atomic: a file of that name is complete and on disk."""
+def write_shard(directory: Path, shard: int, examples: Sequence[DistilledExample], store: ImageStore | None = None) -> None:
+    """Atomic: a file of that name is complete and on disk. `store`: of the examples' images."""
+    for digest in {digest for example in examples for digest in images_in(example.extras)} if store else ():
+        ImageStore(directory / IMAGES).put(store.get(digest))  # type: ignore[union-attr]
     tensors = {
         "lengths": torch.tensor([len(example.tokens) for example in examples], dtype=torch.int64),
         "learnt": torch.tensor([sum(example.loss_mask) for example in examples], dtype=torch.int64),
@@ -141,8 +149,10 @@ def write_shard(directory: Path, shard: int, examples: Sequence[DistilledExample
         "teacher_tokens": torch.cat([example.teacher_tokens for example in examples]).int(),
         "teacher_logprobs": torch.cat([example.teacher_logprobs for example in examples]),
     }
-    sources = {"sources": json.dumps([example.source for example in examples])}
-    publish(shard_path(directory, shard), lambda new: save_file(tensors, new, metadata=sources))
+    more = {"sources": json.dumps([example.source for example in examples])}
+    if any(example.extras for example in examples):
+        more["extras"] = json.dumps([to_json(example.extras) for example in examples])
+    publish(shard_path(directory, shard), lambda new: save_file(tensors, new, metadata=more))
 
 
 class _Shard:
@@ -153,6 +163,7 @@ class _Shard:
             self._file = safe_open(path, framework="pt")
             lengths, learnt = self._file.get_tensor("lengths"), self._file.get_tensor("learnt")
             self.sources: list[str] = json.loads(self._file.metadata()["sources"])
+            self.extras = [from_json(one) for one in json.loads(self._file.metadata().get("extras", "[]"))] or [{}] * len(lengths)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path} is not a complete shard of a teacher's log-probs: {error}") from error
         shape = self._file.get_slice("teacher_logprobs").get_shape()
@@ -173,6 +184,7 @@ class _Shard:
             teacher_tokens=read("teacher_tokens")[learnt].long(),
             teacher_logprobs=read("teacher_logprobs")[learnt],
             source=self.sources[row],
+            extras=self.extras[row],
         )
 
 
@@ -180,7 +192,7 @@ class TeacherFiles(Sequence[DistilledExample]):
     """The examples of a directory, read on demand. Raises DataError if it is not complete."""
 
     def __init__(self, directory: Path) -> None:
-        self.manifest = read_manifest(directory)
+        self.manifest, self._directory = read_manifest(directory), directory
         there = num_complete(directory, self.manifest)
         if there < self.manifest.num_shards:
             raise DataError(f"{directory} has {there} of {self.manifest.num_shards} shards: the job that writes them has not finished")
@@ -197,6 +209,14 @@ class TeacherFiles(Sequence[DistilledExample]):
         """Tokens of an example."""
         shard, row = divmod(index, self.manifest.shard_size)
         return self._shards[shard].lengths[row]
+
+    def hand_over(self, vision: Vision | None) -> None:
+        """Put the images into the store of a student's run. Raises DataError if it does not see, or one is missing."""
+        for digest in {digest for shard in self._shards for extras in shard.extras for digest in images_in(extras)}:
+            if vision is None:
+                raise DataError(f"data: the log-probs of {self.manifest.made_of} are of examples with images, and the model does not see")
+            if not vision.store.take(self._directory / IMAGES / digest):
+                raise DataError(f"{self._directory / IMAGES / digest} is missing, an image of the examples")
 
     def check_tokenizer(self, digest: str) -> None:
         """Raise ConfigError if the teacher's tokens are not those of the tokenizer with this digest."""
@@ -243,6 +263,7 @@ def _load_one(
         return examples, report
     files = TeacherFiles(Path(location))
     files.check_tokenizer(tokenizer.digest)
+    files.hand_over(tokenizer.vision)
 
     def chosen(raw: RawRecord, reader: Reader) -> int:
         if 0 < config.max_length < files.length(raw.index):
@@ -262,6 +283,8 @@ def _fitted(example: DistilledExample, reader: Reader) -> DistilledExample:
     length, most = len(example.tokens), reader.config.max_length
     if not reader.exceeds(length):
         return example
+    if example.extras:
+        too_long(length, most, reader.config.overlong)
     if not any(example.loss_mask[:most]):
         raise DataError(f"has no response token within max_length={most} ({length} tokens), expected a shorter prompt")
     return example.first(most)
@@ -322,7 +345,7 @@ def _numbers(value: object, position: int, count: int) -> list[float]:
 
 def distillation_batch(examples: Sequence[DistilledExample], pad_id: int) -> DistillationBatch:
     """Rows padded to the longest."""
-    rows = [SupervisedExample(tokens=one.tokens, loss_mask=one.loss_mask, source=one.source) for one in examples]
+    rows = [SupervisedExample(tokens=one.tokens, loss_mask=one.loss_mask, source=one.source, extras=one.extras) for one in examples]
     batch = supervised_batch(rows, pad_id)
     shape = (*batch.tokens.shape, examples[0].teacher_tokens.shape[1])
     named, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
@@ -342,6 +365,7 @@ def distilled(
             teacher_tokens=named[row][mask[row]],
             teacher_logprobs=logprobs[row][mask[row]],
             source=example.source,
+            extras=only_images(example.extras),
         )
         for row, example in enumerate(examples)
     ]

@@ -266,3 +266,8 @@ def digests_of(said: str | Conversation) -> tuple[str, ...]:
 def images_in(extras: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The images of a row, by its extras."""
     return tuple(Images.digests(extras[Images.name])) if Images.name in extras else ()
+
+
+def only_images(extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a row's extras those that another row with the same prompt has, too."""
+    return {name: row for name, row in extras.items() if name == Images.name}

@@ -283,7 +283,7 @@ def load_requests(
     if config.attributes or any(is_labelled(recast(raw, Purpose.prompts)) for raw in read_records(location, 1)):
         return read_all(_request, location, config, tokenizer, first=first, purpose=Purpose.prompts)
     prompts, report = load_prompts(location, config, tokenizer, first=first, columns=frozenset())
-    images = "" if tokenizer.vision is None else str(tokenizer.vision.store.directory)
+    images = "" if tokenizer.vision is None else str(tokenizer.vision.store.directory.absolute())
     return [Request(prompt=prompt, images=images) for prompt in prompts], report
 
 

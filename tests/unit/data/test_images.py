@@ -9,6 +9,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 from vision_models import picture, write_seeing
 
@@ -30,6 +32,7 @@ from aligner.data.config import (
     BadLines,
     ConstitutionDataConfig,
     DemonstrationDataConfig,
+    DistillationDataConfig,
     ImageConfig,
     Overlong,
     PreferenceDataConfig,
@@ -42,6 +45,7 @@ from aligner.data.config import (
     UnpairedDataConfig,
 )
 from aligner.data.constitution import load_cases
+from aligner.data.distillation import Manifest, begin, data_digest, distillation_batch, distilled, load_distillation, write_shard
 from aligner.data.images import images_in
 from aligner.data.judged import load_regression, load_steps, load_unpaired, mismatched
 from aligner.data.labelled import load_requests, load_unlabelled
@@ -301,6 +305,7 @@ def test_hub_columns_in_parquet_and_datasets(seeing, tmp_path):
     path = str(tmp_path / "d.parquet")
     prompts, _ = load_prompts(path, PromptDataConfig(train=path), tokenizer)
     assert [files(tokenizer, prompt) for prompt in prompts] == [[SMALL], [WIDE, WIDE], []]
+    assert prompts[0].text.count("<|image_pad|>") == 1 and len(prompts[0].tokens) > 8
     assert prompts[0].columns["images"] == list(images_in(prompts[0].extras)) and prompts[0].messages[0]["content"][0] == {"type": "image"}
     data = datasets.Dataset.from_dict(
         {"prompt": ["Who?", "x"], "image": [{"bytes": SMALL}, None], "others": [[{"bytes": WIDE}], []]},
@@ -365,6 +370,28 @@ def test_every_loader_of_prompts_and_rows(seeing, jsonl, pictures):
     answered = jsonl(request.answered("Me"))  # what `generate` writes can be trained on
     (row,) = rows(answered, tokenizer)
     assert files(tokenizer, row) == [SMALL] and row.tokens[: len(request.prompt.tokens)] == request.prompt.tokens
+
+
+def test_a_teachers_log_probs_with_images(seeing, jsonl, tmp_path):
+    teacher, student = seeing(store="teacher/images"), seeing(store="student/images")
+    found = rows(jsonl(asked(part(image=URI)), asked("none")), teacher)
+    mask = torch.zeros(2, max(len(row.tokens) for row in found), dtype=torch.bool)
+    for own, row in zip(mask, found, strict=True):
+        own[: len(row.tokens)] = torch.tensor(row.loss_mask)
+    taught = distilled(found, mask, torch.ones(*mask.shape, 1, dtype=torch.int64), torch.zeros(*mask.shape, 1))
+    manifest = {"top_k": 1, "num_examples": 2, "shard_size": 2, "data": data_digest(found), "model": "m", "made_of": "it"}
+    begin(tmp_path / "logprobs", Manifest(tokenizer=teacher.digest, **manifest))
+    write_shard(tmp_path / "logprobs", 0, taught, teacher.vision.store)
+    path = str(tmp_path / "logprobs")
+    examples, _ = load_distillation(path, DistillationDataConfig(train=path), student)
+    assert [files(student, row) for row in examples] == [[SMALL], []]
+    assert distillation_batch(list(examples), 0).extras["images"].data.shape == (2, MOST_IMAGES, 4)
+    long = DistillationDataConfig(train=path, max_length=len(found[0].tokens) - 1, overlong=Overlong.truncate)
+    kept, report = load_distillation(path, long, student)
+    assert len(kept) == 1 and report.num_too_long == 1
+    assert data_digest(found) != data_digest([replace(found[0], extras={}), found[1]])
+    with pytest.raises(DataError, match="examples with images, and the model does not see"):
+        load_distillation(path, DistillationDataConfig(train=path), student.seeing(None))
 
 
 def test_uses_that_cannot_hold_images_refuse_them(seeing, jsonl):
