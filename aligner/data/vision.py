@@ -98,7 +98,7 @@ class Vision:
     def storing(self, directory: Path) -> Vision:
         """The same processor, for the images in another directory."""
         other = copy(self)
-        other.store = ImageStore(directory)
+        other.store, other._kept, other._texts, other._bytes, other._characters = ImageStore(directory), OrderedDict(), OrderedDict(), 0, 0
         return other
 
     def add(self, content: bytes) -> str:
@@ -156,7 +156,7 @@ class Vision:
         options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt")["images_kwargs"]
         try:
             features, replacements = processor._process_images(images, **options)
-        except (ValueError, ZeroDivisionError) as error:
+        except Exception as error:  # of a program that comes with transformers, for an image from outside
             raise DataError(f"image {digest}: the image processor of {self.directory} refuses it: {error}") from error
         unused = {*processor.unused_input_names, "rows", "cols"}
         found = replacements[0], {name: tensor for name, tensor in features.items() if isinstance(tensor, Tensor) and name not in unused}
