@@ -6,6 +6,8 @@ turns Python values into its settings (functions and rows are written into the r
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 import sys
@@ -226,11 +228,23 @@ def _write_rows(path: Path, key: str, rows: Rows) -> Path:
     lines = []
     for number, row in enumerate(rows):
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
+            lines.append(json.dumps(dict(row), ensure_ascii=False, default=_as_uri) + "\n")
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key}: row {number} is not a mapping of names to texts and numbers ({error}): {row!r:.80}") from error
     path.write_text("".join(lines), encoding="utf-8")
     return path
+
+
+def _as_uri(value: Any) -> str:
+    """An image, Pillow's or as bytes, as text. Raises TypeError for anything else."""
+    stream = io.BytesIO()
+    if isinstance(value, bytes):
+        stream.write(value)
+    elif hasattr(value, "save") and hasattr(value, "mode"):
+        value.save(stream, format="PNG")
+    else:
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def _failure(run: RunDirectory, recipe: str, code: int) -> AlignerError:

@@ -94,7 +94,7 @@ def build(job: WriterJob[Generate]) -> int:
         return response_text(text) if asks else text
 
     make = partial(_answer, config, engine, scorers, read)
-    what = [(request.prompt.tokens, request.label) for request in requests]
+    what = [(request.prompt.tokens, request.label, *request.digests) for request in requests]
     made_of = {"settings": repr((asdict(config.algorithm), asdict(sampling), config.run.seed)), "data": digest_of(what)}
     code = job.write_parts(requests, make, made_of=made_of)
     engine.shutdown()

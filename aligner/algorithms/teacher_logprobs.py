@@ -146,9 +146,11 @@ def _set(job: WriterJob[WriteTeacherLogprobs], name: str, location: str) -> Teac
     )
     from_rank_0(lambda: files.begin(folder, manifest))
 
+    vision = job.tokenizer.vision
+    store = None if vision is None else vision.store
+
     def write(shard: int, found: Sequence[files.DistilledExample]) -> None:
-        vision = job.tokenizer.vision
-        from_rank_0(lambda: files.write_shard(folder, shard, found, None if vision is None else vision.store))
+        from_rank_0(lambda: files.write_shard(folder, shard, found, store))
 
     return TeacherSet(examples=examples, manifest=manifest, write=write)
 

@@ -31,6 +31,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from aligner.data.images import stamp_of
 from aligner.data.report import STORING, LoadReport, LongRecord, Tally
 from aligner.data.sources import data_files, parted, saved_by_datasets
@@ -68,6 +70,7 @@ def load_cached(
         directory = cache / _key(kind, location, config, tokenizer, options, heartbeat)
         lock, seeing = cache / f"{directory.name}.lock", tokenizer.seeing(vision and vision.storing(cache / IMAGES))
         if (found := _open(_entry(directory), kind)) is None:
+            _ = vision and vision.failure  # loads the processor once, not in every process
             with _alone(lock, heartbeat):
                 if (found := _open(_entry(directory), kind)) is None:
                     workers = config.num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
@@ -322,6 +325,7 @@ def _in_processes(work: Callable[[int], _Outcome], num: int, heartbeat: Heartbea
 
 
 def _child(work: Callable[[int], _Outcome], number: int, end: Connection) -> None:
+    torch.set_num_threads(1)  # image processors may use OpenMP, which does not survive a fork
     try:
         end.send(work(number))
     except AlignerError as error:

@@ -4,7 +4,7 @@ The directory holds a teacher's view of supervised examples: its K likeliest tok
 
     <directory>/manifest.json              the inputs; written first
     <directory>/shard_000000.safetensors   `shard_size` examples each, in the order of the data; complete as soon as it has its name
-    <directory>/images/                    the images of the examples, by digest
+    <directory>/images/                    the examples' images, by digest
 
 A run reads rows on demand: all of them would rarely fit into memory.
 """
@@ -18,7 +18,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,14 +26,14 @@ from torch import Tensor
 
 from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.config import DistillationDataConfig
-from aligner.data.images import images_in
+from aligner.data.images import images_in, only_images
 from aligner.data.messages import shown
 from aligner.data.reading import Reader, read_all, reads_sources
 from aligner.data.records import raw_object
-from aligner.data.report import LoadReport
+from aligner.data.report import LoadReport, too_long
 from aligner.data.sources import RawRecord
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.vision import ImageStore
+from aligner.data.vision import ImageStore, Vision
 from aligner.errors import ConfigError, DataError
 from aligner.files import publish
 from aligner.types import DistillationBatch
@@ -54,7 +53,7 @@ class DistilledExample:
     teacher_tokens: Tensor
     teacher_logprobs: Tensor
     source: str
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # `aligner.types.extras`
+    extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # images alone
 
     def first(self, length: int | None) -> DistilledExample:
         """Its first `length` tokens; None: all."""
@@ -101,7 +100,7 @@ def num_complete(directory: Path, manifest: Manifest) -> int:
 
 
 def data_digest(examples: Sequence[SupervisedExample]) -> str:
-    """Changes with any token or mask of the examples, and with their order."""
+    """Changes with any token, mask or image of the examples, and with their order."""
     content = hashlib.sha256()
     for example in examples:
         content.update(array("q", (len(example.tokens), *example.tokens)).tobytes())
@@ -138,12 +137,10 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{path} is not the manifest of a teacher's log-probs: {error}") from error
 
 
-def write_shard(directory: Path, shard: int, examples: Sequence[DistilledExample], images: ImageStore | None = None) -> None:
-    """Atomic: a file of that name is complete and on disk. `images`: the store of the examples' images."""
-    if images is not None:
-        own = ImageStore(directory / IMAGES)
-        for digest in dict.fromkeys(digest for example in examples for digest in images_in(example.extras)):
-            own.take(images.directory / digest)
+def write_shard(directory: Path, shard: int, examples: Sequence[DistilledExample], store: ImageStore | None = None) -> None:
+    """Atomic: a file of that name is complete and on disk. `store`: of the examples' images."""
+    for digest in {digest for example in examples for digest in images_in(example.extras)} if store else ():
+        ImageStore(directory / IMAGES).put(store.get(digest))  # type: ignore[union-attr]
     tensors = {
         "lengths": torch.tensor([len(example.tokens) for example in examples], dtype=torch.int64),
         "learnt": torch.tensor([sum(example.loss_mask) for example in examples], dtype=torch.int64),
@@ -166,7 +163,7 @@ class _Shard:
             self._file = safe_open(path, framework="pt")
             lengths, learnt = self._file.get_tensor("lengths"), self._file.get_tensor("learnt")
             self.sources: list[str] = json.loads(self._file.metadata()["sources"])
-            self._extras: list[dict[str, Any]] = json.loads(self._file.metadata().get("extras", "[]"))
+            self.extras = [from_json(one) for one in json.loads(self._file.metadata().get("extras", "[]"))] or [{}] * len(lengths)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path} is not a complete shard of a teacher's log-probs: {error}") from error
         shape = self._file.get_slice("teacher_logprobs").get_shape()
@@ -187,7 +184,7 @@ class _Shard:
             teacher_tokens=read("teacher_tokens")[learnt].long(),
             teacher_logprobs=read("teacher_logprobs")[learnt],
             source=self.sources[row],
-            extras=from_json(self._extras[row]) if self._extras else {},
+            extras=self.extras[row],
         )
 
 
@@ -195,7 +192,7 @@ class TeacherFiles(Sequence[DistilledExample]):
     """The examples of a directory, read on demand. Raises DataError if it is not complete."""
 
     def __init__(self, directory: Path) -> None:
-        self.manifest = read_manifest(directory)
+        self.manifest, self._directory = read_manifest(directory), directory
         there = num_complete(directory, self.manifest)
         if there < self.manifest.num_shards:
             raise DataError(f"{directory} has {there} of {self.manifest.num_shards} shards: the job that writes them has not finished")
@@ -212,6 +209,14 @@ class TeacherFiles(Sequence[DistilledExample]):
         """Tokens of an example."""
         shard, row = divmod(index, self.manifest.shard_size)
         return self._shards[shard].lengths[row]
+
+    def hand_over(self, vision: Vision | None) -> None:
+        """Put the images into the store of a student's run. Raises DataError if it does not see, or one is missing."""
+        for digest in {digest for shard in self._shards for extras in shard.extras for digest in images_in(extras)}:
+            if vision is None:
+                raise DataError(f"data: the log-probs of {self.manifest.made_of} are of examples with images, and the model does not see")
+            if not vision.store.take(self._directory / IMAGES / digest):
+                raise DataError(f"{self._directory / IMAGES / digest} is missing, an image of the examples")
 
     def check_tokenizer(self, digest: str) -> None:
         """Raise ConfigError if the teacher's tokens are not those of the tokenizer with this digest."""
@@ -258,11 +263,7 @@ def _load_one(
         return examples, report
     files = TeacherFiles(Path(location))
     files.check_tokenizer(tokenizer.digest)
-    if images := sorted(path for path in Path(location, IMAGES).glob("*") if not path.name.startswith(".")):
-        if tokenizer.vision is None:
-            raise DataError(f"{location}: the examples have images, and the model of tokenizer {tokenizer.path} has no image processor")
-        for path in images:
-            tokenizer.vision.store.take(path)
+    files.hand_over(tokenizer.vision)
 
     def chosen(raw: RawRecord, reader: Reader) -> int:
         if 0 < config.max_length < files.length(raw.index):
@@ -283,7 +284,7 @@ def _fitted(example: DistilledExample, reader: Reader) -> DistilledExample:
     if not reader.exceeds(length):
         return example
     if example.extras:
-        raise DataError(f"has images and {length} tokens, allowed: at most max_length={most}, since nothing of them is cut")
+        too_long(length, most, reader.config.overlong)
     if not any(example.loss_mask[:most]):
         raise DataError(f"has no response token within max_length={most} ({length} tokens), expected a shorter prompt")
     return example.first(most)
@@ -364,7 +365,7 @@ def distilled(
             teacher_tokens=named[row][mask[row]],
             teacher_logprobs=logprobs[row][mask[row]],
             source=example.source,
-            extras=example.extras,
+            extras=only_images(example.extras),
         )
         for row, example in enumerate(examples)
     ]

@@ -68,7 +68,9 @@ class ImageReader:
             turns = dict.get(record, name)
             for number, turn in enumerate(turns if isinstance(turns, list) else ()):
                 content = dict.get(turn, "content") if isinstance(turn, dict) else None
-                if isinstance(content, list) and any(map(is_media, content)):
+                if isinstance(content, list) and (number_here := sum(map(is_media, content))):
+                    if number_here > self._most:
+                        raise self._too_many(number_here)
                     parts = [self._part(part, f"field '{name}[{number}]'", base) for part in content]
                     dict.__setitem__(turn, "content", parts)
                     found += [part for part in parts if isinstance(part, Image) and part.digest]
@@ -79,17 +81,22 @@ class ImageReader:
         for name in named:
             given = record[name]
             several = given if isinstance(given, list) else [given]
-            column = tuple(self._image(one, f"field '{name}[{i}]'", base) for i, one in enumerate(several[: self._most + 1]))
+            if len(several) > self._most:
+                raise self._too_many(len(several))
+            column = tuple(self._image(one, f"field '{name}[{i}]'", base) for i, one in enumerate(several))
             for fields in (record, getattr(record, "origin", record)):
                 dict.__setitem__(fields, name, [image.digest for image in column])
         number = len(found) + len(column)
         if number > self._most:
-            raise DataError(f"has {number} images or more, allowed: at most data.images.max_per_record={self._most}")
+            raise self._too_many(number)
         record.images = Found(column, number, getattr(self.config, "apply_chat_template", False), *named)
 
     @property
     def _most(self) -> int:
         return int(self.config.images.max_per_record)
+
+    def _too_many(self, number: int) -> DataError:
+        return DataError(f"has {number} images, allowed: at most data.images.max_per_record={self._most}")
 
     def _part(self, part: Any, what: str, base: Path | None) -> Any:
         """A part of a message, with the image that it names; anything else unchanged."""
@@ -259,3 +266,8 @@ def digests_of(said: str | Conversation) -> tuple[str, ...]:
 def images_in(extras: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The images of a row, by its extras."""
     return tuple(Images.digests(extras[Images.name])) if Images.name in extras else ()
+
+
+def only_images(extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a row's extras those that another row with the same prompt has, too."""
+    return {name: row for name, row in extras.items() if name == Images.name}

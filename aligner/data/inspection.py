@@ -203,5 +203,4 @@ def _unlearnt(tokens: tuple[int, ...], note: str) -> Row:
 
 
 def _row(example: SupervisedExample | DistilledExample, note: str = "") -> Row:
-    images = images_in(example.extras) if isinstance(example, SupervisedExample) else ()
-    return Row(tokens=example.tokens, loss_mask=example.loss_mask, note=note, images=images)
+    return Row(tokens=example.tokens, loss_mask=example.loss_mask, note=note, images=images_in(example.extras))

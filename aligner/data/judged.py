@@ -15,7 +15,7 @@ from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_prompt, encode_response, plain_text
 from aligner.data.epochs import EpochSampler
 from aligner.data.forms import Purpose
-from aligner.data.images import digests_of, images_in
+from aligner.data.images import digests_of, images_in, only_images
 from aligner.data.labelled import MISSING, attribute_text, is_labelled, parse_labelled, parse_labels, parse_step_labels
 from aligner.data.messages import shown, text_of
 from aligner.data.reading import Reader, loader
@@ -39,7 +39,6 @@ from aligner.data.supervised import row_of
 from aligner.errors import DataError
 from aligner.types import LabeledBatch, StepBatch
 from aligner.types.batches import of_kind
-from aligner.types.extras import Images
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +149,8 @@ def _with_response_of(example: UnpairedExample, other: UnpairedExample, max_leng
     prompt = example.prompt
     response = other.response[: max_length - len(prompt)]
     mask = (*[False] * len(prompt), *[True] * len(response))
-    images = {name: row for name, row in example.row.extras.items() if name == Images.name}  # of the prompt; the response has none
-    return replace(example, row=SupervisedExample(tokens=prompt + response, loss_mask=mask, source=example.row.source, extras=images))
+    extras = only_images(example.row.extras)  # responses have none
+    return replace(example, row=SupervisedExample(tokens=prompt + response, loss_mask=mask, source=example.row.source, extras=extras))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,7 +233,7 @@ def _stepped(raw: RawRecord, reader: Reader) -> SteppedExample:
         tokens, mask = tokens[:most], mask[:most]
         if not (labels := labels[: sum(mask)]):
             raise DataError(f"has no judged step within max_length={most} ({whole} tokens), expected a shorter prompt")
-    extras = {name: row for name, row in reader.extras(raw, tokens, digests_of(asked), whole).items() if name == Images.name}
+    extras = only_images(reader.extras(raw, tokens, digests_of(asked), whole))
     row = SupervisedExample(tokens=tuple(tokens), loss_mask=tuple(mask), source=raw.source, extras=extras)
     return SteppedExample(row=row, labels=tuple(labels))
 

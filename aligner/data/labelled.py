@@ -232,18 +232,25 @@ USER, ASSISTANT = "User", "Assistant"
 class Request:
     """A prompt to be answered; in a labelled conversation `record` has the turns before the answer, and `label` its attributes.
 
-    `images`: the paths of the prompt's images.
+    `images`: the directory of the prompt's images.
     """
 
     prompt: Prompt
-    images: tuple[str, ...] = ()
+    images: str = ""
     record: LabelledRecord | None = None
     label: str = ""
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Those of the prompt's images."""
+        return images_in(self.prompt.extras)
 
     def answered(self, value: str, **more: Any) -> dict[str, Any]:
         """A record with the response `value`: a conversation that can be trained on, or `{prompt, response}`."""
         if self.record is None:
-            asked = {"prompt": list(self.prompt.messages), "images": list(self.images)} if self.images else {"prompt": self.prompt.text}
+            asked: dict[str, Any] = {"prompt": self.prompt.text}
+            if digests := self.digests:
+                asked = {"prompt": list(self.prompt.messages), "images": [f"{self.images}/{one}" for one in digests]}
             return {**asked, "response": value, "source": self.prompt.source, **more}
         turn = Turn(speaker=ASSISTANT, text=value, label=self.label, learnt=True)
         return as_json(replace(self.record, turns=(*self.record.turns, turn))) | {"source": self.prompt.source, **more}
@@ -276,9 +283,8 @@ def load_requests(
     if config.attributes or any(is_labelled(recast(raw, Purpose.prompts)) for raw in read_records(location, 1)):
         return read_all(_request, location, config, tokenizer, first=first, purpose=Purpose.prompts)
     prompts, report = load_prompts(location, config, tokenizer, first=first, columns=frozenset())
-    store = None if tokenizer.vision is None else tokenizer.vision.store
-    paths = [tuple(str(store.directory / one) for one in images_in(prompt.extras)) if store else () for prompt in prompts]
-    return [Request(prompt=prompt, images=own) for prompt, own in zip(prompts, paths, strict=True)], report
+    images = "" if tokenizer.vision is None else str(tokenizer.vision.store.directory.absolute())
+    return [Request(prompt=prompt, images=images) for prompt in prompts], report
 
 
 def _request(raw: RawRecord, reader: Reader) -> Request:

@@ -79,6 +79,8 @@ class Reader:
     def prompt(self, raw: RawRecord, tokens: Sequence[int], text: str | None = None, images: Sequence[str] = (), **more: Any) -> Prompt:
         """The prompt of a record, with these images; `text`: as the tokens spell it, if it is not given."""
         text = self.tokenizer.decode(tokens, skip_special=False) if text is None else text
+        for digest in images if (vision := self.tokenizer.vision) is not None else ():  # in their places one mark, not a thousand slots
+            text = text.replace(vision.expansion(digest), vision.image_token, 1)
         return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, extras=self.extras(raw, tokens, images), **more)
 
     def extras(self, raw: RawRecord, tokens: Sequence[int], images: Sequence[str] = (), length: int = 0) -> dict[str, Tensor]:

@@ -30,7 +30,18 @@ READABLE = f"{', '.join((*TEXTUAL, '.parquet', '.arrow'))}, and {', '.join(TEXTU
 _NOT_TEXT = frozenset(
     ("label", "labels", "preference", "kto_tag", "chosen_reward", "rejected_reward", "score_chosen", "score_rejected")
     + ("chosen_score", "rejected_score", "chosen-rating", "rejected-rating", "helpfulness", "correctness", "coherence", "complexity")
-    + ("verbosity", "preference_strength", "overall_preference", "history", "steps", "completions", "messages", "conversations", "tools")
+    + (
+        "verbosity",
+        "preference_strength",
+        "overall_preference",
+        "history",
+        "steps",
+        "completions",
+        "messages",
+        "conversations",
+        "tools",
+        "images",
+    )
 )
 _TRUTHS = {"true": True, "false": False}
 
@@ -420,24 +431,5 @@ def _read_datasets(location: str) -> Iterator[_Item]:
         rows = rows[split]
     elif saved and rest and split != str(rows.split or "train"):
         raise DataError(f"data location {location!r}: no split {split!r}: it was saved as one data set")
-    yield from _numbered(_undecoded(rows))
-
-
-def _undecoded(rows: Any) -> Any:
-    """The rows with images as files, as they were stored, not as pixels."""
-    import datasets
-
-    images = [name for name, kind in rows.features.items() if "Image(" in repr(kind)]
-    return rows.cast(datasets.Features(rows.features | {name: _as_files(rows.features[name]) for name in images})) if images else rows
-
-
-def _as_files(kind: Any) -> Any:
-    import datasets
-
-    if isinstance(kind, datasets.Image):
-        return datasets.Image(decode=False)
-    if isinstance(kind, dict):
-        return {name: _as_files(one) for name, one in kind.items()}
-    if isinstance(kind, list):
-        return [_as_files(one) for one in kind]
-    return type(kind)(_as_files(kind.feature), length=kind.length) if hasattr(kind, "feature") else kind
+    # As Arrow's values: images as they were stored, not as pixels.
+    yield from _numbered(row for batch in rows.with_format("arrow").iter(batch_size=1000) for row in batch.to_pylist())

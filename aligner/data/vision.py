@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError, DataError
-from aligner.files import publish_first
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # of files; others may run programs, or are no images
@@ -36,12 +36,14 @@ class ImageStore:
         self.directory = directory or Path(self._temporary.name if self._temporary else "")
 
     def put(self, content: bytes) -> str:
-        """Keep a file; returns its digest in hexadecimal."""
+        """Keep a file; returns its digest in hexadecimal. One that a crash of the machine cut short is written again."""
         digest = hashlib.sha256(content).hexdigest()
         path = self.directory / digest
-        if not path.exists():
+        if not path.exists() or path.stat().st_size != len(content):
             self.directory.mkdir(parents=True, exist_ok=True)
-            publish_first(path, content, mode=0o600)
+            own = path.with_name(f".{digest}.{secrets.token_hex(8)}")
+            own.write_bytes(content)
+            own.replace(path)
         return digest
 
     def take(self, path: Path) -> bool:
@@ -96,7 +98,7 @@ class Vision:
     def storing(self, directory: Path) -> Vision:
         """The same processor, for the images in another directory."""
         other = copy(self)
-        other.store = ImageStore(directory)
+        other.store, other._kept, other._texts, other._bytes, other._characters = ImageStore(directory), OrderedDict(), OrderedDict(), 0, 0
         return other
 
     def add(self, content: bytes) -> str:
@@ -154,7 +156,7 @@ class Vision:
         options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt")["images_kwargs"]
         try:
             features, replacements = processor._process_images(images, **options)
-        except (ValueError, ZeroDivisionError) as error:
+        except Exception as error:  # of a program that comes with transformers, for an image from outside
             raise DataError(f"image {digest}: the image processor of {self.directory} refuses it: {error}") from error
         unused = {*processor.unused_input_names, "rows", "cols"}
         found = replacements[0], {name: tensor for name, tensor in features.items() if isinstance(tensor, Tensor) and name not in unused}

@@ -11,6 +11,7 @@ from pathlib import Path
 from aligner.commands.preflight.framework import Context, Finding, Where, agree, fatal, item, ok, warning
 from aligner.data.messages import Message
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from aligner.data.vision import Vision
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.hf_files import stored_tensors
@@ -43,6 +44,8 @@ def tokenizer_of(model: UsedModel) -> Tokenizer:
         tokenizer = load_tokenizer(str(tokenizer_directory(model.config)), source_directory(model.config))
         architecture = read_architecture(model.config, vocab_size=tokenizer.vocab_size)
         check_vocabulary(tokenizer, architecture.vocab_size)
+        if isinstance(architecture, HFArchitecture):
+            tokenizer = tokenizer.seeing(Vision.of([source_directory(model.config), tokenizer_directory(model.config)], None))
     return tokenizer
 
 

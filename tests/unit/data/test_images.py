@@ -9,6 +9,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 from vision_models import picture, write_seeing
 
 from aligner import cli
+from aligner.api import _write_rows
 from aligner.data import images as images_module
 from aligner.data import vision as vision_module
 from aligner.data.config import (
@@ -29,6 +32,7 @@ from aligner.data.config import (
     BadLines,
     ConstitutionDataConfig,
     DemonstrationDataConfig,
+    DistillationDataConfig,
     ImageConfig,
     Overlong,
     PreferenceDataConfig,
@@ -41,6 +45,7 @@ from aligner.data.config import (
     UnpairedDataConfig,
 )
 from aligner.data.constitution import load_cases
+from aligner.data.distillation import Manifest, begin, data_digest, distillation_batch, distilled, load_distillation, write_shard
 from aligner.data.images import images_in
 from aligner.data.judged import load_regression, load_steps, load_unpaired, mismatched
 from aligner.data.labelled import load_requests, load_unlabelled
@@ -300,6 +305,7 @@ def test_hub_columns_in_parquet_and_datasets(seeing, tmp_path):
     path = str(tmp_path / "d.parquet")
     prompts, _ = load_prompts(path, PromptDataConfig(train=path), tokenizer)
     assert [files(tokenizer, prompt) for prompt in prompts] == [[SMALL], [WIDE, WIDE], []]
+    assert prompts[0].text.count("<|image_pad|>") == 1 and len(prompts[0].tokens) > 8
     assert prompts[0].columns["images"] == list(images_in(prompts[0].extras)) and prompts[0].messages[0]["content"][0] == {"type": "image"}
     data = datasets.Dataset.from_dict(
         {"prompt": ["Who?", "x"], "image": [{"bytes": SMALL}, None], "others": [[{"bytes": WIDE}], []]},
@@ -320,6 +326,19 @@ def test_an_image_of_pil(seeing):
     reader.read(raw)
     (found,) = raw.value.images.column
     assert decoded(tokenizer.vision.store.get(found.digest)).tobytes() == picture(8, 8).tobytes()
+
+
+def test_rows_of_python_and_csv(seeing, tmp_path, pictures):
+    tokenizer = seeing()
+    content = [{"type": "image", "image": picture(8, 8)}, {"type": "text", "text": "?"}]
+    made = _write_rows(tmp_path / "rows.jsonl", "data.train", [{"prompt": [{"role": "user", "content": content}], "response": "a"}])
+    (row,) = rows(str(made), tokenizer)
+    assert decoded(files(tokenizer, row)[0]).tobytes() == picture(8, 8).tobytes()
+    table = tmp_path / "d.csv"
+    table.write_text(
+        'prompt,response,images\nWho?,Me,"[""pictures/small.png"", ""pictures/wide.png""]"\nWho?,Me,pictures/small.png\nx,y,\n'
+    )
+    assert [files(tokenizer, row) for row in rows(str(table), tokenizer, apply_chat_template=True)] == [[SMALL, WIDE], [SMALL], []]
 
 
 def test_every_loader_of_prompts_and_rows(seeing, jsonl, pictures):
@@ -351,6 +370,28 @@ def test_every_loader_of_prompts_and_rows(seeing, jsonl, pictures):
     answered = jsonl(request.answered("Me"))  # what `generate` writes can be trained on
     (row,) = rows(answered, tokenizer)
     assert files(tokenizer, row) == [SMALL] and row.tokens[: len(request.prompt.tokens)] == request.prompt.tokens
+
+
+def test_a_teachers_log_probs_with_images(seeing, jsonl, tmp_path):
+    teacher, student = seeing(store="teacher/images"), seeing(store="student/images")
+    found = rows(jsonl(asked(part(image=URI)), asked("none")), teacher)
+    mask = torch.zeros(2, max(len(row.tokens) for row in found), dtype=torch.bool)
+    for own, row in zip(mask, found, strict=True):
+        own[: len(row.tokens)] = torch.tensor(row.loss_mask)
+    taught = distilled(found, mask, torch.ones(*mask.shape, 1, dtype=torch.int64), torch.zeros(*mask.shape, 1))
+    manifest = {"top_k": 1, "num_examples": 2, "shard_size": 2, "data": data_digest(found), "model": "m", "made_of": "it"}
+    begin(tmp_path / "logprobs", Manifest(tokenizer=teacher.digest, **manifest))
+    write_shard(tmp_path / "logprobs", 0, taught, teacher.vision.store)
+    path = str(tmp_path / "logprobs")
+    examples, _ = load_distillation(path, DistillationDataConfig(train=path), student)
+    assert [files(student, row) for row in examples] == [[SMALL], []]
+    assert distillation_batch(list(examples), 0).extras["images"].data.shape == (2, MOST_IMAGES, 4)
+    long = DistillationDataConfig(train=path, max_length=len(found[0].tokens) - 1, overlong=Overlong.truncate)
+    kept, report = load_distillation(path, long, student)
+    assert len(kept) == 1 and report.num_too_long == 1
+    assert data_digest(found) != data_digest([replace(found[0], extras={}), found[1]])
+    with pytest.raises(DataError, match="examples with images, and the model does not see"):
+        load_distillation(path, DistillationDataConfig(train=path), student.seeing(None))
 
 
 def test_uses_that_cannot_hold_images_refuse_them(seeing, jsonl):
@@ -542,7 +583,7 @@ def test_limits(seeing, jsonl, monkeypatch):
     assert len(rows(path, seeing(), images=ImageConfig(max_pixels=600, max_per_record=2))) == 1
     with pytest.raises(DataError, match="has 20 x 30 = 600 pixels, allowed: at most data.images.max_pixels=599"):
         rows(path, seeing(), images=ImageConfig(max_pixels=599))
-    with pytest.raises(DataError, match="has 2 images or more, allowed: at most data.images.max_per_record=1"):
+    with pytest.raises(DataError, match="has 2 images, allowed: at most data.images.max_per_record=1"):
         rows(path, seeing(), images=ImageConfig(max_per_record=1))
     monkeypatch.setattr(images_module, "MOST_BYTES", len(SMALL) - 1)
     with pytest.raises(DataError, match=f"has {len(SMALL)} bytes, allowed: at most {len(SMALL) - 1}"):
