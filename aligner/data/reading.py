@@ -77,8 +77,11 @@ class Reader:
             too_long(length, self.config.max_prompt_length, self.config.overlong, "data.max_prompt_length")
 
     def prompt(self, raw: RawRecord, tokens: Sequence[int], text: str | None = None, images: Sequence[str] = (), **more: Any) -> Prompt:
-        """The prompt of a record, with these images; `text`: as the tokens spell it, if it is not given."""
+        """The prompt of a record, with these images; `text`: as the tokens spell it, if it is not given, with one mark for each image."""
         text = self.tokenizer.decode(tokens, skip_special=False) if text is None else text
+        if images and (vision := self.tokenizer.vision) is not None:
+            for digest in images:
+                text = text.replace(vision.expansion(digest), vision.image_token, 1)
         return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, extras=self.extras(raw, tokens, images), **more)
 
     def extras(self, raw: RawRecord, tokens: Sequence[int], images: Sequence[str] = (), length: int = 0) -> dict[str, Tensor]:

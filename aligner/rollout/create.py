@@ -61,13 +61,15 @@ def create_engine(
 ) -> PhasedEngine:
     """The engine on the policy's weights, ready to generate if it does not sleep between generations. Collective over the component.
 
-    The tokenizer knows which tokens end a response, and which ids stand for no token and are never sampled. Without one `eos_id` ends a
-    response, and `decode` (token ids -> text) serves stop strings. With `follow_up` responses are episodes of several turns. Raises
-    ConfigError if the engine does not support the configured layout, EngineError if it cannot be started or filled.
+    The tokenizer knows which tokens end a response, and which ids are never sampled: they stand for no token, or for a place in an image.
+    Without one `eos_id` ends a response, and `decode` (token ids -> text) serves stop strings. With `follow_up` responses are episodes of
+    several turns. Raises ConfigError if the engine does not support the configured layout, EngineError if it cannot be started or filled.
     """
     end_ids, missing, rows = [eos_id], [], policy.chunks[0].architecture.vocab_size
     if tokenizer is not None:
         end_ids, missing, decode = list(tokenizer.end_ids), tokenizer.missing_ids(rows), partial(tokenizer.decode, skip_special=False)
+        if tokenizer.vision is not None:  # a response has no slots: nothing would be in them
+            missing = sorted({*missing, *tokenizer.vision.slot_ids})
     gate: Gate | None = None
     if config.engine == EngineKind.auto:
         config = _chosen(policy, config)
