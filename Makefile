@@ -1,4 +1,4 @@
-# `make demo`, `make learn`, `make test`, `make bench`, `make lint`, `make docs`: each creates .venv on its first run and needs nothing else typed.
+# `make demo`, `make demo-vision`, `make learn`, `make test`, `make bench`, `make lint`, `make docs`: each creates .venv on its first run and needs nothing else typed.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -29,7 +29,7 @@ TIER := not slow
 HAS_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 NO_TESTS := 5# pytest's exit code where ARGS choose none
 
-.PHONY: help settings house chaos test-versions test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test test-all mutants preflight bench bench-full transformer-engine lint format hooks docs clean
+.PHONY: help settings house chaos test-versions test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo demo-vision learn learn-supervised test test-all mutants preflight bench bench-full transformer-engine lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -46,6 +46,9 @@ $(STAMP): setup.py
 
 demo: $(STAMP) ## SFT -> reward model -> PPO with two servers on this machine (about 2 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/demo/run.py $(ARGS)
+
+demo-vision: $(STAMP) ## a tiny model that sees adds two handwritten digits: SFT -> GRPO on this machine (about 5 minutes; fetches scikit-learn's 9 MB wheel)
+	@$(RUN_ENV) $(BIN)/python examples/vision/run.py $(ARGS)
 
 learn: $(STAMP) ## every estimator trained on small sums, with a table; fails where one does not learn (about 20 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/learning/run.py $(ARGS)

@@ -37,6 +37,7 @@ from aligner.algorithms.judge import (
 from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import PreferencePair
 from aligner.data.epochs import EpochSampler
+from aligner.data.images import images_in
 from aligner.data.supervised import answered
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RunHalted
@@ -280,6 +281,7 @@ class SelfRewarding(PairIterations[SelfRewardingConfig]):
                 response=self.task.decode(answer.tokens),
                 reward=float("nan") if score is None else score,
                 finish_reason=FinishReason.stop if answer.ended else FinishReason.length,
+                images=images_in(prompt.extras),
             )
             for prompt, answer, score in list(zip(prompts, answers, given, strict=True))[:NUM_SHOWN]
         ]

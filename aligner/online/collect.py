@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.collate import token_batch
+from aligner.data.images import images_in
 from aligner.errors import AlignerError, EngineError, RunHalted
 from aligner.models.training.guard import NonFiniteReward
 from aligner.online.response_health import episode_metrics, health_metrics, readable
@@ -284,6 +285,7 @@ def sample_rows(collected: ScoredRollouts, decode: Callable[[Sequence[int]], str
             response=readable(rollout, decode),
             reward=reward,
             finish_reason=rollout.finish_reason,
+            images=images_in({**rollout.prompt.extras, **rollout.extras}),
         )
         for rollout, reward in zip(collected.rollouts[:count], collected.rewards[:count].tolist(), strict=True)
     ]

@@ -25,6 +25,7 @@ def write_rows(directory: Path, step: int, rows: Sequence[SampleRow]) -> Path:
     path = directory / f"step_{step:06d}.jsonl"
     records = [
         {"prompt": row.prompt, "response": row.response, "reward": json_number(row.reward), "finish_reason": row.finish_reason.value}
+        | ({"images": row.images} if row.images else {})
         for row in rows
     ]
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
@@ -41,7 +42,8 @@ def read_rows(path: Path) -> list[SampleRow]:
             record = json.loads(line)
             reason = FinishReason(record["finish_reason"])
             reward = float(record["reward"])
-            rows.append(SampleRow(prompt=record["prompt"], response=record["response"], reward=reward, finish_reason=reason))
+            images = tuple(map(str, record.get("images", ())))
+            rows.append(SampleRow(prompt=record["prompt"], response=record["response"], reward=reward, finish_reason=reason, images=images))
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{path}:{number}: not a sample rollout ({error}): {line[:80]!r}") from error
     return rows

@@ -5,11 +5,16 @@ templates/report.html is the page.
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from aligner.data.vision import ImageStore, decoded
+from aligner.errors import DataError
+from aligner.files import is_plain_name
 from aligner.reporting.diagnosis import diagnose
 from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.formats import Column, Goal, number
@@ -21,6 +26,7 @@ from aligner.reporting.summary import cells, heading
 from aligner.types import SampleRow
 
 MAX_POINTS = 400  # of a curve; longer ones are drawn as means of equal stretches
+THUMBNAIL_PIXELS = 160  # of the longer side of a sample's image
 # Of a chart, pixels; its curve is between the last four.
 _FRAME = {"width": 520, "height": 170, "left": 62, "right": 508, "top": 12, "bottom": 148}
 
@@ -50,7 +56,8 @@ class Chart:
 
 def write_report(run: RunView, output: Path) -> None:
     """Write the report of a run. Raises DataError if its metrics or samples are damaged, OSError if it cannot be written."""
-    output.write_text(render(run.files.path.name, run.metrics(), *run.before_and_after()), encoding="utf-8")
+    page = render(run.files.path.name, run.metrics(), *run.before_and_after(), images=ImageStore(run.files.images))
+    output.write_text(page, encoding="utf-8")
 
 
 def text_of(before: Samples | None, after: Samples | None, max_chars: int = 240) -> str:
@@ -58,14 +65,17 @@ def text_of(before: Samples | None, after: Samples | None, max_chars: int = 240)
     if before is None or after is None:
         return ""
     lines = [f"greedy responses to validation prompts, before (step {before.step}) and after (step {after.step})"]
-    for prompt, old, new in _pairs(before, after):
+    for prompt, _, old, new in _pairs(before, after):
         lines += [f"  {cell(prompt, max_chars)}"]
         lines += [f"    {row.reward:+.2f}  {cell(row.response, max_chars)}" if row else "    -" for row in (old, new)]
     return "\n".join(lines)
 
 
-def render(name: str, records: Sequence[StepMetrics], before: Samples | None, after: Samples | None) -> str:
-    """The page. `records` are those of metrics.jsonl."""
+def render(
+    name: str, records: Sequence[StepMetrics], before: Samples | None, after: Samples | None, images: ImageStore | None = None
+) -> str:
+    """The page. `records` are those of metrics.jsonl; `images` has the samples' images."""
+    pairs = _pairs(before, after) if before and after else []
     return render_page(
         "report.html",
         **_FRAME,
@@ -75,7 +85,8 @@ def render(name: str, records: Sequence[StepMetrics], before: Samples | None, af
         diagnosis=diagnose(records, RULES),
         before=before,
         after=after,
-        pairs=_pairs(before, after) if before and after else [],
+        pairs=[(prompt, [(digest, _thumbnail(images, digest)) for digest in seen], old, new) for prompt, seen, old, new in pairs],
+        thumbnail_pixels=THUMBNAIL_PIXELS,
     )
 
 
@@ -131,8 +142,20 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(stretch[0][0], sum(value for _, value in stretch) / len(stretch)) for stretch in stretches]
 
 
-def _pairs(before: Samples, after: Samples) -> list[tuple[str, SampleRow | None, SampleRow | None]]:
-    """All prompts of both steps with their responses, in the order of the later one."""
-    old = {row.prompt: row for row in before.rows}
-    new = {row.prompt: row for row in after.rows}
-    return [(prompt, old[prompt] if prompt in old else None, new[prompt] if prompt in new else None) for prompt in new | old]
+def _pairs(before: Samples, after: Samples) -> list[tuple[str, tuple[str, ...], SampleRow | None, SampleRow | None]]:
+    """All prompts of both steps, their images, and their responses, in the order of the later one."""
+    old, new = ({(row.prompt, row.images): row for row in samples.rows} for samples in (before, after))
+    return [(*asked, old.get(asked), new.get(asked)) for asked in new | old]
+
+
+def _thumbnail(images: ImageStore | None, digest: str) -> str:
+    """A small copy of an image, as the model saw it, as a data URI; empty if its file is missing, or no image any more."""
+    try:
+        if images is None or not is_plain_name(digest):
+            return ""
+        image, stream = decoded(images.get(digest)), io.BytesIO()
+    except DataError:
+        return ""
+    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    image.save(stream, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"

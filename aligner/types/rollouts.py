@@ -192,12 +192,13 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
-    """One rollout as text, for people to read."""
+    """One rollout as text, for people to read, and the digests of its images."""
 
     prompt: str
     response: str
     reward: float
     finish_reason: FinishReason
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
