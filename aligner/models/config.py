@@ -40,14 +40,6 @@ class Dtype(str, Enum):
         return 2 if self in (Dtype.bfloat16, Dtype.float16) else 4
 
 
-class Part(str, Enum):
-    """A part of a model that sees images."""
-
-    vision = "vision"  # the tower, which makes features of pixels
-    projector = "projector"  # between the tower and the text part
-    text = "text"
-
-
 class Implementation(str, Enum):
     """Whose modules a model is made of; `auto` is Megatron-Core's for the families that have layers here, else `transformers`'."""
 
@@ -89,6 +81,14 @@ class Recompute(str, Enum):
     full = "full"  # everything but each layer's input
 
 
+class Part(str, Enum):
+    """A part of a model that sees images."""
+
+    vision = "vision"  # the tower, which makes features of pixels
+    projector = "projector"  # between the tower and the text part
+    text = "text"
+
+
 class LoraTarget(str, Enum):
     """Linear layers that get adapters. `qkv` is `q`, `k` and `v`; `fc1` is `gate` and `up`; `experts` is both layers of every expert."""
 
@@ -117,17 +117,20 @@ class LoraConfig:
     rslora: bool = False  # scaling = alpha / sqrt(rank) (2312.03732)
     dropout: float = 0.0  # dropout of the adapters' inputs, in training
     targets: list[LoraTarget] = field(default_factory=_default_targets)  # linear layers that get adapters (docs/lora.md)
+    parts: list[Part] = field(default_factory=lambda: [Part.text])  # parts that get them, of a model that sees: text, vision, projector
     path: str = ""  # an adapter to start from: PEFT's (or ORG/NAME[@REV] of the Hub), or a checkpoint's step_...; empty: B = 0
     from_hub: ClassVar[Mapping[str, Files]] = {"path": Files.model}
 
     def __post_init__(self) -> None:
-        self.targets = list(self.targets)
+        self.targets, self.parts = list(self.targets), list(self.parts)
         require(self, "model.lora", NOT_NEGATIVE, "rank", note=" (0 is off)")
         require(self, "model.lora", POSITIVE, "alpha")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.lora.dropout={self.dropout}: must be in [0, 1)")
         if not self.targets:
             raise ConfigError(f"model.lora.targets=[]: name at least one; allowed: {', '.join(LoraTarget.__members__)}")
+        if not self.parts:
+            raise ConfigError(f"model.lora.parts=[]: name at least one; allowed: {', '.join(Part.__members__)}")
         if self.path and not self.rank:
             raise ConfigError(f"model.lora.path={self.path}: needs model.lora.rank, the rank of the adapter there")
 

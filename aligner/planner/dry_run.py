@@ -103,7 +103,7 @@ def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple
                 is_frozen=lora.is_on or bool(frozen) and part_of(name, model) in frozen,
             )
         )
-        if lora.is_on and has_adapter(f"{PREFIX}{name}", architecture, lora.targets):
+        if lora.is_on and has_adapter(f"{PREFIX}{name}", architecture, lora):
             pair = Parameter(name=f"{name}{ADAPTER}", numel=lora.rank * sum(parameter.shape), itemsize=itemsize, is_adapter=True)
             found.append(pair)
     return tuple(found)

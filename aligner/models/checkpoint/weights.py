@@ -20,7 +20,7 @@ from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.checkpoint.wrapper import same_weights
 from aligner.models.checkpoint.wrapper import weights_digest as weights_digest
-from aligner.models.config import HFArchitecture, LoraConfig, LoraTarget
+from aligner.models.config import HFArchitecture, LoraConfig, LoraTarget, Part
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.modules.chunk import Chunk, global_name
@@ -219,6 +219,8 @@ def to_marker(chunk: Chunk) -> dict[str, Any]:
     if not lora.is_on:
         return {}
     described = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": [target.value for target in lora.targets]}
+    if lora.parts != LoraConfig().parts:
+        described["parts"] = [part.value for part in lora.parts]
     return {LORA: described, "base": chunk.base, "base_digest": chunk.base_digest}
 
 
@@ -239,7 +241,8 @@ def check_same(marker: Mapping[str, Any], chunk: Chunk, directory: Path) -> None
 def saved_lora(marker: Mapping[str, Any]) -> LoraConfig:
     """The adapters that a marker describes."""
     described = marker[LORA]
-    return LoraConfig(**{**described, "targets": [LoraTarget(target) for target in described["targets"]]})
+    parts = [Part(part) for part in described.get("parts", LoraConfig().parts)]
+    return LoraConfig(**{**described, "targets": [LoraTarget(target) for target in described["targets"]], "parts": parts})
 
 
 def base_of(marker: Mapping[str, Any], directory: Path) -> Path:

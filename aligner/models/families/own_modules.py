@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, HFArchitecture, LoraTarget, Part
+from aligner.models.config import Architecture, HFArchitecture, LoraConfig, LoraTarget, Part
 from aligner.models.families.mapping import NameTable, Rule, rule
 
 LEAST_RELEASE = (5, 4)  # of transformers, whose caches and conversions of files this needs
@@ -28,11 +28,11 @@ _LINEARS = {
     LoraTarget.k: ("k_proj", "key", "wk"),
     LoraTarget.v: ("v_proj", "value", "wv"),
     LoraTarget.qkv: ("qkv_proj", "query_key_value", "Wqkv", "qkv", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj"),
-    LoraTarget.proj: ("o_proj", "out_proj", "dense", "wo"),
+    LoraTarget.proj: ("o_proj", "out_proj", "dense", "wo", "proj"),
     LoraTarget.gate: ("gate_proj", "w1"),
     LoraTarget.up: ("up_proj", "w3"),
-    LoraTarget.fc1: ("gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in", "input_linear"),
-    LoraTarget.fc2: ("down_proj", "fc2", "w2", "dense_4h_to_h", "fc_out", "output_linear"),
+    LoraTarget.fc1: ("gate_up_proj", "fc1", "linear_fc1", "linear_1", "c_fc", "dense_h_to_4h", "fc_in", "input_linear"),
+    LoraTarget.fc2: ("down_proj", "fc2", "linear_fc2", "linear_2", "w2", "dense_4h_to_h", "fc_out", "output_linear"),
 }
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # what configs call the longest sequence
 _LAYER = re.compile(r".*?\.\d+\.")
@@ -144,9 +144,9 @@ def layer_of(name: str) -> str:
     return found[0] if found else ""
 
 
-def has_adapter(weight: str, architecture: HFArchitecture, targets: Sequence[LoraTarget]) -> bool:
-    """Whether the layer with this weight (its name in a chunk) gets an adapter: a linear layer of the text part that a target names."""
-    path = weight.removeprefix(PREFIX).removesuffix(".weight")
+def has_adapter(weight: str, architecture: HFArchitecture, lora: LoraConfig) -> bool:
+    """Whether the layer with this weight (its name in a chunk) gets an adapter: a linear layer that a target names, in one of the parts."""
+    targets, path = lora.targets, weight.removeprefix(PREFIX).removesuffix(".weight")
     *_, parent, leaf = ("", *path.split("."))
     wanted = {name for target in targets for one in (target, *_PARTS.get(target, ())) for name in _LINEARS.get(one, ())}
     wanted |= {"c_attn"} if LoraTarget.qkv in targets else set()
@@ -155,9 +155,8 @@ def has_adapter(weight: str, architecture: HFArchitecture, targets: Sequence[Lor
     if leaf not in wanted or not weight.endswith(".weight"):
         return False
     model = outline(architecture)
-    inside = model.get_decoder() if is_multimodal(model) else model
-    module = model.get_submodule(path)
-    return isinstance(module, torch.nn.Linear) and any(module is one for one in inside.modules())
+    is_named = not is_multimodal(model) or part_of(f"{path}.weight", model) in lora.parts
+    return is_named and isinstance(model.get_submodule(path), torch.nn.Linear)
 
 
 def dense_twin(architecture: HFArchitecture) -> Architecture:

@@ -25,7 +25,7 @@ from aligner.data.vision import Vision
 from aligner.errors import ConfigError, DataError, ModelFilesError
 from aligner.models.checkpoint.files import MARKER
 from aligner.models.checkpoint.hf_files import stored_tensors
-from aligner.models.config import HFArchitecture, ModelConfig, Recompute
+from aligner.models.config import HFArchitecture, ModelConfig, Part, Recompute
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, layer_of, part_of
 from aligner.models.modules.chunk import WeightGather
@@ -182,7 +182,8 @@ class HFChunk(MegatronModule):
 
     def adapted(self) -> str:
         """Which linear layers have an adapter, by the last part of their names, and which have none."""
-        linears = [(name, one) for name, one in self.backbone.named_modules() if isinstance(one, torch.nn.Linear)]
+        whole = self.backbone if self.lora.parts == [Part.text] else self.hf
+        linears = [(name, one) for name, one in whole.named_modules() if isinstance(one, torch.nn.Linear)]
         have, lack = ([name.rsplit(".", 1)[-1] for name, one in linears if hasattr(one, "adapter") is wanted] for wanted in (True, False))
         none = f"; none on {', '.join(sorted(set(lack)))}" if lack else ""
         return f"{self.architecture.model_type}: adapters on {len(have)} layers ({', '.join(sorted(set(have)))}){none}"

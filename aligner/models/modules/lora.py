@@ -186,14 +186,14 @@ def sites(chunk: Any, lora: LoraConfig) -> list[AdapterSite]:
     return found
 
 
-def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarget]) -> Pairs | None:
+def pairs_of(weight: str, architecture: Architecture, lora: LoraConfig) -> Pairs | None:
     """The pairs of the layer with this weight (its global name); None where it gets none. Raises ConfigError for half of a projection."""
     if isinstance(architecture, HFArchitecture):
-        if not has_adapter(weight, architecture, targets):
+        if not has_adapter(weight, architecture, lora):
             return None
         own = weight_names(architecture).find(weight)
         return Pairs(rule=own, parts=(_WHOLE,), trained=(_WHOLE,), splits_output=True, is_expert=False)
-    match = _LINEAR.fullmatch(weight)
+    match, targets = _LINEAR.fullmatch(weight), lora.targets
     if match is None:
         return None
     is_expert, kind = match[1] is not None, match[2]
@@ -235,7 +235,7 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
 
 def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> AdapterSite | None:
     architecture, tp = chunk.architecture, chunk.pg_collection.tp.size()
-    pairs = pairs_of(global_name(chunk, f"{name}.weight"), architecture, lora.targets)
+    pairs = pairs_of(global_name(chunk, f"{name}.weight"), architecture, lora)
     if pairs is None:
         return None
     if pairs.is_expert and 1 < chunk.pg_collection.expt_tp.size() != tp:

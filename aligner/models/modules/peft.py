@@ -65,7 +65,7 @@ def projections(architecture: Architecture, lora: LoraConfig) -> list[Projection
     """Every projection of the whole model that has a pair, in Hugging Face's order."""
     found = []
     for weight in weight_names(architecture).names(architecture):
-        pairs = pairs_of(weight, architecture, lora.targets)
+        pairs = pairs_of(weight, architecture, lora)
         prefix = weight.removesuffix(".weight") + ADAPTER
         for block, (name, parts) in enumerate(pairs.projections.items() if pairs is not None else ()):
             found.append(Projection(name=name, a=f"{prefix}a", block=block, b=tuple(f"{prefix}b.{part}" for part in parts)))

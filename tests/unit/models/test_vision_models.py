@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -24,8 +25,9 @@ from aligner.environments.exchange import environment_follow_up
 from aligner.errors import ConfigError, DataError, EngineError
 from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint
-from aligner.models.config import Implementation, Part
+from aligner.models.config import Implementation, LoraConfig, Part
 from aligner.models.families.own_modules import part_of
+from aligner.models.modules.peft import save_peft
 from aligner.models.weights import save_hf
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.create import create_engine
@@ -66,7 +68,8 @@ def plain(model: Any, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs = logits.log_softmax(-1)[:-1].gather(1, batch.tokens[row, 1:length, None])[:, 0] * batch.loss_mask[row, 1:length]
         found[row, 1:length] = logprobs.detach()
         total = total - logprobs.sum()
-    (total / batch.loss_mask.sum()).backward()
+    if total.requires_grad:
+        (total / batch.loss_mask.sum()).backward()
     return found, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -141,6 +144,23 @@ def test_a_resumed_run_continues_bit_for_bit_and_its_export_has_the_frozen_parts
     started = reference(directory(name))
     changed = {one for one, parameter in resumed.module.hf.named_parameters() if not torch.equal(parameter, started.get_parameter(one))}
     assert {part_of(one, started) for one in changed} == {Part.text, Part.projector}
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
+def test_adapters_of_every_part_are_pefts(name: str, directory, load_seeing, tmp_path: Path) -> None:
+    rows = Rows(name, directory(name))
+    lora = LoraConfig(rank=4, alpha=8.0, parts=list(Part))
+    training = {"total_steps": 10, "vision": rows.vision}
+    policy = load_seeing(directory(name), config={"lora": lora}, training=training, optimizer=adam(lr=0.01))
+    for _ in range(2):
+        policy.train_step(rows.batch(), sft_loss)
+    layers = [one.partition(".adapter")[0] for one in weights_of(policy) if ".b." in one]
+    assert {part_of(f"{layer.removeprefix('hf.')}.weight", policy.module.hf) for layer in layers} == set(Part)
+    save_peft(policy.chunks, tmp_path, writer=True)
+    adapted = peft.PeftModel.from_pretrained(reference(directory(name)), tmp_path).eval().base_model.model
+    assert torch.allclose(policy.logprobs(rows.batch()), plain(adapted, rows)[0], atol=2e-5)
+    again = load_seeing(directory(name), config={"lora": replace(lora, path=str(tmp_path))}, training={"vision": rows.vision})
+    assert torch.equal(again.logprobs(rows.batch()), policy.logprobs(rows.batch()))
 
 
 class Album:
