@@ -198,7 +198,7 @@ def show_samples(views: Sequence[View], tokenizer: Tokenizer, out: TextIO) -> No
 
 
 def _seen(row: Row, tokenizer: Tokenizer) -> str:
-    slots = [str(tokenizer.vision.num_slots(image)) for image in row.images] if tokenizer.vision is not None else []
+    slots = [str(tokenizer.vision.num_slots(image)) for image in row.images] if row.images and tokenizer.vision is not None else []
     return f", {len(slots)} images of {', '.join(slots)} tokens" if slots else ""
 
 

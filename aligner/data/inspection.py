@@ -171,7 +171,7 @@ def render(row: Row, tokenizer: Tokenizer, marks: tuple[str, str] = BRACKETS) ->
 def pieces(row: Row, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
     """The text of a row, including special tokens, in runs of trained tokens and of others; of an image's slots, the number."""
     found, start, size = [], 0, len(row.tokens)
-    written, slots = "", tokenizer.vision.slots if tokenizer.vision is not None and row.images else ()
+    written, slots = "", tokenizer.vision.slots if row.images and tokenizer.vision is not None else ()
     for stop in range(1, size + 1):
         if stop < size and row.loss_mask[stop] == row.loss_mask[start]:
             continue

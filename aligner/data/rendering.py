@@ -32,7 +32,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from aligner.data.vision import Vision
 from aligner.errors import ConfigError, DataError
 
 MOST_SECONDS = 10.0  # for one conversation, and for all trial conversations
@@ -238,6 +237,8 @@ def _try_here() -> None:
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from aligner.data.vision import Vision
 
 NOTED: ContextVar[Counter[str] | None] = ContextVar("NOTED", default=None)  # frames found in the texts of a record
 _ESCAPED = re.compile(f"x{_MARK}x([0-9]+)x")  # a frame that stays text, by its id

@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused(kinds) -> None:
         replace(rollout(0, (5,)), extras={"doubt": torch.zeros(2, dtype=torch.int16)})
     with pytest.raises(ValueError, match=r"'tone'\] of a row of 1 tokens is torch.int64 \(2,\), expected torch.float32"):
         Prompt(id=0, tokens=(1,), source="", extras={"tone": torch.tensor([1, 2])})
-    with pytest.raises(ValueError, match=r"'tune'\]: no such kind; registered: doubt, routes, tone"):
+    with pytest.raises(ValueError, match=r"'tune'\]: no such kind; registered: doubt, images, routes, tone"):
         replace(rollout(0, (5,)), extras={"tune": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"extras\['doubt'\] is torch.int16 \(3, 4\), expected torch.int16 \(3, 5\)"):
         replace(batch(), extras={"doubt": doubt(torch.zeros(3, 4, dtype=torch.int16))})
