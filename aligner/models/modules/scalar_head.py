@@ -15,7 +15,7 @@ from aligner.models.config import Family
 HEAD = "score_head."  # begins the names of its parameters
 HF_HEADS = ("score.", "classifier.")  # the same in Hugging Face's models
 _SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
-_LANGUAGE_CLASSES = ("ForCausalLM", "LMHeadModel")
+_LANGUAGE_CLASSES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "")
 
 
 class Pooling(str, Enum):
