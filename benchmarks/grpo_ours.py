@@ -102,8 +102,8 @@ def make_config(spec: Spec, folder: str) -> TrainGRPO:
     )
 
 
-def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
-    """GRPO over a policy with the model's weights. Imports Megatron-Core."""
+def make_algorithm(config: TrainGRPO, spec: Spec, topology, vision=None, extras: Sequence[dict] = (), tokenizer=None) -> GRPO:
+    """GRPO over a policy with the model's weights. `vision` reads the images in the prompts' `extras`. Imports Megatron-Core."""
     from aligner.models import create
     from aligner.models.training.policy import ReferencePolicy
     from aligner.models.training.trainable import Training
@@ -115,19 +115,24 @@ def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
     training = Training(
         optimizer=config.optimizer,
         total_steps=spec.warmup_steps + spec.steps,
+        micro_batch_size=config.model.micro_batch_size,
         micro_batch_tokens=config.model.micro_batch_tokens,
         packing=config.model.packing,
         share_prompts=config.model.share_prompts,
         temperature=sampling.temperature,
+        vision=vision,
     )
     policy = create.create_policy(config.model, architecture, ParallelConfig(), topology, training)
     task = OnlineTask(
-        engine=create_engine(policy, config.rollout, eos_id=EOS if spec.varied else -1),
+        engine=create_engine(policy, config.rollout, tokenizer=tokenizer, eos_id=EOS if spec.varied else -1),
         reference=CountedReference(ReferencePolicy(policy)) if config.algorithm.kl_coef else None,
         judges=Scorers(reward=FunctionReward(even_tokens, text_of, 60.0)),
         validation=Validation(sampling=sampling),
         topology=topology,
-        train=[Prompt(id=index, tokens=tuple(tokens), source=f"prompt {index}") for index, tokens in enumerate(spec.prompts)],
+        train=[
+            Prompt(id=index, tokens=tuple(tokens), source=f"prompt {index}", extras=extras[index] if extras else {})
+            for index, tokens in enumerate(spec.prompts)
+        ],
         order=EpochSampler(len(spec.prompts), config.algorithm.prompts_per_step, spec.seed),
         decode=text_of,
         seed=spec.seed,
@@ -136,8 +141,8 @@ def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
     return GRPO(config.algorithm, policy, task)
 
 
-def check_numbers(algorithm: GRPO, spec: Spec) -> dict[str, float]:
-    """Loss and gradient norm of the fixed batch that TRL's side computes too; no optimizer step."""
+def check_numbers(algorithm: GRPO, spec: Spec, extras: dict | None = None) -> dict[str, float]:
+    """Loss and gradient norm of the fixed batch (with these `extras`) that TRL's side computes too; no optimizer step."""
     import torch
 
     from aligner.models.training import forward
@@ -155,6 +160,7 @@ def check_numbers(algorithm: GRPO, spec: Spec) -> dict[str, float]:
         old_logprobs=None,
         advantages=torch.tensor(fixed["advantages"])[:, None] * mask,
         ref_logprobs=torch.full(tokens.shape, fixed["ref_logprob"]) * mask,
+        extras=extras or {},
     )
     model = algorithm.policy.model
     for runner in model.runners:
@@ -165,18 +171,17 @@ def check_numbers(algorithm: GRPO, spec: Spec) -> dict[str, float]:
     return {"loss": values(metrics)["policy/loss"], "grad_norm": norm}
 
 
-def run(spec: Spec, folder: str) -> dict:
-    """Warm up, time the steps, and return the result."""
+def run(spec: Spec, config: TrainGRPO, make=make_algorithm, extras: dict | None = None) -> dict:
+    """Warm up, time the steps of the algorithm that is made of config, spec and topology, and return the result."""
     import torch
 
     from aligner.parallel.mcore import version
     from aligner.run.session import open_session
 
     clock = PhaseClock()
-    config = make_config(spec, folder)
     with open_session(config, config.run, config.parallel, component="actor") as session:
-        algorithm = make_algorithm(config, spec, session.topology)
-        check = check_numbers(algorithm, spec)
+        algorithm = make(config, spec, session.topology)
+        check = check_numbers(algorithm, spec, extras)
         for step in range(1, spec.warmup_steps + spec.steps + 1):
             with clock.phase("total"):
                 result = algorithm.step(step, CPUClock(clock))
@@ -209,14 +214,19 @@ def main() -> None:
     spec = read_spec(Path(sys.argv[1]))
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        result = run(spec, folder)
+        result = run(spec, make_config(spec, folder))
+    write_result(Path(sys.argv[2]), spec, result, started)
+
+
+def write_result(path: Path, spec: Spec, result: dict, started: float) -> None:
+    """Write what `run` returned, with medians and what the process took since `started`."""
     result |= {
         "spec": {**asdict(spec), "prompts": [len(prompt) for prompt in spec.prompts]},
         "median": summarize(result["steps"]),
         "whole_run_seconds": time.perf_counter() - started,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    Path(sys.argv[2]).write_text(json.dumps(result, indent=2) + "\n")
+    path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,9 @@ class Spec:
     varied: bool = False  # responses end where the model ends them, at the latest after max_new_tokens
     device: str = "cpu"
     dtype: str = "float32"  # bfloat16: of the computation; the trained weights are float32
+    images: list[str] = field(default_factory=list)  # of a model that sees: the file of each prompt's image
+    question: str = ""  # of every prompt, beside its image
+    slot: int = -1  # the token in an image's places, which no response has
 
     def __post_init__(self) -> None:
         rows = len(self.prompts) * self.group_size
@@ -81,9 +84,11 @@ def read_spec(path: Path) -> Spec:
 
 
 def load_tokenizer(model: str):
-    """The model's tokenizer, or a stand-in that can only decode: TRL insists on one, the prompts are token ids."""
-    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+    """The model's tokenizer, or a stand-in that can only decode: TRL insists on one, the prompts are token ids. Or its processor."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 
+    if (Path(model) / "processor_config.json").exists():
+        return AutoProcessor.from_pretrained(model)
     if (Path(model) / "tokenizer_config.json").exists():
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -116,7 +121,8 @@ def trainer_settings(spec: Spec, folder: str):
         gradient_accumulation_steps=rows // micro,
         num_generations=spec.group_size,
         max_completion_length=spec.max_new_tokens,
-        generation_kwargs={} if spec.varied else {"min_new_tokens": spec.max_new_tokens},
+        generation_kwargs=({} if spec.varied else {"min_new_tokens": spec.max_new_tokens})
+        | ({"suppress_tokens": [spec.slot]} if spec.images else {}),
         temperature=spec.temperature,
         top_k=0,
         beta=spec.beta,
@@ -138,7 +144,8 @@ def make_trainer(spec: Spec, clock: Clock, folder: str):
     """A GRPOTrainer whose phases are timed; `folder` is where it would save."""
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, TrainerCallback
+    from PIL import Image
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, TrainerCallback
     from trl import GRPOTrainer
 
     class Steps(TrainerCallback):
@@ -152,6 +159,8 @@ def make_trainer(spec: Spec, clock: Clock, folder: str):
 
     class TimedTrainer(GRPOTrainer):
         def _tokenize_prompts(self, prompts):
+            if spec.images:
+                return super()._tokenize_prompts(prompts)
             return [spec.prompts[int(prompt)] for prompt in prompts], None, {}
 
         def _generate(self, prompts):
@@ -173,11 +182,16 @@ def make_trainer(spec: Spec, clock: Clock, folder: str):
             with clock.phase("rollout"):
                 return super()._generate_and_score_completions(inputs)
 
+    rows = [{"prompt": str(index)} for index in range(len(spec.prompts))]
+    if spec.images:
+        rows = [
+            {"prompt": [{"role": "user", "content": spec.question}], "images": [Image.open(file).convert("RGB")]} for file in spec.images
+        ]
     return TimedTrainer(
-        model=AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32),
+        model=(AutoModelForImageTextToText if spec.images else AutoModelForCausalLM).from_pretrained(spec.model, dtype=torch.float32),
         reward_funcs=even_tokens,
         args=trainer_settings(spec, folder),
-        train_dataset=Dataset.from_list([{"prompt": str(index)} for index in range(len(spec.prompts))]),
+        train_dataset=Dataset.from_list(rows),
         processing_class=load_tokenizer(spec.model),
         callbacks=[Steps()],
     )
@@ -187,7 +201,7 @@ def fixed_batch(spec: Spec) -> dict:
     """A small batch that is a function of `spec` alone, on which both sides compute loss and gradient norm; lists, without a framework."""
     longest = min(len(prompt) for prompt in spec.prompts)
     prompts = [prompt[:longest] for prompt in spec.prompts[:4]]
-    vocabulary = sorted({token for prompt in spec.prompts for token in prompt})
+    vocabulary = sorted({token for prompt in spec.prompts for token in prompt} - {spec.slot})
     return {
         "prompts": prompts,
         "completions": [[vocabulary[(7 * row + 3 * t + 1) % len(vocabulary)] for t in range(32)] for row in range(len(prompts))],
@@ -202,6 +216,13 @@ def check_numbers(trainer, spec: Spec) -> dict[str, float]:
 
     fixed = fixed_batch(spec)
     prompts, completions = (torch.tensor(fixed[name], device=trainer.model.device) for name in ("prompts", "completions"))
+    seen = {}
+    if spec.images:
+        from PIL import Image
+
+        pictures = [Image.open(file).convert("RGB") for file in spec.images[: len(prompts)]]
+        pixels = trainer.processing_class.image_processor(pictures, return_tensors="pt")["pixel_values"]
+        seen = {"pixel_values": pixels, "num_images": [1] * len(pictures)}
     trainer.model.eval()
     loss = trainer._compute_loss(
         trainer.model,
@@ -212,10 +233,11 @@ def check_numbers(trainer, spec: Spec) -> dict[str, float]:
             "completion_mask": torch.ones_like(completions),
             "advantages": torch.tensor(fixed["advantages"], device=trainer.model.device),
             "ref_per_token_logps": torch.full(completions.shape, fixed["ref_logprob"], device=trainer.model.device),
+            **seen,
         },
     )
     loss.backward()
-    norm = sum(float(parameter.grad.norm()) ** 2 for parameter in trainer.model.parameters()) ** 0.5
+    norm = sum(float(parameter.grad.norm()) ** 2 for parameter in trainer.model.parameters() if parameter.grad is not None) ** 0.5
     trainer.model.zero_grad()
     trainer.model.train()
     return {"loss": loss.item(), "grad_norm": norm}

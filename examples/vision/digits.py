@@ -45,7 +45,7 @@ class Task:
     """How many questions of each kind, and which fraction of the supervised answers is wrong."""
 
     num_sft: int = 8000
-    num_prompts: int = 2000
+    num_prompts: int = 4000
     num_validation: int = 300
     wrong: float = 0.5
 
@@ -140,20 +140,22 @@ def _questions(rng: np.random.Generator, count: int, digits: Digits, of: np.ndar
         yield path, *(int(digits.labels[one]) for one in pair)
 
 
-def write_model(seed: int, folder: Path) -> None:
-    """A LLaVA of 0.2 million random weights, with all that `transformers` reads beside them."""
+def write_model(seed: int, folder: Path, *, width: int = 64, size: int = SIZE, positions: int = 64) -> int:
+    """A LLaVA of random weights, 0.2 million by default, with all that `transformers` reads beside them; returns their number."""
     import torch
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     write_tokenizer(folder)
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "initializer_range": 0.1}
-    vision = CLIPVisionConfig(num_hidden_layers=4, image_size=SIZE, patch_size=PATCH, projection_dim=64, **sizes)
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4, "initializer_range": 0.1}
+    vision = CLIPVisionConfig(num_hidden_layers=4, image_size=size, patch_size=PATCH, projection_dim=width, **sizes)
     ids = {"eos_token_id": TOKENS.index(END), "pad_token_id": 0, "bos_token_id": None}
-    sizes |= {"num_key_value_heads": 4, "vocab_size": len(TOKENS), "max_position_embeddings": 64, "tie_word_embeddings": False}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": len(TOKENS), "max_position_embeddings": positions, "tie_word_embeddings": False}
     text = LlamaConfig(num_hidden_layers=2, **ids, **sizes)
     torch.manual_seed(seed)
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=TOKENS.index(IMAGE))
-    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    model = LlavaForConditionalGeneration(config)
+    model.save_pretrained(folder)
+    return model.num_parameters()
 
 
 def write_tokenizer(folder: Path) -> None:
