@@ -129,9 +129,9 @@ class HFChunk(MegatronModule):
         hidden = (self.hf.base_model if seen else self.backbone)(**{**given, **seen}).last_hidden_state
         return hidden.transpose(0, 1).contiguous()
 
-    def seen(self, tokens: Tensor, images: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
-        """What the module takes for rows with images beside their tokens [rows, L]; empty if no row has one. `mask` [rows, L]: False for
-        padding in front. Positions are those of Qwen's three axes for models that have them."""
+    def seen(self, tokens: Tensor, images: Tensor) -> dict[str, Any]:
+        """What the module takes for rows with images beside their tokens [rows, L]; empty if no row has one. Positions are those of Qwen's
+        three axes for models that have them."""
         digests = [digest for row in images for digest in Images.digests(row)]
         if not digests:
             return {}
@@ -145,7 +145,7 @@ class HFChunk(MegatronModule):
         given = {name: one for name, one in {**pixels, **types}.items() if name in taken}
         if hasattr(model, "get_rope_index"):
             index = {name: one for name, one in given.items() if name in inspect.signature(model.get_rope_index).parameters}
-            given["position_ids"], _ = model.get_rope_index(tokens, attention_mask=mask, **index)
+            given["position_ids"], _ = model.get_rope_index(tokens, **index)
         return given
 
     def set_input_tensor(self, tensor: Any) -> None:

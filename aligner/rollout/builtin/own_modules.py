@@ -95,6 +95,12 @@ def select(cache: DynamicCache, rows: Tensor, skipped: int = 0) -> None:
         _change(layer, lambda state, has_tokens: (state[..., skipped:, :] if has_tokens else state).index_select(0, rows))
 
 
+def move_back(cache: DynamicCache, index: Tensor) -> None:
+    """Put the tokens with the numbers `index` [rows, L] in their places in each row."""
+    for layer in cache.layers:
+        _change(layer, lambda state, _: state.take_along_dim(index.view(len(index), *[1] * (state.dim() - 3), -1, 1), dim=-2))
+
+
 def join(cache: DynamicCache, other: DynamicCache, width: int) -> None:
     """Add the rows of `other`, both aligned at the right of `width` tokens."""
 
@@ -270,11 +276,8 @@ class _Run:
             begun[-1].versions.append((0, self.version))
         self._compact()
         cache, length = new_cache(self.chunk.hf.config), len(begun[-1].request.tokens)
-        pads = torch.tensor([length - len(prompt) for prompt, _ in prompts], device=self.device)
-        tokens = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt, _ in prompts], device=self.device)
-        slots = torch.arange(length, device=self.device)
-        mask = slots >= pads[:, None] if length > len(begun[0].request.tokens) else None
-        hidden, shifts = self._prefill(tokens, (slots - pads[:, None]).clamp(min=0), mask, cache, [images for _, images in prompts])
+        pads = torch.tensor([length - len(tokens) for tokens, _ in prompts], device=self.device)
+        hidden, shifts = self._prefill(list(prompts), length, pads, cache)
         index = torch.tensor([prompts[_prompt_of(row.request)] for row in begun], device=self.device)
         for row in begun:
             self.sampler.seat(row.seat, prompt=row.request.tokens, response=(), seed=row.request.seed, limit=row.limit)
@@ -295,18 +298,26 @@ class _Run:
         same = self.pads_prompts or len(tokens) == len(others)
         return same and (len(prompts) + 1) * len(tokens) <= self.config.prefill_chunk_tokens
 
-    def _prefill(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache, images: Sequence[Digests]
-    ) -> tuple[Tensor, Tensor]:
-        """(hidden states [rows, H] of the last tokens, the shifts [rows] of the positions behind them)."""
-        none = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
-        if not any(images):
-            return self._pass(tokens, positions, mask, cache), none
-        seen = self.chunk.seen(tokens, torch.stack([Images.of(row) for row in images]), mask)
-        given = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask, **seen}
-        hidden = self.chunk.hf.base_model(**given, **{self.cache_name: cache}, use_cache=True).last_hidden_state[:, -1]
+    def _prefill(self, prompts: Sequence[_Prompt], length: int, pads: Tensor, cache: DynamicCache) -> tuple[Tensor, Tensor]:
+        """(hidden states [rows, H] of the last tokens, the shifts [rows] of the positions behind them).
+
+        The pass pads rows at their ends, where no token looks: a mask would leave padding in front nothing to look at. The cache has the
+        padding in front.
+        """
+        tokens = torch.tensor([[*own, *[0] * (length - len(own))] for own, _ in prompts], device=self.device)
+        slots, rows = torch.arange(length, device=self.device), torch.arange(len(prompts), device=self.device)
+        given = {"input_ids": tokens, "position_ids": slots.expand(tokens.shape), "attention_mask": None}
+        is_seen = any(images for _, images in prompts)
+        if is_seen:
+            given |= self.chunk.seen(tokens, torch.stack([Images.of(images) for _, images in prompts]))
+        module = self.chunk.hf.base_model if is_seen else self.chunk.backbone
+        hidden = module(**given, **{self.cache_name: cache}, use_cache=True).last_hidden_state
+        last = length - 1 - pads
+        if len(prompts) > 1 and self.pads_prompts:
+            move_back(cache, (slots - pads[:, None]).clamp(min=0))
         axes = given["position_ids"]
-        return hidden, axes.amax(dim=(0, 2)) - positions[:, -1] if axes.dim() == 3 else none
+        shifts = axes[:, rows, last].amax(dim=0) - last if axes.dim() == 3 else torch.zeros_like(last)
+        return hidden[rows, last], shifts
 
     def _join(self, begun: list[_Row], cache: DynamicCache, pads: Tensor, length: int) -> None:
         """Add rows of `length` tokens, of which the first `pads` are masked."""
