@@ -47,7 +47,7 @@ $(STAMP): setup.py
 demo: $(STAMP) ## SFT -> reward model -> PPO with two servers on this machine (about 2 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/demo/run.py $(ARGS)
 
-demo-vision: $(STAMP) ## a tiny model that sees adds two handwritten digits: SFT -> GRPO on this machine (about 5 minutes; fetches scikit-learn's 9 MB wheel)
+demo-vision: $(STAMP) ## a tiny model that sees adds two handwritten digits: SFT -> GRPO on this machine (about 3 minutes; fetches scikit-learn's 9 MB wheel)
 	@$(RUN_ENV) $(BIN)/python examples/vision/run.py $(ARGS)
 
 learn: $(STAMP) ## every estimator trained on small sums, with a table; fails where one does not learn (about 20 minutes)
