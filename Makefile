@@ -47,7 +47,7 @@ $(STAMP): setup.py
 demo: $(STAMP) ## SFT -> reward model -> PPO with two servers on this machine (about 2 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/demo/run.py $(ARGS)
 
-demo-vision: $(STAMP) ## a tiny model that sees adds two handwritten digits: SFT -> GRPO on this machine (about 5 minutes; fetches scikit-learn's 9 MB wheel)
+demo-vision: $(STAMP) ## a tiny model that sees adds two handwritten digits: SFT -> GRPO on this machine (about 3 minutes; fetches scikit-learn's 9 MB wheel)
 	@$(RUN_ENV) $(BIN)/python examples/vision/run.py $(ARGS)
 
 learn: $(STAMP) ## every estimator trained on small sums, with a table; fails where one does not learn (about 20 minutes)
@@ -116,6 +116,7 @@ bench-full: $(STAMP) ## the same on all sizes and batches and against all compet
 	@$(RUN_ENV) $(BIN)/python benchmarks/asynchronous.py
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py --sizes large --rounds 1 --steps 1 $(ARGS)
+	@$(RUN_ENV) $(BIN)/python benchmarks/vision_trl.py
 
 # Python code only: what is compiled of Transformer Engine is another package, and none of Megatron-Core's is called.
 transformer-engine: build/transformer_engine-2.9.0 build/transformer_engine-2.20.2 build/megatron_core-0.19.2 ## Transformer Engine's Python code, for the tests that build models of it

@@ -37,6 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=4, help="sequences per forward pass, on both sides; 0: all at once")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--trl-python", type=Path, help="an interpreter that can import trl (default: .venv-trl is made)")
+    parser.add_argument("--ours-only", action="store_true", help="time this stack alone")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="where the figures are written, as JSON")
     return parser.parse_args(arguments)
 
@@ -64,7 +65,7 @@ def write_task(chosen: argparse.Namespace, folder: Path) -> tuple[dict, int]:
     return spec | {"micro_batch_size": chosen.micro_batch_size, "threads": chosen.threads}, parameters
 
 
-def compare(chosen: argparse.Namespace, trl: Path, folder: Path) -> dict:
+def compare(chosen: argparse.Namespace, trl: Path | None, folder: Path) -> dict:
     """Run the rounds; prints the table and returns everything measured."""
     spec, parameters = write_task(chosen, folder)
     spec_file, result_file = folder / "spec.json", folder / "result.json"
@@ -72,6 +73,8 @@ def compare(chosen: argparse.Namespace, trl: Path, folder: Path) -> dict:
     sides: dict[str, list[dict]] = {"ours": [], "trl": []}
     for number in range(1, chosen.rounds + 1):
         sides["ours"].append(run_side(Path(sys.executable), "vision_ours.py", spec_file, result_file, threads=chosen.threads))
+        if trl is None:
+            continue
         sides["trl"].append(run_side(trl, "trl_grpo_reference.py", spec_file, result_file, threads=chosen.threads))
         check_same_work(sides["ours"][-1], sides["trl"][-1])
         a, b = (sides[side][-1]["median"]["total"]["cpu_seconds"] for side in ("ours", "trl"))
@@ -90,7 +93,7 @@ def main() -> int:
     chosen = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exception: the running side is ended with us
     try:
-        trl = chosen.trl_python or trl_python(HERE.parent / ".venv-trl")
+        trl = None if chosen.ours_only else chosen.trl_python or trl_python(HERE.parent / ".venv-trl")
         with tempfile.TemporaryDirectory() as folder:
             measured = compare(chosen, trl, Path(folder))
     except (EnvironmentFailed, Mismatch, RuntimeError, subprocess.TimeoutExpired) as error:
@@ -99,8 +102,10 @@ def main() -> int:
     chosen.output.mkdir(parents=True, exist_ok=True)
     path = chosen.output / time.strftime("vision_trl-%Y%m%d-%H%M%S.json")
     path.write_text(json.dumps(measured, indent=2) + "\n")
-    a, b = (middle(measured["rounds"][side], "total", "cpu_seconds") for side in ("ours", "trl"))
-    print(f"\nend to end, CPU time, TRL / ours: {b / a:.2f}x\nfigures: {path}")
+    if trl is not None:
+        a, b = (middle(measured["rounds"][side], "total", "cpu_seconds") for side in ("ours", "trl"))
+        print(f"\nend to end, CPU time, TRL / ours: {b / a:.2f}x")
+    print(f"figures: {path}")
     return 0
 
 

@@ -44,8 +44,8 @@ class NoDigits(Exception):
 class Task:
     """How many questions of each kind, and which fraction of the supervised answers is wrong."""
 
-    num_sft: int = 8000
-    num_prompts: int = 4000
+    num_sft: int = 6000
+    num_prompts: int = 3000
     num_validation: int = 300
     wrong: float = 0.5
 
@@ -75,7 +75,8 @@ def load(folder: Path, wheel: Path | None = None) -> Digits:
 def parsed(packed: bytes) -> Digits:
     """The digits in a compressed CSV of 64 pixels from 0 to 16 and a label a row."""
     rows = np.loadtxt(gzip.decompress(packed).decode().splitlines(), delimiter=",", dtype=np.uint8)
-    return Digits(images=np.minimum(rows[:, :64].reshape(-1, 8, 8) * np.uint16(16), 255).astype(np.uint8), labels=rows[:, 64].astype(int))
+    grey = np.minimum(rows[:, :64].astype(int) * 16, 255).astype(np.uint8)
+    return Digits(images=grey.reshape(-1, 8, 8), labels=rows[:, 64].astype(int))
 
 
 def _packed(folder: Path, wheel: Path | None) -> bytes:

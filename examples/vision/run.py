@@ -1,8 +1,8 @@
 """The vision demo: a tiny model that sees two handwritten digits and says their sum, supervised, then improved by GRPO.
 
 Everything is that of a large run: PNG files and JSON lines, a LLaVA directory of `transformers`' own format (its weights are random, and
-made here), and the recipes `sft` and `grpo` with `+experiment=vision` under the local launcher. `make demo-vision` takes about five
-minutes on two cores.
+made here), and the recipes `sft` and `grpo` with `+experiment=vision` under the local launcher. `make demo-vision` takes two and
+a half minutes of CPU time.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SEEING = ["--rounds", "1", "--width", "32", "--pixels", "16", "--response-length", "8"]
 TINY = ["--rounds", "1", "--prompt-length", "8", "--response-length", "8"]
 
 
@@ -18,6 +19,7 @@ TINY = ["--rounds", "1", "--prompt-length", "8", "--response-length", "8"]
     "command",
     [
         ["grpo_vs_trl.py", "--ours-only", "--lengths", "varied", "--prompts", "2", "--group-size", "2", "--steps", "1", *TINY],
+        ["vision_trl.py", "--ours-only", "--prompts", "2", "--group-size", "2", "--steps", "1", *SEEING],
         ["rollout.py", "--sizes", "small", "--batches", "2", "--lengths", "varied", "--against", "dynamic", "--repeats", "1", *TINY],
         ["checks.py", "--size", "small", "--rows", "2", "--length", "16", "--pairs", "1"],
         ["trace_cost.py", "--spans", "1000"],

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 from aligner import cli
+from aligner.data.vision import ImageStore
 from aligner.errors import DataError
 from aligner.reporting.jsonl import StepMetrics
 from aligner.reporting.rollout_table import read_rows, write_rows
@@ -156,6 +161,24 @@ def test_every_text_of_a_run_stays_text(text: str) -> None:
     assert read.tags == Texts(clean).tags  # no tag more
     responses = ["reward 0.500" + text] * 2
     assert (read.heading, read.cells) == (text, [text, *responses, "new" + text, "", responses[0]])
+
+
+def test_prompts_of_one_text_are_told_apart_by_their_images(run: Path) -> None:
+    store = ImageStore(run / "images")
+    red, blue = (io.BytesIO() for _ in range(2))
+    Image.new("RGB", (400, 20), "red").save(red, "PNG")
+    Image.new("L", (8, 8)).save(blue, "JPEG")
+    digests = [store.put(red.getvalue()), store.put(blue.getvalue()), "f" * 64, "../../etc/passwd"]
+    for step, said in ((0, "old"), (3, "new")):
+        rows = [replace(row("What?", f"{said} {number}"), images=(digest,)) for number, digest in enumerate(digests)]
+        write_rows(run / "validation", step, [*rows, replace(row("What?", said), images=tuple(digests[:2]))])
+    assert cli.main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    read = Texts(page)
+    assert read.tags.count("img") == 4 and page.count("its file is missing") == 2
+    assert [cell.rpartition("0.500")[2] for cell in read.cells if "reward" in cell][:4] == ["old 0", "new 0", "old 1", "new 1"]
+    sources = [base64.b64decode(found) for found in re.findall(r'src="data:image/png;base64,([^"]+)"', page)]
+    assert [Image.open(io.BytesIO(source)).size for source in sources] == [(160, 8), (8, 8)] * 2
 
 
 def test_control_characters_are_shown_as_such() -> None:

@@ -13,7 +13,7 @@ from model_steps import adam, train
 from own_models import CONFIGS, make_directory, write_vision
 
 from aligner.errors import ConfigError, EngineError
-from aligner.models.config import LoraConfig, ModelConfig
+from aligner.models.config import Implementation, LoraConfig, ModelConfig
 from aligner.models.create import read_architecture
 from aligner.rollout import create
 from aligner.rollout.builtin.own_modules import OwnModulesEngine
@@ -153,7 +153,8 @@ def test_auto_takes_vllm_for_layers_without_states(directory, tmp_path: Path, mo
     expected |= {"falcon_h1": "megatron; not vllm (the recurrent layers", "gemma3": "megatron; not vllm (gemma3 is a model of images too"}
     for name, said in expected.items():
         path = tmp_path if name == "gemma3" else directory(name)
-        own = create.only_built_in(read_architecture(ModelConfig(path=str(path)), vocab_size=0))
+        config = ModelConfig(path=str(path), implementation=Implementation.transformers)
+        own = create.only_built_in(read_architecture(config, vocab_size=0))
         found = str(create.choose(RolloutConfig(engine=EngineKind.auto), tp=1, own=own))
         assert found.startswith(f"rollout.engine=auto: {said}"), found
 
