@@ -196,6 +196,7 @@ _OTHERS: dict[str, Callable[..., Any]] = {
     "aten::_flash_attention_backward": _packed_attention_backward,
     "aten::_efficient_attention_forward": _efficient_attention,
     "aten::_efficient_attention_backward": _efficient_attention_backward,
+    "aten::histc": lambda args, kwargs: torch.histc(args[0].float(), *args[1:], **kwargs).to(args[0].dtype),  # of integers on CUDA only
     "aten::mm": _product,
     "aten::_fused_rms_norm": _rms_norm,
     "aten::_fused_rms_norm_backward": _rms_norm_backward,

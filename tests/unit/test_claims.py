@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
 from markdown_it import MarkdownIt
 
 from aligner import cli
@@ -267,6 +268,7 @@ def stale_figures() -> list[str]:
     return stale
 
 
+@pytest.mark.cpu  # the simulated GPU cannot hold a plan's fake tensors
 def test_the_figures_of_plans_are_the_planners() -> None:
     """`<!-- aligner plan CONFIG KEY=VALUE...: GiB 50.6, step 24 s -->` stands behind the text that has them. In a process of its own."""
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, cwd=ROOT)

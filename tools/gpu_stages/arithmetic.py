@@ -188,7 +188,8 @@ def paged_error(attention: Any, check: Check) -> float:
     keys, values = (torch.randn(1, pages.numel() + 1, size, groups, dim, generator=generator).bfloat16() for _ in range(2))
     queries = torch.randn(len(lengths), groups, share, dim, generator=generator).bfloat16()
     batch = DecodeBatch(tokens=torch.zeros(len(lengths), dtype=torch.int64), positions=torch.tensor(lengths) - 1, pages=pages)
-    found = attention.decode(queries.cuda(), PagedKV(keys=keys.cuda(), values=values.cuda()), 0, plan_decode(batch.to("cuda"), size))
+    there = DecodeBatch(tokens=batch.tokens.cuda(), positions=batch.positions.cuda(), pages=batch.pages.cuda())
+    found = attention.decode(queries.cuda(), PagedKV(keys=keys.cuda(), values=values.cuda()), 0, plan_decode(there, size))
     whole = PagedKV(keys=keys.float(), values=values.float())
     return relative(found, GatheredAttention(size).decode(queries.float(), whole, 0, plan_decode(batch, size)))
 

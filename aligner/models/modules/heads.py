@@ -104,7 +104,8 @@ def linear_head(head: ScalarHead, size: int, device: torch.device, *, residual: 
     made = torch.nn.Linear(size, head.num_outputs, bias=head.has_bias, dtype=torch.float32, device=device)
     generator = torch.Generator(device="cpu").manual_seed(0)
     with torch.no_grad():
-        made.weight.copy_(torch.randn(made.weight.shape, generator=generator, device="cpu") / math.sqrt((residual or size) + 1))
+        drawn = torch.randn(made.weight.shape, generator=generator, device="cpu") / math.sqrt((residual or size) + 1)
+        made.weight.copy_(upload(drawn, device), non_blocking=True)
         if head.has_bias:
             made.bias.zero_()
     return made

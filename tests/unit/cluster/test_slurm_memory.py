@@ -15,6 +15,7 @@ import pytest
 from aligner.commands.parts import LaunchOptions
 from aligner.commands.slurm import launch_slurm
 
+pytestmark = pytest.mark.cpu  # the simulated GPU cannot hold a plan's fake tensors
 NAMES = ("ppo_70b", "grpo_8b", "grpo_70b_h200")
 SETTINGS = {
     "whole": (),

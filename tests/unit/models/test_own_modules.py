@@ -79,7 +79,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(name: str, packed: bo
     own = dict(policy.module.named_parameters())
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     for name_, gradient in gradients.items():
-        assert torch.allclose(own[f"hf.{name_}"].main_grad, gradient, atol=1e-4 * largest), name_
+        assert torch.allclose(own[f"hf.{name_}"].main_grad.cpu(), gradient, atol=1e-4 * largest), name_
 
 
 def test_an_export_of_untrained_weights_has_the_files_tensors(directory, load_policy, tmp_path: Path) -> None:
