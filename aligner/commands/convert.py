@@ -24,6 +24,7 @@ from aligner.models.architecture.divisible import check_divisible
 from aligner.models.checkpoint import checkpoint
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
+from aligner.models.checkpoint.wrapper import directory_of
 from aligner.models.config import Architecture, Dtype, HFArchitecture, ModelConfig
 from aligner.models.modules.build import build_language_model, build_scalar_model
 from aligner.models.modules.scalar_head import ScalarHead, read_head
@@ -128,8 +129,11 @@ def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: 
         chunks = build_language_model(source.architecture, config, parallel, load=True)
     if not isinstance(source.architecture, HFArchitecture):
         checkpoint.load_source(chunks, source.path)
+        create.remember_wrapper(chunks, source.path, is_trained=True)
     save_hf(chunks, target, writer=here.rank == 0)
     from_rank_0(lambda: _write_tokenizer(source.tokenizer, target))
+    if whole := chunks[0].wrapper:
+        from_rank_0(lambda: checkpoint.carry_over(directory_of(whole), target))
     _print(f"Hugging Face model written to {target}", source.note)
     launch.shutdown()
     if name is not None and here.rank == 0:  # the others need not wait

@@ -31,6 +31,7 @@ from aligner.loop.loop import Built, TimeBudget, seconds_left
 from aligner.models import create
 from aligner.models.checkpoint.checkpoint import carry_over, copy_tokenizer, special_ids
 from aligner.models.checkpoint.foreign.model import is_foreign
+from aligner.models.checkpoint.wrapper import directory_of
 from aligner.models.config import Architecture, HFArchitecture, ModelConfig
 from aligner.models.modules.build import Transformer
 from aligner.models.modules.fusions import note_once
@@ -309,8 +310,9 @@ def export_at_end(
     save_hf(chunks, session.directory.export, writer=session.is_first)
     if session.is_first:
         copy_tokenizer(tokenizer, session.directory.export, source)
-        if source is not None and not is_foreign(source):
-            carry_over(source, session.directory.export)
+        whole = directory_of(chunks[0].wrapper) if chunks[0].wrapper else source
+        if whole is not None and not is_foreign(whole):
+            carry_over(whole, session.directory.export)
         name_special_tokens(session.directory.export, special_ids(source or tokenizer))
     session.say(f"Hugging Face model written to {session.directory.export}")
     if chunks[0].lora.is_on:

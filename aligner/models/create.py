@@ -12,19 +12,17 @@ import torch
 
 from aligner.data.vision import Vision
 from aligner.errors import ConfigError
-from aligner.hub.names import name_of
 from aligner.models.architecture import rope
 from aligner.models.architecture.divisible import check_together
-from aligner.models.checkpoint import checkpoint
+from aligner.models.checkpoint import checkpoint, wrapper
 from aligner.models.checkpoint.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_json
 from aligner.models.checkpoint.hf_weights import HFWeights, described
-from aligner.models.checkpoint.weights import weights_digest
 from aligner.models.config import Architecture, HFArchitecture, Implementation, ModelConfig, PositionEmbedding
 from aligner.models.families import architecture_from_hf, architecture_to_hf, has_layers, weight_names
 from aligner.models.families.own_modules import hf_architecture
 from aligner.models.modules.build import build_language_model, build_scalar_model
-from aligner.models.modules.chunk import Chunk, LanguageChunk
+from aligner.models.modules.chunk import Chunk, LanguageChunk, WholeChunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.hf_probe import probe
@@ -32,7 +30,7 @@ from aligner.models.modules.layers import attention_of, feed_forward_of
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import check_divisible, resolve_dtype
 from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
-from aligner.models.modules.peft import load_peft
+from aligner.models.modules.peft import load_peft, targets_in_wrapper
 from aligner.models.modules.scalar_head import VALUES, ScalarHead, read_head
 from aligner.models.training.guard import Guard, GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
@@ -232,7 +230,7 @@ def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelCo
     if source is not None and has_weights(source):
         weights = HFWeights(source, weight_names(architecture))
         weights.check(architecture, is_scalar=is_scalar)
-        for note in weights.notes(architecture):
+        for note in weights.notes(architecture, is_scalar=is_scalar):
             note_once(note, rank=topology.rank)
     say_once(fusions(architecture, config, dtype), rank=topology.rank)
     if architecture.rope_long_factors:
@@ -281,6 +279,7 @@ def create_reward_model(
 
 def _ready(chunks: Sequence[Chunk], config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
     load_source(chunks, config)
+    remember_wrapper(chunks, source_directory(config), is_trained=training.optimizer is not None)
     _start_adapters(chunks, config, topology.seed)
     return _trainable(chunks, topology, training)
 
@@ -291,15 +290,30 @@ def _trainable(chunks: Sequence[Chunk], topology: Topology, training: Training) 
     return TrainableModel(chunks, topology, training)
 
 
+def remember_wrapper(chunks: Sequence[Chunk], source: Path | None, *, is_trained: bool) -> None:
+    """Let a language model that is the text part of the model in `source`, or of that of the checkpoint there, be exported as that one.
+
+    Raises CheckpointError if a model that is trained, and so exported, has lost the other part.
+    """
+    if source is None or is_foreign(source) or chunks[0].head is not None or isinstance(chunks[0], WholeChunk):
+        return
+    found = from_rank_0(lambda: wrapper.find(source))
+    for chunk in chunks:
+        chunk.wrapper = found
+    if found and is_trained:
+        from_rank_0(lambda: wrapper.directory_of(found))
+
+
 def _start_adapters(chunks: Sequence[Chunk], config: ModelConfig, seed: int) -> None:
     """Attach adapters if `config` asks for them: new ones, or those that it names (PEFT's, or a checkpoint's on the same weights)."""
     if not config.lora.is_on:
         return
     source = source_directory(config)
-    digest = f"random weights of seed {seed}" if source is None else from_rank_0(lambda: weights_digest(source))
+    digest = f"random weights of seed {seed}" if source is None else from_rank_0(lambda: wrapper.weights_digest(source))
     for chunk in chunks:
-        chunk.base, chunk.base_digest = "" if source is None else str(name_of(source) or source.absolute()), digest
+        chunk.base, chunk.base_digest = "" if source is None else wrapper.named(source), digest
     initialise_adapters(chunks, seed)
+    targets_in_wrapper(chunks[0])  # refused before it is trained
     if not config.lora.path:
         return
     path = Path(config.lora.path)

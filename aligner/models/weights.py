@@ -20,16 +20,19 @@ from torch import Tensor
 from aligner.errors import CheckpointError
 from aligner.files import with_umask_mode
 from aligner.models.checkpoint.files import explain
-from aligner.models.checkpoint.hf_files import CONFIG_FILE, INDEX_FILE, MAX_FILE_BYTES, SINGLE_FILE
+from aligner.models.checkpoint.hf_files import CONFIG_FILE, INDEX_FILE, MAX_FILE_BYTES, SINGLE_FILE, read_json
 from aligner.models.checkpoint.hf_weights import HFWeights
+from aligner.models.checkpoint.wrapper import directory_of
 from aligner.models.config import Architecture
 from aligner.models.families import architecture_to_hf, weight_names
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Rule, shard, to_hf
+from aligner.models.families.wrappers import wrapped_config
 from aligner.models.modules.chunk import Chunk, WholeChunk, global_name
 from aligner.models.modules.linear import is_split, linear_weight
 from aligner.models.modules.lora import MergedWeights
 from aligner.models.modules.scalar_head import HEAD
 from aligner.parallel import platform
+from aligner.parallel.collectives import from_rank_0
 
 SLICE_BYTES = 16 * 2**20  # of a tensor whose columns are split, gathered at a time
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
@@ -244,22 +247,30 @@ def _stacked(stacks: dict[str, Tensor], name: str, part: Tensor, expert: int, co
 def save_hf(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
     """Write `config.json` and sharded safetensors. Every rank calls it; the one `writer` writes, holding one file's tensors at a time.
 
-    A reward model becomes an `AutoModelForSequenceClassification`; where it averages over tokens or scores each of them, and so for a value
-    model, an `AutoModelForTokenClassification`. Raises CheckpointError naming rank and file where it cannot be written.
+    A text part of a model of images and text is written as that model, whose other tensors are those of its files. A reward model, of the
+    text part alone, becomes an `AutoModelForSequenceClassification`; where it averages over tokens or scores each of them, and so for a
+    value model, an `AutoModelForTokenClassification`. Raises CheckpointError naming rank and file where it cannot be written.
     """
     architecture, config, head = chunks[0].architecture, chunks[0].config, chunks[0].head
+    whole = from_rank_0(lambda: directory_of(chunks[0].wrapper)) if chunks[0].wrapper else None
     if writer:
         directory.mkdir(parents=True, exist_ok=True)
         for old in (directory / INDEX_FILE, directory / SINGLE_FILE, *directory.glob("model-*-of-*.safetensors")):
             old.unlink(missing_ok=True)  # an index that stayed would have the tensors of the export before read
-        hf_config = architecture_to_hf(architecture) | {"dtype": str(config.params_dtype).removeprefix("torch.")}
+        dtype = str(config.params_dtype).removeprefix("torch.")
+        hf_config = architecture_to_hf(architecture) | {"dtype": dtype}
+        if whole is not None:
+            hf_config = wrapped_config(read_json(whole / CONFIG_FILE), architecture, dtype)
         if head is not None:
             hf_config |= head.to_hf(hf_config["architectures"][0])
         (directory / CONFIG_FILE).write_text(json.dumps(hf_config, indent=2) + "\n")
     sizes, written = [0], 0
     pending: dict[str, Tensor] = {}
     weight_map: dict[str, int] = {}
-    for name, tensor in export_hf(chunks):
+    tensors = export_hf(chunks)
+    if writer and whole is not None:
+        tensors = HFWeights(whole, weight_names(architecture)).as_stored(tensors)
+    for name, tensor in tensors:
         if not writer:
             continue
         name = head.hf_name(name, architecture.family) if head is not None and name.startswith(HEAD) else name

@@ -46,6 +46,7 @@ from aligner.models.checkpoint.weights import kind_of, load_same, read, sharded_
 from aligner.models.checkpoint.weights import load_source as load_source
 from aligner.models.checkpoint.weights import load_weights as load_weights
 from aligner.models.checkpoint.weights import to_marker as adapters_to_marker
+from aligner.models.checkpoint.wrapper import WRAPPER
 from aligner.models.config import HFArchitecture, Implementation
 from aligner.models.families import architecture_to_hf
 from aligner.models.training.trainable import TrainableModel, check_before_save, generator_state, set_generator_state
@@ -144,9 +145,9 @@ def start_save(
     with _discarding(writing):
         _on_rank_0(lambda: files.check_room(writing, needed))
     marker: dict[str, Any] = {"kind": kind_of(model.chunks), "step": request.step, files.FINITE: True}
-    if isinstance(model.chunks[0].architecture, HFArchitecture):
-        marker[IMPLEMENTATION] = Implementation.transformers.value
-    marker |= adapters_to_marker(model.chunks[0])
+    if (made_of := _implementation(model)) != Implementation.megatron.value:
+        marker[IMPLEMENTATION] = made_of
+    marker |= adapters_to_marker(model.chunks[0]) | ({WRAPPER: dict(found)} if (found := model.chunks[0].wrapper) else {})
     if model.chunks[0].head is not None:
         marker |= model.chunks[0].head.to_marker()
     writer = async_save.FileWriter(planned, writing, in_background=in_background)
@@ -159,6 +160,11 @@ def start_save(
         sums=sums,
         read_back=shards if read_back else {},
     )
+
+
+def _implementation(model: TrainableModel) -> str:
+    is_whole = isinstance(model.chunks[0].architecture, HFArchitecture)
+    return (Implementation.transformers if is_whole else Implementation.megatron).value
 
 
 def _states(model: TrainableModel, *, with_optimizer: bool) -> dict[str, Any]:
@@ -178,6 +184,9 @@ def load(model: TrainableModel, path: Path, *, verify: bool = True) -> dict[str,
     directory = resolve(path)
     if verify:
         manifest.verify(directory, needed=lambda _: True)
+    ours = _implementation(model)
+    if (saved := read_marker(directory).get(IMPLEMENTATION, Implementation.megatron.value)) != ours:
+        raise CheckpointError(f"{directory}: was saved with model.implementation={saved}, the model has {ours}'s modules; allowed: {saved}")
     model.wake()
     model.settle()
     load_same(model.chunks, directory, verify=False)

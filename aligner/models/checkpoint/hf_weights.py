@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,9 +19,10 @@ from aligner.models.architecture.architecture import MOST_LAYERS
 from aligner.models.checkpoint import hf_files
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, FP8, FP8_SCALES, MXFP4, MXFP4_ENDINGS, Stored, read_json, stored_tensors
 from aligner.models.config import Architecture
-from aligner.models.families import architecture_from_hf, mapping, text_part, weight_names
+from aligner.models.families import architecture_from_hf, mapping, weight_names
 from aligner.models.families.hf_config import LAYERS
 from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, NameTable, Rule
+from aligner.models.families.wrappers import is_of_images, text_name, text_part, wrapper_of
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, read_head
 
 _LM_HEAD = "lm_head.weight"
@@ -50,34 +52,94 @@ def fp8(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     return numbers.float() * each
 
 
+class _Cut(NamedTuple):
+    """A tensor as a part of one in the files."""
+
+    stored: str
+    index: tuple[int | slice, ...]
+    transposed: bool
+
+
 class HFWeights:
-    """The tensors of a Hugging Face directory, read on demand by their full names, also where the file holds a headless model's."""
+    """The tensors of a Hugging Face directory, read on demand by their full names, also where the file holds a headless model's, or one of
+    images and text, of which the text part is the model."""
 
     def __init__(self, directory: Path, table: NameTable, tensors: Mapping[str, Stored] | None = None) -> None:
         self.directory = directory
         found = stored_tensors(directory)[0] if tensors is None else tensors
         stored = {name: one for name, one in found.items() if not re.fullmatch(table.ignored, name)}
-        images = [name for name in stored if re.fullmatch(table.images, name)]
+        wrapper = self._wrapper_config()
+        self._images = {name: one for name, one in stored.items() if is_of_images(name)} if wrapper else {}
         further = [name for name in stored if re.fullmatch(table.further, name)] if any(map(_FURTHER.fullmatch, stored)) else []
-        self._unread = [f"{len(images)} tensors are of images, and not read: the model is its text part"] if images else []
+        self._further = ""
         if further:
-            self._unread.append(f"{len(further)} tensors, such as {further[0]}, predict further tokens, and are not read and not exported")
-        left_out = {*images, *further}
+            self._further = f"{len(further)} tensors, such as {further[0]}, predict further tokens, and are not read and not exported"
+        left_out = {*self._images, *further}
         stored = {name: one for name, one in stored.items() if name not in left_out}
         self._tensors = hf_files.as_read(stored)
         if others := [f"{name} is {one.dtype}" for name, one in self._tensors.items() if one.dtype not in _DTYPES]:
             raise ModelFilesError(f"{directory}: {others[0]} ({len(others)} such): not read; allowed: {', '.join(_DTYPES)}")
-        prefix = "" if any(table.inner(name).startswith(table.base_prefix) for name in self._tensors) else table.base_prefix
+        inner = {name: text_name(name) if wrapper else name for name in self._tensors}
+        prefix = "" if any(name.startswith(table.base_prefix) for name in inner.values()) else table.base_prefix
         self._stored: dict[str, str] = {}
         for name in self._tensors:
-            if (other := self._stored.setdefault(_canonical(table.inner(name), prefix), name)) != name:
+            if (other := self._stored.setdefault(_canonical(inner[name], prefix), name)) != name:
                 raise ModelFilesError(f"{directory}: {other} and {name} are two of one tensor; allowed: one of them")
-        self._files = {name: one.file for name, one in stored.items()}
+        self._files = {name: one.file for name, one in (stored | self._images).items()}
         self._handles: dict[Path, Any] = {}
+        self._cuts: dict[str, _Cut] = {}
+        if wrapper and any("{expert}" in name for rule in table.layer.values() for name in rule.hf_names):
+            self._cut_stacks(text_part(wrapper)["hidden_size"])
 
-    def notes(self, architecture: Architecture) -> list[str]:
+    def _wrapper_config(self) -> dict[str, Any]:
+        """The config of a model of images and text; empty for another one."""
+        file = self.directory / CONFIG_FILE
+        hf = read_json(file) if file.exists() else {}
+        return hf if wrapper_of(hf) is not None else {}
+
+    def _cut_stacks(self, width: int) -> None:
+        """Find the tensors of single experts in those of all experts of a layer: [experts, gate and up, width] and [experts, width, inner],
+        or their transposes."""
+        for name, stored in list(self._stored.items()):
+            block, _, kind = name.rpartition(".")
+            one = self._tensors[stored]
+            if kind not in ("gate_up_proj", "down_proj") or not block.endswith(".experts") or len(one.shape) != 3:
+                continue
+            experts, *shape = one.shape
+            transposed = shape[kind == "gate_up_proj"] != width
+            rows, columns = reversed(shape) if transposed else shape
+            parts = {"down_proj": slice(rows)}
+            if kind == "gate_up_proj":
+                parts = {"gate_proj": slice(rows // 2), "up_proj": slice(rows // 2, rows)}
+            for number, (part, own) in product(range(experts), parts.items()):
+                full = f"{block}.{number}.{part}.weight"
+                self._stored[full] = full
+                self._tensors[full] = replace(one, shape=(own.stop - (own.start or 0), columns))
+                self._cuts[full] = _Cut(stored, (number, slice(None), own) if transposed else (number, own), transposed)
+            del self._stored[name]
+
+    def as_stored(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """An export's tensors as these files, of a model of images and text, have them, and then those of images unchanged."""
+        missing, stacks = Counter(cut.stored for cut in self._cuts.values()), {}
+        for name, tensor in tensors:
+            if name not in self._cuts:
+                yield self._stored[name], tensor
+                continue
+            stored, index, transposed = self._cuts[name]
+            if stored not in stacks:
+                stacks[stored] = tensor.new_empty(self._tensors[stored].shape)
+            stacks[stored][index] = tensor.t() if transposed else tensor
+            missing[stored] -= 1
+            if not missing[stored]:
+                yield stored, stacks.pop(stored)
+        yield from ((name, self._read(name, None)) for name in self._images)
+
+    def notes(self, architecture: Architecture, *, is_scalar: bool = False) -> list[str]:
         """What a user should know about the files beyond the config."""
-        notes = self._unread
+        notes = [self._further] if self._further else []
+        if self._images:
+            what = "neither read nor exported" if is_scalar else "not trained, and unchanged in exports"
+            notes.insert(0, f"{len(self._images)} tensors are of images: {what}; the model here is the text part")
         if not architecture.tied_embeddings and architecture_from_hf(read_json(self.directory / CONFIG_FILE)).tied_embeddings:
             notes = [*notes, "the config ties the output layer to the embedding, the files have another one: kept apart, also in exports"]
         return [f"{self.directory}: {note}" for note in notes]
@@ -102,11 +164,15 @@ class HFWeights:
 
     def _read(self, stored: str, part: int | None) -> Tensor:
         """A tensor of a file unchanged, or its slice at `part` of the first dimension."""
-        path = self.directory / self._files[stored]
+        cut = self._cuts.get(stored)
+        path = self.directory / self._files[stored if cut is None else cut.stored]
         try:
             handle = self._handles[path] = self._handles.get(path) or safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ModelFilesError(f"{path}: cannot be read: {error}") from error
+        if cut is not None:
+            found = handle.get_slice(cut.stored)[cut.index]
+            return found.t() if cut.transposed else found
         return handle.get_tensor(stored) if part is None else handle.get_slice(stored)[part]
 
     def check_sizes(self, architecture: Architecture, hf: Mapping[str, Any]) -> None:
@@ -138,6 +204,9 @@ class HFWeights:
         if missing := [name for name in needed if name not in self._stored]:
             tied = "; if it is the embedding: tie_word_embeddings=true in the config" if missing == [*outputs] else ""
             raise ModelFilesError(f"{self.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing{tied}")
+        if coded := [name for name, one in self._images.items() if one.dtype not in _DTYPES and not is_scalar]:
+            dtype = self._images[coded[0]].dtype
+            raise ModelFilesError(f"{self.directory}: {coded[0]} is {dtype}: exports have weights that are not quantized")
         if not is_scalar and self.is_untied(architecture):
             raise ModelFilesError(f"{self.directory}: {outputs[0]} is not the embedding, to which the model's config ties it")
         head = read_head(self.directory) if is_scalar else None
@@ -178,7 +247,8 @@ def described(directory: Path) -> Architecture:
         return architecture_from_hf(hf, where=str(file))
     tensors, _ = stored_tensors(directory)
     text = text_part(hf)
-    layers = 1 + max((int(found[1]) for name in tensors if (found := _LAYER.search(name))), default=-1)
+    names = tensors if text is hf else [name for name in tensors if not is_of_images(name)]
+    layers = 1 + max((int(found[1]) for name in names if (found := _LAYER.search(name))), default=-1)
     for key in LAYERS:
         if type(text.get(key)) is int and text[key] > (layers or MOST_LAYERS):  # before anything is made for each of them
             raise ModelFilesError(f"{file}: {key}={text[key]}: the weight files beside it have {layers} layers")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,12 +13,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from aligner.errors import CheckpointError
-from aligner.hub.names import parse
 from aligner.models.checkpoint import manifest, safe_pickle
 from aligner.models.checkpoint import sums as checkpoint_sums
 from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
+from aligner.models.checkpoint.wrapper import same_weights
+from aligner.models.checkpoint.wrapper import weights_digest as weights_digest
 from aligner.models.config import HFArchitecture, LoraConfig, LoraTarget
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
@@ -179,7 +179,6 @@ def read(wanted: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 LORA = "lora"  # key of a marker
-_LOOKED_AT = 65536  # bytes at the beginning, the middle and the end of a file
 
 
 def whole_state(chunk: Chunk) -> dict[str, Any]:
@@ -212,24 +211,6 @@ def adapter_state(chunk: Chunk, adapters: Mapping[str, Adapter]) -> dict[str, Sh
             same = (0, 0 if dim >= 0 else rank, replica)
             found[name] = ShardedTensor.from_rank_offsets(global_name(chunk, name), parameter, *offsets, replica_id=same)
     return found
-
-
-def weights_digest(source: Path) -> str:
-    """A digest of the weights in a directory, independent of its path. It reads little, however large they are.
-
-    For a checkpoint, the digest of its marker, which covers every file; for Hugging Face files, of their sizes and of some places.
-    """
-    if (source / MARKER).exists():
-        return hashlib.sha256((source / MARKER).read_bytes()).hexdigest()
-    content = hashlib.sha256()
-    for path in sorted(source.glob("*.safetensors")):
-        size = path.stat().st_size
-        content.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for place in (0, size // 2, max(0, size - _LOOKED_AT)):
-                file.seek(place)
-                content.update(file.read(_LOOKED_AT))
-    return content.hexdigest()
 
 
 def to_marker(chunk: Chunk) -> dict[str, Any]:
@@ -266,18 +247,9 @@ def base_of(marker: Mapping[str, Any], directory: Path) -> Path:
 
     Raises CheckpointError if they are missing or have changed, and as `aligner.hub.download.fetch` does.
     """
-    base = marker["base"]
-    if not base:
+    if not (base := marker["base"]):
         raise CheckpointError(f"{directory}: its adapters belong to random weights that are in no file; start such runs from model.path")
-    if (name := parse(base)) is not None:
-        from aligner.hub.download import Wanted, fetch  # huggingface_hub, which other checkpoints do not need
-
-        base = str(fetch(Wanted(key=f"base of {directory}", name=name), print).directory)
-    if not Path(base).is_dir():
-        raise CheckpointError(f"{directory}: its adapters belong to the model in {base}, which is not there; a link to it there is enough")
-    if weights_digest(Path(base)) != marker["base_digest"]:
-        raise CheckpointError(f"{directory}: its adapters belong to the model that was in {base}; other weights are there now")
-    return Path(base)
+    return same_weights(base, marker["base_digest"], what=f"{directory}: its adapters belong")
 
 
 @torch.no_grad()

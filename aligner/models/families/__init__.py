@@ -12,13 +12,10 @@ from aligner.models.families import deepseek, dense, gpt, llama, qwen
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 from aligner.models.families.own_modules import OWN_NAMES
+from aligner.models.families.wrappers import text_part, wrapper_of
 
 _LINEAGES = (llama, qwen, dense, deepseek, gpt)
 FAMILIES: dict[Family, llama.HFFamily] = {family: found for lineage in _LINEAGES for family, found in lineage.FAMILIES.items()}
-
-
-# Models of images and text whose text part is of a family: its class, and the model_type of its text_config.
-_WITH_IMAGES = {"llama4": ("Llama4ForConditionalGeneration", Family.llama4_text.value)}
 
 
 def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> Architecture:
@@ -26,6 +23,7 @@ def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> A
 
     Raises ConfigError for a family that is not supported, and for a key whose value changes the numbers and is not computed here.
     """
+    wrapper = wrapper_of(hf)
     try:
         hf = text_part(hf)
         model_type = hf.get("model_type")
@@ -39,25 +37,14 @@ def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> A
         config.only({key: values for key, values in UNCHANGED.items() if key not in family.computed})
         return family.from_hf(config)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def text_part(hf: dict[str, Any]) -> dict[str, Any]:
-    """The config of the text part of a model of images and text, as it would be alone; any other unchanged."""
-    model_type, text = hf.get("model_type"), hf.get("text_config")
-    if not isinstance(model_type, str) or model_type not in _WITH_IMAGES or not isinstance(text, dict):
-        return hf
-    whole, part = _WITH_IMAGES[model_type]
-    HFConfig(hf).only({"architectures": (None, [whole])})
-    if (found := text.get("model_type", part)) != part:
-        raise HFConfig(hf).refusal("text_config.model_type", found, f'"{part}"')
-    return text | {"model_type": part, "architectures": None, "quantization_config": hf.get("quantization_config")}
+        other = "" if wrapper is None else "; or model.implementation=transformers"
+        raise ConfigError(f"{where}: {error}{other}") from error
 
 
 def has_layers(hf: dict[str, Any]) -> bool:
     """Whether the model of a `config.json`, or its text part, is of a family with layers here."""
     model_type = hf.get("model_type")
-    return isinstance(model_type, str) and (model_type in Family.__members__ or model_type in _WITH_IMAGES)
+    return isinstance(model_type, str) and (model_type in Family.__members__ or wrapper_of(hf) is not None)
 
 
 def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:

@@ -213,8 +213,7 @@ _LLAMA4_FIXED = {"num_experts_per_tok": (1,)}
 
 def _llama4_names(architecture: Architecture) -> NameTable:
     biases, out = (QKV_BIAS, ATTENTION_OUT_BIAS) if architecture.qkv_bias else ({}, {})
-    table = llama_like(attention=biases, out=out, mlp=_LLAMA4_MIXTURE, dense=_LLAMA4_DENSE)
-    return replace(table, outer_prefix="language_model.", images=r"(?:vision_model|multi_modal_projector)\..*")
+    return llama_like(attention=biases, out=out, mlp=_LLAMA4_MIXTURE, dense=_LLAMA4_DENSE)
 
 
 def _llama4_from_hf(hf: HFConfig) -> Architecture:

@@ -93,13 +93,7 @@ class NameTable:
     layer_prefix: str = "model.layers.{layer}."
     base_prefix: str = "model."  # what a file of the headless model leaves out of the names
     ignored: str = r".*rotary_emb\.inv_freq"
-    outer_prefix: str = ""  # what a file of a model of images and text puts before the names of its text part
-    images: str = r"(?!)"  # matches the other tensors of such a file, which are not read
     further: str = r"(?!)"  # matches those of layers that predict further tokens, which are not read
-
-    def inner(self, name: str) -> str:
-        """A tensor's name in a file of the text part alone."""
-        return name.removeprefix(self.outer_prefix)
 
     def find(self, name: str) -> Rule:
         """The rule of a parameter with a global Megatron name. Raises ConfigError where the family's models have no such parameter."""

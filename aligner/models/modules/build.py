@@ -149,6 +149,7 @@ class Transformer(mcore.GPTModel):
         self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
         self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
         self.base_digest = ""  # distinguishes these weights from others
+        self.wrapper: dict[str, str] = {}
         # Recomputed layers give no gradient if their input requires none, as the output of a frozen embedding.
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings

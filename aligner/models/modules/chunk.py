@@ -33,6 +33,7 @@ class Chunk(Protocol):
     head: ScalarHead | None  # of a value or reward model; None for a language model
     base: str  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
     base_digest: str  # distinguishes these weights from others
+    wrapper: Mapping[str, str]  # of a text part: what a marker says of the model around it, which exports restore; empty: there is none
     gather: WeightGather | None  # of updated weights between replicas; None if updates wait for it
     pre_process: bool  # holds the embedding
     post_process: bool  # holds the final norm and the head

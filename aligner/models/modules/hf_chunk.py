@@ -64,6 +64,7 @@ class HFChunk(MegatronModule):
         self.batch_invariant, self.share_embeddings_and_output_weights = False, False
         self.gather: WeightGather | None = None
         self.base = self.base_digest = ""
+        self.wrapper: dict[str, str] = {}
         self.max_sequence_length = model.seq_length or architecture.max_position_embeddings
         self.pre_process = self.post_process = True
         self.vp_stage, self.model_type = None, ModelType.encoder_or_decoder

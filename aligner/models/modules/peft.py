@@ -21,6 +21,7 @@ from aligner.hub.names import parse
 from aligner.models.config import Architecture, Family, LoraConfig
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER
+from aligner.models.families.wrappers import module_name
 from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.lora import Adapter, named_adapters, pairs_of
 from aligner.models.modules.scalar_head import HEAD, ScalarHead
@@ -87,8 +88,9 @@ def export_adapters(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
             if place.name.startswith(HEAD):
                 yield _head_name(chunk, place.name), shard_anywhere(chunk, place, heads.get(place.name))
     for one in projections(chunk.architecture, chunk.lora):
-        yield f"{_PREFIX}{one.name}.lora_A.weight", whole(one.a).split(chunk.lora.rank)[one.block]
-        yield f"{_PREFIX}{one.name}.lora_B.weight", torch.cat([whole(name) for name in one.b])
+        name = _module(chunk, one.name)
+        yield f"{_PREFIX}{name}.lora_A.weight", whole(one.a).split(chunk.lora.rank)[one.block]
+        yield f"{_PREFIX}{name}.lora_B.weight", torch.cat([whole(name) for name in one.b])
 
 
 def save_peft(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
@@ -99,6 +101,7 @@ def save_peft(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None
     directory.mkdir(parents=True, exist_ok=True)
     with_umask_mode(directory / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     config = peft_config(chunks[0].architecture, chunks[0].lora, base=chunks[0].base, head=chunks[0].head)
+    config |= targets_in_wrapper(chunks[0])
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -148,6 +151,26 @@ def _targets(architecture: Architecture, lora: LoraConfig) -> dict[str, Any]:
     }
 
 
+def targets_in_wrapper(chunk: Chunk) -> dict[str, Any]:
+    """What selects the layers of a text part in the model of images and text around it, which has others of the same names; empty for other
+    models.
+
+    Raises ConfigError for layers that PEFT cannot select so: of mixtures it takes such ones for experts.
+    """
+    if not chunk.wrapper:
+        return {}
+    if "target_parameters" in _targets(chunk.architecture, chunk.lora):
+        kind = chunk.wrapper["model_type"]
+        raise ConfigError(f"model.lora.targets: of a {kind} model only adapters of attention have a form in PEFT; allowed: q, k, v, proj")
+    names = {_module(chunk, one.name) for one in projections(chunk.architecture, chunk.lora)}
+    return {"target_modules": "|".join(sorted({re.sub(r"\\\.\d+\\\.", lambda _: r"\.\d+\.", re.escape(name)) for name in names}))}
+
+
+def _module(chunk: Chunk, name: str) -> str:
+    """transformers' name of a layer in the model that PEFT loads."""
+    return module_name(chunk.wrapper["model_type"], name) if chunk.wrapper else name
+
+
 def _ending(name: str, parts: int) -> str:
     return ".".join(name.split(".")[-parts:])
 
@@ -169,13 +192,14 @@ def load_peft(chunks: Sequence[Chunk], directory: Path) -> None:
     wanted: dict[str, list[Projection]] = {}
     for one in projections(chunk.architecture, chunk.lora):
         wanted.setdefault(one.a, []).append(one)
-    names = {f"{_PREFIX}{one.name}.lora_{kind}.weight" for group in wanted.values() for one in group for kind in "AB"} | heads.keys()
+    named = [f"{_PREFIX}{_module(chunk, one.name)}" for group in wanted.values() for one in group]
+    names = {f"{name}.lora_{kind}.weight" for name in named for kind in "AB"} | heads.keys()
     if difference := sorted(stored.keys() ^ names):
         where = "there and in no adapter of the model" if difference[0] in stored else "missing there"
         raise CheckpointError(f"model.lora.path={directory}: {difference[0]} is {where} (model.lora.targets); {len(difference)} differ")
     for chunk in chunks:
         for name, adapter in named_adapters(chunk):
-            _fill(adapter, wanted[f"{global_name(chunk, name)}{ADAPTER}a"], stored, directory)
+            _fill(chunk, adapter, wanted[f"{global_name(chunk, name)}{ADAPTER}a"], stored, directory)
         with torch.no_grad():
             for theirs, ours in heads.items() if chunk.post_process else ():
                 _copy(chunk.get_parameter(ours), stored[theirs], directory, theirs)
@@ -235,13 +259,13 @@ def check_peft_config(config: Mapping[str, Any], architecture: Architecture, lor
 
 
 @torch.no_grad()
-def _fill(adapter: Adapter, found: Sequence[Projection], stored: dict[str, Tensor], directory: Path) -> None:
+def _fill(chunk: Chunk, adapter: Adapter, found: Sequence[Projection], stored: dict[str, Tensor], directory: Path) -> None:
     ranks, index = adapter.group.size(), adapter.group.rank()
     splits_output = adapter.pairs.splits_output
-    whole_a = torch.cat([stored[f"{_PREFIX}{one.name}.lora_A.weight"] for one in found])
+    whole_a = torch.cat([stored[f"{_PREFIX}{_module(chunk, one.name)}.lora_A.weight"] for one in found])
     _copy(adapter.a, whole_a if splits_output else whole_a.chunk(ranks, dim=1)[index], directory, found[0].name)
     for one in found:
-        whole_b = stored[f"{_PREFIX}{one.name}.lora_B.weight"]
+        whole_b = stored[f"{_PREFIX}{_module(chunk, one.name)}.lora_B.weight"]
         parts = [name.rsplit(".", 1)[1] for name in one.b]
         sizes = [adapter.b[part].shape[0] * (ranks if splits_output else 1) for part in parts]
         if whole_b.shape[0] != sum(sizes):

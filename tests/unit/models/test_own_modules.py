@@ -228,7 +228,8 @@ def test_a_family_with_layers_can_be_trained_with_its_own_modules(hf_directory, 
 def test_the_text_part_of_a_model_that_sees_is_trained_alone(name: str, load_policy, tmp_path: Path) -> None:
     """Its tower and projector come back bit for bit, in the files' own names."""
     write_vision(name, tmp_path)
-    policy = load_policy(tmp_path, optimizer=adam(clip_grad=0.0, weight_decay=0.1), training={"total_steps": 10})
+    asked = {"implementation": Implementation.transformers}
+    policy = load_policy(tmp_path, config=asked, optimizer=adam(clip_grad=0.0, weight_decay=0.1), training={"total_steps": 10})
     logprobs, gradients = plain(transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval())
     assert torch.allclose(policy.logprobs(batch()), logprobs, atol=1e-5)
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()

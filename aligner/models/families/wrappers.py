@@ -1,0 +1,136 @@
+"""Models of images and text whose text part is of a family with layers here: what their config.json says of that part, and what their files
+and modules call it.
+
+For text alone the positions of all axes of a multimodal rotary embedding (Qwen's) are equal, so that it is a plain one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from aligner.models.config import Architecture, Family
+from aligner.models.families.hf_config import HFConfig
+
+
+class Wrapper(NamedTuple):
+    """One kind of them."""
+
+    hf_class: str
+    texts: Mapping[str, Family]  # by the model_type in `text_config`; the first is that of files without it
+    ties: bool | None = False  # the output layer to the embedding, where its config leaves that open; None: as its text part's has it
+    heeds_text: bool = False  # ties them also if its text part's config does so
+    module: str = "model.language_model."  # of the text part, in transformers' model
+
+
+_LLAMA, _MISTRAL = {"llama": Family.llama}, {"mistral": Family.mistral}
+_LLAVA = _LLAMA | _MISTRAL | {"qwen2": Family.qwen2}
+WRAPPERS = {
+    "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", {"qwen2_vl_text": Family.qwen2}, heeds_text=True),
+    "qwen2_5_vl": Wrapper("Qwen2_5_VLForConditionalGeneration", {"qwen2_5_vl_text": Family.qwen2}, heeds_text=True),
+    "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", {"qwen3_vl_text": Family.qwen3}),
+    "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", {"qwen3_vl_moe_text": Family.qwen3_moe}),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", {"qwen3_5_text": Family.qwen3_5_text}),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", {"qwen3_5_moe_text": Family.qwen3_5_moe_text}),
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", {"gemma3_text": Family.gemma3_text}, ties=True),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", _MISTRAL, ties=True),
+    "llama4": Wrapper("Llama4ForConditionalGeneration", {"llama4_text": Family.llama4_text}, ties=None, module="language_model.model."),
+    "llava": Wrapper("LlavaForConditionalGeneration", _LLAVA, heeds_text=True),
+    "idefics3": Wrapper("Idefics3ForConditionalGeneration", _LLAMA, module="model.text_model."),
+    "smolvlm": Wrapper("SmolVLMForConditionalGeneration", _LLAMA, module="model.text_model."),
+}
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_QWEN2_VL = {"num_key_value_heads": 8, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+# Values of keys that a `text_config` leaves out, where a file of the family alone would have them, or others are the family's.
+_ABSENT: dict[str, dict[str, Any]] = {
+    "llama": dict(zip(_SIZES, (32000, 4096, 11008, 32, 32, 2048), strict=True)),
+    "mistral": dict(zip(_SIZES, (32000, 4096, 14336, 32, 32, 131072), strict=True)),
+    "qwen2": dict(zip(_SIZES, (151936, 4096, 22016, 32, 32, 32768), strict=True)),
+    "gemma3_text": dict(zip(_SIZES, (262208, 2304, 9216, 26, 8, 131072), strict=True)),
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": {"rope_theta": 5e5},
+    "qwen3_vl_moe_text": {"rope_theta": 5e5, "num_key_value_heads": 16},
+}
+_IMAGES = re.compile(r"(?:model\.)?(?:visual|vision_tower|vision_model|multi_modal_projector|connector)\..+")
+_TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.+)")
+
+
+def wrapper_of(hf: Mapping[str, Any]) -> Wrapper | None:
+    """The kind of wrapper that a `config.json` is of, where its text part has layers here; None for any other model."""
+    found = WRAPPERS.get(str(hf.get("model_type")))
+    if found is None or hf.get("architectures") not in (None, [found.hf_class]):
+        return None
+    text = _text_config(hf, found)
+    return None if text is None or text["model_type"] not in found.texts else found
+
+
+def has_images(hf: Mapping[str, Any]) -> bool:
+    """Whether the model of a `config.json` reads images beside text."""
+    return hf.get("model_type") in WRAPPERS or isinstance(hf.get("vision_config"), Mapping)
+
+
+def text_part(hf: dict[str, Any]) -> dict[str, Any]:
+    """The config of the text part of a model of images and text, as it would be alone; any other unchanged.
+
+    Raises ConfigError for a wrapper of another class, or around a text part of another kind.
+    """
+    wrapper = WRAPPERS.get(str(hf.get("model_type")))
+    text = None if wrapper is None else _text_config(hf, wrapper)
+    if wrapper is None or text is None:
+        return hf
+    HFConfig(hf).only({"architectures": (None, [wrapper.hf_class])})
+    if (kind := text["model_type"]) not in wrapper.texts:
+        raise HFConfig(hf).refusal("text_config.model_type", kind, " or ".join(f'"{one}"' for one in wrapper.texts))
+    own: dict[str, Any] = {"model_type": wrapper.texts[kind].value, "architectures": None}
+    if wrapper.ties is not None:
+        tied = hf.get("tie_word_embeddings", wrapper.ties)
+        own["tie_word_embeddings"] = tied or text.get("tie_word_embeddings", False) if wrapper.heeds_text else tied
+    if kind == "qwen3_vl_moe_text":
+        own["norm_topk_prob"] = True  # whatever the file has
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = text.get(key)
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "mrope":
+            own[key] = rope | {"rope_type": "default"}
+    return _ABSENT.get(kind, {}) | text | own | {"quantization_config": hf.get("quantization_config")}
+
+
+def _text_config(hf: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any] | None:
+    """`text_config` with its model_type, which old files may leave out; of Qwen2-VL's and 2.5-VL's the whole file may be it."""
+    text, usual = hf.get("text_config"), next(iter(wrapper.texts))
+    if text is None and wrapper.texts.get(usual) is Family.qwen2:
+        return {key: value for key, value in hf.items() if key != "vision_config"} | {"model_type": usual}
+    return {"model_type": usual} | text if isinstance(text, dict) else None
+
+
+def wrapped_config(hf: Mapping[str, Any], architecture: Architecture, dtype: str) -> dict[str, Any]:
+    """The `config.json` of a wrapper around a text part that has been trained."""
+    wrapper = WRAPPERS[hf["model_type"]]
+    left_out = ("quantization_config", "torch_dtype")
+    own = {key: value for key, value in hf.items() if key not in left_out} | {"architectures": [wrapper.hf_class], "dtype": dtype}
+    untied = {} if text_part(dict(hf)).get("tie_word_embeddings") is not True or architecture.tied_embeddings else _UNTIED
+    if isinstance(text := hf.get("text_config"), dict):
+        own["text_config"] = text | {key: dtype for key in ("dtype", "torch_dtype") if key in text} | untied
+    return own | untied
+
+
+_UNTIED = {"tie_word_embeddings": False}
+
+
+def is_of_images(name: str) -> bool:
+    """Whether a tensor in a wrapper's files is not its text part's."""
+    return bool(_IMAGES.fullmatch(name))
+
+
+def text_name(name: str) -> str:
+    """The name that a tensor in a wrapper's files has in those of its text part alone."""
+    found = _TEXT.fullmatch(name)
+    if found is None:
+        return name
+    return found[1] if found[1].startswith("lm_head.") else f"model.{found[1]}"
+
+
+def module_name(model_type: str, name: str) -> str:
+    """The name in transformers' model of a wrapper that a layer has in its text part alone."""
+    return WRAPPERS[model_type].module + name.removeprefix("model.")
