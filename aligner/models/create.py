@@ -18,9 +18,10 @@ from aligner.models.checkpoint import checkpoint, wrapper
 from aligner.models.checkpoint.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_json
 from aligner.models.checkpoint.hf_weights import HFWeights, described
-from aligner.models.config import Architecture, HFArchitecture, Implementation, ModelConfig, PositionEmbedding
+from aligner.models.config import Architecture, HFArchitecture, Implementation, ModelConfig, PositionEmbedding, SeeingArchitecture
 from aligner.models.families import architecture_from_hf, architecture_to_hf, has_layers, weight_names
 from aligner.models.families.own_modules import hf_architecture
+from aligner.models.families.wrappers import can_see, seeing
 from aligner.models.modules.build import build_language_model, build_scalar_model
 from aligner.models.modules.chunk import Chunk, LanguageChunk, WholeChunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
@@ -87,7 +88,11 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
     elif source is not None and is_foreign(source):
         architecture = describe(source).architecture
     elif source is not None:
-        architecture = described(source)
+        architecture, hf = described(source), read_json(source / CONFIG_FILE)
+        if config.images:
+            architecture = seeing(architecture, hf, where=str(source / CONFIG_FILE))
+        elif can_see(hf) and (source / checkpoint.MARKER).exists():
+            raise ConfigError(f"model.images=false: the checkpoint in {source} is of a model that reads images; allowed: true")
     elif config.implementation is Implementation.transformers:
         raise ConfigError("model.implementation=transformers: needs model.path, whose config.json describes the model")
     else:
@@ -116,7 +121,10 @@ def _has_own_modules(config: ModelConfig, source: Path) -> bool:
         if asked not in (Implementation.auto, saved):
             raise ConfigError(f"{key}: the checkpoint in {source} is of the other one; allowed: auto, {saved.value}, or `aligner convert`")
         return saved is Implementation.transformers
-    return asked is Implementation.transformers or asked is Implementation.auto and not has_layers(read_json(source / CONFIG_FILE))
+    if asked is not Implementation.auto:
+        return asked is Implementation.transformers
+    hf = read_json(source / CONFIG_FILE)
+    return not has_layers(hf) or config.images and not can_see(hf)
 
 
 def context_length(config: ModelConfig, architecture: Architecture) -> int:
@@ -285,7 +293,9 @@ def _ready(chunks: Sequence[Chunk], config: ModelConfig, topology: Topology, tra
 
 
 def _trainable(chunks: Sequence[Chunk], topology: Topology, training: Training) -> TrainableModel:
-    if any(isinstance(chunk, HFChunk) and chunk.trains_vision for chunk in chunks):
+    for chunk in chunks:
+        chunk.vision = training.vision
+    if any(chunk.trains_vision for chunk in chunks):
         training = replace(training, overlap=False)  # the others would wait for the gradient of a replica whose rows have no image
     return TrainableModel(chunks, topology, training)
 
@@ -296,6 +306,8 @@ def remember_wrapper(chunks: Sequence[Chunk], source: Path | None, *, is_trained
     Raises CheckpointError if a model that is trained, and so exported, has lost the other part.
     """
     if source is None or is_foreign(source) or chunks[0].head is not None or isinstance(chunks[0], WholeChunk):
+        return
+    if isinstance(chunks[0].architecture, SeeingArchitecture):  # nothing of it is elsewhere
         return
     found = from_rank_0(lambda: wrapper.find(source))
     for chunk in chunks:

@@ -324,6 +324,16 @@ class HFArchitecture(Architecture):
         return {key: value for key, value in self.hf.items() if key not in _NOT_ARITHMETIC and value is not None}
 
 
+@dataclass(kw_only=True, slots=True)
+class SeeingArchitecture(Architecture):
+    """The text part of a model of images and text, of which Megatron-Core's layers are made, and the rest of the model in front of it."""
+
+    hf: dict[str, Any] = field(default_factory=dict)  # config.json of the whole model
+    rope_sections: list[int] = field(default_factory=list)  # rotary frequencies of each axis of positions: time, height, width
+    rope_mixed: bool = False  # the axes take turns among the frequencies; false: one axis follows the other
+    deep_layers: int = 0  # first layers behind which the tower adds further features to the slots of images
+
+
 _LAYER_LISTS = ("full_attention_layers", "dense_layers", "no_rope_layers", "linear_attention_layers")
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "max_position_embeddings")
 _NUMBERS = ("norm_eps", "initializer_range", "attention_softcap", "attention_scale", "logits_softcap", "rope_local_theta")

@@ -11,17 +11,20 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.data.vision import Vision
+from aligner.errors import ConfigError
 from aligner.models.architecture import rope
 from aligner.models.architecture.divisible import fp8_token_multiple
-from aligner.models.config import Architecture, ModelConfig, Normalization, PositionEmbedding, Recompute
+from aligner.models.config import Architecture, ModelConfig, Normalization, Part, PositionEmbedding, Recompute, SeeingArchitecture
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout, shard
+from aligner.models.families.wrappers import TOWER
 from aligner.models.modules.attention import split_for_checkpoint
 from aligner.models.modules.batch_invariant import INVARIANT
 from aligner.models.modules.chunk import WeightGather, global_name
@@ -33,11 +36,13 @@ from aligner.models.modules.lora import attach
 from aligner.models.modules.megatron_config import transformer_config
 from aligner.models.modules.scalar_head import HEAD, VALUES, ScalarHead
 from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
+from aligner.models.modules.vision import Sight, features, freeze, in_slots, look, make_tower, sees_frozen
 from aligner.models.training.placement import Splits, input_shape
-from aligner.parallel import mcore
+from aligner.parallel import mcore, platform
 from aligner.parallel.exact import EXACT
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
 from aligner.parallel.topology import ParallelConfig
+from aligner.types import Batch
 
 
 def padded_vocab_size(vocab_size: int, *, divisor: int, tp: int) -> int:
@@ -150,8 +155,12 @@ class Transformer(mcore.GPTModel):
         self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
         self.base_digest = ""  # distinguishes these weights from others
         self.wrapper: dict[str, str] = {}
+        self.vision: Vision | None = None  # reads the images of rows
+        self.trains_vision = not sees_frozen(architecture, model)
+        self._sight: tuple[Sight, Tensor | None] | None = None  # of the pass, with the tower's features on the first stage
         # Recomputed layers give no gradient if their input requires none, as the output of a frozen embedding.
-        self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
+        is_frozen = model.lora.is_on or isinstance(architecture, SeeingArchitecture) and Part.text in model.freeze
+        self._embedding_needs_gradient = is_frozen and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
         learned = architecture.position_embedding == PositionEmbedding.learned
         with _naming_norms(config, architecture):
@@ -189,8 +198,40 @@ class Transformer(mcore.GPTModel):
         if learned and stage.pre_process:
             positions = self.embedding.position_embeddings.weight  # Megatron-Core makes it in torch's default precision
             positions.data = positions.data.to(config.params_dtype)  # not Module.to: the planner's fake tensors cannot be swapped
+        if isinstance(architecture, SeeingArchitecture):
+            if stage.pre_process:
+                self.visual = make_tower(architecture, model, config.params_dtype)
+                if len(self.decoder.layers) < architecture.deep_layers:
+                    wanted = f"its first {architecture.deep_layers} layers add features of images, and must be on the first one"
+                    raise ConfigError(f"parallel.pp={parallel.pp}: {len(self.decoder.layers)} layers on the first stage: {wanted}")
+            freeze(self, architecture, model.freeze)
         if model.lora.is_on:
             attach(self, model.lora)
+
+    def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Sight | None:
+        """What `forward` takes as `images`: those of the rows of a micro-batch on the host, for this rank's slots; None if none has any."""
+        if not isinstance(self.architecture, SeeingArchitecture):
+            kind = self.architecture.family.value
+            raise ConfigError(f"model.images=false: a {kind} model reads no images; allowed: true, or model.implementation=transformers")
+        sight = look(self.architecture, self.vision, batch.tokens, batch.lengths, images)
+        return None if sight is None else sight.at(token_of).to(platform.device())
+
+    def forward(self, *args: Any, images: Sight | None = None, **options: Any) -> Tensor:
+        """See `chunk.Chunk`; `images` are those of the slots."""
+        if images is None:
+            return super().forward(*args, **options)
+        found = features(self.visual, images) if self.pre_process else None
+        feature_of, splits = images.feature_of, self.config.sequence_parallel
+        if found is not None and splits:  # each rank embeds its part of the slots: the tower's gradient is the sum over the ranks
+            found, tp = mcore.copy_to_tensor_model_parallel_region(found), self.pg_collection.tp
+            feature_of = feature_of.chunk(tp.size(), dim=1)[tp.rank()]
+        if found is not None and len(found) > 1:
+            options["extra_block_kwargs"] = {"context": found[1:], "context_mask": feature_of.t()}
+        self._sight = replace(images, feature_of=feature_of), found
+        try:
+            return super().forward(*args, **options)
+        finally:
+            self._sight = None
 
     def _preprocess(
         self, *args: Any, position_ids: Tensor | None = None, packed_seq_params: mcore.PackedSeqParams | None = None, **options: Any
@@ -202,11 +243,19 @@ class Transformer(mcore.GPTModel):
             embedded = embedded * rounded_scale(self.architecture.embedding_scale, embedded.dtype)
         if self.architecture.rope_local_theta:
             rotary = self.with_local_angles(rotary, packed=packed_seq_params is not None)
-        if rotary is not None and isinstance(packed_seq_params, SegmentedPackedSeqParams):
+        is_segmented = isinstance(packed_seq_params, SegmentedPackedSeqParams)
+        if self._sight is not None:
+            sight, found = self._sight
+            angles = rope.angles_of_axes(sight.positions, self.rotary_pos_emb.inv_freq, self.architecture)
+            rotary = angles.transpose(0, 1)[:, :, None].contiguous()  # [L, rows, 1, D]
+            if found is not None:
+                embedded = in_slots(found[0], sight.feature_of.t(), embedded)
+        elif rotary is not None and is_segmented:
             rotary = rotary[packed_seq_params.positions]  # slot by slot: a row continues behind its prompt, not at 0
+        if rotary is not None and is_segmented:
             if packed_seq_params.cu_seqlens_q is None:  # [T, 1, D] for [T, heads, D]: Megatron-Core then looks for no sequences
                 rotary = rotary.squeeze(1)
-        if self._embedding_needs_gradient and self.pre_process and torch.is_grad_enabled():
+        if self._embedding_needs_gradient and self.pre_process and torch.is_grad_enabled() and not embedded.requires_grad:
             embedded = embedded.detach().requires_grad_()
         return (embedded, rotary, *rest)
 
@@ -296,7 +345,7 @@ def initialise(chunks: list[Any], seed: int) -> None:
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if name.startswith(HEAD) or ADAPTER in name or parameter.device.type == "meta":
+            if name.startswith((HEAD, TOWER)) or ADAPTER in name or parameter.device.type == "meta":
                 continue
             with torch.no_grad():
                 _fill(chunk, name, parameter, seed)

@@ -2,122 +2,29 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from model_steps import adam
 from own_models import VISION
-from torch import Tensor
-from vision_models import picture, write_seeing
+from vision_rows import Rows, greedy_tokens, plain, reference, seeing_directory
 
-from aligner.data.vision import ImageStore, Vision
 from aligner.losses.sft import sft_loss
+from aligner.models.config import Implementation
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.create import create_engine
-from aligner.types import Images, LabeledBatch, Prompt, SamplingConfig
+from aligner.types import Images, Prompt, SamplingConfig
 
-PICTURES = {"a": (20, 12), "b": (40, 32), "c": (16, 16)}
-ROWS = ("see a here", "none at all", "ab two b and a then", "c")  # a word of one letter in `PICTURES` is a picture
-
-
-class PixtralsTokens:
-    """What `PixtralProcessor` makes of an image of 16 x 16 pixels; it cannot be imported without torchvision."""
-
-    image_token, slot_ids = "[IMG]", (3,)
-
-    def __init__(self, store: ImageStore) -> None:
-        self.store = store
-
-    def expansion(self, digest: str) -> str:
-        return "[IMG][IMG][IMG_BREAK][IMG][IMG][IMG_END]"
-
-    def inputs(self, digests: list[str]) -> dict[str, Tensor]:
-        if not digests:
-            return {}
-        pixels = [torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(int(digest[:8], 16))) for digest in digests]
-        return {"pixel_values": torch.cat(pixels), "image_sizes": torch.tensor([[16, 16]] * len(digests))}
-
-    def types(self, tokens: Tensor) -> Tensor:
-        return (tokens == 3).long()
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            write_seeing(name, made[name])
-        return made[name]
-
-    return make
-
-
-class Rows:
-    """`ROWS` as a model's tokens, with their images."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        store = ImageStore(directory / "images")
-        self.vision: Any = PixtralsTokens(store) if name == "mistral3" else Vision.of([directory], store.directory)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-        self.end = tokenizer.eos_token_id
-        digests = {word: self._put(store, word) for word in PICTURES}
-        self.images = [[digests[word] for word in row.split() if word in PICTURES] for row in ROWS]
-        texts = [" ".join(self.vision.expansion(digests[word]) if word in PICTURES else word for word in row.split()) for row in ROWS]
-        self.tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-    @staticmethod
-    def _put(store: ImageStore, word: str) -> str:
-        file = io.BytesIO()
-        picture(*PICTURES[word], seed=ord(word)).save(file, "PNG")
-        return store.put(file.getvalue())
-
-    def batch(self) -> LabeledBatch:
-        lengths = torch.tensor([len(row) for row in self.tokens])
-        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in self.tokens], batch_first=True)
-        inside = torch.arange(tokens.shape[1]) < lengths[:, None]
-        mask = inside & (torch.arange(tokens.shape[1]) > 0) & ~self.vision.types(tokens).bool()
-        images = Images.padded([Images.of(row) if row else None for row in self.images], tokens.shape[1])
-        return LabeledBatch(tokens=tokens, lengths=lengths, loss_mask=mask, extras={"images": images})
-
-    def given(self, row: int, model: Any) -> dict[str, Tensor]:
-        """A row as its processor gives it to `transformers`."""
-        ids = torch.tensor([self.tokens[row]])
-        types = self.vision.types(ids)
-        named = {"gemma3": {"token_type_ids": types}, "qwen": {"mm_token_type_ids": types}}
-        more = next((one for kind, one in named.items() if model.config.model_type.startswith(kind)), {})
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more, **self.vision.inputs(self.images[row])}
-
-
-def plain(model: Any, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs of `transformers`, one row at a time, and the gradients of their mean."""
-    batch = rows.batch()
-    found, total = torch.zeros(batch.tokens.shape), 0.0
-    for row, length in enumerate(batch.lengths.tolist()):
-        logits = model(**rows.given(row, model), use_cache=False).logits[0].float()
-        logprobs = logits.log_softmax(-1)[:-1].gather(1, batch.tokens[row, 1:length, None])[:, 0] * batch.loss_mask[row, 1:length]
-        found[row, 1:length] = logprobs.detach()
-        total = total - logprobs.sum()
-    (total / batch.loss_mask.sum()).backward()
-    return found, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def reference(directory: Path) -> Any:
-    return transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+directory = pytest.fixture(scope="module")(seeing_directory)
+OWN = {"implementation": Implementation.transformers}
 
 
 @pytest.mark.parametrize("name", VISION)
 def test_log_probs_and_gradients_of_every_part_are_those_of_transformers(name: str, directory, load_policy) -> None:
     rows = Rows(name, directory(name))
     training = {"micro_batch_size": 2, "total_steps": 10, "vision": rows.vision}
-    policy = load_policy(directory(name), config={"freeze": []}, training=training, optimizer=adam(clip_grad=0.0))
+    policy = load_policy(directory(name), config=OWN | {"freeze": []}, training=training, optimizer=adam(clip_grad=0.0))
     logprobs, gradients = plain(reference(directory(name)), rows)
     assert torch.allclose(policy.logprobs(rows.batch()), logprobs, atol=2e-5)
     blind = policy.logprobs(replace(rows.batch(), extras={}))
@@ -135,7 +42,7 @@ def test_log_probs_and_gradients_of_every_part_are_those_of_transformers(name: s
 @pytest.mark.parametrize("name", VISION)
 def test_greedy_tokens_are_those_of_generate(name: str, directory, load_policy) -> None:
     rows = Rows(name, directory(name))
-    policy = load_policy(directory(name), training={"vision": rows.vision})
+    policy = load_policy(directory(name), config=OWN, training={"vision": rows.vision})
     prompts = [
         Prompt(tokens=tuple(tokens), id=number, source="test", extras={"images": Images.of(images)} if images else {})
         for number, (tokens, images) in enumerate(zip(rows.tokens, rows.images, strict=True))
@@ -148,14 +55,3 @@ def test_greedy_tokens_are_those_of_generate(name: str, directory, load_policy) 
     assert len(rollouts) == len(prompts)
     for rollout in rollouts:
         assert list(rollout.response) == greedy_tokens(rows, rollout.prompt.id, model, greedy.max_response_length)
-
-
-def greedy_tokens(rows: Rows, row: int, model: Any, number: int) -> list[int]:
-    """By a whole pass for each. With its cache and a row of slots alone, `generate` of Qwen's models leaves the greedy path."""
-    before, found = rows.tokens[row], []
-    while len(found) < number and found[-1:] != [rows.end]:
-        rows.tokens[row] = before + found
-        with torch.no_grad():
-            found.append(int(model(**rows.given(row, model), use_cache=False).logits[0, -1].argmax()))
-    rows.tokens[row] = before
-    return found
