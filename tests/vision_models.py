@@ -62,8 +62,9 @@ _TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endif %}"""
 
 
-def write_seeing(name: str, directory: Path) -> None:
-    """A random model of `own_models.VISION` with everything that it reads images and texts with. A token is a character."""
+def write_seeing(name: str, directory: Path, **changes: Any) -> None:
+    """A random model of `own_models.VISION` with everything that it reads images and texts with. A token is a character. `changes`: of the
+    text part's sizes."""
     processor, special, pixels, settings, written = PROCESSORS["qwen2_5_vl" if name in _AS_QWEN else name]
     frames = ["<unk>", "<|im_start|>", "<|im_end|>", *special]
     vocabulary = {token: number for number, token in enumerate([*frames, *string.printable])}
@@ -84,15 +85,16 @@ def write_seeing(name: str, directory: Path) -> None:
     (directory / "preprocessor_config.json").write_text(json.dumps(pixels | kind))
     if settings:
         (directory / "processor_config.json").write_text(json.dumps(settings | kind))
-    _write_model(name, directory, [vocabulary[token] for token in special], len(vocabulary), vocabulary["<|im_end|>"])
+    sizes = {"vocab_size": len(vocabulary)} | changes
+    _write_model(name, directory, [vocabulary[token] for token in special], sizes, vocabulary["<|im_end|>"])
 
 
-def _write_model(name: str, directory: Path, ids: list[int], vocab_size: int, end: int) -> None:
+def _write_model(name: str, directory: Path, ids: list[int], sizes: dict[str, Any], end: int) -> None:
     kind, text, tower, more = VISION[name]
     fields = [field for field in more if field.endswith(("_token_id", "_token_index"))]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        text_config=SIZES | {"vocab_size": vocab_size, "max_position_embeddings": 512, "eos_token_id": end, "pad_token_id": end} | text,
+        text_config=SIZES | {"max_position_embeddings": 512, "eos_token_id": end, "pad_token_id": end} | text | sizes,
         vision_config=tower,
         **(more | dict(zip(fields, ids, strict=False))),
     )
