@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -97,8 +98,16 @@ def create_engine(
         ranks = dist.get_world_size() // engine.replica.count
         conversing = Conversing(follow_up=follow_up, group=block_group(ranks, backend="gloo"), in_step=not shares)
     sharing = WorkSharing(engine.replica, group, fixed=not shares)
-    more: dict[str, Any] = {"conversing": conversing, "end_ids": end_ids[1:], "missing": missing}
+    never = sorted({*missing, *_slots(tokenizer)})
+    more: dict[str, Any] = {"conversing": conversing, "end_ids": end_ids[1:], "missing": never}
     return PhasedEngine(engine, config.sampling, sharing, offload=config.offload, gate=gate, **more)
+
+
+def _slots(tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens in whose places images come: one that was sampled would ask for an image that is not there."""
+    with suppress(ConfigError):  # of a processor that cannot be used, so that nothing is seen
+        return () if tokenizer is None or tokenizer.vision is None else tokenizer.vision.slot_ids
+    return ()
 
 
 def _chosen(policy: MegatronPolicy, config: RolloutConfig) -> RolloutConfig:

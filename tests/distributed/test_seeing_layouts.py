@@ -18,7 +18,11 @@ from aligner.models.config import Dtype, ModelConfig
 from aligner.models.create import create_policy, read_architecture
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.trainable import Training
+from aligner.parallel.collectives import gather_objects
 from aligner.parallel.topology import ParallelConfig
+from aligner.rollout.config import RolloutConfig
+from aligner.rollout.create import create_engine
+from aligner.types import Images, Prompt, SamplingConfig
 
 SP = {"tp": 2, "sequence_parallel": True}
 PACKED = {"packing": True, "micro_batch_tokens": 64}
@@ -46,11 +50,22 @@ def start(directory: Path, topology: Any, parallel: dict[str, Any], fields: dict
     return rows, create_policy(model, read_architecture(model, vocab_size=0), ParallelConfig(**parallel), topology, training)
 
 
+def sample(rows: Rows, policy: Any, tp: int) -> dict[int, tuple[int, ...]]:
+    """Responses to the rows, from the engine's weights in this or another layout."""
+    images = [{"images": Images.of(own)} if own else {} for own in rows.images]
+    prompts = [Prompt(tokens=tuple(own), id=row, source="test", extras=images[row]) for row, own in enumerate(rows.tokens)]
+    sampling = SamplingConfig(max_response_length=8)
+    engine = create_engine(policy, RolloutConfig(max_batch_size=3, tp=tp, sampling=sampling), eos_id=rows.end)
+    own = {one.prompt.id: tuple(one.response) for part in engine.generate(prompts, list(range(len(prompts))), sampling) for one in part}
+    return {row: response for part in gather_objects(own) for row, response in part.items()}
+
+
 def train(directory: Path, topology: Any, parallel: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     rows, policy = start(directory, topology, parallel, fields)
     found: dict[str, Any] = {"logprobs": policy.logprobs(rows.batch()), "first": train_step(policy, rows.batch(), sft_loss)}
     found["gradients"] = gradients(policy.model.chunks)
-    return found | {"second": train_step(policy, rows.batch(), sft_loss), "weights": exported(policy.model.chunks)}
+    found |= {"second": train_step(policy, rows.batch(), sft_loss), "weights": exported(policy.model.chunks)}
+    return found | {"responses": [sample(rows, policy, tp) for tp in (0, *([1] if parallel.get("tp") else []))]}
 
 
 def in_every_layout(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -89,6 +104,8 @@ def test_images_equal_the_single_process(layout: str, one, many) -> None:
         torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=1e-5, atol=2e-5)
         for step in ("first", "second"):
             assert_metrics(got[step], expected[step])
+        for responses in got["responses"]:
+            assert responses == expected["responses"][0]
         assert sum("visual" in tensor for tensor in got["gradients"]) > 20
         for kind, atol in (("gradients", 1e-5), ("weights", 1e-5)):
             assert_close(got[kind], expected[kind], atol=atol)

@@ -48,16 +48,18 @@ def look(architecture: SeeingArchitecture, vision: Vision | None, tokens: Tensor
 
     Raises ConfigError without an image processor, DataError if an image cannot be read, or the rows have other slots than its features.
     """
-    digests = [digest for row in images for digest in Images.digests(row)]
-    if not digests:
+    rows = [Images.digests(row) for row in images]
+    if not any(rows):
         return None
     if vision is None:
         raise ConfigError(f"{architecture.hf['model_type']}: the rows have images, and the model's directory no image processor")
-    inputs, inside = vision.inputs(digests), torch.arange(tokens.shape[1]) < lengths[:, None]
+    inputs, inside = vision.inputs([digest for row in rows for digest in row]), torch.arange(tokens.shape[1]) < lengths[:, None]
     types, grid = vision.types(tokens) * inside, inputs["image_grid_thw"]
-    features, slots = int(grid.prod(dim=1).sum()) // merged_patches(architecture), int(types.sum())
-    if features != slots:
-        raise DataError(f"{len(digests)} images of a micro-batch have {features} features, its rows {slots} slots: rows may have been cut")
+    counts = [part.sum() for part in (grid.prod(dim=1) // merged_patches(architecture)).split([len(row) for row in rows])]
+    types *= types.cumsum(dim=1) <= torch.stack(counts)[:, None]  # whatever else a model has written
+    for row, (count, slots) in enumerate(zip(counts, types.sum(dim=1), strict=True)):
+        if count != slots:
+            raise DataError(f"row {row} of a micro-batch: its images have {count} features, its tokens {slots} slots: it may have been cut")
     positions, _ = outline(architecture).model.get_rope_index(
         tokens, mm_token_type_ids=types, image_grid_thw=grid, attention_mask=inside.long()
     )

@@ -153,8 +153,15 @@ def test_what_cannot_see_is_refused_by_name(directory, load) -> None:
     rows, policy = load("qwen3_vl", SEES)
     batch: LabeledBatch = rows.batch()
     cut = batch.lengths.clamp(max=6)
-    with pytest.raises(DataError, match="1 images of a micro-batch have .* features, its rows .* slots"):
+    with pytest.raises(DataError, match="row 0 of a micro-batch: its images have 4 features, its tokens 2 slots"):
         policy.logprobs(replace(batch, lengths=cut))
+    slot = rows.vision.slot_ids[0]
+    tokens = torch.cat([batch.tokens, torch.full((len(batch.tokens), 1), slot)], dim=1)  # as a policy may have written
+    last = batch.loss_mask.new_zeros(len(tokens), 1)
+    written = replace(batch, tokens=tokens, loss_mask=torch.cat([batch.loss_mask, last], dim=1))
+    written.tokens[1, batch.lengths[1]] = slot
+    written = replace(written, lengths=batch.lengths + torch.tensor([0, 1, 0, 0]))
+    assert torch.allclose(policy.logprobs(written)[:, :-1], policy.logprobs(batch), atol=1e-5)
     policy.module.vision = None
     with pytest.raises(ConfigError, match="qwen3_vl: the rows have images, and the model's directory no image processor"):
         policy.logprobs(batch)
