@@ -21,7 +21,7 @@ from aligner.models.checkpoint.hf_weights import HFWeights, described
 from aligner.models.config import Architecture, HFArchitecture, Implementation, ModelConfig, PositionEmbedding, SeeingArchitecture
 from aligner.models.families import architecture_from_hf, architecture_to_hf, has_layers, weight_names
 from aligner.models.families.own_modules import hf_architecture
-from aligner.models.families.wrappers import can_see, seeing
+from aligner.models.families.wrappers import around, can_see, seeing
 from aligner.models.modules.build import build_language_model, build_scalar_model
 from aligner.models.modules.chunk import Chunk, LanguageChunk, WholeChunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
@@ -102,6 +102,8 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
         for name, value in asdict(ours).items():  # the export of a model that no Hugging Face config describes would be another model
             if (other := getattr(theirs, name)) != value:
                 raise ConfigError(f"model.architecture.{name}={value}: models of family {ours.family.value} have {other}")
+        if config.images:
+            architecture = seeing(architecture, around(architecture_to_hf(ours), config.vision), where="model.vision")
     if config.seq_length > architecture.max_position_embeddings:
         raise ConfigError(
             f"model.seq_length={config.seq_length}: the model was made for at most {architecture.max_position_embeddings} positions"
@@ -233,6 +235,8 @@ def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelCo
     if isinstance(architecture, HFArchitecture):
         check_together(architecture, config, parallel)
         return
+    if isinstance(architecture, SeeingArchitecture) and not config.path:
+        raise ConfigError("model.path='': a model that reads images is trained from weights; allowed: a directory, or ORG/NAME of the Hub")
     dtype, source = resolve_dtype(config.dtype), source_directory(config)
     _check_memory(architecture, config, parallel)
     if source is not None and has_weights(source):

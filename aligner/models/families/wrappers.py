@@ -180,6 +180,15 @@ def seeing(architecture: Architecture, hf: dict[str, Any], *, where: str) -> See
     return SeeingArchitecture(**own, hf=hf, rope_sections=sections, rope_mixed=kind.mixed, deep_layers=deep)
 
 
+def around(text: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a model of images and text, from that of its text part and the rest."""
+    wrapper = WRAPPERS.get(str(rest.get("model_type")))
+    if wrapper is None:
+        return dict(rest)
+    whole = {"architectures": [wrapper.hf_class], "tie_word_embeddings": text["tie_word_embeddings"]}
+    return {**whole, **rest, "text_config": {**text, "model_type": next(iter(wrapper.texts)), "architectures": None}}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeeingNames(NameTable):
     """The names of a text part with its vision tower, whose parameters are called as in `transformers`' module."""
