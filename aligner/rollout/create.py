@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError, ConfigError, EngineError
-from aligner.models.config import Architecture
+from aligner.models.config import Architecture, SeeingArchitecture
 from aligner.models.families import architecture_to_hf
 from aligner.models.modules.build import LanguageModel
 from aligner.models.modules.hf_chunk import HFChunk
@@ -48,6 +48,7 @@ from aligner.rollout.engine.work import WorkSharing
 from aligner.rollout.tensorrt_llm import contract as tensorrt_llm_contract
 from aligner.rollout.vllm.engine import INSTALL, VLLMEngine
 
+_SEES = "with model.images=true the built-in engine reads the images, with the policy's own tower"
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -81,6 +82,8 @@ def create_engine(
         engine = MegatronEngine(policy.chunks, config, eos_id=end_ids[0], decode=decode, pauses=gate)
         group = engine.shards.group if engine.shards.count > 1 else None
     else:
+        if isinstance(policy.chunks[0].architecture, SeeingArchitecture):
+            raise ConfigError(f"rollout.engine={config.engine}: {_SEES}; allowed: auto, megatron")
         trained = policy.chunks[0].pg_collection.tp
         tp = config.tp or trained.size()
         check_engine(config, policy.chunks[0].architecture, tp=tp, world_size=dist.get_world_size())
@@ -115,7 +118,8 @@ def _chosen(policy: MegatronPolicy, config: RolloutConfig) -> RolloutConfig:
     chunk = policy.chunks[0]
     tp = config.tp or chunk.pg_collection.tp.size()
     delta_nets = bool(chunk.architecture.linear_attention_layers)
-    found = gather_objects(str(choice := choose(config, tp=tp, batch_invariant=chunk.batch_invariant, delta_nets=delta_nets)))
+    model = {"batch_invariant": chunk.batch_invariant, "delta_nets": delta_nets, "sees": isinstance(chunk.architecture, SeeingArchitecture)}
+    found = gather_objects(str(choice := choose(config, tp=tp, **model)))
     if others := [rank for rank, one in enumerate(found) if one != found[0]]:
         differs = f"{found[0]} on rank 0, but on rank {others[0]} {found[others[0]]}"
         raise EngineError(f"{differs}: all nodes need the same packages, or name the engine")
@@ -180,8 +184,9 @@ class Choice:
         return f"rollout.engine=auto: {self.engine.value}{not_taken}; rollout.engine=NAME takes another"
 
 
-def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, delta_nets: bool = False) -> Choice:
-    """The engine for `config`, whose `engine` is auto, with replicas of `tp` ranks, on this machine; `delta_nets`: the model has some."""
+def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, delta_nets: bool = False, sees: bool = False) -> Choice:
+    """The engine for `config`, whose `engine` is auto, with replicas of `tp` ranks, on this machine; `delta_nets`: the model has some;
+    `sees`: Megatron-Core's layers read images."""
     reasons = ("tensorrt_llm (it has never been executed with this code)",) if find_spec(tensorrt_llm_contract.PACKAGE) else ()
     try:
         if platform.device().type != "cuda":
@@ -191,6 +196,8 @@ def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, del
             raise EngineError("model.batch_invariant=true: its log-probs are not the trainer's to the bit")
         if delta_nets:
             raise EngineError("the model's delta nets need the built-in engine")
+        if sees:
+            raise EngineError(_SEES)
         check_settings(replace(config, engine=EngineKind.vllm.value), tp=tp)
     except AlignerError as error:
         return Choice(engine=EngineKind.megatron, reasons=(f"vllm ({error})", *reasons))

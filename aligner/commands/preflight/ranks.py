@@ -101,7 +101,7 @@ def _chosen_engine(config: JobRun) -> str:
 
     model = config.models()[0].config
     tp, delta_nets = rollout.tp or config.parallel.tp, _has_delta_nets(model)
-    return str(choose(rollout, tp=tp, batch_invariant=model.batch_invariant, delta_nets=delta_nets))
+    return str(choose(rollout, tp=tp, batch_invariant=model.batch_invariant, delta_nets=delta_nets, sees=model.images))
 
 
 def _has_delta_nets(model: ModelConfig) -> bool:

@@ -358,8 +358,8 @@ def _check_sizes(a: Architecture) -> None:
     require(a, "architecture", NOT_NEGATIVE, "sliding_window", "latent_size", "query_latent_size", note=" (0 is none)")
     require(a, "architecture", NOT_NEGATIVE, "embedding_size", note=" (0 is hidden_size)")
     require(a, "architecture", NOT_NEGATIVE, "num_experts", note=" (0 is a dense model)")
-    for switch, fields in _NEEDS.items():
-        for name, neutral in fields.items() if not getattr(a, switch) else ():
+    for switch, needing in _NEEDS.items():
+        for name, neutral in needing.items() if not getattr(a, switch) else ():
             if getattr(a, name) != neutral:
                 raise a.wrong(name, f"needs {switch}{'' if switch.endswith('layers') else ' > 0'}; allowed without: {neutral}")
     if a.num_attention_heads % a.num_key_value_heads:

@@ -204,6 +204,11 @@ class Transformer(mcore.GPTModel):
                 if len(self.decoder.layers) < architecture.deep_layers:
                     wanted = f"its first {architecture.deep_layers} layers add features of images, and must be on the first one"
                     raise ConfigError(f"parallel.pp={parallel.pp}: {len(self.decoder.layers)} layers on the first stage: {wanted}")
+            if config.transformer_impl == "transformer_engine" and model.packing and parallel.cp > 1:
+                # Its rotary embedding would need the angles of all context-parallel ranks.
+                raise ConfigError(
+                    f"model.packing=true: not for images with parallel.cp={parallel.cp} here; allowed: false, or layers=torch"
+                )
             freeze(self, architecture, model.freeze)
         if model.lora.is_on:
             attach(self, model.lora)

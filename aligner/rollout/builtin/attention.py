@@ -283,7 +283,9 @@ def _seen(chunks: Sequence[PrefillChunk], positions: Sequence[np.ndarray], devic
     if not any(chunk.seen for chunk in chunks):
         return None
     firsts = np.cumsum([0, *(len(chunk.tokens) for chunk in chunks)])
-    axes = [np.broadcast_to(own, (3, len(own))) if chunk.seen is None else chunk.seen.axes for chunk, own in zip(chunks, positions, strict=True)]
+    axes = [
+        np.broadcast_to(own, (3, len(own))) if chunk.seen is None else chunk.seen.axes for chunk, own in zip(chunks, positions, strict=True)
+    ]
     slots = [first + chunk.seen.slots for chunk, first in zip(chunks, firsts, strict=False) if chunk.seen]
     features = [chunk.seen.features for chunk in chunks if chunk.seen and chunk.seen.features is not None]
     return SeenTokens(

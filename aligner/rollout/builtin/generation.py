@@ -109,7 +109,9 @@ class _Loop:
         )
         max_pages = -(-decoder.max_sequence_length // page_size)
         max_length = self._limit(0)
-        self.running = RunningBatch(num_seats=num_seats, max_length=max_length, max_pages=max_pages, page_size=page_size, device=device, sees=owner.eyes is not None)
+        self.running = RunningBatch(
+            num_seats=num_seats, max_length=max_length, max_pages=max_pages, page_size=page_size, device=device, sees=owner.eyes is not None
+        )
         self.transcript = Transcript(num_seats=num_seats, max_length=max_length, raw=sampling.raw_logprobs)
         self.under_way: deque[Fetch] = deque()
         self.finished: list[Ended] = []

@@ -27,7 +27,8 @@ class PagePool:
     """`num_pages` pages of `page_size` tokens each, counted by their users; a page without users is free.
 
     Whole pages of tokens may be published: a sequence that begins with the same tokens finds them. The tokens themselves are compared, not
-    hashes; for images, what `aligner.rollout.builtin.seeing` puts in their places. The key of a published page is the page before it, which cannot be reused meanwhile: a user of a page uses all pages before it.
+    hashes; for images, what `aligner.rollout.builtin.seeing` puts in their places. The key of a published page is the page before it, which
+    cannot be reused meanwhile: a user of a page uses all pages before it.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, shares: bool = True) -> None:
@@ -139,7 +140,9 @@ class Response:
     arrival: int
     request: GenRequest
     limit: int  # its most tokens
-    tokens: tuple[int, ...]  # keys of what must be in the cache before it continues: the prompt, and what it sampled before it lost its seat
+    tokens: tuple[
+        int, ...
+    ]  # keys of what must be in the cache before it continues: the prompt, and what it sampled before it lost its seat
     pages: list[int] = field(default_factory=list)
     seat: int = NO_SEAT
     versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, version) of each stretch from the same weights

@@ -17,15 +17,19 @@ from vision_rows import Rows, plain, reference, seeing_directory
 from aligner.commands import convert as commands_convert
 from aligner.commands.parts import ConvertOptions
 from aligner.errors import ConfigError, DataError
+from aligner.files import conf_directory
 from aligner.losses.sft import sft_loss
 from aligner.models import create
+from aligner.models.architecture.divisible import check_together
 from aligner.models.config import HFArchitecture, LoraConfig, LoraTarget, ModelConfig, Part, Recompute, SeeingArchitecture
 from aligner.models.families import weight_names
 from aligner.models.modules.build import LanguageModel
+from aligner.models.modules.fusions import Kernel, fusions
 from aligner.models.modules.peft import load_peft, save_peft
 from aligner.models.weights import save_hf
 from aligner.parallel import launch
 from aligner.parallel.topology import ParallelConfig
+from aligner.settings.compose import from_yaml
 from aligner.types import LabeledBatch
 
 directory = pytest.fixture(scope="module")(seeing_directory)
@@ -186,3 +190,23 @@ def test_deep_features_need_their_layers_on_the_first_stage(directory) -> None:
     assert (architecture.deep_layers, architecture.rope_sections, architecture.rope_mixed) == (2, [2, 3, 3], True)
     with pytest.raises(ConfigError, match=r"1 layers on the first stage: its first 2 layers add features of images"):
         LanguageModel(replace(architecture, num_layers=1), ModelConfig(), ParallelConfig(), load=True)
+
+
+def test_settings_that_images_cannot_have_are_refused(directory) -> None:
+    path = str(directory("qwen3_vl"))
+    architecture = create.read_architecture(ModelConfig(path=path, images=True), vocab_size=0)
+    with pytest.raises(ConfigError, match=r"model\.batch_invariant=true: the tower of a model that reads images has no invariant form"):
+        check_together(architecture, ModelConfig(batch_invariant=True), ParallelConfig())
+    with pytest.raises(ConfigError, match=r"model\.freeze: text with parallel\.pp=2 leaves later stages nothing to train"):
+        check_together(architecture, ModelConfig(freeze=[Part.text]), ParallelConfig(pp=2))
+    fused = fusions(architecture, ModelConfig(path=path, images=True), torch.bfloat16)
+    assert not fused.on(Kernel.rope)
+
+
+def test_a_plan_needs_no_files(topology) -> None:
+    text = from_yaml(ModelConfig, (conf_directory() / "model" / "qwen3_vl_8b.yaml").read_text())
+    architecture = create.read_architecture(text, vocab_size=0)
+    assert isinstance(architecture, SeeingArchitecture)
+    assert (architecture.deep_layers, architecture.rope_sections) == (3, [24, 20, 20])
+    with pytest.raises(ConfigError, match=r"model\.path='': a model that reads images is trained from weights"):
+        create.create_policy(text, architecture, ParallelConfig(), topology, create.training(text, None))

@@ -11,9 +11,9 @@ from vision_models import picture
 from vision_rows import Rows, greedy_tokens, reference, seeing_directory
 
 from aligner.data.tokenizer import load_tokenizer
-from aligner.errors import EngineError
+from aligner.errors import ConfigError, EngineError
 from aligner.models.config import LoraConfig
-from aligner.rollout.config import PAGE_SIZE, Kernels, RolloutConfig
+from aligner.rollout.config import PAGE_SIZE, AsynchronousConfig, Kernels, RolloutConfig
 from aligner.rollout.create import create_engine
 from aligner.types import Images, Prompt, SamplingConfig
 
@@ -93,11 +93,13 @@ def test_images_of_one_size_share_nothing_and_equal_ones_do(name: str, directory
     assert engine.engine.generation.counters.shared_tokens == (0 if name == "qwen3_5" else wanted)
 
 
-def test_own_weights_see_too_and_follow_the_policy(directory, load_policy) -> None:
+@pytest.mark.parametrize(("lora", "staleness"), [(LoraConfig(rank=2), 0), (LoraConfig(), 1)], ids=["merged weights", "a copy"])
+def test_weights_of_its_own_see_too_and_follow_the_policy(lora: LoraConfig, staleness: int, directory, load_policy) -> None:
     rows = Rows("qwen3_vl", directory("qwen3_vl"))
-    lora = {"images": True, "lora": LoraConfig(rank=2)}  # merged weights are the engine's own
-    policy = load_policy(directory("qwen3_vl"), config=lora, training={"vision": rows.vision})
-    engine = create_engine(policy, RolloutConfig(max_batch_size=3, sampling=SamplingConfig(max_response_length=LENGTH)), eos_id=rows.end)
+    policy = load_policy(directory("qwen3_vl"), config={"images": True, "lora": lora}, training={"vision": rows.vision})
+    ahead = AsynchronousConfig(max_staleness=staleness)
+    config = RolloutConfig(max_batch_size=3, asynchronous=ahead, sampling=SamplingConfig(max_response_length=LENGTH))
+    engine = create_engine(policy, config, eos_id=rows.end)
     prompts, model = prompts_of(rows), reference(directory("qwen3_vl"))
     before = sampled(engine, prompts)
     assert list(before[0].response) == greedy_tokens(rows, 0, model, LENGTH)
@@ -117,3 +119,9 @@ def test_a_policy_that_reads_no_images_refuses_them_by_name(directory, load_poli
     engine = create_engine(load_policy(directory("qwen3_vl")), RolloutConfig(max_batch_size=3), eos_id=rows.end)
     with pytest.raises(EngineError, match=r"request .: has images, which the policy's layers do not read; allowed: model\.images=true"):
         sampled(engine, prompts_of(rows))
+
+
+def test_engines_of_other_packages_are_refused(directory, load_policy) -> None:
+    policy = load_policy(directory("qwen3_vl"), config={"images": True})
+    with pytest.raises(ConfigError, match=r"rollout\.engine=vllm: with model\.images=true the built-in engine reads the images"):
+        create_engine(policy, RolloutConfig(engine="vllm"), eos_id=1)
