@@ -147,6 +147,8 @@ def load_model_files(
     images = session.directory if session else run
     if images is not None and isinstance(architecture, (HFArchitecture, SeeingArchitecture)):
         tokenizer = tokenizer.seeing(Vision.of([create.source_directory(config), tokenizer_directory(config)], images.images))
+    elif hint := create.how_to_see(config):
+        note_once(hint, rank=session.topology.rank if session else 0)
     return tokenizer, architecture
 
 

@@ -21,7 +21,7 @@ from aligner.models.checkpoint.hf_weights import HFWeights, described
 from aligner.models.config import Architecture, HFArchitecture, Implementation, ModelConfig, PositionEmbedding, SeeingArchitecture
 from aligner.models.families import architecture_from_hf, architecture_to_hf, has_layers, weight_names
 from aligner.models.families.own_modules import hf_architecture
-from aligner.models.families.wrappers import around, can_see, seeing
+from aligner.models.families.wrappers import around, can_see, has_images, seeing
 from aligner.models.modules.build import build_language_model, build_scalar_model
 from aligner.models.modules.chunk import Chunk, LanguageChunk, WholeChunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
@@ -109,6 +109,16 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
             f"model.seq_length={config.seq_length}: the model was made for at most {architecture.max_position_embeddings} positions"
         )
     return architecture
+
+
+def how_to_see(config: ModelConfig) -> str:
+    """Which setting lets the model of `config` read images, whose text part alone is used; empty for other models."""
+    source = source_directory(config)
+    if source is None or not (source / CONFIG_FILE).exists() or is_foreign(source):
+        return ""
+    hf = read_json(source / CONFIG_FILE)
+    allowed = (["model.images=true"] if can_see(hf) else []) + ["model.implementation=transformers"]
+    return f"{config.path}: its text part alone; images are read with {' or '.join(allowed)}" if has_images(hf) else ""
 
 
 def _has_own_modules(config: ModelConfig, source: Path) -> bool:
