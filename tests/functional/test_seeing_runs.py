@@ -24,7 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_seeing("qwen3_vl", folder / "model", num_hidden_layers=3)  # behind the last one no feature would count
     for number in range(4):
         picture(12 + 8 * number, 20, seed=number).save(folder / f"{number}.png")
-    parts: list[list[dict[str, Any]]] = [[], [{"type": "image", "image": "0.png"}], [{"type": "image", "image": f"{n}.png"} for n in (1, 2)]]
+    parts: list[list[dict[str, Any]]] = [
+        [],
+        [{"type": "image", "image": "0.png"}],
+        [{"type": "image", "image": f"{n}.png"} for n in (1, 2)],
+    ]
     rows = [[*own, {"type": "text", "text": f"what is {number}?"}] for number in range(4) for own in parts]
     write_rows(folder / "prompts.jsonl", ({"messages": [{"role": "user", "content": own}]} for own in rows))
     return folder
@@ -32,7 +36,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def output(folder: Path) -> str:
-    model = [f"model.path={folder / 'model'}", "model.images=true", "model.freeze=[vision]", "critic.model.images=true", "model.dtype=float32"]
+    model = [
+        f"model.path={folder / 'model'}",
+        "model.images=true",
+        "model.freeze=[vision]",
+        "critic.model.images=true",
+        "model.dtype=float32",
+    ]
     layout = ["num_processes=2", "parallel.tp=2", "parallel.sequence_parallel=true", "critic.parallel.tp=1"]
     layout += ["critic.num_processes=1", "critic.parallel.sequence_parallel=false", "optimizer.lr=1e-3", "critic.optimizer.lr=1e-3"]
     reward = ["reward.function.path=aligner.rewards.builtin:fixed_string", "+reward.function.arguments.target=a"]

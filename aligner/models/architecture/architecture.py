@@ -333,14 +333,9 @@ class SeeingArchitecture(Architecture):
     rope_mixed: bool = False  # the axes take turns among the frequencies; false: one axis follows the other
     deep_layers: int = 0  # first layers behind which the tower adds further features to the slots of images
 
-    @property
-    def alone(self) -> Architecture:
-        """The text part as a model."""
-        return Architecture(**{one.name: getattr(self, one.name) for one in fields(Architecture)})
-
     def with_layers(self, num_layers: int) -> Architecture:
-        """The text part with other layers."""
-        return self.alone.with_layers(num_layers)
+        """The text part alone, with other layers."""
+        return Architecture(**{one.name: getattr(self, one.name) for one in fields(Architecture)}).with_layers(num_layers)
 
 
 _LAYER_LISTS = ("full_attention_layers", "dense_layers", "no_rope_layers", "linear_attention_layers")

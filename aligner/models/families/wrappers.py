@@ -25,7 +25,7 @@ class Wrapper(NamedTuple):
     texts: Mapping[str, Family]  # by the model_type in `text_config`; the first is that of files without it
     ties: bool | None = False  # the output layer to the embedding, where its config leaves that open; None: as its text part's has it
     heeds_text: bool = False  # ties them also if its text part's config does so
-    module: str = "model.language_model."  # of the text part, in transformers' model
+    module: tuple[str, ...] = ("model", "language_model")  # the place of the text part in transformers' model
 
 
 _LLAMA, _MISTRAL = {"llama": Family.llama}, {"mistral": Family.mistral}
@@ -39,10 +39,10 @@ WRAPPERS = {
     "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", {"qwen3_5_moe_text": Family.qwen3_5_moe_text}),
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", {"gemma3_text": Family.gemma3_text}, ties=True),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", _MISTRAL, ties=True),
-    "llama4": Wrapper("Llama4ForConditionalGeneration", {"llama4_text": Family.llama4_text}, ties=None, module="language_model.model."),
+    "llama4": Wrapper("Llama4ForConditionalGeneration", {"llama4_text": Family.llama4_text}, ties=None, module=("language_model", "model")),
     "llava": Wrapper("LlavaForConditionalGeneration", _LLAVA, heeds_text=True),
-    "idefics3": Wrapper("Idefics3ForConditionalGeneration", _LLAMA, module="model.text_model."),
-    "smolvlm": Wrapper("SmolVLMForConditionalGeneration", _LLAMA, module="model.text_model."),
+    "idefics3": Wrapper("Idefics3ForConditionalGeneration", _LLAMA, module=("model", "text_model")),
+    "smolvlm": Wrapper("SmolVLMForConditionalGeneration", _LLAMA, module=("model", "text_model")),
 }
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _QWEN2_VL = {"num_key_value_heads": 8, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
@@ -57,6 +57,7 @@ _ABSENT: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": {"rope_theta": 5e5},
     "qwen3_vl_moe_text": {"rope_theta": 5e5, "num_key_value_heads": 16},
 }
+_UNTIED = {"tie_word_embeddings": False}
 _IMAGES = re.compile(r"(?:model\.)?(?:visual|vision_tower|vision_model|multi_modal_projector|connector)\..+")
 _TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.+)")
 
@@ -119,9 +120,6 @@ def wrapped_config(hf: Mapping[str, Any], architecture: Architecture, dtype: str
     return own | untied
 
 
-_UNTIED = {"tie_word_embeddings": False}
-
-
 def is_of_images(name: str) -> bool:
     """Whether a tensor in a wrapper's files is not its text part's."""
     return bool(_IMAGES.fullmatch(name))
@@ -137,7 +135,7 @@ def text_name(name: str) -> str:
 
 def module_name(model_type: str, name: str) -> str:
     """The name in transformers' model of a wrapper that a layer has in its text part alone."""
-    return WRAPPERS[model_type].module + text_name(name).removeprefix("model.")
+    return ".".join((*WRAPPERS[model_type].module, text_name(name).removeprefix("model.")))
 
 
 TOWER = "visual."  # of the parameters in a chunk that sees: the attribute that holds transformers' vision tower

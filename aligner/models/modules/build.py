@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -134,6 +135,10 @@ class Transformer(mcore.GPTModel):
     """A GPTModel that ends at the hidden states; the output layer holds weights only. A `chunk.Chunk`."""
 
     head: ScalarHead | None = None
+    wrapper: Mapping[str, str] = MappingProxyType({})
+    vision: Vision | None = None  # reads the images of rows
+    trains_vision = False
+    _sight: tuple[Sight, Tensor | None] | None = None  # of the pass, with the tower's features on the first stage
 
     def __init__(
         self,
@@ -154,13 +159,8 @@ class Transformer(mcore.GPTModel):
         self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
         self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
         self.base_digest = ""  # distinguishes these weights from others
-        self.wrapper: dict[str, str] = {}
-        self.vision: Vision | None = None  # reads the images of rows
-        self.trains_vision = not sees_frozen(architecture, model)
-        self._sight: tuple[Sight, Tensor | None] | None = None  # of the pass, with the tower's features on the first stage
         # Recomputed layers give no gradient if their input requires none, as the output of a frozen embedding.
-        is_frozen = model.lora.is_on or isinstance(architecture, SeeingArchitecture) and Part.text in model.freeze
-        self._embedding_needs_gradient = is_frozen and model.recompute is Recompute.full
+        self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
         learned = architecture.position_embedding == PositionEmbedding.learned
         with _naming_norms(config, architecture):
@@ -199,19 +199,22 @@ class Transformer(mcore.GPTModel):
             positions = self.embedding.position_embeddings.weight  # Megatron-Core makes it in torch's default precision
             positions.data = positions.data.to(config.params_dtype)  # not Module.to: the planner's fake tensors cannot be swapped
         if isinstance(architecture, SeeingArchitecture):
-            if stage.pre_process:
-                self.visual = make_tower(architecture, model, config.params_dtype)
-                if len(self.decoder.layers) < architecture.deep_layers:
-                    wanted = f"its first {architecture.deep_layers} layers add features of images, and must be on the first one"
-                    raise ConfigError(f"parallel.pp={parallel.pp}: {len(self.decoder.layers)} layers on the first stage: {wanted}")
-            if config.transformer_impl == "transformer_engine" and model.packing and parallel.cp > 1:
-                # Its rotary embedding would need the angles of all context-parallel ranks.
-                raise ConfigError(
-                    f"model.packing=true: not for images with parallel.cp={parallel.cp} here; allowed: false, or layers=torch"
-                )
-            freeze(self, architecture, model.freeze)
+            self._begin_to_see(architecture, model, parallel)
         if model.lora.is_on:
             attach(self, model.lora)
+
+    def _begin_to_see(self, architecture: SeeingArchitecture, model: ModelConfig, parallel: ParallelConfig) -> None:
+        if self.pre_process:
+            self.visual = make_tower(architecture, model, self.config.params_dtype)
+            if (layers := len(self.decoder.layers)) < architecture.deep_layers:
+                wanted = f"its first {architecture.deep_layers} layers add features of images, and must be on the first one"
+                raise ConfigError(f"parallel.pp={parallel.pp}: {layers} layers on the first stage: {wanted}")
+        if self.config.transformer_impl == "transformer_engine" and model.packing and parallel.cp > 1:
+            # Its rotary embedding would need the angles of all context-parallel ranks.
+            raise ConfigError(f"model.packing=true: not for images with parallel.cp={parallel.cp} here; allowed: false, or layers=torch")
+        self.trains_vision = not sees_frozen(architecture, model)
+        self._embedding_needs_gradient |= Part.text in model.freeze and model.recompute is Recompute.full
+        freeze(self, architecture, model.freeze)
 
     def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Sight | None:
         """What `forward` takes as `images`: those of the rows of a micro-batch on the host, for this rank's slots; None if none has any."""
