@@ -296,8 +296,7 @@ class Architecture:
     def with_layers(self, num_layers: int) -> Architecture:
         """The same with its first layers alone, or with more of them."""
         lists = {name: [layer for layer in getattr(self, name) if layer < num_layers] for name in _LAYER_LISTS}
-        sizes = {} if lists["linear_attention_layers"] else dict.fromkeys(OF_LINEAR, 0)
-        return replace(self, num_layers=num_layers, **lists, **sizes)
+        return replace(self, num_layers=num_layers, **lists, **({} if lists["linear_attention_layers"] else dict.fromkeys(OF_LINEAR, 0)))
 
 
 # Keys of a config that describe a file or a use of the model, not its arithmetic.

@@ -146,12 +146,12 @@ class _Seeing(NamedTuple):
 
     sections: tuple[int, int, int]  # of its rotary embedding, where the file names none
     mixed: bool  # whether they take turns
-    text: str = "model.language_model."  # what the names of tensors begin with in published files
-    tower: str = "model.visual."
+    text: tuple[str, ...] = ("model", "language_model")  # what the names of tensors begin with in published files
+    tower: tuple[str, ...] = ("model", "visual")
 
 
 _SEEING = {
-    "qwen2_5_vl": _Seeing((16, 24, 24), mixed=False, text="model.", tower="visual."),
+    "qwen2_5_vl": _Seeing((16, 24, 24), mixed=False, text=("model",), tower=("visual",)),
     "qwen3_vl": _Seeing((24, 20, 20), mixed=True),
     "qwen3_5": _Seeing((11, 11, 10), mixed=True),
 }
@@ -195,14 +195,14 @@ class SeeingNames(NameTable):
 
     def find(self, name: str) -> Rule:
         """See `NameTable`."""
-        return rule(self.kind.tower + name.removeprefix(TOWER)) if name.startswith(TOWER) else NameTable.find(self, name)
+        return rule(self.stored(name)) if name.startswith(TOWER) else NameTable.find(self, name)
 
     def stored(self, name: str) -> str:
         """The name in published files of a tensor that is called as in those of any release."""
         if is_of_images(name):
-            return self.kind.tower + name.removeprefix("model.").removeprefix(TOWER)
+            return ".".join((*self.kind.tower, name.removeprefix("model.").removeprefix(TOWER)))
         own = text_name(name)
-        return own if own.startswith("lm_head.") else self.kind.text + own.removeprefix("model.")
+        return own if own.startswith("lm_head.") else ".".join((*self.kind.text, own.removeprefix("model.")))
 
     def names(self, architecture: Architecture) -> Iterator[str]:
         """See `NameTable`; the tower's first."""
@@ -215,9 +215,9 @@ def seeing_names(table: NameTable, architecture: SeeingArchitecture) -> SeeingNa
     kind = _SEEING[architecture.hf["model_type"]]
 
     def inside(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-        named = {name: [re.sub(r"^model\.", kind.text, hf) for hf in own.hf_names] for name, own in rules.items()}
+        named = {name: [re.sub(r"^model", ".".join(kind.text), hf) for hf in own.hf_names] for name, own in rules.items()}
         return {name: replace(own, hf_names=tuple(named[name])) for name, own in rules.items()}
 
     same = {one.name: getattr(table, one.name) for one in fields(NameTable)}
-    own = {"before": inside(table.before), "after": inside(table.after), "layer_prefix": kind.text + "layers.{layer}."}
+    own = {"before": inside(table.before), "after": inside(table.after), "layer_prefix": ".".join((*kind.text, "layers.{layer}."))}
     return SeeingNames(**{**same, **own}, kind=kind)

@@ -135,6 +135,8 @@ class Transformer(mcore.GPTModel):
     """A GPTModel that ends at the hidden states; the output layer holds weights only. A `chunk.Chunk`."""
 
     head: ScalarHead | None = None
+    base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
+    base_digest = ""  # distinguishes these weights from others
     wrapper: Mapping[str, str] = MappingProxyType({})
     vision: Vision | None = None  # reads the images of rows
     trains_vision = False
@@ -157,8 +159,6 @@ class Transformer(mcore.GPTModel):
         self.batch_invariant, self.float32_logits = model.batch_invariant, model.float32_logits and not model.batch_invariant
         self.lora = model.lora
         self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
-        self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
-        self.base_digest = ""  # distinguishes these weights from others
         # Recomputed layers give no gradient if their input requires none, as the output of a frozen embedding.
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
