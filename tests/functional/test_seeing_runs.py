@@ -70,7 +70,7 @@ def test_its_export_is_a_whole_model_whose_projector_has_learnt(folder: Path, ou
 
 
 def test_a_model_without_images_refuses_the_records_and_says_how_it_would_read_them(folder: Path) -> None:
-    typed = [f"model.path={folder / 'model'}", f"data.train={folder / 'prompts.jsonl'}", *SHORT, "loop.max_steps=1"]
+    typed = [f"model.path={folder / 'model'}", f"data.train={folder / 'prompts.jsonl'}", f"run.directory={folder / 'blind'}", *SHORT]
     code, said = run_aligner("train", "grpo", *typed, "reward.function.path=aligner.rewards.builtin:fixed_string")
     assert code == 2
     assert "its text part alone; images are read with model.images=true or model.implementation=transformers" in said
