@@ -222,7 +222,10 @@ class Transformer(mcore.GPTModel):
             kind = self.architecture.family.value
             raise ConfigError(f"model.images=false: a {kind} model reads no images; allowed: true, or model.implementation=transformers")
         sight = look(self.architecture, self.vision, batch.tokens, batch.lengths, images)
-        return None if sight is None else sight.at(token_of).to(platform.device())
+        if sight is None:
+            return None
+        seen = sight.at(token_of)
+        return (seen if self.pre_process else replace(seen, pixels=seen.pixels[:0])).to(platform.device())
 
     def forward(self, *args: Any, images: Sight | None = None, **options: Any) -> Tensor:
         """See `chunk.Chunk`; `images` are those of the slots."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,8 @@ import transformers
 from model_steps import adam, save
 from safetensors.torch import load_file
 from torch import Tensor
-from vision_rows import Rows, plain, reference, seeing_directory
+from vision_models import picture
+from vision_rows import PICTURES, Rows, plain, reference, seeing_directory
 
 from aligner.commands import convert as commands_convert
 from aligner.commands.parts import ConvertOptions
@@ -26,6 +28,7 @@ from aligner.models.families import weight_names
 from aligner.models.modules.build import LanguageModel
 from aligner.models.modules.fusions import Kernel, fusions
 from aligner.models.modules.peft import load_peft, save_peft
+from aligner.models.modules.shared_prompts import prompt_keys
 from aligner.models.weights import save_hf
 from aligner.parallel import launch
 from aligner.parallel.topology import ParallelConfig
@@ -35,6 +38,7 @@ from aligner.types import LabeledBatch
 directory = pytest.fixture(scope="module")(seeing_directory)
 NAMES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 SEES: dict[str, Any] = {"images": True, "freeze": []}
+SHARED = {"packing": True, "micro_batch_tokens": 400, "share_prompts": True}
 WAYS: dict[str, dict[str, Any]] = {
     "padded": {},
     "recomputed": {"recompute": Recompute.full},
@@ -97,6 +101,26 @@ def test_frozen_parts_stay_and_the_others_learn(name: str, load) -> None:
         parts = {"projector" if "merger" in one else "vision" if one.startswith("visual.") else "text" for one in changed}
         assert parts == moved | ({"text"} - {part.value for part in freeze})
         assert policy.module.trains_vision == bool(moved)
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_equal_tokens_share_a_prompt_only_with_equal_images(name: str, load) -> None:
+    shared, apart = (load(name, SEES | more, optimizer=adam()) for more in (SHARED, {}))
+    rows, policy = shared
+    other = io.BytesIO()
+    picture(*PICTURES["a"], seed=9).save(other, "PNG")
+    digest = rows.vision.store.put(other.getvalue())
+    prompt, (first, second) = rows.tokens[2], rows.images[2]
+    rows.tokens = [[*prompt, *response] for response in ([5, 6, 7], [8, 9], [5, 6, 7], [9, 5])]
+    rows.images = [[first, second], [first, second], [first, digest], [first, digest]]
+    batch = rows.batch()
+    batch = replace(batch, loss_mask=batch.loss_mask & (torch.arange(batch.tokens.shape[1]) >= len(prompt)))
+    found, expected = (one.logprobs(batch) for one in (policy, apart[1]))
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert float((expected[0] - expected[2]).abs().max()) > 0.01  # the images differ
+    assert len(set(prompt_keys(batch))) == 2
+    metrics = [one.train_step(batch, sft_loss)["optim/grad_norm"].value() for one in (policy, apart[1])]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5)
 
 
 def test_rows_without_images_do_not_need_their_gradients(load) -> None:
