@@ -67,7 +67,7 @@ def gradients_of(policy: Any, model: Any) -> dict[str, tuple[Tensor, Tensor]]:
     theirs = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     for parameter in own.parameters():
         parameter.data = parameter.main_grad.clone()
-    ours = {name: tensor.clone() for name, tensor in policy.export_weights()}
+    ours = {name: tensor.cpu().clone() for name, tensor in policy.export_weights()}
     for name, parameter in own.named_parameters():
         parameter.data = saved[name]
     stored = weight_names(own.architecture).stored
