@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import string
 from pathlib import Path
@@ -13,10 +12,6 @@ import transformers
 from own_models import SIZES, VISION
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-
-from aligner.data.vision import ImageStore, Vision
-from aligner.types import Images, LabeledBatch, Prompt
 
 _PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "do_rescale": True, "do_normalize": True, "do_resize": True, "resample": 2}
 _QWEN = _PIXELS | {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
@@ -67,8 +62,9 @@ _TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endif %}"""
 
 
-def write_seeing(name: str, directory: Path) -> None:
-    """A random model of `own_models.VISION` with everything that it reads images and texts with. A token is a character."""
+def write_seeing(name: str, directory: Path, **changes: Any) -> None:
+    """A random model of `own_models.VISION` with everything that it reads images and texts with. A token is a character. `changes`: of the
+    text part's sizes."""
     processor, special, pixels, settings, written = PROCESSORS["qwen2_5_vl" if name in _AS_QWEN else name]
     frames = ["<unk>", "<|im_start|>", "<|im_end|>", *special]
     vocabulary = {token: number for number, token in enumerate([*frames, *string.printable])}
@@ -89,15 +85,16 @@ def write_seeing(name: str, directory: Path) -> None:
     (directory / "preprocessor_config.json").write_text(json.dumps(pixels | kind))
     if settings:
         (directory / "processor_config.json").write_text(json.dumps(settings | kind))
-    _write_model(name, directory, [vocabulary[token] for token in special], len(vocabulary), vocabulary["<|im_end|>"])
+    sizes = {"vocab_size": len(vocabulary)} | changes
+    _write_model(name, directory, [vocabulary[token] for token in special], sizes, vocabulary["<|im_end|>"])
 
 
-def _write_model(name: str, directory: Path, ids: list[int], vocab_size: int, end: int) -> None:
+def _write_model(name: str, directory: Path, ids: list[int], sizes: dict[str, Any], end: int) -> None:
     kind, text, tower, more = VISION[name]
     fields = [field for field in more if field.endswith(("_token_id", "_token_index"))]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        text_config=SIZES | {"vocab_size": vocab_size, "max_position_embeddings": 512, "eos_token_id": end, "pad_token_id": end} | text,
+        text_config=SIZES | {"max_position_embeddings": 512, "eos_token_id": end, "pad_token_id": end} | text | sizes,
         vision_config=tower,
         **(more | dict(zip(fields, ids, strict=False))),
     )
@@ -112,69 +109,3 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     """A random picture."""
     generator = torch.Generator().manual_seed(seed)
     return Image.fromarray(torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=generator).numpy())
-
-
-PICTURES = {"a": (20, 12), "b": (40, 32), "c": (16, 16)}
-ROWS = ("see a here", "none at all", "ab two b and a then", "c")  # a word of one letter in `PICTURES` is a picture
-
-
-class PixtralsTokens:
-    """What `PixtralProcessor` makes of an image of 16 x 16 pixels; it cannot be imported without torchvision."""
-
-    image_token, slot_ids = "[IMG]", (3,)
-
-    def __init__(self, store: ImageStore) -> None:
-        self.store = store
-
-    def expansion(self, digest: str) -> str:
-        return "[IMG][IMG][IMG_BREAK][IMG][IMG][IMG_END]"
-
-    def inputs(self, digests: list[str]) -> dict[str, Tensor]:
-        if not digests:
-            return {}
-        pixels = [torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(int(digest[:8], 16))) for digest in digests]
-        return {"pixel_values": torch.cat(pixels), "image_sizes": torch.tensor([[16, 16]] * len(digests))}
-
-    def types(self, tokens: Tensor) -> Tensor:
-        return (tokens == 3).long()
-
-
-def encoded(word: str) -> bytes:
-    """The file of one of `PICTURES`."""
-    file = io.BytesIO()
-    picture(*PICTURES[word], seed=ord(word)).save(file, "PNG")
-    return file.getvalue()
-
-
-class Rows:
-    """`ROWS` as a model's tokens, with their images."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        store = ImageStore(directory / "images")
-        self.vision: Any = PixtralsTokens(store) if name == "mistral3" else Vision.of([directory], store.directory)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-        self.end = tokenizer.eos_token_id
-        self.digests = digests = {word: store.put(encoded(word)) for word in PICTURES}
-        self.images = [[digests[word] for word in row.split() if word in PICTURES] for row in ROWS]
-        texts = [" ".join(self.vision.expansion(digests[word]) if word in PICTURES else word for word in row.split()) for row in ROWS]
-        self.tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-    def prompts(self) -> list[Prompt]:
-        extras = [{Images.name: Images.of(images)} if images else {} for images in self.images]
-        return [Prompt(tokens=tuple(row), id=number, source="test", extras=extras[number]) for number, row in enumerate(self.tokens)]
-
-    def batch(self) -> LabeledBatch:
-        lengths = torch.tensor([len(row) for row in self.tokens])
-        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in self.tokens], batch_first=True)
-        inside = torch.arange(tokens.shape[1]) < lengths[:, None]
-        mask = inside & (torch.arange(tokens.shape[1]) > 0) & ~self.vision.types(tokens).bool()
-        images = Images.padded([Images.of(row) if row else None for row in self.images], tokens.shape[1])
-        return LabeledBatch(tokens=tokens, lengths=lengths, loss_mask=mask, extras={"images": images})
-
-    def given(self, row: int, model: Any) -> dict[str, Tensor]:
-        """A row as its processor gives it to `transformers`."""
-        ids = torch.tensor([self.tokens[row]])
-        types = self.vision.types(ids)
-        named = {"gemma3": {"token_type_ids": types}, "qwen": {"mm_token_type_ids": types}}
-        more = next((one for kind, one in named.items() if model.config.model_type.startswith(kind)), {})
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more, **self.vision.inputs(self.images[row])}

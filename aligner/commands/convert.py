@@ -25,7 +25,8 @@ from aligner.models.checkpoint import checkpoint
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.checkpoint.wrapper import directory_of
-from aligner.models.config import Architecture, Dtype, HFArchitecture, ModelConfig
+from aligner.models.config import Architecture, Dtype, HFArchitecture, ModelConfig, SeeingArchitecture
+from aligner.models.families.wrappers import can_see
 from aligner.models.modules.build import build_language_model, build_scalar_model
 from aligner.models.modules.scalar_head import ScalarHead, read_head
 from aligner.models.weights import save_hf
@@ -99,13 +100,14 @@ def _opened(from_hf: Path | None, from_megatron: Path | None, tokenizer: Path | 
         if not (path / CONFIG_FILE).exists():
             raise CheckpointError(f"--from-hf {path}: has no config.json")
     dtype = _dtype(path)
-    architecture = create.read_architecture(ModelConfig(path=str(path), dtype=dtype), vocab_size=0)
+    config = ModelConfig(path=str(path), dtype=dtype, images=from_megatron is not None and can_see(read_json(path / CONFIG_FILE)))
+    architecture = create.read_architecture(config, vocab_size=0)
     yield _Source(path=path, dtype=dtype, architecture=architecture, head=read_head(path), tokenizer=path)
 
 
 def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> None:
     here = _world(parallel)
-    config = ModelConfig(path=str(source.path), dtype=source.dtype)
+    config = ModelConfig(path=str(source.path), dtype=source.dtype, images=isinstance(source.architecture, SeeingArchitecture))
     make = create.create_policy if source.head is None else create.create_reward_model
     made = make(config, source.architecture, parallel, here, create.training(config, None))
     request = checkpoint.SaveRequest(step=0, state={}, tokenizer=source.tokenizer)
@@ -117,7 +119,7 @@ def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> Non
 def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: str) -> None:
     here = _world(parallel)
     name = from_rank_0(lambda: download.prepare(push_to)) if push_to else None  # before the work
-    config = ModelConfig(path=str(source.path), dtype=source.dtype)
+    config = ModelConfig(path=str(source.path), dtype=source.dtype, images=isinstance(source.architecture, SeeingArchitecture))
     check_divisible(source.architecture, parallel)
     chunks: Sequence[Any]
     if isinstance(source.architecture, HFArchitecture):

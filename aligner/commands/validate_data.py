@@ -41,7 +41,7 @@ from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.data.vision import Vision
 from aligner.errors import ConfigError, DataError
 from aligner.models.checkpoint.files import LATEST, resolve
-from aligner.models.config import HFArchitecture
+from aligner.models.config import HFArchitecture, SeeingArchitecture
 from aligner.reporting.pages import render_page
 from aligner.run.from_hub import fetch_named
 from aligner.run.settings import JobRun
@@ -247,7 +247,8 @@ def _seeing(config: JobRun, tokenizer: Tokenizer) -> Tokenizer:
     """With the image processor of the data's model, if it sees; there is no run, so its images are in a temporary directory."""
     from aligner.models.create import read_architecture  # Megatron-Core comes with it
 
-    if config.model.path and not isinstance(read_architecture(config.model, vocab_size=tokenizer.vocab_size), HFArchitecture):
+    architecture = read_architecture(config.model, vocab_size=tokenizer.vocab_size) if config.model.path else None
+    if architecture is not None and not isinstance(architecture, (HFArchitecture, SeeingArchitecture)):
         return tokenizer
     found = [Path(config.model.path) if config.model.path else None, Path(tokenizer.path)]
     return tokenizer.seeing(Vision.of([None if one is None else one if one.is_dir() else resolve(one) for one in found], None))

@@ -32,7 +32,7 @@ from aligner.models import create
 from aligner.models.checkpoint.checkpoint import carry_over, copy_tokenizer, special_ids
 from aligner.models.checkpoint.foreign.model import is_foreign
 from aligner.models.checkpoint.wrapper import directory_of
-from aligner.models.config import Architecture, HFArchitecture, ModelConfig
+from aligner.models.config import Architecture, HFArchitecture, ModelConfig, SeeingArchitecture
 from aligner.models.modules.build import Transformer
 from aligner.models.modules.fusions import note_once
 from aligner.models.modules.peft import save_peft
@@ -145,8 +145,10 @@ def load_model_files(
     architecture = create.read_architecture(config, vocab_size=tokenizer.vocab_size)
     check_vocabulary(tokenizer, architecture.vocab_size)
     images = session.directory if session else run
-    if images is not None and isinstance(architecture, HFArchitecture):
+    if images is not None and isinstance(architecture, (HFArchitecture, SeeingArchitecture)):
         tokenizer = tokenizer.seeing(Vision.of([create.source_directory(config), tokenizer_directory(config)], images.images))
+    elif hint := create.how_to_see(config):
+        note_once(hint, rank=session.topology.rank if session else 0)
     return tokenizer, architecture
 
 

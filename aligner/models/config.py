@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
@@ -24,6 +24,7 @@ from aligner.models.architecture.architecture import HFArchitecture as HFArchite
 from aligner.models.architecture.architecture import Normalization as Normalization
 from aligner.models.architecture.architecture import ParallelResidual as ParallelResidual
 from aligner.models.architecture.architecture import PositionEmbedding as PositionEmbedding
+from aligner.models.architecture.architecture import SeeingArchitecture as SeeingArchitecture
 
 
 class Dtype(str, Enum):
@@ -173,6 +174,8 @@ class ModelConfig:
     router_z_loss_coef: float = 0.0  # coefficient of the squared log-sum-exp of the router's logits, averaged over tokens
     router_bias_update_rate: float = 0.0  # added to the router biases of experts with too few tokens, taken from the others', each step
     lora: LoraConfig = field(default_factory=LoraConfig)
+    images: bool = False  # Megatron's layers read images too, through the model's own vision tower; transformers' modules always do
+    vision: dict[str, Any] = field(default_factory=dict)  # for plans without path: config.json around `architecture`, of a model that sees
     freeze: list[Part] = field(default_factory=lambda: [Part.vision, Part.projector])  # parts of a model that sees: vision, projector, text
 
     def __post_init__(self) -> None:

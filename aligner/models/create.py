@@ -18,9 +18,10 @@ from aligner.models.checkpoint import checkpoint, wrapper
 from aligner.models.checkpoint.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_json
 from aligner.models.checkpoint.hf_weights import HFWeights, described
-from aligner.models.config import Architecture, HFArchitecture, Implementation, ModelConfig, PositionEmbedding
+from aligner.models.config import Architecture, HFArchitecture, Implementation, ModelConfig, PositionEmbedding, SeeingArchitecture
 from aligner.models.families import architecture_from_hf, architecture_to_hf, has_layers, weight_names
 from aligner.models.families.own_modules import hf_architecture
+from aligner.models.families.wrappers import around, can_see, has_images, seeing
 from aligner.models.modules.build import build_language_model, build_scalar_model
 from aligner.models.modules.chunk import Chunk, LanguageChunk, WholeChunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
@@ -87,7 +88,11 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
     elif source is not None and is_foreign(source):
         architecture = describe(source).architecture
     elif source is not None:
-        architecture = described(source)
+        architecture, hf = described(source), read_json(source / CONFIG_FILE)
+        if config.images:
+            architecture = seeing(architecture, hf, where=str(source / CONFIG_FILE))
+        elif can_see(hf) and (source / checkpoint.MARKER).exists():
+            raise ConfigError(f"model.images=false: the checkpoint in {source} is of a model that reads images; allowed: true")
     elif config.implementation is Implementation.transformers:
         raise ConfigError("model.implementation=transformers: needs model.path, whose config.json describes the model")
     else:
@@ -97,11 +102,23 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
         for name, value in asdict(ours).items():  # the export of a model that no Hugging Face config describes would be another model
             if (other := getattr(theirs, name)) != value:
                 raise ConfigError(f"model.architecture.{name}={value}: models of family {ours.family.value} have {other}")
+        if config.images:
+            architecture = seeing(architecture, around(architecture_to_hf(ours), config.vision), where="model.vision")
     if config.seq_length > architecture.max_position_embeddings:
         raise ConfigError(
             f"model.seq_length={config.seq_length}: the model was made for at most {architecture.max_position_embeddings} positions"
         )
     return architecture
+
+
+def how_to_see(config: ModelConfig) -> str:
+    """Which setting lets the model of `config` read images, whose text part alone is used; empty for other models."""
+    source = source_directory(config)
+    if source is None or not (source / CONFIG_FILE).exists() or is_foreign(source):
+        return ""
+    hf = read_json(source / CONFIG_FILE)
+    allowed = (["model.images=true"] if can_see(hf) else []) + ["model.implementation=transformers"]
+    return f"{config.path}: its text part alone; images are read with {' or '.join(allowed)}" if has_images(hf) else ""
 
 
 def _has_own_modules(config: ModelConfig, source: Path) -> bool:
@@ -116,7 +133,10 @@ def _has_own_modules(config: ModelConfig, source: Path) -> bool:
         if asked not in (Implementation.auto, saved):
             raise ConfigError(f"{key}: the checkpoint in {source} is of the other one; allowed: auto, {saved.value}, or `aligner convert`")
         return saved is Implementation.transformers
-    return asked is Implementation.transformers or asked is Implementation.auto and not has_layers(read_json(source / CONFIG_FILE))
+    if asked is not Implementation.auto:
+        return asked is Implementation.transformers
+    hf = read_json(source / CONFIG_FILE)
+    return not has_layers(hf) or config.images and not can_see(hf)
 
 
 def context_length(config: ModelConfig, architecture: Architecture) -> int:
@@ -161,7 +181,7 @@ def create_policy(
         check_arithmetic(platform.device())
     chunks: Sequence[LanguageChunk]
     if isinstance(architecture, HFArchitecture):
-        chunks = _own_modules(architecture, config, topology, training.vision)
+        chunks = _own_modules(architecture, config, topology)
     else:
         chunks = build_language_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
     return MegatronPolicy(_ready(chunks, config, topology, training), temperature=training.temperature)
@@ -188,7 +208,7 @@ def create_value_model(
             f"reward.attribute_weights={list(output_weights)}: the critic starts from a reward model with {head.num_outputs} outputs "
             f"({', '.join(head.outputs)}), allowed: one weight for each"
         )
-    chunks = _scalar_chunks(architecture, config, parallel, topology, head, training.vision)
+    chunks = _scalar_chunks(architecture, config, parallel, topology, head)
     load_source(chunks, config)
     for chunk in chunks:
         chunk.combine_outputs(output_weights if head.num_outputs > 1 else (1.0,), VALUES)
@@ -197,16 +217,14 @@ def create_value_model(
 
 
 def _scalar_chunks(
-    architecture: Architecture, config: ModelConfig, parallel: ParallelConfig, topology: Topology, head: ScalarHead, vision: Vision | None
+    architecture: Architecture, config: ModelConfig, parallel: ParallelConfig, topology: Topology, head: ScalarHead
 ) -> Sequence[Any]:
     if isinstance(architecture, HFArchitecture):
-        return _own_modules(architecture, config, topology, vision, head=head)
+        return _own_modules(architecture, config, topology, head=head)
     return build_scalar_model(architecture, config, parallel, load=bool(config.path), head=head, seed=topology.seed)
 
 
-def _own_modules(
-    architecture: HFArchitecture, config: ModelConfig, topology: Topology, vision: Vision | None, *, head: ScalarHead | None = None
-) -> list[HFChunk]:
+def _own_modules(architecture: HFArchitecture, config: ModelConfig, topology: Topology, *, head: ScalarHead | None = None) -> list[HFChunk]:
     """The one chunk of a model of `transformers`' own modules, probed."""
     chunk = HFChunk(architecture, config, source=source_directory(config), head=head).to(platform.device())
     initialise_adapters([chunk], topology.seed)
@@ -214,7 +232,6 @@ def _own_modules(
     adapters = [chunk.adapted()] if config.lora.is_on else []
     for note in (kind, *adapters, *probe(chunk, packing=config.packing)):
         note_once(note, rank=topology.rank)
-    chunk.vision = vision
     return [chunk]
 
 
@@ -226,6 +243,8 @@ def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelCo
     if isinstance(architecture, HFArchitecture):
         check_together(architecture, config, parallel)
         return
+    if isinstance(architecture, SeeingArchitecture) and not config.path:
+        raise ConfigError("model.path='': a model that reads images is trained from weights; allowed: a directory, or ORG/NAME of the Hub")
     dtype, source = resolve_dtype(config.dtype), source_directory(config)
     _check_memory(architecture, config, parallel)
     if source is not None and has_weights(source):
@@ -274,7 +293,7 @@ def create_reward_model(
     """A reward model with this head; with that of `config.path` where none is given. Every rank calls it."""
     _check(config, architecture, parallel, topology, is_scalar=True)
     head = head or head_of(config) or ScalarHead()
-    chunks = _scalar_chunks(architecture, config, parallel, topology, head, training.vision)
+    chunks = _scalar_chunks(architecture, config, parallel, topology, head)
     return MegatronRewardModel(_ready(chunks, config, topology, training))
 
 
@@ -291,6 +310,8 @@ def remember_wrapper(chunks: Sequence[Chunk], source: Path | None, *, is_trained
     Raises CheckpointError if a model that is trained, and so exported, has lost the other part.
     """
     if source is None or is_foreign(source) or chunks[0].head is not None or isinstance(chunks[0], WholeChunk):
+        return
+    if isinstance(chunks[0].architecture, SeeingArchitecture):  # nothing of it is elsewhere
         return
     found = from_rank_0(lambda: wrapper.find(source))
     for chunk in chunks:

@@ -23,7 +23,7 @@ from aligner.models.checkpoint.files import explain
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, INDEX_FILE, MAX_FILE_BYTES, SINGLE_FILE, read_json
 from aligner.models.checkpoint.hf_weights import HFWeights
 from aligner.models.checkpoint.wrapper import directory_of
-from aligner.models.config import Architecture
+from aligner.models.config import Architecture, SeeingArchitecture
 from aligner.models.families import architecture_to_hf, weight_names
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Rule, shard, to_hf
 from aligner.models.families.wrappers import wrapped_config
@@ -259,8 +259,9 @@ def save_hf(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
             old.unlink(missing_ok=True)  # an index that stayed would have the tensors of the export before read
         dtype = str(config.params_dtype).removeprefix("torch.")
         hf_config = architecture_to_hf(architecture) | {"dtype": dtype}
-        if whole is not None:
-            hf_config = wrapped_config(read_json(whole / CONFIG_FILE), architecture, dtype)
+        if whole is not None or isinstance(architecture, SeeingArchitecture):
+            hf = architecture.hf if whole is None else read_json(whole / CONFIG_FILE)
+            hf_config = wrapped_config(hf, architecture, dtype)
         if head is not None:
             hf_config |= head.to_hf(hf_config["architectures"][0])
         (directory / CONFIG_FILE).write_text(json.dumps(hf_config, indent=2) + "\n")

@@ -193,7 +193,16 @@ class Scales:
         """The parameters of every chunk on a rank of this stage; the number of replicas makes no difference."""
         model = component.model
         key = repr(
-            (component.architecture, component.head, model.dtype, model.lora, model.make_vocab_divisible_by, component.parallel, stage)
+            (
+                component.architecture,
+                component.head,
+                model.dtype,
+                model.lora,
+                model.freeze,
+                model.make_vocab_divisible_by,
+                component.parallel,
+                stage,
+            )
         )
         if key not in self._shards:
             self._shards[key] = dry_run.shard_parameters(component, stage)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import entry_points
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError, ConfigError, EngineError
-from aligner.models.config import Architecture, HFArchitecture
+from aligner.models.config import Architecture, HFArchitecture, SeeingArchitecture
 from aligner.models.families import architecture_to_hf
 from aligner.models.families.own_modules import hf_config
 from aligner.models.modules.chunk import LanguageChunk
@@ -48,6 +49,7 @@ from aligner.rollout.engine.work import WorkSharing
 from aligner.rollout.tensorrt_llm import contract as tensorrt_llm_contract
 from aligner.rollout.vllm.engine import INSTALL, VLLMEngine
 
+_SEES = "with model.images=true the built-in engine reads the images, with the policy's own tower"
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -70,8 +72,6 @@ def create_engine(
     end_ids, missing, rows = [eos_id], [], chunk.architecture.vocab_size
     if tokenizer is not None:
         end_ids, missing, decode = list(tokenizer.end_ids), tokenizer.missing_ids(rows), partial(tokenizer.decode, skip_special=False)
-        if tokenizer.vision is not None:  # a response has no slots: nothing would be in them
-            missing = sorted({*missing, *tokenizer.vision.slot_ids})
     gate: Gate | None = None
     if config.engine == EngineKind.auto:
         config = _chosen(policy, config)
@@ -106,8 +106,16 @@ def create_engine(
         ranks = dist.get_world_size() // engine.replica.count
         conversing = Conversing(follow_up=follow_up, group=block_group(ranks, backend="gloo"), in_step=not shares)
     sharing = WorkSharing(engine.replica, group, fixed=not shares)
-    more: dict[str, Any] = {"conversing": conversing, "end_ids": end_ids[1:], "missing": missing}
+    never = sorted({*missing, *_slots(tokenizer)})
+    more: dict[str, Any] = {"conversing": conversing, "end_ids": end_ids[1:], "missing": never}
     return PhasedEngine(engine, config.sampling, sharing, offload=config.offload, gate=gate, **more)
+
+
+def _slots(tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens in whose places images come: one that was sampled would ask for an image that is not there."""
+    with suppress(ConfigError):  # of a processor that cannot be used, so that nothing is seen
+        return () if tokenizer is None or tokenizer.vision is None else tokenizer.vision.slot_ids
+    return ()
 
 
 def _chosen(policy: MegatronPolicy, config: RolloutConfig) -> RolloutConfig:
@@ -190,6 +198,8 @@ def only_built_in(architecture: Architecture) -> str:
     """Why no package's engine samples from a model of this architecture; empty: they may."""
     if architecture.linear_attention_layers:
         return "the model's delta nets need the built-in engine"
+    if isinstance(architecture, SeeingArchitecture):
+        return _SEES
     if not isinstance(architecture, HFArchitecture):
         return ""
     config = hf_config(architecture.hf, "config.json")

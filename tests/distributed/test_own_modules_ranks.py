@@ -10,7 +10,8 @@ import torch
 from model_steps import adam, save, train, weights_of
 from own_models import make_directory
 from ranks import world
-from vision_models import Rows, write_seeing
+from vision_models import write_seeing
+from vision_rows import Rows
 
 from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint

@@ -15,7 +15,7 @@ from aligner.data.vision import Vision
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.hf_files import stored_tensors
-from aligner.models.config import HFArchitecture
+from aligner.models.config import HFArchitecture, SeeingArchitecture
 from aligner.models.modules.scalar_head import HF_HEADS
 from aligner.planner.config import Device
 from aligner.run.settings import JobRun
@@ -44,7 +44,7 @@ def tokenizer_of(model: UsedModel) -> Tokenizer:
         tokenizer = load_tokenizer(str(tokenizer_directory(model.config)), source_directory(model.config))
         architecture = read_architecture(model.config, vocab_size=tokenizer.vocab_size)
         check_vocabulary(tokenizer, architecture.vocab_size)
-        if isinstance(architecture, HFArchitecture):
+        if isinstance(architecture, (HFArchitecture, SeeingArchitecture)):
             tokenizer = tokenizer.seeing(Vision.of([source_directory(model.config), tokenizer_directory(model.config)], None))
     return tokenizer
 

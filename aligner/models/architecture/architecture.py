@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -296,8 +296,7 @@ class Architecture:
     def with_layers(self, num_layers: int) -> Architecture:
         """The same with its first layers alone, or with more of them."""
         lists = {name: [layer for layer in getattr(self, name) if layer < num_layers] for name in _LAYER_LISTS}
-        sizes = {} if lists["linear_attention_layers"] else dict.fromkeys(OF_LINEAR, 0)
-        return replace(self, num_layers=num_layers, **lists, **sizes)
+        return replace(self, num_layers=num_layers, **lists, **({} if lists["linear_attention_layers"] else dict.fromkeys(OF_LINEAR, 0)))
 
 
 # Keys of a config that describe a file or a use of the model, not its arithmetic.
@@ -324,6 +323,20 @@ class HFArchitecture(Architecture):
         return {key: value for key, value in self.hf.items() if key not in _NOT_ARITHMETIC and value is not None}
 
 
+@dataclass(kw_only=True, slots=True)
+class SeeingArchitecture(Architecture):
+    """The text part of a model of images and text, of which Megatron-Core's layers are made, and the rest of the model in front of it."""
+
+    hf: dict[str, Any] = field(default_factory=dict)  # config.json of the whole model
+    rope_sections: list[int] = field(default_factory=list)  # rotary frequencies of each axis of positions: time, height, width
+    rope_mixed: bool = False  # the axes take turns among the frequencies; false: one axis follows the other
+    deep_layers: int = 0  # first layers behind which the tower adds further features to the slots of images
+
+    def with_layers(self, num_layers: int) -> Architecture:
+        """The text part alone, with other layers."""
+        return Architecture(**{one.name: getattr(self, one.name) for one in fields(Architecture)}).with_layers(num_layers)
+
+
 _LAYER_LISTS = ("full_attention_layers", "dense_layers", "no_rope_layers", "linear_attention_layers")
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "max_position_embeddings")
 _NUMBERS = ("norm_eps", "initializer_range", "attention_softcap", "attention_scale", "logits_softcap", "rope_local_theta")
@@ -339,8 +352,8 @@ def _check_sizes(a: Architecture) -> None:
     require(a, "architecture", NOT_NEGATIVE, "sliding_window", "latent_size", "query_latent_size", note=" (0 is none)")
     require(a, "architecture", NOT_NEGATIVE, "embedding_size", note=" (0 is hidden_size)")
     require(a, "architecture", NOT_NEGATIVE, "num_experts", note=" (0 is a dense model)")
-    for switch, fields in _NEEDS.items():
-        for name, neutral in fields.items() if not getattr(a, switch) else ():
+    for switch, needing in _NEEDS.items():
+        for name, neutral in needing.items() if not getattr(a, switch) else ():
             if getattr(a, name) != neutral:
                 raise a.wrong(name, f"needs {switch}{'' if switch.endswith('layers') else ' > 0'}; allowed without: {neutral}")
     if a.num_attention_heads % a.num_key_value_heads:

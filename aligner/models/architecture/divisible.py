@@ -20,7 +20,9 @@ from aligner.models.config import (
     ModelConfig,
     Normalization,
     ParallelResidual,
+    Part,
     Recompute,
+    SeeingArchitecture,
 )
 from aligner.parallel.topology import ParallelConfig
 
@@ -65,6 +67,7 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
         return _check_own_modules(architecture, model, parallel)
     problem, experts = unusual(architecture, UNUSUAL | _FACTOR), architecture.num_experts
     overlap, invariant, cp = "parallel.tp_comm_overlap=true: needs", "model.batch_invariant=true:", parallel.cp
+    sees = isinstance(architecture, SeeingArchitecture)
     sums = "the sums over a token's experts have no invariant form here; allowed: dense models"
     refuse(
         (
@@ -74,6 +77,14 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
         (parallel.tp_comm_overlap and not model.packing, f"{overlap} model.packing=true (its buffers are of micro-batches of one size)"),
         (model.batch_invariant and problem, f"{invariant} {problem} has no invariant form here; allowed: models without it"),
         (model.batch_invariant and experts, f"{invariant} not for mixtures of experts (num_experts={experts}): {sums}"),
+        (
+            model.batch_invariant and sees,
+            f"{invariant} the tower of a model that reads images has no invariant form; allowed: images=false",
+        ),
+        (
+            sees and Part.text in model.freeze and parallel.pp > 1,
+            f"model.freeze: text with parallel.pp={parallel.pp} leaves later stages nothing to train; allowed: parallel.pp=1",
+        ),
         (
             architecture.linear_attention_layers and cp > 1,
             f"parallel.cp={cp}: the model's delta nets hand a state on from token to token; allowed: 1",

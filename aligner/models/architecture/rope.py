@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aligner.models.config import NOT_SCALED, Architecture
+from aligner.models.config import NOT_SCALED, Architecture, SeeingArchitecture
 
 
 def frequencies(architecture: Architecture, device: torch.device | None = None, *, context: int = 0) -> Tensor:
@@ -73,6 +73,20 @@ def longrope_attention_factor(factor: float, original_length: int) -> float:
     if original_length == 1:
         return 0.0
     return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
+
+
+def angles_of_axes(positions: Tensor, frequencies: Tensor, architecture: SeeingArchitecture) -> Tensor:
+    """Angles [..., D] of positions [3, ...] in time, height and width, each of which turns its sections of the frequencies (Qwen2-VL's
+    multimodal rotary embedding, 2409.12191). Text has the same position on each."""
+    angles, sections = positions[..., None].float() * frequencies, architecture.rope_sections
+    if architecture.rope_mixed:
+        half = angles[0].clone()
+        for axis in (1, 2):
+            columns = slice(axis, 3 * sections[axis], 3)
+            half[..., columns] = angles[axis, ..., columns]
+    else:
+        half = torch.cat([part[axis] for axis, part in enumerate(angles.split(sections, dim=-1))], dim=-1)
+    return torch.cat([half, half], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from aligner.models.config import Architecture
 from aligner.models.families import architecture_from_hf, mapping, weight_names
 from aligner.models.families.hf_config import LAYERS
 from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, NameTable, Rule
-from aligner.models.families.wrappers import is_of_images, text_name, text_part, wrapper_of
+from aligner.models.families.wrappers import SeeingNames, is_of_images, text_name, text_part, wrapper_of
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, read_head
 
 _LM_HEAD = "lm_head.weight"
@@ -69,7 +69,8 @@ class HFWeights:
         found = stored_tensors(directory)[0] if tensors is None else tensors
         stored = {name: one for name, one in found.items() if not re.fullmatch(table.ignored, name)}
         wrapper = self._wrapper_config()
-        self._images = {name: one for name, one in stored.items() if is_of_images(name)} if wrapper else {}
+        sees = isinstance(table, SeeingNames)  # then all tensors are the model's
+        self._images = {name: one for name, one in stored.items() if is_of_images(name)} if wrapper and not sees else {}
         further = [name for name in stored if re.fullmatch(table.further, name)] if any(map(_FURTHER.fullmatch, stored)) else []
         self._further = ""
         if further:
@@ -79,7 +80,8 @@ class HFWeights:
         self._tensors = hf_files.as_read(stored)
         if others := [f"{name} is {one.dtype}" for name, one in self._tensors.items() if one.dtype not in _DTYPES]:
             raise ModelFilesError(f"{directory}: {others[0]} ({len(others)} such): not read; allowed: {', '.join(_DTYPES)}")
-        inner = {name: text_name(name) if wrapper else name for name in self._tensors}
+        called = table.stored if isinstance(table, SeeingNames) else text_name if wrapper else str
+        inner = {name: name if name.startswith(HF_HEADS) else called(name) for name in self._tensors}
         prefix = "" if any(name.startswith(table.base_prefix) for name in inner.values()) else table.base_prefix
         self._stored: dict[str, str] = {}
         for name in self._tensors:

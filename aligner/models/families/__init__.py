@@ -7,12 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, Family, HFArchitecture
+from aligner.models.config import Architecture, Family, HFArchitecture, SeeingArchitecture
 from aligner.models.families import deepseek, dense, gpt, llama, qwen
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 from aligner.models.families.own_modules import OWN_NAMES
-from aligner.models.families.wrappers import text_part, wrapper_of
+from aligner.models.families.wrappers import seeing_names, text_part, wrapped_config, wrapper_of
 
 _LINEAGES = (llama, qwen, dense, deepseek, gpt)
 FAMILIES: dict[Family, llama.HFFamily] = {family: found for lineage in _LINEAGES for family, found in lineage.FAMILIES.items()}
@@ -51,6 +51,8 @@ def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face `config.json` of an architecture."""
     if isinstance(architecture, HFArchitecture):
         return dict(architecture.hf)
+    if isinstance(architecture, SeeingArchitecture):
+        return wrapped_config(architecture.hf, architecture)
     family = FAMILIES[architecture.family]
     return family.to_hf(architecture) | {"architectures": [family.hf_class]}
 
@@ -59,5 +61,6 @@ def weight_names(architecture: Architecture) -> NameTable:
     """The names of an architecture's weights, Megatron's and Hugging Face's."""
     if isinstance(architecture, HFArchitecture):
         return OWN_NAMES
-    table = FAMILIES[architecture.family].names
-    return table if isinstance(table, NameTable) else table(architecture)
+    names = FAMILIES[architecture.family].names
+    table = names if isinstance(names, NameTable) else names(architecture)
+    return seeing_names(table, architecture) if isinstance(architecture, SeeingArchitecture) else table

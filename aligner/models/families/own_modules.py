@@ -117,7 +117,7 @@ def _outline(hf: str) -> Any:
         return auto_class(config, "config.json").from_config(config)
 
 
-def outline(architecture: HFArchitecture) -> Any:
+def outline(architecture: Any) -> Any:
     """The `transformers` model on the meta device: names, shapes and kinds of its modules."""
     return _outline(json.dumps(architecture.hf, sort_keys=True))
 

@@ -7,11 +7,15 @@ For text alone the positions of all axes of a multimodal rotary embedding (Qwen'
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from aligner.models.config import Architecture, Family
+from aligner.errors import ConfigError
+from aligner.models.config import Architecture, Family, SeeingArchitecture
 from aligner.models.families.hf_config import HFConfig
+from aligner.models.families.mapping import NameTable, Rule, rule
+from aligner.models.families.own_modules import hf_config, outline
 
 
 class Wrapper(NamedTuple):
@@ -105,9 +109,9 @@ def _text_config(hf: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any] | No
     return {"model_type": usual} | text if isinstance(text, dict) else None
 
 
-def wrapped_config(hf: Mapping[str, Any], architecture: Architecture, dtype: str) -> dict[str, Any]:
-    """The `config.json` of a wrapper around a text part that has been trained."""
-    wrapper = WRAPPERS[hf["model_type"]]
+def wrapped_config(hf: Mapping[str, Any], architecture: Architecture, dtype: str = "") -> dict[str, Any]:
+    """The `config.json` of a wrapper around a text part that has been trained; without `dtype` as its files are."""
+    wrapper, dtype = WRAPPERS[hf["model_type"]], dtype or str(hf.get("dtype", hf.get("torch_dtype", "float32")))
     left_out = ("quantization_config", "torch_dtype")
     own = {key: value for key, value in hf.items() if key not in left_out} | {"architectures": [wrapper.hf_class], "dtype": dtype}
     untied = {} if text_part(dict(hf)).get("tie_word_embeddings") is not True or architecture.tied_embeddings else _UNTIED
@@ -131,4 +135,89 @@ def text_name(name: str) -> str:
 
 def module_name(model_type: str, name: str) -> str:
     """The name in transformers' model of a wrapper that a layer has in its text part alone."""
-    return ".".join((*WRAPPERS[model_type].module, name.removeprefix("model.")))
+    return ".".join((*WRAPPERS[model_type].module, text_name(name).removeprefix("model.")))
+
+
+TOWER = "visual."  # of the parameters in a chunk that sees: the attribute that holds transformers' vision tower
+
+
+class _Seeing(NamedTuple):
+    """A kind of which Megatron-Core's layers read images."""
+
+    sections: tuple[int, int, int]  # of its rotary embedding, where the file names none
+    mixed: bool  # whether they take turns
+    text: tuple[str, ...] = ("model", "language_model")  # what the names of tensors begin with in published files
+    tower: tuple[str, ...] = ("model", "visual")
+
+
+_SEEING = {
+    "qwen2_5_vl": _Seeing((16, 24, 24), mixed=False, text=("model",), tower=("visual",)),
+    "qwen3_vl": _Seeing((24, 20, 20), mixed=True),
+    "qwen3_5": _Seeing((11, 11, 10), mixed=True),
+}
+
+
+def can_see(hf: Mapping[str, Any]) -> bool:
+    """Whether Megatron-Core's layers can read images in the model of a `config.json`."""
+    return hf.get("model_type") in _SEEING and wrapper_of(hf) is not None
+
+
+def seeing(architecture: Architecture, hf: dict[str, Any], *, where: str) -> SeeingArchitecture:
+    """The text part with the rest of the model of `hf`. Raises ConfigError if it cannot see, or `transformers` has no such model."""
+    if not can_see(hf):
+        raise ConfigError(
+            f"model.images=true: {where}: Megatron's layers read the images of {', '.join(_SEEING)}, not of "
+            f"model_type={hf.get('model_type')!r}; allowed: model.implementation=transformers"
+        )
+    config, kind = hf_config(hf, where), _SEEING[hf["model_type"]]
+    sections = list((config.get_text_config().rope_parameters or {}).get("mrope_section", kind.sections))
+    if len(sections) != 3 or 2 * sum(sections) != architecture.rotated:
+        raise ConfigError(f"{where}: mrope_section={sections}: expected three numbers that sum to {architecture.rotated // 2}")
+    deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or [])
+    own = {one.name: getattr(architecture, one.name) for one in fields(Architecture)}
+    return SeeingArchitecture(**own, hf=hf, rope_sections=sections, rope_mixed=kind.mixed, deep_layers=deep)
+
+
+def around(text: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a model of images and text, from that of its text part and the rest."""
+    wrapper = WRAPPERS.get(str(rest.get("model_type")))
+    if wrapper is None:
+        return dict(rest)
+    whole = {"architectures": [wrapper.hf_class], "tie_word_embeddings": text["tie_word_embeddings"]}
+    return {**whole, **rest, "text_config": {**text, "model_type": next(iter(wrapper.texts)), "architectures": None}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeeingNames(NameTable):
+    """The names of a text part with its vision tower, whose parameters are called as in `transformers`' module."""
+
+    kind: _Seeing
+
+    def find(self, name: str) -> Rule:
+        """See `NameTable`."""
+        return rule(self.stored(name)) if name.startswith(TOWER) else NameTable.find(self, name)
+
+    def stored(self, name: str) -> str:
+        """The name in published files of a tensor that is called as in those of any release."""
+        if is_of_images(name):
+            return ".".join((*self.kind.tower, name.removeprefix("model.").removeprefix(TOWER)))
+        own = text_name(name)
+        return own if own.startswith("lm_head.") else ".".join((*self.kind.text, own.removeprefix("model.")))
+
+    def names(self, architecture: Architecture) -> Iterator[str]:
+        """See `NameTable`; the tower's first."""
+        yield from (f"{TOWER}{name}" for name, _ in outline(architecture).model.visual.named_parameters())
+        yield from NameTable.names(self, architecture)
+
+
+def seeing_names(table: NameTable, architecture: SeeingArchitecture) -> SeeingNames:
+    """The names of a model whose text part has those of `table`."""
+    kind = _SEEING[architecture.hf["model_type"]]
+
+    def inside(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+        named = {name: [re.sub(r"^model", ".".join(kind.text), hf) for hf in own.hf_names] for name, own in rules.items()}
+        return {name: replace(own, hf_names=tuple(named[name])) for name, own in rules.items()}
+
+    same = {one.name: getattr(table, one.name) for one in fields(NameTable)}
+    own = {"before": inside(table.before), "after": inside(table.after), "layer_prefix": ".".join((*kind.text, "layers.{layer}."))}
+    return SeeingNames(**{**same, **own}, kind=kind)

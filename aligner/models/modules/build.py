@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.data.vision import Vision
+from aligner.errors import ConfigError
 from aligner.models.architecture import rope
 from aligner.models.architecture.divisible import fp8_token_multiple
-from aligner.models.config import Architecture, ModelConfig, Normalization, PositionEmbedding, Recompute
+from aligner.models.config import Architecture, ModelConfig, Normalization, Part, PositionEmbedding, Recompute, SeeingArchitecture
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout, shard
+from aligner.models.families.wrappers import TOWER
 from aligner.models.modules.attention import split_for_checkpoint
 from aligner.models.modules.batch_invariant import INVARIANT
 from aligner.models.modules.chunk import WeightGather, global_name
@@ -34,11 +37,13 @@ from aligner.models.modules.lora import attach
 from aligner.models.modules.megatron_config import transformer_config
 from aligner.models.modules.scalar_head import HEAD, VALUES, ScalarHead
 from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
+from aligner.models.modules.vision import Sight, features, freeze, in_slots, look, make_tower, sees_frozen
 from aligner.models.training.placement import Splits, input_shape
-from aligner.parallel import mcore
+from aligner.parallel import mcore, platform
 from aligner.parallel.exact import EXACT
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
 from aligner.parallel.topology import ParallelConfig
+from aligner.types import Batch
 
 
 def padded_vocab_size(vocab_size: int, *, divisor: int, tp: int) -> int:
@@ -130,7 +135,12 @@ class Transformer(mcore.GPTModel):
     """A GPTModel that ends at the hidden states; the output layer holds weights only. A `chunk.Chunk`."""
 
     head: ScalarHead | None = None
+    base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
+    base_digest = ""  # distinguishes these weights from others
     wrapper: Mapping[str, str] = MappingProxyType({})
+    vision: Vision | None = None  # reads the images of rows
+    trains_vision = False
+    _sight: tuple[Sight, Tensor | None] | None = None  # of the pass, with the tower's features on the first stage
 
     def __init__(
         self,
@@ -149,8 +159,6 @@ class Transformer(mcore.GPTModel):
         self.batch_invariant, self.float32_logits = model.batch_invariant, model.float32_logits and not model.batch_invariant
         self.lora = model.lora
         self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
-        self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
-        self.base_digest = ""  # distinguishes these weights from others
         # Recomputed layers give no gradient if their input requires none, as the output of a frozen embedding.
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
@@ -190,8 +198,51 @@ class Transformer(mcore.GPTModel):
         if learned and stage.pre_process:
             positions = self.embedding.position_embeddings.weight  # Megatron-Core makes it in torch's default precision
             positions.data = positions.data.to(config.params_dtype)  # not Module.to: the planner's fake tensors cannot be swapped
+        if isinstance(architecture, SeeingArchitecture):
+            self._begin_to_see(architecture, model, parallel)
         if model.lora.is_on:
             attach(self, model.lora)
+
+    def _begin_to_see(self, architecture: SeeingArchitecture, model: ModelConfig, parallel: ParallelConfig) -> None:
+        if self.pre_process:
+            self.visual = make_tower(architecture, model, self.config.params_dtype)
+            if (layers := len(self.decoder.layers)) < architecture.deep_layers:
+                wanted = f"its first {architecture.deep_layers} layers add features of images, and must be on the first one"
+                raise ConfigError(f"parallel.pp={parallel.pp}: {layers} layers on the first stage: {wanted}")
+        if self.config.transformer_impl == "transformer_engine" and model.packing and parallel.cp > 1:
+            # Its rotary embedding would need the angles of all context-parallel ranks.
+            raise ConfigError(f"model.packing=true: not for images with parallel.cp={parallel.cp} here; allowed: false, or layers=torch")
+        self.trains_vision = not sees_frozen(architecture, model)
+        self._embedding_needs_gradient |= Part.text in model.freeze and model.recompute is Recompute.full
+        freeze(self, architecture, model.freeze)
+
+    def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Sight | None:
+        """What `forward` takes as `images`: those of the rows of a micro-batch on the host, for this rank's slots; None if none has any."""
+        if not isinstance(self.architecture, SeeingArchitecture):
+            kind = self.architecture.family.value
+            raise ConfigError(f"model.images=false: a {kind} model reads no images; allowed: true, or model.implementation=transformers")
+        sight = look(self.architecture, self.vision, batch.tokens, batch.lengths, images)
+        if sight is None:
+            return None
+        seen = sight.at(token_of)
+        return (seen if self.pre_process else replace(seen, pixels=seen.pixels[:0])).to(platform.device())
+
+    def forward(self, *args: Any, images: Sight | None = None, **options: Any) -> Tensor:
+        """See `chunk.Chunk`; `images` are those of the slots."""
+        if images is None:
+            return super().forward(*args, **options)
+        found = features(self.visual, images) if self.pre_process else None
+        feature_of, splits = images.feature_of, self.config.sequence_parallel
+        if found is not None and splits:  # each rank embeds its part of the slots: the tower's gradient is the sum over the ranks
+            found, tp = mcore.copy_to_tensor_model_parallel_region(found), self.pg_collection.tp
+            feature_of = feature_of.chunk(tp.size(), dim=1)[tp.rank()]
+        if found is not None and len(found) > 1:
+            options["extra_block_kwargs"] = {"context": found[1:], "context_mask": feature_of.t()}
+        self._sight = replace(images, feature_of=feature_of), found
+        try:
+            return super().forward(*args, **options)
+        finally:
+            self._sight = None
 
     def _preprocess(
         self, *args: Any, position_ids: Tensor | None = None, packed_seq_params: mcore.PackedSeqParams | None = None, **options: Any
@@ -203,11 +254,19 @@ class Transformer(mcore.GPTModel):
             embedded = embedded * rounded_scale(self.architecture.embedding_scale, embedded.dtype)
         if self.architecture.rope_local_theta:
             rotary = self.with_local_angles(rotary, packed=packed_seq_params is not None)
-        if rotary is not None and isinstance(packed_seq_params, SegmentedPackedSeqParams):
+        is_segmented = isinstance(packed_seq_params, SegmentedPackedSeqParams)
+        if self._sight is not None:
+            sight, found = self._sight
+            angles = rope.angles_of_axes(sight.positions, self.rotary_pos_emb.inv_freq, self.architecture)
+            rotary = angles.transpose(0, 1)[:, :, None].contiguous()  # [L, rows, 1, D]
+            if found is not None:
+                embedded = in_slots(found[0], sight.feature_of.t(), embedded)
+        elif rotary is not None and is_segmented:
             rotary = rotary[packed_seq_params.positions]  # slot by slot: a row continues behind its prompt, not at 0
+        if rotary is not None and is_segmented:
             if packed_seq_params.cu_seqlens_q is None:  # [T, 1, D] for [T, heads, D]: Megatron-Core then looks for no sequences
                 rotary = rotary.squeeze(1)
-        if self._embedding_needs_gradient and self.pre_process and torch.is_grad_enabled():
+        if self._embedding_needs_gradient and self.pre_process and torch.is_grad_enabled() and not embedded.requires_grad:
             embedded = embedded.detach().requires_grad_()
         return (embedded, rotary, *rest)
 
@@ -297,7 +356,7 @@ def initialise(chunks: list[Any], seed: int) -> None:
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if name.startswith(HEAD) or ADAPTER in name or parameter.device.type == "meta":
+            if name.startswith((HEAD, TOWER)) or ADAPTER in name or parameter.device.type == "meta":
                 continue
             with torch.no_grad():
                 _fill(chunk, name, parameter, seed)

@@ -12,10 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from aligner.data.vision import Vision
 from aligner.models.config import Architecture, LoraConfig
 from aligner.models.modules.scalar_head import ScalarHead
 from aligner.parallel.logprobs import Arithmetic
 from aligner.parallel.mcore import ProcessGroupCollection, TransformerConfig
+from aligner.types import Batch
 
 _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12]\.)(weight|bias)(\d+)")
 _FUSED_NORMS = {
@@ -34,6 +36,8 @@ class Chunk(Protocol):
     base: str  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
     base_digest: str  # distinguishes these weights from others
     wrapper: Mapping[str, str]  # of a text part: what a marker says of the model around it, which exports restore; empty: there is none
+    vision: Vision | None  # reads the images of rows
+    trains_vision: bool  # whether a parameter is trained that only rows with images have a gradient for
     gather: WeightGather | None  # of updated weights between replicas; None if updates wait for it
     pre_process: bool  # holds the embedding
     post_process: bool  # holds the final norm and the head
@@ -53,6 +57,13 @@ class Chunk(Protocol):
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """For checkpoints: every parameter with its place in the whole model."""
+
+    def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Any:
+        """What `forward` takes as `images`, from the `Images` of a micro-batch's rows on the host: for slots of the model's input that hold
+        these of the rows' tokens (flat numbers; -1: none). None if no row has an image.
+
+        Raises ConfigError if the model cannot see, DataError if an image cannot be read.
+        """
 
     def settle(self) -> None:
         """Wait for weights that an update has left under way between the replicas; whatever reads weights beside `forward` calls it."""

@@ -15,7 +15,7 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import torch_layers_reason
-from aligner.models.config import Activation, Architecture, Layers, ModelConfig, PositionEmbedding
+from aligner.models.config import Activation, Architecture, Layers, ModelConfig, PositionEmbedding, SeeingArchitecture
 from aligner.parallel import mcore
 
 
@@ -76,6 +76,7 @@ def fusions(architecture: Architecture, model: ModelConfig, dtype: torch.dtype) 
             te,
             torch_layers,
             "" if architecture.position_embedding is PositionEmbedding.rope else "positions are learned",
+            "images have positions on three axes" if isinstance(architecture, SeeingArchitecture) else "",
             needs="rope",
             version="transformer-engine 1.4 or newer",
         ),

@@ -35,7 +35,7 @@ from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic, shaped
 from aligner.parallel.mcore import MegatronModule, ProcessGroupCollection, ShardedTensor, TransformerConfig, parallel_state
-from aligner.types import Images
+from aligner.types import Batch, Images
 
 
 class HFChunk(MegatronModule):
@@ -128,6 +128,10 @@ class HFChunk(MegatronModule):
         given = {"input_ids": tokens, "position_ids": positions, "attention_mask": attention_mask, "use_cache": False}
         hidden = (self.hf.base_model if seen else self.backbone)(**{**given, **seen}).last_hidden_state
         return hidden.transpose(0, 1).contiguous()
+
+    def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Tensor:
+        """See `chunk.Chunk`."""
+        return images
 
     def seen(self, tokens: Tensor, images: Tensor) -> dict[str, Any]:
         """What the module takes for rows with images beside their tokens [rows, L]; empty if no row has one. Positions are those of Qwen's

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.architecture import rope
-from aligner.models.config import Architecture, LoraTarget, Normalization, ParallelResidual
+from aligner.models.config import Architecture, LoraTarget, Normalization, ParallelResidual, SeeingArchitecture
 from aligner.models.modules.attention import CoreAttention, placed, split_for_checkpoint, split_parameter
 from aligner.models.modules.gated_delta_net import GatedAttention, GatedDeltaNet
 from aligner.models.modules.latent_attention import LatentAttention
 from aligner.models.modules.router import Router
+from aligner.models.modules.vision import DeepLayer
 from aligner.models.training.tracing import Operation
 from aligner.parallel import mcore
 
@@ -376,6 +377,9 @@ def block_spec(
         norm = mcore.ModuleSpec(module=modules.norm, params={"kind": architecture.normalization})
         numbers = {_kinds(architecture, number): number for number in range(architecture.num_layers)}
         kinds = {kind: _local_layer(config, architecture, modules, norm, number) for kind, number in numbers.items()}
+    if isinstance(architecture, SeeingArchitecture) and architecture.deep_layers:
+        for spec in kinds.values():
+            spec.module = DeepLayer
     for spec in (spec for (_, feed_forward, _), spec in kinds.items() if feed_forward is MIXTURE):
         mcore.submodules_of(spec.submodules.mlp).router = mcore.ModuleSpec(module=Router, params={"architecture": architecture})
     first = mcore.get_transformer_layer_offset(config, vp_stage=vp_stage)

@@ -18,7 +18,7 @@ from torch import Tensor
 from aligner.errors import CheckpointError, ConfigError
 from aligner.files import with_umask_mode
 from aligner.hub.names import parse
-from aligner.models.config import Architecture, Family, LoraConfig
+from aligner.models.config import Architecture, Family, LoraConfig, SeeingArchitecture
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.families.wrappers import module_name
@@ -157,18 +157,25 @@ def targets_in_wrapper(chunk: Chunk) -> dict[str, Any]:
 
     Raises ConfigError for layers that PEFT cannot select so: of mixtures it takes such ones for experts.
     """
-    if not chunk.wrapper:
+    kind = _kind_around(chunk)
+    if not kind:
         return {}
     if "target_parameters" in _targets(chunk.architecture, chunk.lora):
-        kind = chunk.wrapper["model_type"]
         raise ConfigError(f"model.lora.targets: of a {kind} model only adapters of attention have a form in PEFT; allowed: q, k, v, proj")
     names = {_module(chunk, one.name) for one in projections(chunk.architecture, chunk.lora)}
     return {"target_modules": "|".join(sorted({re.sub(r"\\\.\d+\\\.", lambda _: r"\.\d+\.", re.escape(name)) for name in names}))}
 
 
+def _kind_around(chunk: Chunk) -> str:
+    """The kind of model of images and text that a text part belongs to; empty for other models."""
+    sees = isinstance(chunk.architecture, SeeingArchitecture)
+    return str((chunk.architecture.hf if sees else chunk.wrapper).get("model_type", ""))
+
+
 def _module(chunk: Chunk, name: str) -> str:
     """transformers' name of a layer in the model that PEFT loads."""
-    return module_name(chunk.wrapper["model_type"], name) if chunk.wrapper else name
+    kind = _kind_around(chunk)
+    return module_name(kind, name) if kind else name
 
 
 def _ending(name: str, parts: int) -> str:

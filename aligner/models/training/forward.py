@@ -114,7 +114,9 @@ def _run(chunks: list[Any], parts: list[MicroBatch], loss_of: Callable[[MicroBat
     def step(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
         part = next(iterator)
         placed = part.placement
-        options = {} if part.images is None else {"images": part.images}
+        options = {}
+        if part.images is not None and (seen := _unwrapped(model).see(part.host, part.images, placed.token_of)) is not None:
+            options["images"] = seen
         if model.config.num_moe_experts:
             options["padding_mask"] = _padding(part, model)
             module, routes = _unwrapped(model), part.routes

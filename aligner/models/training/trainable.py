@@ -140,6 +140,8 @@ class TrainableModel:
         self.topology = topology
         self.chunks = [chunk.to(platform.device()) for chunk in chunks]
         self.micro_batches = MicroBatching(rows=training.micro_batch_size, tokens=training.micro_batch_tokens, packed=training.packing)
+        for chunk in self.chunks:
+            chunk.vision = training.vision
         self.version = 0
         self.guard = training.guard
         self.optimizer: Any = None
@@ -179,8 +181,9 @@ class TrainableModel:
         return chunk
 
     def _prepare_training(self, optimizer: OptimizerConfig, training: Training) -> None:
-        # Of transformers' own modules a parameter may get no gradient, or be read outside of its module's call.
-        overlap = training.overlap and not isinstance(self.chunks[0], WholeChunk)
+        # Of transformers' own modules a parameter may get no gradient, or be read outside of its module's call; a tower gets none from rows
+        # without images.
+        overlap = training.overlap and not any(isinstance(chunk, WholeChunk) or chunk.trains_vision for chunk in self.chunks)
         gathers = overlap and optimizer.distributed and self.topology.dp_size * self.topology.cp_size > 1
         settings = mcore.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,

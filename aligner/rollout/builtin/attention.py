@@ -131,6 +131,15 @@ class PagedKV:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SeenChunk:
+    """The images in a chunk of a prompt that has some."""
+
+    axes: np.ndarray  # int64 [3, tokens]: positions in time, height and width
+    slots: np.ndarray  # int64 [slots]: the tokens of the chunk in whose places features come
+    features: Tensor | None  # [1 + deep layers, slots, H]: what stands there, and what is added behind each of the first layers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillChunk:
     """Consecutive tokens of one sequence that go into the cache in one pass.
 
@@ -143,17 +152,20 @@ class PrefillChunk:
     pages: Sequence[int]
     wants_logits: bool
     seat: int = 0
+    seen: SeenChunk | None = None  # then slots of images hold any token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeBatch:
     """One token of each of B sequences: `tokens` int64 [B]; their `positions` int64 [B], the numbers of tokens in the cache before them;
-    `pages` int32 [B, P], the page tables, padded with 0; `seats` int64 [B], if states are kept by seat."""
+    `pages` int32 [B, P], the page tables, padded with 0; `seats` int64 [B], if states are kept by seat; `rotary` int64 [B], the positions
+    that rotate, if they are others: behind an image they are behind."""
 
     tokens: Tensor
     positions: Tensor
     pages: Tensor
     seats: Tensor | None = None
+    rotary: Tensor | None = None
 
     def slots(self, page_size: int) -> Tensor:
         """Where the tokens go, int64 [B]."""
@@ -184,6 +196,15 @@ class Continued:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SeenTokens:
+    """The images among the flat tokens of a pass, as in `SeenChunk`."""
+
+    axes: Tensor  # int64 [3, N]
+    slots: Tensor  # int64 [slots]
+    features: Tensor | None  # [1 + deep layers, slots, H]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillPlan:
     """The plan of one pass for every layer: N flat tokens, their positions and slots, and the keys that each one attends to."""
 
@@ -195,6 +216,7 @@ class PrefillPlan:
     lengths: tuple[int, ...]  # of the chunks, in order
     seats: Tensor  # int64 [chunks]
     continues: Tensor  # bool [chunks]: whether a chunk continues an earlier one
+    seen: SeenTokens | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,6 +230,7 @@ class DecodePlan:
     bounds: tuple[Tensor, Tensor]  # int32 [B + 1] each: where the queries and keys of each sequence begin, laid one after the other
     visible: Tensor  # bool [B, 1, 1, P * page_size]
     seats: Tensor | None  # int64 [B]
+    rotary: Tensor | None = None  # int64 [B]
 
 
 def plan_prefill(chunks: Sequence[PrefillChunk], page_size: int, device: torch.device) -> PrefillPlan:
@@ -252,6 +275,23 @@ def plan_prefill(chunks: Sequence[PrefillChunk], page_size: int, device: torch.d
         lengths=tuple(len(chunk.tokens) for chunk in chunks),
         seats=upload(np.array([chunk.seat for chunk in chunks], np.int64), device),
         continues=upload(np.array([chunk.start > 0 for chunk in chunks]), device),
+        seen=_seen(chunks, positions, device),
+    )
+
+
+def _seen(chunks: Sequence[PrefillChunk], positions: Sequence[np.ndarray], device: torch.device) -> SeenTokens | None:
+    if not any(chunk.seen for chunk in chunks):
+        return None
+    firsts = np.cumsum([0, *(len(chunk.tokens) for chunk in chunks)])
+    axes = [
+        np.broadcast_to(own, (3, len(own))) if chunk.seen is None else chunk.seen.axes for chunk, own in zip(chunks, positions, strict=True)
+    ]
+    slots = [first + chunk.seen.slots for chunk, first in zip(chunks, firsts, strict=False) if chunk.seen]
+    features = [chunk.seen.features for chunk in chunks if chunk.seen and chunk.seen.features is not None]
+    return SeenTokens(
+        axes=upload(np.concatenate(axes, axis=1), device),
+        slots=upload(np.concatenate(slots), device),
+        features=torch.cat(features, dim=1) if features else None,
     )
 
 
@@ -279,6 +319,7 @@ def plan_decode(batch: DecodeBatch, page_size: int) -> DecodePlan:
         bounds=(begins, F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))),
         visible=(places <= positions[:, None])[:, None, None],
         seats=batch.seats,
+        rotary=batch.rotary,
     )
 
 

@@ -231,8 +231,15 @@ class Decoder:
 
     def _forward(self, tokens: Tensor, plan: PrefillPlan | DecodePlan, cache: PagedKV) -> Tensor:
         """Flat tokens [N] through all layers: [N, H]."""
-        x = self._note(Operation.embedding, -1, self._embed(tokens, plan.positions))
-        rotary = self.rotary.at(plan.positions)
+        seen = plan.seen if isinstance(plan, PrefillPlan) else None
+        x = self._embed(tokens, plan.positions)
+        if seen is not None and seen.features is not None:
+            x.index_copy_(0, seen.slots, seen.features[0].to(x.dtype))
+        x = self._note(Operation.embedding, -1, x)
+        if isinstance(plan, PrefillPlan):
+            rotary = self.rotary.at(plan.positions, None if seen is None else seen.axes)
+        else:
+            rotary = self.rotary.at(plan.positions if plan.rotary is None else plan.rotary)
         fixed = self.fixed_shapes and isinstance(plan, DecodePlan)
         self._recorded = None if cache.routes is None else (cache.routes, plan.slots)
         for number, layer in enumerate(self.weights.layers):
@@ -250,6 +257,8 @@ class Decoder:
                 x = self._note(Operation.attention_residual, number, x + self._normed(attended, layer.post_attention_norm))
                 changed = self._feed_forward(layer, number, self._normed(x, layer.mlp_norm), fixed=fixed)
                 x = x + self._normed(changed, layer.post_mlp_norm)
+            if seen is not None and seen.features is not None and number + 1 < len(seen.features):
+                x = x.index_add(0, seen.slots, seen.features[number + 1].to(x.dtype))
             self._note(Operation.residual, number, x)
         return x
 

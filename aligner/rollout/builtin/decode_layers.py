@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aligner.models.architecture import rope
 from aligner.models.architecture.rope import neighbours_apart
-from aligner.models.config import Architecture, Normalization
+from aligner.models.config import Architecture, Normalization, SeeingArchitecture
 from aligner.models.modules.gated_delta_net import chunked, convolved, gated_norm, split_heads, step, tokens_of
 from aligner.models.modules.router import limited
 from aligner.rollout.builtin.attention import DecodePlan, PrefillPlan, SeatStates
@@ -66,6 +66,7 @@ class Rotary:
 
     def __init__(self, architecture: Architecture, frequencies: Tensor | None, like: Tensor, length: int) -> None:
         self._architecture = architecture
+        self._frequencies, self._dtype = frequencies, like.dtype
 
         def tables(frequencies: Tensor, factor: float) -> Tables:
             """x * cos + roll(x, R/2) * sin rotates the halves, as Megatron does: of the sines those of the first half are negative."""
@@ -77,12 +78,22 @@ class Rotary:
         self.everywhere = None if frequencies is None else tables(frequencies, architecture.rope_attention_factor)
         self._local = tables(rope.frequencies(rope.local(architecture)), 1.0) if local else None
 
-    def at(self, positions: Tensor) -> list[Tables | None]:
-        """For each layer the rows [N, 1, 1, R] of N tokens' positions; None for a layer that rotates nothing."""
+    def at(self, positions: Tensor, axes: Tensor | None = None) -> list[Tables | None]:
+        """For each layer the rows [N, 1, 1, R] of N tokens' positions, or of those [3, N] on several axes; None for a layer that rotates
+        nothing."""
         every, local = (None if both is None else _rows(both, positions) for both in (self.everywhere, self._local))
+        if axes is not None:
+            every = self._of_axes(axes)
         a = self._architecture
         windowed = [local is not None and a.window_of(layer) > 0 for layer in range(a.num_layers)]
         return [(local if windowed[layer] else every) if a.rotates(layer) else None for layer in range(a.num_layers)]
+
+    def _of_axes(self, axes: Tensor) -> Tables:
+        assert isinstance(self._architecture, SeeingArchitecture) and self._frequencies is not None
+        angles = rope.angles_of_axes(axes, self._frequencies.to(axes.device), self._architecture)[:, None, None]
+        cos, sin = (part * self._architecture.rope_attention_factor for part in (angles.cos(), angles.sin()))
+        half = sin.shape[-1] // 2
+        return cos.to(self._dtype), torch.cat([-sin[..., :half], sin[..., half:]], dim=-1).to(self._dtype)
 
     def tempered(self, queries: Tensor, layer: int, positions: Tensor) -> Tensor:
         """Queries [N, groups, queries per group, D] with the temperature of layers without rotary positions."""

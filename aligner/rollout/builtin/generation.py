@@ -30,10 +30,11 @@ from aligner.rollout.builtin.attention import PagedKV, PrefillChunk, upload
 from aligner.rollout.builtin.decode import Decoder
 from aligner.rollout.builtin.running import Ended, Fetch, RunningBatch, Transcript
 from aligner.rollout.builtin.sampling import FusedDraw, Sampler
-from aligner.rollout.builtin.scheduler import Counters, PagePool, Prefix, Response, Scheduler, copies, seat_copies
+from aligner.rollout.builtin.scheduler import Counters, PagePool, Piece, Prefix, Response, Scheduler, SeenPrompt, copies, seat_copies
+from aligner.rollout.builtin.seeing import Eyes
 from aligner.rollout.engine import GenRequest, GenResult, Work
 from aligner.rollout.engine.gate import Gate
-from aligner.types import FinishReason, LogprobKind, Routes, SamplingConfig
+from aligner.types import FinishReason, Images, LogprobKind, Routes, SamplingConfig
 
 _REFILL_PART = 8  # prompts are computed when this part of the seats is free, or all that wait can have one
 
@@ -55,6 +56,7 @@ class Generation:
     fused_draw: FusedDraw | None = None  # the sampler's kernel, for sampling that nothing reshapes
     pauses: Gate | None = None  # asked before each step that begins no prompt; None: the weights never change
     recompute: bool = False  # after new weights, compute keys and values of running responses again
+    eyes: Eyes | None = None  # of a model that sees
     keep_cache: bool = False  # keep the cache's memory from one generation to the next, until `release`
     counters: Counters = field(default_factory=Counters, init=False)  # of the last run
     _kept: PagedKV | None = field(default=None, init=False)  # between two generations
@@ -107,7 +109,9 @@ class _Loop:
         )
         max_pages = -(-decoder.max_sequence_length // page_size)
         max_length = self._limit(0)
-        self.running = RunningBatch(num_seats=num_seats, max_length=max_length, max_pages=max_pages, page_size=page_size, device=device)
+        self.running = RunningBatch(
+            num_seats=num_seats, max_length=max_length, max_pages=max_pages, page_size=page_size, device=device, sees=owner.eyes is not None
+        )
         self.transcript = Transcript(num_seats=num_seats, max_length=max_length, raw=sampling.raw_logprobs)
         self.under_way: deque[Fetch] = deque()
         self.finished: list[Ended] = []
@@ -167,9 +171,17 @@ class _Loop:
             limit = self._limit(len(request.tokens), request.limit)
             self._check(request, limit)
             self.most_pages = max(self.most_pages, self.scheduler.pool.pages_for(len(request.tokens) + limit - 1))
-            self.scheduler.arrive(request, limit)
+            self.scheduler.arrive(request, limit, self._look(request))
         if requests:
             self._provide()
+
+    def _look(self, request: GenRequest) -> SeenPrompt | None:
+        if self.owner.eyes is not None:
+            return self.owner.eyes.look(request)
+        if Images.name in request.extras and Images.digests(request.extras[Images.name]):
+            wanted = "allowed: model.images=true, or model.implementation=transformers"
+            raise EngineError(f"request {request.index}: has images, which the policy's layers do not read; {wanted}")
+        return None
 
     def _limit(self, prompt_length: int, own: int | None = None) -> int:
         """The most tokens of a response; `own` is the request's limit."""
@@ -227,16 +239,7 @@ class _Loop:
         """Put the next pieces of prompts into the cache, and draw for the responses whose prompts are complete."""
         pieces = self.scheduler.next_pieces()
         if pieces:
-            chunks = [
-                PrefillChunk(
-                    tokens=piece.prefix.tokens[piece.start : piece.end],
-                    start=piece.start,
-                    pages=piece.prefix.pages,
-                    wants_logits=piece.is_last,
-                    seat=piece.prefix.waiting[0].seat,
-                )
-                for piece in pieces
-            ]
+            chunks = [self._chunk(piece) for piece in pieces]
             self.counters.prefill_passes += 1
             logits = self.decoder.prefill(chunks, self.cache)
             complete = [piece.prefix for piece in pieces if piece.is_last]
@@ -247,6 +250,14 @@ class _Loop:
             self.scheduler.forget_surplus()
         if ready:
             self._begin(ready)
+
+    def _chunk(self, piece: Piece) -> PrefillChunk:
+        prefix, seen, tokens = piece.prefix, None, piece.prefix.tokens[piece.start : piece.end]
+        if prefix.seen is not None and self.owner.eyes is not None:
+            seen = self.owner.eyes.chunk(prefix.seen, piece.start, piece.end)
+            tokens = tuple(max(token, 0) for token in tokens)
+        where = {"pages": prefix.pages, "seat": prefix.waiting[0].seat}
+        return PrefillChunk(tokens=tokens, start=piece.start, wants_logits=piece.is_last, seen=seen, **where)
 
     def _copy_pages(self, pairs: list[tuple[Prefix, Response]]) -> None:
         sources, targets = copies(pairs)

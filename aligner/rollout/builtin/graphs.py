@@ -53,6 +53,9 @@ class DecodeGraphs:
         inputs.positions[:rows].copy_(batch.positions)
         inputs.pages[:rows, :columns].copy_(batch.pages)
         inputs.positions[rows:].zero_()
+        if inputs.rotary is not None and batch.rotary is not None:  # all batches of a model have it, or none
+            inputs.rotary[:rows].copy_(batch.rotary)
+            inputs.rotary[rows:].zero_()
         inputs.pages[rows:].fill_(cache.scratch_page)
         replay()
         return logits[:rows]
@@ -70,6 +73,7 @@ class DecodeGraphs:
             tokens=batch.tokens.new_zeros(size[0]),
             positions=batch.positions.new_zeros(size[0]),
             pages=batch.pages.new_full(size, cache.scratch_page),
+            rotary=None if batch.rotary is None else batch.rotary.new_zeros(size[0]),
         )
         logits = self._logits_of(size[0], batch.tokens.device)
         return inputs, self._capture(lambda: self.step(inputs, cache, logits)), logits

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
-from aligner.models.config import PositionEmbedding
+from aligner.models.config import PositionEmbedding, SeeingArchitecture
 from aligner.models.modules.build import LanguageModel
 from aligner.parallel import platform
 from aligner.protocols import Replica
@@ -17,6 +17,7 @@ from aligner.rollout.builtin.batch_invariant import BatchInvariantDecoder
 from aligner.rollout.builtin.decode import Decoder
 from aligner.rollout.builtin.generation import Generation
 from aligner.rollout.builtin.refit import MIB, rollout_weights
+from aligner.rollout.builtin.seeing import Eyes
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import Capabilities, GenResult, Memory, Work
 from aligner.rollout.engine.gate import Gate
@@ -65,8 +66,12 @@ class MegatronEngine:
             records_routes=config.records_routes,
             float32_logits=chunk.float32_logits,
         )
+        self.eyes: Eyes | None = None
+        if isinstance(chunk.architecture, SeeingArchitecture):
+            self.eyes = Eyes(chunk, self.weights.named, apart=config.asynchronous.max_staleness > 0)
         self.generation = Generation(
             decoder=self.decoder,
+            eyes=self.eyes,
             max_batch_size=config.max_batch_size,
             kv_cache_tokens=config.kv_cache_tokens,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
@@ -90,6 +95,8 @@ class MegatronEngine:
             chunk.settle()
         num_bytes = self.weights.fill()
         self.decoder.refitted()
+        if self.eyes is not None:
+            self.eyes.forget()
         self.version = version
         platform.synchronize()
         return num_bytes

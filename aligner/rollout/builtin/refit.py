@@ -49,6 +49,11 @@ class TrainingWeights:
         self.model: ModelWeights = by_role(self._named, chunk.architecture)
         self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=groups.tp)
 
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """All weights by their global names."""
+        return self._named
+
     def allocate(self) -> None:
         """They are always there."""
 
@@ -72,6 +77,10 @@ class SnapshotWeights(TrainingWeights):
         self.model = by_role(self._tensors, chunk.architecture)
         # A group of their own: in training's the collectives of the two threads would meet.
         self.shards = replace(self.shards, group=block_group(self.shards.count))
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        return self._tensors
 
     @torch.no_grad()
     def fill(self) -> int:
@@ -111,6 +120,11 @@ class OwnWeights:
         self._storages = {storage._cdata: (storage, storage.nbytes()) for storage in storages}  # experts may share one
         self._training = HostMemory(kept=lambda: weight_storage(chunks)) if takes_turns else None
         self.model: ModelWeights = by_role(self._tensors, architecture)
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """All weights of this rank by their global names."""
+        return self._tensors
 
     def allocate(self) -> None:
         """Allocate the memory again, with any contents."""

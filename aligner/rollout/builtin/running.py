@@ -24,13 +24,17 @@ class RunningBatch:
     Arrays that steps under way may still read are replaced, never changed in place.
     """
 
-    def __init__(self, *, num_seats: int, max_length: int, max_pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, num_seats: int, max_length: int, max_pages: int, page_size: int, device: torch.device, sees: bool = False
+    ) -> None:
         self.responses: list[Response] = []
+        self._sees = sees  # positions that rotate are told apart
         self.seats = torch.zeros(0, dtype=torch.int64, device=device)
         self._positions = np.zeros(0, np.int64)  # of the tokens drawn last
         self._last_positions = np.zeros(0, np.int64)  # of the last possible token of each response
         self._offsets = np.zeros(0, np.int64)  # from a token's position to its place in the transcript
         self._seats = np.zeros(0, np.int64)
+        self._shifts = np.zeros(0, np.int64)  # from positions to those that rotate
         self._tokens = torch.zeros(0, dtype=torch.int64, device=device)
         self._max_length = max_length
         self._tables = np.zeros((num_seats, max_pages), np.int32)  # pages by seat
@@ -47,8 +51,8 @@ class RunningBatch:
         for response in responses:
             self._tables[response.seat, : len(response.pages)] = response.pages
         new = np.array([self._facts(response) for response in responses], np.int64).T
-        old = np.stack([self._positions, self._last_positions, self._offsets, self._seats])
-        self._positions, self._last_positions, self._offsets, self._seats = np.concatenate([old, new], axis=1)
+        old = np.stack([self._positions, self._last_positions, self._offsets, self._seats, self._shifts])
+        self._positions, self._last_positions, self._offsets, self._seats, self._shifts = np.concatenate([old, new], axis=1)
         self.responses = [*self.responses, *responses]
         self._tokens = torch.cat([self._tokens, draw.tokens])
         self.seats = torch.cat([self.seats, seats])
@@ -80,7 +84,8 @@ class RunningBatch:
         """The decoder's next inputs."""
         tables = self._tables[self._seats, : self._longest // self._page_size + 1]
         positions, pages = upload(self._positions, self._device), upload(tables, self._device)
-        return DecodeBatch(tokens=self._tokens, positions=positions, pages=pages, seats=self.seats)
+        rotary = upload(self._positions + self._shifts, self._device) if self._sees else None
+        return DecodeBatch(tokens=self._tokens, positions=positions, pages=pages, seats=self.seats, rotary=rotary)
 
     def advance(self, draw: Draw) -> Fetch:
         """Every row has one more token."""
@@ -96,15 +101,15 @@ class RunningBatch:
             return 0
         return int(self._positions[self.responses.index(response)]) - len(response.request.tokens) + 1
 
-    def _facts(self, response: Response) -> tuple[int, int, int, int]:
-        """A new row's position, last position, offset and seat."""
-        prompt = len(response.request.tokens)
-        return len(response.tokens), prompt + response.limit - 1, response.seat * self._max_length - prompt, response.seat
+    def _facts(self, response: Response) -> tuple[int, int, int, int, int]:
+        """A new row's position, last position, offset, seat and shift."""
+        prompt, shift = len(response.request.tokens), 0 if response.seen is None else response.seen.shift
+        return len(response.tokens), prompt + response.limit - 1, response.seat * self._max_length - prompt, response.seat, shift
 
     def _keep(self, rows: np.ndarray) -> None:
         self.responses = [self.responses[row] for row in rows.tolist()]
         self._positions, self._last_positions = self._positions[rows], self._last_positions[rows]
-        self._offsets, self._seats = self._offsets[rows], self._seats[rows]
+        self._offsets, self._seats, self._shifts = self._offsets[rows], self._seats[rows], self._shifts[rows]
         index = upload(rows, self._device)
         self._tokens, self.seats = self._tokens[index], self.seats[index]
         self._summarise()
@@ -162,7 +167,7 @@ class Transcript:
     def interrupt(self, response: Response, length: int) -> None:
         """The response is about to lose its seat: its `length` tokens are recomputed before it continues."""
         self._saved[response.arrival] = sampled = [row.copy() for row in self._sampled(response, length)]
-        response.tokens = (*response.request.tokens, *sampled[0].tolist())
+        response.tokens = (*response.prompt_keys, *sampled[0].tolist())
 
     def record(self, fetch: Fetch) -> list[Ended]:
         """Store a step's draws; returns the responses that they ended.

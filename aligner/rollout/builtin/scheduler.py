@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from aligner.rollout.engine import GenRequest
@@ -26,7 +27,8 @@ class PagePool:
     """`num_pages` pages of `page_size` tokens each, counted by their users; a page without users is free.
 
     Whole pages of tokens may be published: a sequence that begins with the same tokens finds them. The tokens themselves are compared, not
-    hashes. The key of a published page is the page before it, which cannot be reused meanwhile: a user of a page uses all pages before it.
+    hashes; for images, what `aligner.rollout.builtin.seeing` puts in their places. The key of a published page is the page before it, which
+    cannot be reused meanwhile: a user of a page uses all pages before it.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, shares: bool = True) -> None:
@@ -115,6 +117,22 @@ NO_SEAT = -1
 KEPT_PREFIXES = 4  # for later sequences to start from: requests of one prompt arrive together
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SeenPrompt:
+    """The images of a prompt."""
+
+    keys: tuple[int, ...]  # its tokens; in slots of images numbers below zero
+    digests: tuple[str, ...]
+    feature_of: np.ndarray  # int64 [tokens]: the feature of all images that stands there; -1: none
+    axes: np.ndarray  # int64 [3, tokens]: positions
+    shift: int  # from a later token's number to its position
+
+    def axes_of(self, start: int, end: int) -> np.ndarray:
+        """Positions int64 [3, end - start] of tokens of the prompt and what follows it."""
+        behind = np.arange(self.axes.shape[1], max(end, self.axes.shape[1])) + self.shift
+        return np.concatenate([self.axes, np.broadcast_to(behind, (3, len(behind)))], axis=1)[:, start:end]
+
+
 @dataclass(slots=True, eq=False)
 class Response:
     """An unfinished response."""
@@ -122,11 +140,19 @@ class Response:
     arrival: int
     request: GenRequest
     limit: int  # its most tokens
-    tokens: tuple[int, ...]  # must be in the cache before it continues: the prompt, and the tokens sampled before it lost its seat
+    tokens: tuple[
+        int, ...
+    ]  # keys of what must be in the cache before it continues: the prompt, and what it sampled before it lost its seat
     pages: list[int] = field(default_factory=list)
     seat: int = NO_SEAT
     versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, version) of each stretch from the same weights
     routes: Tensor | None = None  # [tokens, layers, k] of the first tokens, if recorded: from before it lost its seat, or from its end
+    seen: SeenPrompt | None = None  # the images of its prompt
+
+    @property
+    def prompt_keys(self) -> tuple[int, ...]:
+        """The prompt as the cache knows it."""
+        return self.request.tokens if self.seen is None else self.seen.keys
 
     def sampled_by(self, version: int, start: int) -> None:
         """`version` samples the response from token `start` on."""
@@ -146,6 +172,7 @@ class Prefix:
     tokens: tuple[int, ...]
     pages: list[int]
     computed: int  # tokens in the cache, or in the planned pass
+    seen: SeenPrompt | None = None  # their images
     waiting: list[Response] = field(default_factory=list)
     is_claimed: bool = False  # some response writes into the last page
     logits: Tensor | None = None  # float32 [V], after the last token
@@ -196,9 +223,10 @@ class Scheduler:
     def num_free_seats(self) -> int:
         return len(self._free_seats)
 
-    def arrive(self, request: GenRequest, limit: int) -> None:
-        """Queue a new request."""
-        self.waiting.append(Response(arrival=self.num_arrived, request=request, limit=limit, tokens=request.tokens))
+    def arrive(self, request: GenRequest, limit: int, seen: SeenPrompt | None = None) -> None:
+        """Queue a new request; `seen` are its images."""
+        keys = request.tokens if seen is None else seen.keys
+        self.waiting.append(Response(arrival=self.num_arrived, request=request, limit=limit, tokens=keys, seen=seen))
         self.num_arrived += 1
 
     def admit(self) -> list[tuple[Prefix, Response]]:
@@ -292,7 +320,7 @@ class Scheduler:
         """
         if len(response.versions) > 1:
             return
-        in_cache = (*response.request.tokens, *sampled[:-1])  # the last token was never computed
+        in_cache = (*response.prompt_keys, *sampled[:-1])  # the last token was never computed
         if count := self.pool.publish(in_cache, response.pages):
             self.pool.share(response.pages[:count])
             self._turns.append(response.pages[:count])
@@ -325,7 +353,7 @@ class Scheduler:
         """Give the response the pages of a prefix with the same tokens, which is made if needed."""
         prefix = self._prefixes.get(response.tokens)
         if prefix is None:
-            prefix = self._begin(response.tokens)
+            prefix = self._begin(response.tokens, response.seen)
         else:
             self._prefixes.move_to_end(response.tokens)
             self.counters.shared_tokens += len(response.tokens)
@@ -339,14 +367,14 @@ class Scheduler:
         prefix.is_claimed = True
         return prefix
 
-    def _begin(self, tokens: tuple[int, ...]) -> Prefix:
+    def _begin(self, tokens: tuple[int, ...], seen: SeenPrompt | None) -> Prefix:
         """Pages for these tokens. Others find them from now on, and come later in the queue for the computation."""
         shared = self.pool.find(tokens)
         self.pool.share(shared)
         pages = shared + self.pool.allocate(self.pool.pages_for(len(tokens)) - len(shared))
         self.pool.publish(tokens, pages)
         self.counters.shared_tokens += len(shared) * self.pool.page_size
-        prefix = Prefix(tokens=tokens, pages=pages, computed=len(shared) * self.pool.page_size)
+        prefix = Prefix(tokens=tokens, pages=pages, computed=len(shared) * self.pool.page_size, seen=seen)
         self._prefixes[tokens] = prefix
         self.prefilling.append(prefix)
         return prefix

@@ -19,6 +19,8 @@ from aligner.errors import EngineError
 from aligner.models.config import Architecture
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import hf_shapes
+from aligner.models.families.own_modules import outline
+from aligner.models.families.wrappers import TOWER
 
 _SHOWN = 3  # names in a message
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -77,6 +79,8 @@ def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     a = architecture
+    if name.startswith(TOWER):
+        return tuple(outline(architecture).model.get_parameter(name).shape)
     inner = a.ffn_hidden_size
     if ".local_experts." in name or ".shared_experts." in name:
         inner = a.expert_ffn_hidden_size if ".local_experts." in name else a.shared_ffn_hidden_size

@@ -15,11 +15,13 @@ from aligner.errors import ConfigError
 from aligner.files import conf_directory
 from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Activation, Architecture, Layers, ModelConfig, PositionEmbedding
+from aligner.models.create import read_architecture
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.modules.build import build_language_model
 from aligner.models.modules.fusions import choose_layers
 from aligner.models.modules.layers import ZeroCenteredLayerNorm
 from aligner.models.modules.megatron_config import transformer_config
+from aligner.models.modules.vision import make_tower
 from aligner.parallel import mcore
 from aligner.parallel.topology import ParallelConfig
 from aligner.settings.compose import from_yaml
@@ -34,6 +36,8 @@ PUBLISHED = {
     "qwen2_5_72b": 72_706_203_648,
     "qwen3_4b": 4_022_468_096,
     "qwen3_8b": 8_190_735_360,
+    "qwen3_vl_8b": 8_767_123_696,
+    "qwen2_5_vl_72b": 73_410_777_344,
     "deepseek_v3": 671_026_419_200,
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
@@ -61,7 +65,17 @@ def test_every_shipped_size_is_counted_here():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_count_is_the_published_one(name, topology):
-    assert of_two_kinds(shipped(name).architecture) == PUBLISHED[name]
+    assert of_two_kinds(shipped(name).architecture) + in_tower(name) == PUBLISHED[name]
+
+
+def in_tower(name: str) -> int:
+    """Parameters of the vision tower; 0 for a model without one."""
+    model = shipped(name)
+    if not model.images:
+        return 0
+    architecture = read_architecture(model, vocab_size=0)
+    with torch.device("meta"):
+        return sum(p.numel() for p in make_tower(architecture, model, torch.float32).parameters())
 
 
 def of_two_kinds(architecture: Architecture) -> int:

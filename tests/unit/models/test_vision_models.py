@@ -10,12 +10,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from model_steps import adam, same, save, weights_of
 from own_models import VISION
 from safetensors.torch import load_file
-from torch import Tensor
-from vision_models import Rows, encoded, write_seeing
+from vision_rows import Rows, encoded, greedy_tokens, plain, reference, seeing_directory
 
 from aligner.data.collate import rollout_batch
 from aligner.data.tokenizer import load_tokenizer
@@ -46,35 +44,7 @@ def load_seeing(load_policy) -> Callable[..., Any]:
     return load
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            write_seeing(name, made[name])
-        return made[name]
-
-    return make
-
-
-def plain(model: Any, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs of `transformers`, one row at a time, and the gradients of their mean."""
-    batch = rows.batch()
-    found, total = torch.zeros(batch.tokens.shape), 0.0
-    for row, length in enumerate(batch.lengths.tolist()):
-        logits = model(**rows.given(row, model), use_cache=False).logits[0].float()
-        logprobs = logits.log_softmax(-1)[:-1].gather(1, batch.tokens[row, 1:length, None])[:, 0] * batch.loss_mask[row, 1:length]
-        found[row, 1:length] = logprobs.detach()
-        total = total - logprobs.sum()
-    if total.requires_grad:
-        (total / batch.loss_mask.sum()).backward()
-    return found, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def reference(directory: Path) -> Any:
-    return transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+directory = pytest.fixture(scope="module")(seeing_directory)
 
 
 @pytest.mark.parametrize("name", VISION)
@@ -111,17 +81,6 @@ def test_greedy_tokens_are_those_of_generate(name: str, directory, load_seeing) 
     assert len(rollouts) == len(prompts)
     for rollout in rollouts:
         assert list(rollout.response) == greedy_tokens(rows, rollout.prompt.id, model, greedy.max_response_length)
-
-
-def greedy_tokens(rows: Rows, row: int, model: Any, number: int) -> list[int]:
-    """By a whole pass for each. With its cache and a row of slots alone, `generate` of Qwen's models leaves the greedy path."""
-    before, found = rows.tokens[row], []
-    while len(found) < number and found[-1:] != [rows.end]:
-        rows.tokens[row] = before + found
-        with torch.no_grad():
-            found.append(int(model(**rows.given(row, model), use_cache=False).logits[0, -1].argmax()))
-    rows.tokens[row] = before
-    return found
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm"])

@@ -120,7 +120,7 @@ Cache = _structure("Cache", **dict.fromkeys(("q_norm", "q_norm_bias", "k_norm", 
 Step = _structure(
     "Step",
     **dict.fromkeys(("rows", "columns", "room"), _size),
-    **dict.fromkeys(("positions", "pages", "mixed", "attended", "scores"), _pointer),
+    **dict.fromkeys(("positions", "rotary", "pages", "mixed", "attended", "scores"), _pointer),
 )
 
 
@@ -303,8 +303,10 @@ class NativeDecode:
         self._look_up(cache, vocabulary)
         buffers = self._room_for(rows, threads)
         positions, pages = batch.positions.contiguous(), batch.pages.contiguous()
+        rotary = positions if batch.rotary is None else batch.rotary.contiguous()
         step = buffers.step
         step.rows, step.columns, step.positions, step.pages = rows, pages.shape[1], positions.data_ptr(), pages.data_ptr()
+        step.rotary = rotary.data_ptr()
         buffers.view("x", rows).copy_(self._embed(batch.tokens, positions))
         delta: tuple[int | None, int | None] = (None, None)
         for layer in self._layers:

@@ -17,6 +17,7 @@ static void rotate(const Model *model, const float *cosines, const float *sines,
 /* Queries in place, keys and values of one row into its page. */
 static void prepare(const Model *model, const Cache *cache, const Step *step, const float *bias, int64_t row) {
     int64_t size = model->head_dim, heads = model->queries + 2, position = step->positions[row];
+    const int64_t turned = step->rotary[row] * model->rotated;
     int64_t page = step->pages[row * step->columns + position / model->page_size];
     int64_t slot = page * model->page_size + position % model->page_size;
     float scale = 1.0f / sqrtf((float)size);
@@ -28,7 +29,7 @@ static void prepare(const Model *model, const Cache *cache, const Step *step, co
             int is_key = head == model->queries;
             const float *weight = is_key ? cache->k_norm : cache->q_norm;
             if (weight) normalize(model, size, x, weight, is_key ? cache->k_norm_bias : cache->q_norm_bias, x);
-            if (model->rotated) rotate(model, model->cosines + position * model->rotated, model->sines + position * model->rotated, x);
+            if (model->rotated) rotate(model, model->cosines + turned, model->sines + turned, x);
             for (int64_t i = 0; !is_key && i < size; i++) x[i] *= scale;
         }
         int64_t place = (slot * model->groups + group) * size;

@@ -25,6 +25,7 @@ typedef struct { /* one layer's norms of queries and keys (NULL: none), and its 
 typedef struct { /* the rows of a decode step */
     int64_t rows, columns, room; /* room: floats of `scores` for each thread */
     const int64_t *positions;    /* [rows] */
+    const int64_t *rotary;       /* [rows]: the positions that rotate */
     const int32_t *pages;        /* [rows, columns] */
     float *mixed, *attended;     /* [rows, groups, queries + 2, head_dim], [rows, groups, queries, head_dim] */
     float *scores;

@@ -1,0 +1,111 @@
+"""Rows with no, one and two images in every layout: the single process's log-probs, losses, gradients (the tower's too) and two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layout_models import assert_close, assert_metrics, exported, gradients, train_step
+from ranks import joined, laid_out
+from vision_models import write_seeing
+from vision_rows import Rows
+
+from aligner.losses.sft import sft_loss
+from aligner.models.config import Dtype, ModelConfig
+from aligner.models.create import create_policy, read_architecture
+from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.training.trainable import Training
+from aligner.parallel.collectives import gather_objects
+from aligner.parallel.topology import ParallelConfig
+from aligner.rollout.config import RolloutConfig
+from aligner.rollout.create import create_engine
+from aligner.types import Images, Prompt, SamplingConfig
+
+SP = {"tp": 2, "sequence_parallel": True}
+PACKED = {"packing": True, "micro_batch_tokens": 64}
+SHARED = PACKED | {"share_prompts": True}
+NAMES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")  # the last has delta nets, which context parallelism does not split
+LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {  # (models, fields of ParallelConfig, of ModelConfig)
+    "tp2": (NAMES, {"tp": 2}, {}),
+    "tp2_sp": (NAMES, SP, {}),
+    "tp2_sp_packed_recompute": (NAMES, SP, PACKED | {"recompute": "full"}),
+    "tp2_shared_prompts": (NAMES[:2], {"tp": 2}, SHARED),
+    "cp2": (NAMES[:2], {"cp": 2}, {}),
+    "cp2_packed": (NAMES[:2], {"cp": 2}, PACKED),
+    "pp2": (NAMES, {"pp": 2}, {}),
+    "pp2_packed_recompute": (NAMES[:2], {"pp": 2}, PACKED | {"recompute": "full"}),
+    "dp2": (NAMES, {}, {}),
+}
+
+
+def start(directory: Path, topology: Any, parallel: dict[str, Any], fields: dict[str, Any]) -> tuple[Rows, Any]:
+    rows, sizes = Rows(directory.name, directory), {"make_vocab_divisible_by": 8, "logits_chunk_size": 16, "micro_batch_size": 1}
+    model = ModelConfig(path=str(directory), dtype=Dtype.float32, images=True, freeze=[], **(sizes | fields))
+    packed = {name: fields[name] for name in SHARED if name in fields}
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, clip_grad=0.5, eps=1e-4, distributed=False)
+    training = Training(optimizer=optimizer, total_steps=10, micro_batch_size=1, vision=rows.vision, **packed)
+    return rows, create_policy(model, read_architecture(model, vocab_size=0), ParallelConfig(**parallel), topology, training)
+
+
+def sample(rows: Rows, policy: Any, tp: int) -> dict[int, tuple[int, ...]]:
+    """Responses to the rows, from the engine's weights in this or another layout."""
+    images = [{"images": Images.of(own)} if own else {} for own in rows.images]
+    prompts = [Prompt(tokens=tuple(own), id=row, source="test", extras=images[row]) for row, own in enumerate(rows.tokens)]
+    sampling = SamplingConfig(max_response_length=8)
+    engine = create_engine(policy, RolloutConfig(max_batch_size=3, tp=tp, sampling=sampling), eos_id=rows.end)
+    own = {one.prompt.id: tuple(one.response) for part in engine.generate(prompts, list(range(len(prompts))), sampling) for one in part}
+    return {row: response for part in gather_objects(own) for row, response in part.items()}
+
+
+def train(directory: Path, topology: Any, parallel: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    rows, policy = start(directory, topology, parallel, fields)
+    found: dict[str, Any] = {"logprobs": policy.logprobs(rows.batch()), "first": train_step(policy, rows.batch(), sft_loss)}
+    found["gradients"] = gradients(policy.model.chunks)
+    found |= {"second": train_step(policy, rows.batch(), sft_loss), "weights": exported(policy.model.chunks)}
+    return found | {"responses": [sample(rows, policy, tp) for tp in (0, *([1] if parallel.get("tp") else []))]}
+
+
+def in_every_layout(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    found = {}
+    with joined():
+        for layout, (names, parallel, fields) in LAYOUTS.items():
+            with laid_out(parallel, seed=1) as topology:
+                found |= {(layout, name): train(folder / name, topology, parallel, fields) for name in names}
+        return found if dist.get_rank() == 0 else {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models whose first stages of two have all layers behind which DeepStack adds something."""
+    made = tmp_path_factory.mktemp("seeing")
+    layers = {"qwen3_5": {"layer_types": ["linear_attention", "full_attention"] * 2}}
+    for name in NAMES:
+        write_seeing(name, made / name, num_hidden_layers=4, **layers.get(name, {}))
+    return made
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path, topology) -> dict[str, dict[str, Any]]:
+    return {name: train(folder / name, topology, {}, {}) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def many(folder: Path, on_ranks) -> dict[tuple[str, str], dict[str, Any]]:
+    return on_ranks(in_every_layout, 2, folder)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_images_equal_the_single_process(layout: str, one, many) -> None:
+    for name in LAYOUTS[layout][0]:
+        expected, got = one[name], many[layout, name]
+        torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=1e-5, atol=2e-5)
+        for step in ("first", "second"):
+            assert_metrics(got[step], expected[step])
+        for responses in got["responses"]:
+            assert responses == expected["responses"][0]
+        assert sum("visual" in tensor for tensor in got["gradients"]) > 20
+        for kind, atol in (("gradients", 1e-5), ("weights", 1e-5)):
+            assert_close(got[kind], expected[kind], atol=atol)
