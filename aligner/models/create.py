@@ -168,7 +168,7 @@ def training(
         router_z_loss_coef=config.router_z_loss_coef,
         guard=guard or Guard(GuardConfig()),
         replay_routes=replay_routes,
-        vision=vision,
+        sees=vision,
     )
 
 

@@ -44,7 +44,7 @@ def seeing_steps(topology: Any, directory: Path) -> tuple[list, dict[str, torch.
     rows = Rows(SEES, directory)
     own = Implementation.transformers
     model = ModelConfig(path=str(directory), implementation=own, dtype=Dtype.float32, micro_batch_size=1, freeze=[])
-    training = Training(optimizer=adam(distributed=True), total_steps=10, micro_batch_size=1, vision=rows.vision)
+    training = Training(optimizer=adam(distributed=True), total_steps=10, micro_batch_size=1, sees=rows.vision)
     policy = create_policy(model, read_architecture(model, vocab_size=0), ParallelConfig(), topology, training)
     metrics = [{name: one.value() for name, one in policy.train_step(rows.batch(), sft_loss).items()} for _ in range(2)]
     policy.model.settle()

@@ -46,7 +46,7 @@ def start(directory: Path, topology: Any, parallel: dict[str, Any], fields: dict
     model = ModelConfig(path=str(directory), dtype=Dtype.float32, images=True, freeze=[], **(sizes | fields))
     packed = {name: fields[name] for name in SHARED if name in fields}
     optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, clip_grad=0.5, eps=1e-4, distributed=False)
-    training = Training(optimizer=optimizer, total_steps=10, micro_batch_size=1, vision=rows.vision, **packed)
+    training = Training(optimizer=optimizer, total_steps=10, micro_batch_size=1, sees=rows.vision, **packed)
     return rows, create_policy(model, read_architecture(model, vocab_size=0), ParallelConfig(**parallel), topology, training)
 
 

@@ -86,10 +86,11 @@ class HFChunk(MegatronModule):
         _keep_buffers(self.hf)
         self._backbone = [self.hf.get_decoder() if is_multimodal(self.hf) else self.hf.base_model]  # in a list: no second name
         self.vision: Vision | None = None  # reads the images of rows
-        if is_multimodal(self.hf):
-            for name, parameter in self.hf.named_parameters():
-                part = part_of(name, self.hf)
-                parameter.requires_grad_(parameter.requires_grad and part is not None and part not in model.freeze)
+        self.trains_vision = False
+        for name, parameter in self.hf.named_parameters() if is_multimodal(self.hf) else ():
+            part = part_of(name, self.hf)
+            parameter.requires_grad_(parameter.requires_grad and part is not None and part not in model.freeze)
+            self.trains_vision |= parameter.requires_grad and part is not Part.text
         if head is not None:
             self._drop_vocabulary()
             self.score_head = linear_head(head, architecture.hidden_size, torch.device("cpu"))

@@ -55,7 +55,7 @@ class Training:
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
     replay_routes: bool = False  # those that a batch has; else they are only compared with the router's own
-    vision: Vision | None = None  # reads the images of rows
+    sees: Vision | None = None  # reads the images of rows
     guard: Guard = field(default_factory=lambda: Guard(GuardConfig()))  # against updates that are not finite
     overlap: bool = field(default_factory=torch.cuda.is_available)  # replicas exchange gradients and weights while they compute
 
@@ -141,7 +141,7 @@ class TrainableModel:
         self.chunks = [chunk.to(platform.device()) for chunk in chunks]
         self.micro_batches = MicroBatching(rows=training.micro_batch_size, tokens=training.micro_batch_tokens, packed=training.packing)
         for chunk in self.chunks:
-            chunk.vision = training.vision
+            chunk.vision = training.sees
         self.version = 0
         self.guard = training.guard
         self.optimizer: Any = None

@@ -80,7 +80,7 @@ RECORD = {
 class Characters:
     """One id per character."""
 
-    bos_id, begin_ids, eos_id, path = 1, (1,), 2, "x"
+    bos_id, begin_ids, eos_id, path, vision = 1, (1,), 2, "x", None
 
     def protected(self, text: str) -> str:
         return text

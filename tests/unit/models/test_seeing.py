@@ -54,7 +54,7 @@ def load(directory, load_policy):
     def make(name: str, fields: dict[str, Any], **options: Any) -> tuple[Rows, Any]:
         rows = Rows(name, directory(name))
         own = {key: value for key, value in fields.items() if key in ("packing", "micro_batch_tokens", "share_prompts")}
-        training = {"micro_batch_size": 2, "total_steps": 10, "vision": rows.vision} | own
+        training = {"micro_batch_size": 2, "total_steps": 10, "sees": rows.vision} | own
         return rows, load_policy(directory(name), config=fields, training=training, **options)
 
     return make

@@ -50,7 +50,7 @@ directory = pytest.fixture(scope="module")(seeing_directory)
 @pytest.mark.parametrize("name", VISION)
 def test_log_probs_and_gradients_of_every_part_are_those_of_transformers(name: str, directory, load_seeing) -> None:
     rows = Rows(name, directory(name))
-    training = {"micro_batch_size": 2, "total_steps": 10, "vision": rows.vision}
+    training = {"micro_batch_size": 2, "total_steps": 10, "sees": rows.vision}
     policy = load_seeing(directory(name), config={"freeze": []}, training=training, optimizer=adam(clip_grad=0.0))
     logprobs, gradients = plain(reference(directory(name)), rows)
     assert torch.allclose(policy.logprobs(rows.batch()), logprobs, atol=2e-5)
@@ -71,7 +71,7 @@ def test_log_probs_and_gradients_of_every_part_are_those_of_transformers(name: s
 @pytest.mark.parametrize("name", VISION)
 def test_greedy_tokens_are_those_of_generate(name: str, directory, load_seeing) -> None:
     rows = Rows(name, directory(name))
-    policy = load_seeing(directory(name), training={"vision": rows.vision})
+    policy = load_seeing(directory(name), training={"sees": rows.vision})
     prompts = rows.prompts()
     greedy = SamplingConfig(max_response_length=10, temperature=0.0)
     config = RolloutConfig(max_batch_size=3, sampling=SamplingConfig(max_response_length=10))
@@ -88,7 +88,7 @@ def test_a_resumed_run_continues_bit_for_bit_and_its_export_has_the_frozen_parts
     name: str, directory, load_seeing, tmp_path
 ) -> None:
     rows = Rows(name, directory(name))
-    options: dict[str, Any] = {"config": {"freeze": [Part.vision]}, "training": {"total_steps": 10, "vision": rows.vision}}
+    options: dict[str, Any] = {"config": {"freeze": [Part.vision]}, "training": {"total_steps": 10, "sees": rows.vision}}
     whole, first, resumed = (load_seeing(directory(name), optimizer=adam(), **options) for _ in range(3))
     for policy, steps in ((whole, 4), (first, 2)):
         for _ in range(steps):
@@ -109,7 +109,7 @@ def test_a_resumed_run_continues_bit_for_bit_and_its_export_has_the_frozen_parts
 def test_adapters_of_every_part_are_pefts(name: str, directory, load_seeing, tmp_path: Path) -> None:
     rows = Rows(name, directory(name))
     lora = LoraConfig(rank=4, alpha=8.0, parts=list(Part))
-    training = {"total_steps": 10, "vision": rows.vision}
+    training = {"total_steps": 10, "sees": rows.vision}
     policy = load_seeing(directory(name), config={"lora": lora}, training=training, optimizer=adam(lr=0.01))
     for _ in range(2):
         policy.train_step(rows.batch(), sft_loss)
@@ -118,7 +118,7 @@ def test_adapters_of_every_part_are_pefts(name: str, directory, load_seeing, tmp
     save_peft(policy.chunks, tmp_path, writer=True)
     adapted = peft.PeftModel.from_pretrained(reference(directory(name)), tmp_path).eval().base_model.model
     assert torch.allclose(policy.logprobs(rows.batch()), plain(adapted, rows)[0], atol=2e-5)
-    again = load_seeing(directory(name), config={"lora": replace(lora, path=str(tmp_path))}, training={"vision": rows.vision})
+    again = load_seeing(directory(name), config={"lora": replace(lora, path=str(tmp_path))}, training={"sees": rows.vision})
     assert torch.equal(again.logprobs(rows.batch()), policy.logprobs(rows.batch()))
 
 
@@ -138,7 +138,7 @@ def test_an_environment_shows_pictures(name: str, directory, load_seeing) -> Non
     """Of a second turn too, the engine's log-probs are the trainer's; no slot is sampled."""
     rows = Rows(name, directory(name))
     tokenizer = load_tokenizer(directory(name)).seeing(rows.vision)
-    policy = load_seeing(directory(name), training={"vision": rows.vision})
+    policy = load_seeing(directory(name), training={"sees": rows.vision})
     settings = EnvironmentConfig(path=f"{__name__}:Album", form=ObservationForm.chat, role="user", max_turns=3)
     follow_up = environment_follow_up(settings, tokenizer, rows.prompts())
     config = RolloutConfig(max_batch_size=3, sampling=SamplingConfig(max_response_length=250, stop_token_ids=list(range(30, 80))))
@@ -160,10 +160,10 @@ def test_an_environment_shows_pictures(name: str, directory, load_seeing) -> Non
 
 def test_rows_that_lost_their_images_are_refused(directory, load_seeing) -> None:
     rows = Rows("llava", directory("llava"))
-    policy = load_seeing(directory("llava"), training={"vision": rows.vision})
+    policy = load_seeing(directory("llava"), training={"sees": rows.vision})
     with pytest.raises(DataError, match="rows have slots of images, and no images"):
         policy.logprobs(replace(rows.batch(), extras={}))
-    packed = load_seeing(directory("llava"), config=PACKED, training={"vision": rows.vision} | PACKED)
+    packed = load_seeing(directory("llava"), config=PACKED, training={"sees": rows.vision} | PACKED)
     with pytest.raises(ConfigError, match=r"model.packing=true: .*allowed: false"):
         packed.logprobs(rows.batch())
     text = load_seeing(directory("llava"))

@@ -48,7 +48,7 @@ def logprobs_of(rows: Rows, row: int, model: Any, response: tuple[int, ...]) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_and_log_probs_are_those_of_transformers(name: str, kernels: Kernels, directory, load_policy) -> None:
     rows = Rows(name, directory(name))
-    policy = load_policy(directory(name), config={"images": True}, training={"vision": rows.vision})
+    policy = load_policy(directory(name), config={"images": True}, training={"sees": rows.vision})
     # Few tokens in a pass: images are cut; few pages: responses lose their seats and come back.
     config = RolloutConfig(
         max_batch_size=3, prefill_chunk_tokens=7, kv_cache_tokens=64, kernels=kernels, sampling=SamplingConfig(max_response_length=LENGTH)
@@ -68,7 +68,7 @@ def test_greedy_tokens_and_log_probs_are_those_of_transformers(name: str, kernel
 @pytest.mark.parametrize("name", NAMES)
 def test_images_of_one_size_share_nothing_and_equal_ones_do(name: str, directory, load_policy) -> None:
     rows = Rows(name, directory(name))
-    policy = load_policy(directory(name), config={"images": True}, training={"vision": rows.vision})
+    policy = load_policy(directory(name), config={"images": True}, training={"sees": rows.vision})
     config = RolloutConfig(max_batch_size=2, sampling=SamplingConfig(max_response_length=LENGTH))
     engine = create_engine(policy, config, eos_id=rows.end, decode=str)
     digests = []
@@ -96,7 +96,7 @@ def test_images_of_one_size_share_nothing_and_equal_ones_do(name: str, directory
 @pytest.mark.parametrize(("lora", "staleness"), [(LoraConfig(rank=2), 0), (LoraConfig(), 1)], ids=["merged weights", "a copy"])
 def test_weights_of_its_own_see_too_and_follow_the_policy(lora: LoraConfig, staleness: int, directory, load_policy) -> None:
     rows = Rows("qwen3_vl", directory("qwen3_vl"))
-    policy = load_policy(directory("qwen3_vl"), config={"images": True, "lora": lora}, training={"vision": rows.vision})
+    policy = load_policy(directory("qwen3_vl"), config={"images": True, "lora": lora}, training={"sees": rows.vision})
     ahead = AsynchronousConfig(max_staleness=staleness)
     config = RolloutConfig(max_batch_size=3, asynchronous=ahead, sampling=SamplingConfig(max_response_length=LENGTH))
     engine = create_engine(policy, config, eos_id=rows.end)
