@@ -27,7 +27,9 @@ from aligner.types import Images
 
 def config_of(spec: Spec, folder: str):
     """The settings of the text comparison with a model that sees."""
-    model = ModelConfig(path=spec.model, micro_batch_size=spec.micro_batch_size or len(spec.prompts) * spec.group_size, freeze=[])
+    model = ModelConfig(
+        path=spec.model, images=True, micro_batch_size=spec.micro_batch_size or len(spec.prompts) * spec.group_size, freeze=[]
+    )
     return replace(make_config(spec, folder), model=model)
 
 

@@ -117,8 +117,8 @@ def how_to_see(config: ModelConfig) -> str:
     if source is None or not (source / CONFIG_FILE).exists() or is_foreign(source):
         return ""
     hf = read_json(source / CONFIG_FILE)
-    allowed = (["model.images=true"] if can_see(hf) else []) + ["model.implementation=transformers"]
-    return f"{config.path}: its text part alone; images are read with {' or '.join(allowed)}" if has_images(hf) else ""
+    allowed = "model.images=true or model.implementation=transformers"
+    return f"{config.path}: its text part alone; images are read with {allowed}" if has_images(hf) else ""
 
 
 def _has_own_modules(config: ModelConfig, source: Path) -> bool:

@@ -95,9 +95,10 @@ def test_ppo_with_servers_that_see(grpo: Path, folder: Path) -> None:
     asked = read_rows(data / "prompts.jsonl")
     named = ({"prompt": row["messages"], "images": row["images"], "chosen": row["answer"], "rejected": "0+0=0"} for row in asked)
     pairs = write_rows(data / "pairs.jsonl", named)
-    sizes = ["data.max_length=48", "algorithm.batch_size=8", "model.freeze=[]"]
+    sizes = ["data.max_length=48", "algorithm.batch_size=8", "model.freeze=[]", "model.images=true"]
     run_job(train("reward_model"), folder / "reward", [f"model.path={model}", f"data.train={pairs}", *sizes, *FEW])
     own = [f"{part}.path={folder / 'reward' / 'export'}" for part in ("reward.model", "critic.model")]
+    own += [f"{part}.images=true" for part in ("model", "reward.model", "critic.model")]
     own += [f"model.path={model}", f"data.train={data / 'prompts.jsonl'}", "data.max_prompt_length=32", "critic.mini_batch_size=8"]
     own += ["rollout.sampling.max_response_length=8", "algorithm.rollouts_per_step=8", "algorithm.mini_batch_size=8"]
     run_job(launcher("ppo"), folder / "ppo", [*own, *FEW])
