@@ -264,7 +264,7 @@ BAD = [
         load_supervised,
         SFTDataConfig,
         {"messages": [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT]},
-        "expected a non-empty string",
+        "has the type 'image', expected text: this model, as it is loaded, does not see",
     ),
     (load_preferences, PreferenceDataConfig, {"chosen": [USER, ASSISTANT], "rejected": [ASSISTANT]}, "begin with different messages"),
     (load_preferences, PreferenceDataConfig, {"chosen": "a", "rejected": "b"}, "share ''"),
