@@ -76,9 +76,10 @@ def test_every_gpu_recipe_has_the_parameters_of_torchs_layers(built):
             assert stage["context"] == [[one["cp"], "p2p"] if one["cp"] > 1 else [1, ""]]
             assert stage["adding_weight_gradients"] == (APART if one["config"][0].endswith("_lora") else PLAIN)
             assert stage["not_adding"] == [] and not stage["options"]["gradient_accumulation_fusion"]
-            assert stage["options"]["apply_rope_fusion"] == (one["config"][0] != "ppo_175b")  # whose positions are learned
+            assert stage["options"]["apply_rope_fusion"] == (one["config"][0] not in UNFUSED)
 
 
+UNFUSED = ("ppo_175b", "grpo_qwen3_vl_8b", "ppo_qwen2_5_vl_72b")  # whose positions are learned, or have three axes
 PLAIN = ["TELayerNormColumnParallelLinear", "TERowParallelLinear"]
 APART = ["TEColumnParallelLinear", "TERowParallelLinear"]  # an adapter reads the input of each product
 GROUPED = ["TEColumnParallelGroupedLinear", "TELayerNormColumnParallelLinear", "TERowParallelGroupedLinear", "TERowParallelLinear"]
