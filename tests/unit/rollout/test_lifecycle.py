@@ -289,7 +289,7 @@ def test_an_engine_that_samples_what_is_no_token_is_not_believed():
 class Words:
     """A tokenizer of ids 0 to 50, without 7."""
 
-    end_ids = (2, 11, 12)
+    end_ids, vision = (2, 11, 12), None
 
     def missing_ids(self, num_rows):
         return [7, *range(51, num_rows)]

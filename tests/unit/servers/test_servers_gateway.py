@@ -383,4 +383,4 @@ def test_health_is_the_status_of_the_answer(serving: Serving) -> None:
 def test_the_largest_request_follows_from_the_limits() -> None:
     limits = RequestLimits(vocab_size=9, max_sequence_length=4096, max_rows=65536)
     rows, positions = 65536, 4096
-    assert body_limit(wire.CRITIC_INFER, limits) == 65536 + rows * positions * 8 + rows * 8 + (4 + 2**20)
+    assert body_limit(wire.CRITIC_INFER, limits) == 65536 + rows * positions * 8 + rows * 8 + rows * 16 * 4 * 8 + (4 + 2**20)

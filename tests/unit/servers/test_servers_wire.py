@@ -55,12 +55,13 @@ def test_the_wire_has_the_published_names_and_dtypes() -> None:
         "run": ("bytes", (1,)),
         "digest": ("bytes", (1,)),
         "previous": ("bytes", (1,)),
+        "extras.images": ("int64", ("B", 16, 4)),
     }
     optional = [
         {spec.name for spec in endpoint.inputs if spec.optional}
         for endpoint in (wire.CRITIC_TRAIN, wire.CRITIC_INFER, wire.CRITIC_SAVE, wire.CRITIC_STATUS)
     ]
-    assert optional == [set(), {"after"}, {"after", "wait"}, {"adopt"}]
+    assert optional == [{"extras.images"}, {"after", "extras.images"}, {"after", "wait"}, {"adopt"}]
     assert wire.CRITIC_INFER.output_names == ("values",)
     assert wire.REWARD_MODEL.output_names == ("rewards",)
 
