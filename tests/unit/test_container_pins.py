@@ -17,7 +17,8 @@ PINS, OF_VLLM = ROOT / "docker" / "versions.txt", ROOT / "docker" / "versions-vl
 ON_GPUS = ("Dockerfile", "Dockerfile.vllm")
 # What the GPU image takes from its base image instead of a pin.
 FROM_THE_BASE = set(
-    "aiohttp click datasets filelock huggingface-hub jinja2 numpy pillow psutil pyarrow rich safetensors tokenizers torch transformers".split()
+    "aiohttp click datasets filelock huggingface-hub jinja2 numpy pillow psutil pyarrow rich safetensors".split()
+    + "tokenizers torch transformers".split()
 )
 
 
