@@ -109,7 +109,8 @@ def compare(config: OnlineRun, layout: topology.Topology, options: GapOptions) -
     """Build engine and trainer, sample, compare. Collective; the report is the same on every rank."""
     tokenizer, architecture = load_model_files(config.model, config.data)
     config = fill(config, {"model": create.context_length(config.model, architecture)})
-    training = create.training(config.model, None, temperature=_temperature(config, options), replay_routes=config.rollout.replays_routes)
+    how = {"replay_routes": config.rollout.replays_routes, "vision": tokenizer.vision}
+    training = create.training(config.model, None, temperature=_temperature(config, options), **how)
     policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
     engine = create_engine(policy, config.rollout, tokenizer=tokenizer)
     sampling = replace(config.rollout.sampling, min_response_length=0, max_response_length=options.num_tokens, stop_strings=[])

@@ -132,7 +132,7 @@ def load_model_files(
     config: ModelConfig, data: Any = None, session: Session | None = None, *, run: RunFiles | None = None
 ) -> tuple[Tokenizer, Architecture]:
     """The tokenizer and the architecture of a model, checked against each other; with the chat template that `data` names, and with the
-    model's image processor if it sees, for the images of the session's run, or of `run`.
+    model's image processor if it sees, for the images of the session's run, or of `run`; of neither: kept until the process ends.
 
     A template that writes the date gets that of the first day of the session's run, or today's.
     """
@@ -145,8 +145,9 @@ def load_model_files(
     architecture = create.read_architecture(config, vocab_size=tokenizer.vocab_size)
     check_vocabulary(tokenizer, architecture.vocab_size)
     images = session.directory if session else run
-    if images is not None and isinstance(architecture, (HFArchitecture, SeeingArchitecture)):
-        tokenizer = tokenizer.seeing(Vision.of([create.source_directory(config), tokenizer_directory(config)], images.images))
+    if isinstance(architecture, (HFArchitecture, SeeingArchitecture)):
+        directories = [create.source_directory(config), tokenizer_directory(config)]
+        tokenizer = tokenizer.seeing(Vision.of(directories, None if images is None else images.images))
     elif hint := create.how_to_see(config):
         note_once(hint, rank=session.topology.rank if session else 0)
     return tokenizer, architecture

@@ -232,7 +232,8 @@ def engine(context: Context) -> Trial:
     layout = topology.initialize(config.parallel, seed=config.run.seed)
     architecture = create.read_architecture(config.model, vocab_size=tokenizer.vocab_size)
     rollout = config.rollout
-    training = create.training(config.model, None, temperature=rollout.sampling.temperature, replay_routes=rollout.replays_routes)
+    how = {"replay_routes": rollout.replays_routes, "vision": tokenizer.vision}
+    training = create.training(config.model, None, temperature=rollout.sampling.temperature, **how)
     policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
     built_engine = create_engine(policy, config.rollout, tokenizer=tokenizer)
     built = time.monotonic()

@@ -23,7 +23,7 @@ from aligner.parallel.collectives import broadcast_object
 from aligner.protocols import Exchange, FollowUp, Reply
 from aligner.rollout.engine import GenRequest, GenResult, Work
 from aligner.types import FinishReason, Images, Prompt, Rollout
-from aligner.types.extras import continued
+from aligner.types.extras import MOST_IMAGES, continued
 
 BEAT_SECONDS = 5.0  # between messages to the other ranks from a leading rank that waits for its environment
 _SEED_BITS = 62
@@ -77,15 +77,20 @@ class _Episode:
 
     def observe(self, reply: Reply) -> None:
         self.images += reply.images
+        if (number := len(self.images) + len(self._asked)) > MOST_IMAGES:
+            raise EngineError(
+                f"{self.prompt.source}: the environment has shown image number {number}, allowed: {MOST_IMAGES} in an episode"
+            )
         self._extend(reply.tokens, [0.0] * len(reply.tokens), is_written=False)
 
     @property
     def seen(self) -> dict[str, Tensor]:
         """The images so far, if the environment has shown some: the prompt's, and its own behind them."""
-        if not self.images:
-            return {}
-        asked = self.prompt.extras.get(Images.name)
-        return {Images.name: Images.of([*([] if asked is None else Images.digests(asked)), *self.images])}
+        return {Images.name: Images.of([*self._asked, *self.images])} if self.images else {}
+
+    @property
+    def _asked(self) -> list[str]:
+        return Images.digests(self.prompt.extras[Images.name]) if Images.name in self.prompt.extras else []
 
     def request(self, index: int) -> GenRequest:
         tokens = (*self.prompt.tokens, *self.tokens)
