@@ -124,8 +124,8 @@ def _look(tap: Tap, operation: Operation, number: int, factor: float, _: torch.n
     if operation is Operation.attention:  # the factor on cosines and sines is in its scale
         tap(Operation.queries, number, inputs[0] * factor)
         tap(Operation.keys, number, inputs[1] * factor)
-    if isinstance(output, tuple):  # with a bias that is added later, or an empty context
-        output = output[0] if output[1] is None else output[0] + output[1]
+    if isinstance(output, tuple):  # with a bias that is added later; a layer's with a context, which is not
+        output = output[0] if output[1] is None or operation is Operation.residual else output[0] + output[1]
     tap(operation, number, output)
 
 
