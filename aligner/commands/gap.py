@@ -20,6 +20,7 @@ import torch
 from aligner.algorithms.registry import composed, recipe_of, recipes
 from aligner.commands.parts import GapOptions
 from aligner.data.collate import rollout_batch
+from aligner.data.images import images_in
 from aligner.data.prompts import load_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
@@ -211,9 +212,10 @@ def most_different(rollouts: Sequence[Rollout], batch: RolloutBatch, gaps: torch
 
 
 def trace_paths(engine: PhasedEngine, policy: MegatronPolicy, config: OnlineRun, traced: Traced) -> dict[str, list[Difference]]:
-    """The differences of all operations by path; none unless the engine is the built-in one. Collective."""
+    """The differences of all operations by path; none unless the engine is the built-in one, and for rows with images, which its passes for
+    traces do not read. Collective."""
     built_in = engine.engine
-    if not isinstance(built_in, MegatronEngine):
+    if not isinstance(built_in, MegatronEngine) or any(images_in(rollout.all_extras) for rollout in traced.rollouts):
         return {}
     engine.wake()
     sequences = [rollout.tokens for rollout in traced.rollouts]
@@ -321,7 +323,7 @@ class GapReport:
             )
         if not self.paths:
             within = "within" if self.gap_is_explained else "beyond"
-            return f"the gap is {within} what rounding explains; the layers of engine {self.engine} cannot be seen from here"
+            return f"the gap is {within} what rounding explains; the layers of engine {self.engine} are not compared here"
         if self.gap_is_explained:
             return "engine and trainer agree within rounding, in every operation and every log-prob"
         return (
