@@ -101,8 +101,8 @@ class Frontend:
             if not any(TRITON in command for command in dead.values()):
                 time.sleep(CAUSE_SECONDS)  # a dying tritonserver closes its pipes, which ends its helpers, before it counts as dead
                 dead = self._dead()
-            pid, command = min(dead.items(), key=lambda item: TRITON not in item[1])
-            return f"process {pid} of Triton died ({command[:80].strip()}); see {self._log}"
+            pid = min(dead, key=lambda pid: (self._processes[pid][0], pid))  # the oldest: it started the others, which ended with it
+            return f"process {pid} of Triton died ({dead[pid][:80].strip()}); see {self._log}"
         if self._watchdog.poll() is not None:
             return f"the watchdog process {self._watchdog.pid} died"
         return None

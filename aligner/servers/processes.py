@@ -111,23 +111,23 @@ def remove(workspace: Path, pid: int, started: int) -> None:
     """Remove the workspace and the shared memory of the server `pid`, which started at that tick and has ended or is about to."""
     shutil.rmtree(workspace, ignore_errors=True)
     later = start_ticks(pid)  # the number may be another process's by now, and later memory its own
-    began = time.time() if later in (None, started) else _boot_time() + later / os.sysconf("SC_CLK_TCK")
+    began = time.time() if later in (None, started) else _time_of(later)
     for segment in Path("/dev/shm").glob(f"pytrtion{pid}-*"):  # PyTriton's own spelling
         with contextlib.suppress(FileNotFoundError, PermissionError):  # gone by now, or a server's of another user with the same number
             if segment.stat().st_mtime < began:
                 segment.unlink()
     # A Triton that was killed leaves its own empty: here those of this user that are older than every Triton that lives.
     living = [start_ticks(pid) or 0 for pid, command in processes_with_variable("").items() if "tritonserver" in command]
-    before = _boot_time() + min(living) / os.sysconf("SC_CLK_TCK") if living else time.time()
+    before = _time_of(min(living)) if living else time.time()
     for folder in BACKEND[0].glob(BACKEND[1]):
         with contextlib.suppress(OSError):  # gone by now, or not empty
             if (place := folder.lstat()).st_uid == os.getuid() and place.st_mtime < before:
                 folder.rmdir()
 
 
-def _boot_time() -> float:
-    """Of this machine, in Unix time."""
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+def _time_of(ticks: int) -> float:
+    """Unix time of ticks since boot, less a second: file systems date by a clock that lags by milliseconds."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK") - 1.0
 
 
 def kill_marked(assignment: str) -> None:

@@ -250,22 +250,30 @@ def test_the_watchdog_ends_marked_processes_when_its_parent_dies(tmp_path: Path)
     assert not workspace.exists()
 
 
-def test_tritonserver_is_named_before_the_helpers_that_ended_with_it(tmp_path: Path) -> None:
+def test_the_process_is_named_that_started_those_that_ended_with_it(tmp_path: Path) -> None:
     frontend = Frontend(ServerConfig(), "incarnation", tmp_path / "log", [], lambda *_: None)
+    started = []
+    for _ in range(3):
+        started.append(subprocess.Popen(["sleep", "100"]))
+        time.sleep(0.02)  # two ticks of the clock of /proc
+    triton, stub, child = started
     try:
-        helper, triton = (subprocess.Popen(["sleep", "100"]) for _ in range(2))
-        for process, command in ((helper, "python stub"), (triton, f"{TRITON} 5")):
+        for process, command in ((child, "python"), (stub, "python stub"), (triton, f"{TRITON} 5")):  # in no order of time
             frontend._processes[process.pid] = (start_ticks(process.pid), command)
         assert frontend.failure() is None
-        helper.kill()
-        helper.wait()
+        for process in (child, stub):
+            process.kill()
+            process.wait()
         dying = threading.Timer(0.1, triton.kill)
         dying.start()
         assert f"process {triton.pid} of Triton died ({TRITON} 5)" in frontend.failure()
         triton.wait()
         del frontend._processes[triton.pid]
-        assert f"process {helper.pid} of Triton died (python stub)" in frontend.failure()
+        assert f"process {stub.pid} of Triton died (python stub)" in frontend.failure()
     finally:
+        for process in started:
+            process.kill()
+            process.wait()
         frontend.stop()
 
 
@@ -388,6 +396,20 @@ def test_empty_folders_of_tritons_python_backend(tmp_path: Path, monkeypatch: py
     workspace.mkdir()
     (workspace / processes.OWNER).write_text("1 1")
     assert processes.sweep(tmp_path) == [workspace] and not young.exists() and full.exists() and link.is_symlink()
+
+
+def test_a_clock_that_lags_takes_nothing_from_a_triton_that_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems stamp by a clock that stands still for milliseconds: what was made after a start may be dated before it."""
+    monkeypatch.setattr(processes, "BACKEND", (tmp_path, "python_env_*"))
+    folder = tmp_path / "python_env_young0"
+    folder.mkdir()
+    monkeypatch.setattr(processes, "processes_with_variable", lambda _: {os.getpid(): "tritonserver"})
+    for lag, stays in ((0.5, True), (5, False)):
+        up = time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
+        time_of_start = time.time() - up
+        os.utime(folder, (time_of_start - lag, time_of_start - lag))
+        processes.remove(tmp_path / "workspace", 0, 1)
+        assert folder.exists() is stays
 
 
 def test_shared_memory_of_a_number_that_is_in_use_again(tmp_path: Path) -> None:
