@@ -120,7 +120,7 @@ def make_algorithm(config: TrainGRPO, spec: Spec, topology, vision=None, extras:
         packing=config.model.packing,
         share_prompts=config.model.share_prompts,
         temperature=sampling.temperature,
-        vision=vision,
+        sees=vision,
     )
     policy = create.create_policy(config.model, architecture, ParallelConfig(), topology, training)
     task = OnlineTask(

@@ -38,7 +38,7 @@ from aligner.data.report import STORING, LoadReport, LongRecord, Tally
 from aligner.data.sources import data_files, parted, saved_by_datasets
 from aligner.data.stored import BLOCKS, COUNTS, NotStorable, ShardWriter, StoredExamples, schema_of, write_index
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.vision import ImageStore
+from aligner.data.vision import Vision
 from aligner.errors import AlignerError, ConfigError, DataError, describe_os_error
 from aligner.files import locked, publish
 from aligner.hub.names import DATASETS_PREFIX
@@ -79,7 +79,7 @@ def load_cached(
                     found = _open(_entry(directory), kind)
         if vision is not None:
             with _alone(lock, heartbeat):
-                _hand_over(_entry(directory), vision.store, heartbeat)
+                _hand_over(_entry(directory), vision, heartbeat)
     except NotStorable as error:
         raise ConfigError(f"data.cache: examples of type {kind.__name__} cannot be kept ({error}); allowed: ''") from error
     except OSError as error:
@@ -119,10 +119,15 @@ def _stamped(directory: Path, stamps: Sequence[tuple[str, list[int]]]) -> Path:
     )
 
 
-def _hand_over(entry: Path, store: ImageStore, heartbeat: Heartbeat) -> None:
-    """Put the images of an entry into a run's store, once. Raises DataError if the cache has lost one."""
+def _hand_over(entry: Path, vision: Vision, heartbeat: Heartbeat) -> None:
+    """Put the images of an entry into a run's store, once. Raises DataError if the cache has lost one, ConfigError if none may be used."""
+    store = vision.store
     done = store.directory / f".{entry.name}"
-    if not (listed := entry / f"{IMAGES}.json").exists() or done.exists():
+    if not (listed := entry / f"{IMAGES}.json").exists():
+        return
+    if vision.refusal:
+        raise ConfigError(vision.refusal)
+    if done.exists():
         return
     for digest in json.loads(listed.read_text()):
         if not store.take(entry.parent / IMAGES / digest):

@@ -75,7 +75,7 @@ class SpecialText(str, Enum):
 
 # The least value of lengths, in tokens, which may also be 0 (the model's context length), and of numbers.
 _LEAST_LENGTH = {"max_length": 2, "max_prompt_length": 1, "max_history_length": 1}
-_MOST = {"max_pixels": 89478485, "max_per_record": 16}  # Pillow's limit; `aligner.types.extras.MOST_IMAGES`
+_MOST = {"max_pixels": 89478485, "max_per_record": 16, "frames": 16}  # Pillow's limit; `aligner.types.extras.MOST_IMAGES`
 _LEAST = {"num_workers": 0, "num_validation_prompts": 1, "num_responses": 0}
 
 
@@ -99,6 +99,7 @@ class ImageConfig:
     root: str = ""  # the directory that paths of images begin at, and may not leave; empty: begin at the data file's, and may lead anywhere
     max_pixels: int = 33554432  # width times height of one image: a larger one makes its record unusable
     max_per_record: int = 16  # images of one record; more make it unusable
+    frames: int = 8  # of a video: as many images at most, evenly taken from its first to its last
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():

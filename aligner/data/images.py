@@ -3,6 +3,9 @@
 An image is a part of a message (OpenAI's `image_url`, or `image` with `image`, `path`, `url`, `base64` or `bytes`), or in the field `image`
 or `images` of the record. The field's images belong in the places of bare `{type: image}` parts, else of the marks `<image>` in texts, else
 before the first user's text. Paths begin at the data file's directory, or at `data.images.root`.
+
+A video (a part `video`, the field `video` or `videos`, the mark `<video>`) is a list of images, or a file with several frames that Pillow
+reads (GIF, WebP, APNG). It becomes at most `data.images.frames` images, evenly taken, the first and the last among them.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import binascii
 import io
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -24,27 +27,35 @@ from torch import Tensor
 from aligner.data.config import ImageConfig
 from aligner.data.messages import Conversation, Image, Message, is_media, shown
 from aligner.data.sources import Fields, RawRecord, parted
-from aligner.data.vision import Vision, check_header
-from aligner.errors import DataError, describe_os_error
+from aligner.data.vision import Vision, check_header, frames_of, spread
+from aligner.errors import ConfigError, DataError, describe_os_error
 from aligner.hub.names import DATASETS_PREFIX
 from aligner.types.extras import Images
 
 MARK = "<image>"  # LLaVA's, LLaMA-Factory's and verl's place of an image in a text
 MOST_BYTES = 1 << 26  # of one file
+VIDEO_MARK = "<video>"
 FIELDS = ("image", "images")
 _VIDEO = ("video", "videos")
 _SAID = ("prompt", "messages", "response", "completion", "output", "chosen", "rejected", "chosen_response", "rejected_response")
-_KEYS = ("bytes", "base64", "image", "image_url", "url", "path")  # of a part, and of a column's object: bytes rather than their path
+# Of a part, and of a column's object: bytes rather than their path.
+_KEYS = ("bytes", "base64", "image", "image_url", "video", "video_url", "url", "path")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The images of a record: those of its own field, and the number of all. `may_chat`: a plain text may become a message."""
+    """The images of a record: those of its own field (a tuple for each image or video there), and the number of all. `may_chat`: a plain
+    text may become a message."""
 
-    column: tuple[Image, ...]
+    column: tuple[tuple[Image, ...], ...]
     number: int
     may_chat: bool
     name: str = ""
+
+    @property
+    def mark(self) -> str:
+        """The place of one of the field in a text."""
+        return VIDEO_MARK if self.name in _VIDEO else MARK
 
 
 @dataclass(slots=True)
@@ -60,8 +71,6 @@ class ImageReader:
         record = raw.value
         if raw.error or not isinstance(record, Fields) or record.images is not None:
             return
-        if video := next((name for name in _VIDEO if dict.get(record, name)), ""):
-            raise DataError(f"field {video!r} is a video, expected images: store the frames to be seen as images")
         base = _directory(raw.file)
         found: list[Image] = []
         for name in dict.fromkeys((*_SAID, getattr(self.config, "prompt_field", ""), getattr(self.config, "response_field", ""))):
@@ -71,22 +80,23 @@ class ImageReader:
                 if isinstance(content, list) and (number_here := sum(map(is_media, content))):
                     if number_here > self._most:
                         raise self._too_many(number_here)
-                    parts = [self._part(part, f"field '{name}[{number}]'", base) for part in content]
+                    parts = [one for part in content for one in self._part(part, f"field '{name}[{number}]'", base)]
                     dict.__setitem__(turn, "content", parts)
                     found += [part for part in parts if isinstance(part, Image) and part.digest]
-        named = [name for name in FIELDS if dict.get(record, name) not in (None, "", [])]
+        named = [name for name in (*FIELDS, *_VIDEO) if dict.get(record, name) not in (None, "", [])]
         if len(named) > 1:
             raise DataError(f"has {named[0]!r} and {named[1]!r}, which is ambiguous, expected one of them")
-        column: tuple[Image, ...] = ()
+        column: tuple[tuple[Image, ...], ...] = ()
         for name in named:
             given = record[name]
-            several = given if isinstance(given, list) else [given]
+            several = given if isinstance(given, list) and name != "video" else [given]
             if len(several) > self._most:
                 raise self._too_many(len(several))
-            column = tuple(self._image(one, f"field '{name}[{i}]'", base) for i, one in enumerate(several))
+            is_video = name in _VIDEO
+            column = tuple(self._seen(one, f"field '{name}[{i}]'", base, is_video=is_video) for i, one in enumerate(several))
             for fields in (record, getattr(record, "origin", record)):
-                dict.__setitem__(fields, name, [image.digest for image in column])
-        number = len(found) + len(column)
+                dict.__setitem__(fields, name, [image.digest for images in column for image in images])
+        number = len(found) + sum(map(len, column))
         if number > self._most:
             raise self._too_many(number)
         record.images = Found(column, number, getattr(self.config, "apply_chat_template", False), *named)
@@ -98,22 +108,33 @@ class ImageReader:
     def _too_many(self, number: int) -> DataError:
         return DataError(f"has {number} images, allowed: at most data.images.max_per_record={self._most}")
 
-    def _part(self, part: Any, what: str, base: Path | None) -> Any:
-        """A part of a message, with the image that it names; anything else unchanged."""
+    def _part(self, part: Any, what: str, base: Path | None) -> tuple[Any, ...]:
+        """A part of a message, as the images that it names; anything else unchanged."""
         if not is_media(part):
-            return part
-        kind = part["type"]
-        if kind.removeprefix("input_") not in ("image", "image_url"):
-            raise DataError(f"{what}: a part of the content has the type {kind!r}, expected text or an image (of a video, its frames)")
+            return (part,)
+        kind = part["type"].removeprefix("input_").removesuffix("_url")
+        if kind not in ("image", "video"):
+            raise DataError(f"{what}: a part of the content has the type {part['type']!r}, expected text, an image or a video")
         if all(dict.get(part, key) is None for key in _KEYS):
             index = dict.get(part, "index")
-            return Image(index=index if type(index) is int else -1)
-        return self._image({key: part[key] for key in _KEYS if dict.get(part, key) is not None}, what, base)
+            return (Image(index=index if type(index) is int else -1),)
+        given = {key: part[key] for key in _KEYS if dict.get(part, key) is not None}
+        return self._seen(given, what, base, is_video=kind == "video")
 
-    def _image(self, value: Any, what: str, base: Path | None) -> Image:
-        """One image. Raises DataError that names its place in the record, its path if it has one, and what is wrong with it."""
+    def _seen(self, value: Any, what: str, base: Path | None, *, is_video: bool) -> tuple[Image, ...]:
+        """One image, or the frames of a video."""
+        frames = value.get("video") if is_video and isinstance(value, Mapping) else value
+        if is_video and isinstance(frames, list):
+            chosen = spread(len(frames), self.config.images.frames)
+            return tuple(one for i in chosen for one in self._images(frames[i], f"{what}, frame {i}", base, is_video=False))
+        return self._images(value, what, base, is_video=is_video)
+
+    def _images(self, value: Any, what: str, base: Path | None, *, is_video: bool) -> tuple[Image, ...]:
+        """The images of one file. Raises DataError that names its place in the record, its path if it has one, and its fault."""
         if self.vision.failure:
             raise self.vision.failure
+        if self.vision.refusal:
+            raise ConfigError(self.vision.refusal)
         path, stamp = "", list[int]()
         try:
             content = _content_of(value)
@@ -122,14 +143,14 @@ class ImageReader:
                 content, stamp = _file(Path(path))
             if len(content) > MOST_BYTES:
                 raise DataError(f"has {len(content)} bytes, allowed: at most {MOST_BYTES}")
-            check_header(content, self.config.images.max_pixels)
-            digest = self.vision.add(content)
+            check_header(content, self.config.images.max_pixels, is_video=is_video)
+            digests = [self.vision.add(one) for one in (frames_of(content, self.config.images.frames) if is_video else [content])]
         except DataError as error:
             if path:  # that a file is missing may change, too
                 self.files.append(("", os.path.abspath(path), stamp or stamp_of(Path(path))))
-            raise DataError(f"{what}: the image{path and ' '}{path} {error}") from error
-        self.files.append((digest, path and os.path.abspath(path), stamp))
-        return Image(digest)
+            raise DataError(f"{what}: the {'video' if is_video else 'image'}{path and ' '}{path} {error}") from error
+        self.files += [(digest, path and os.path.abspath(path), stamp) for digest in digests]
+        return tuple(map(Image, digests))
 
 
 def _content_of(value: Any) -> bytes | str:
@@ -221,6 +242,7 @@ def placed(said: str | Conversation, record: Mapping[str, Any]) -> str | Convers
             raise DataError(f"has a plain text and images in field {found.name!r}, expected messages, or data.apply_chat_template=true")
         said = (Message(role="user", content=said),)
     images = () if found is None else found.column
+    mark = MARK if found is None else found.mark
     bare = [one for message in said for one in message.images if not one.digest]
     if bare:
         return _filled(said, bare, images)
@@ -228,19 +250,21 @@ def placed(said: str | Conversation, record: Mapping[str, Any]) -> str | Convers
         return said
     if any(message.images for message in said):
         raise DataError(f"has images in its messages and in field {found.name if found else ''!r}, expected one of the two")
-    marks = sum(message.content.count(MARK) for message in said)
+    marks = sum(message.content.count(mark) for message in said)
     if marks == 0:
         first = next((position for position, message in enumerate(said) if message.role == "user"), None)
         if first is None:
             raise DataError(f"has {len(images)} images and no message of a user, expected one to show them to")
-        return (*said[:first], said[first].with_parts([*images, said[first].content]), *said[first + 1 :])
-    if marks != len(images) or any(MARK in message.content for message in said if message.role == "assistant"):
-        raise DataError(f"has {marks} marks {MARK!r} in its texts for {len(images)} images, expected one for each in prompts, or none")
+        shown_first = [one for several in images for one in several]
+        return (*said[:first], said[first].with_parts([*shown_first, said[first].content]), *said[first + 1 :])
+    if marks != len(images) or any(mark in message.content for message in said if message.role == "assistant"):
+        what = "videos" if mark == VIDEO_MARK else "images"
+        raise DataError(f"has {marks} marks {mark!r} in its texts for {len(images)} {what}, expected one for each in prompts, or none")
     left = iter(images)
-    return tuple(_split(message, left) if MARK in message.content else message for message in said)
+    return tuple(_split(message, left, mark) if mark in message.content else message for message in said)
 
 
-def _filled(said: Conversation, bare: Sequence[Image], images: Sequence[Image]) -> Conversation:
+def _filled(said: Conversation, bare: Sequence[Image], images: Sequence[tuple[Image, ...]]) -> Conversation:
     next_one = count()
     order = [one.index if one.index >= 0 else next(next_one) for one in bare]
     if sorted(order) != list(range(len(images))):
@@ -248,14 +272,16 @@ def _filled(said: Conversation, bare: Sequence[Image], images: Sequence[Image]) 
             f"has {len(bare)} image parts without an image, and {len(images)} images in a field 'images', expected one for each"
         )
     left = iter(images[number] for number in order)
-    return tuple(
-        replace(one, parts=tuple(next(left) if isinstance(part, Image) and not part.digest else part for part in one.parts)) for one in said
-    )
+
+    def fill(part: str | Image) -> tuple[str | Image, ...]:
+        return next(left) if isinstance(part, Image) and not part.digest else (part,)
+
+    return tuple(replace(message, parts=tuple(one for part in message.parts for one in fill(part))) for message in said)
 
 
-def _split(message: Message, images: Any) -> Message:
-    first, *others = message.content.split(MARK)
-    return message.with_parts([first, *(part for text in others for part in (next(images), text))])
+def _split(message: Message, images: Iterator[tuple[Image, ...]], mark: str) -> Message:
+    first, *others = message.content.split(mark)
+    return message.with_parts([first, *(part for text in others for part in (*next(images), text))])
 
 
 def digests_of(said: str | Conversation) -> tuple[str, ...]:

@@ -75,6 +75,7 @@ class Vision:
 
     def __init__(self, directory: Path, store: ImageStore) -> None:
         self.directory, self.store = directory, store
+        self.refusal = ""  # why a run whose data have images cannot be; empty: it can
         self._kept: OrderedDict[str, tuple[str, dict[str, Tensor]]] = OrderedDict()
         self._bytes = 0
         self._texts: OrderedDict[str, str] = OrderedDict()
@@ -215,8 +216,8 @@ def _processor_name(directory: Path) -> str:
     return str(named[0] if named else PROCESSOR_MAPPING_NAMES[settings[-1]["model_type"]])
 
 
-def check_header(content: bytes, max_pixels: int) -> None:
-    """Raise DataError for a file that is no image, or one that is too large or animated, before it is decoded."""
+def check_header(content: bytes, max_pixels: int, *, is_video: bool = False) -> None:
+    """Raise DataError for a file that is no image, or one that is too large or (but for a video) animated, before it is decoded."""
     from PIL import Image
 
     try:
@@ -228,11 +229,11 @@ def check_header(content: bytes, max_pixels: int) -> None:
         raise DataError(f"is too large: {error}, allowed: at most data.images.max_pixels={max_pixels}") from error
     except Exception as error:  # a decoder may raise anything for a file from outside
         said = "is empty" if not content else "is no image, or a damaged one"
-        raise DataError(f"{said}, expected {', '.join(FORMATS)}") from error
+        raise DataError(f"{said}, expected {', '.join(FORMATS)}" + "; of other videos, a list of frames" * is_video) from error
     if image.width * image.height > max_pixels:
         size = f"{image.width} x {image.height} = {image.width * image.height} pixels"
         raise DataError(f"has {size}, allowed: at most data.images.max_pixels={max_pixels}")
-    if is_animated:
+    if is_animated and not is_video:
         raise DataError("has several frames or pages, expected a single image: store the frames as files of their own")
     if image.mode in ("I", "F"):
         raise DataError(f"has pixels of 32 bits (mode {image.mode}), expected 8 or 16 bits")
@@ -254,6 +255,33 @@ def decoded(content: bytes) -> Any:
         return image.convert("RGB")
     except Exception as error:  # a decoder may raise anything for a file from outside
         raise DataError(f"is a damaged image: {type(error).__name__}: {error}") from error
+
+
+def frames_of(content: bytes, most: int) -> list[bytes]:
+    """At most `most` frames of a moving picture, each as a PNG file; of another image the file itself. Raises DataError for damage."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+        count = getattr(image, "n_frames", 1)
+        if count == 1:
+            return [content]
+        files = []
+        for number in spread(count, most):
+            image.seek(number)
+            file = io.BytesIO()
+            image.convert("RGB").save(file, format="PNG")
+            files.append(file.getvalue())
+        return files
+    except Exception as error:  # a decoder may raise anything for a file from outside
+        raise DataError(f"is a damaged video: {type(error).__name__}: {error}") from error
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of the numbers below `count`, evenly, the first and the last among them; the first alone if only one is wanted."""
+    return list(range(count)) if count <= most else [round(i * (count - 1) / max(most - 1, 1)) for i in range(most)]
 
 
 def joined(images: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

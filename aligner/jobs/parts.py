@@ -35,6 +35,7 @@ from aligner.models.checkpoint.wrapper import directory_of
 from aligner.models.config import Architecture, HFArchitecture, ModelConfig, SeeingArchitecture
 from aligner.models.modules.build import Transformer
 from aligner.models.modules.fusions import note_once
+from aligner.models.modules.hf_chunk import NOT_PACKED
 from aligner.models.modules.peft import save_peft
 from aligner.models.training.guard import GuardConfig
 from aligner.models.training.trainable import TrainableModel
@@ -147,7 +148,10 @@ def load_model_files(
     images = session.directory if session else run
     if isinstance(architecture, (HFArchitecture, SeeingArchitecture)):
         directories = [create.source_directory(config), tokenizer_directory(config)]
-        tokenizer = tokenizer.seeing(Vision.of(directories, None if images is None else images.images))
+        vision = Vision.of(directories, None if images is None else images.images)
+        if vision is not None and isinstance(architecture, HFArchitecture) and config.packing:
+            vision.refusal = NOT_PACKED
+        tokenizer = tokenizer.seeing(vision)
     elif hint := create.how_to_see(config):
         note_once(hint, rank=session.topology.rank if session else 0)
     return tokenizer, architecture

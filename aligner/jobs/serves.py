@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from aligner.algorithms.ppo import TrainPPO
 from aligner.cluster import lease as leases
 from aligner.cluster.config import Placement
+from aligner.data.vision import ImageStore, Vision
 from aligner.errors import ConfigError
 from aligner.jobs.parts import load_model_files, tokenizer_directory, with_lengths, with_steps
 from aligner.jobs.sources import pinned, pinned_base
@@ -36,6 +37,8 @@ from aligner.servers.registry import Publication
 from aligner.servers.server import Service, serve
 from aligner.servers.services import CriticService, FunctionRewardService, RewardService
 from aligner.servers.turns import Residence, Turn
+from aligner.servers.wire import Payload
+from aligner.types import Images, TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,7 @@ class _Served:
     operations: tuple[Operation, ...]
     models: tuple[TrainableModel, ...]
     limits: RequestLimits
+    vision: Vision | None = None
 
 
 def serve_critic(config: TrainPPO) -> None:
@@ -82,13 +86,15 @@ def serve_critic(config: TrainPPO) -> None:
             num_epochs=critic.num_epochs,
             save=keeper.save,
         )
-        served = _Served(operations=service.operations(), models=(model.model,), limits=_limits(model_config, architecture))
+        limits = _limits(model_config, architecture)
+        served = _Served(operations=service.operations(), models=(model.model,), limits=limits, vision=tokenizer.vision)
         if critic.with_reward:
             scores = _reward(session, config, critic.parallel)
             served = _Served(
                 operations=(*served.operations, *scores.operations),
                 models=(*served.models, *scores.models),
                 limits=RequestLimits(**{name: min(size, getattr(scores.limits, name)) for name, size in asdict(served.limits).items()}),
+                vision=served.vision,
             )
         _serve(session, config, "critic", served, turn, publication)
 
@@ -137,7 +143,8 @@ def _reward(session: Session, config: OnlineRun, parallel: ParallelConfig) -> _S
         service = RewardService(model, encode=tokenizer.encode)
         models = (model.model,)
     session.say(f"reward: serves {reward.function.path or model_config.path}")
-    return _Served(operations=service.operations(), models=models, limits=_limits(model_config, architecture))
+    vision = None if is_function else tokenizer.vision
+    return _Served(operations=service.operations(), models=models, limits=_limits(model_config, architecture), vision=vision)
 
 
 def _begin_turn(session: Session, config: OnlineRun, name: str, publication: Publication | None) -> Turn | None:
@@ -165,6 +172,20 @@ def _check_weights(weights: Sequence[float], head: ScalarHead) -> None:
         )
 
 
+def with_images(operation: Operation, store: ImageStore) -> Operation:
+    """The operation, which rejects a request if an image of its rows is missing or has changed, before a model needs it."""
+
+    def check(payload: Payload) -> None:
+        if operation.check is not None:
+            operation.check(payload)
+        batch = payload if isinstance(payload, TokenBatch) else getattr(payload, "batch", None)
+        if batch is not None and Images.name in batch.extras:
+            for digest in {digest for row in batch.extras[Images.name].data for digest in Images.digests(row)}:
+                store.get(digest)
+
+    return replace(operation, check=check)
+
+
 def _limits(model: ModelConfig, architecture: Architecture) -> RequestLimits:
     return RequestLimits(vocab_size=architecture.vocab_size, max_sequence_length=create.context_length(model, architecture))
 
@@ -184,7 +205,9 @@ def _serve(session: Session, config: OnlineRun, name: str, served: _Served, turn
     with in_section(name):
         service = Service(
             name=name,
-            operations=served.operations,
+            operations=tuple(with_images(operation, served.vision.store) for operation in served.operations)
+            if served.vision is not None
+            else served.operations,
             config=settings,
             limits=served.limits,
             services_dir=run.services,

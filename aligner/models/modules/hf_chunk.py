@@ -37,6 +37,8 @@ from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic, shaped
 from aligner.parallel.mcore import MegatronModule, ProcessGroupCollection, ShardedTensor, TransformerConfig, parallel_state
 from aligner.types import Batch, Images
 
+NOT_PACKED = "model.packing=true: transformers' own modules compute rows with images side by side; allowed: false"
+
 
 class HFChunk(MegatronModule):
     """A `chunk.Chunk` around a `transformers` model, with the numbers of the Hugging Face files in `source`; random ones if that is a
@@ -125,7 +127,7 @@ class HFChunk(MegatronModule):
         if images is None and self.vision is not None and bool(self.vision.types(tokens).any()):
             raise DataError("rows have slots of images, and no images: what made them has lost them")
         if seen and options.get("packed_seq_params") is not None:
-            raise ConfigError("model.packing=true: rows with images are computed side by side; allowed: false")
+            raise ConfigError(NOT_PACKED)
         given = {"input_ids": tokens, "position_ids": positions, "attention_mask": attention_mask, "use_cache": False}
         hidden = (self.hf.base_model if seen else self.backbone)(**{**given, **seen}).last_hidden_state
         return hidden.transpose(0, 1).contiguous()

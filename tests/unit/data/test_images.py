@@ -6,6 +6,7 @@ import base64
 import errno
 import json
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Callable
@@ -58,6 +59,9 @@ from aligner.data.supervised import load_demonstrations, load_preferences, load_
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.data.vision import ImageStore, Vision, decoded
 from aligner.errors import ConfigError, DataError
+from aligner.jobs.parts import load_model_files
+from aligner.models.config import Implementation, ModelConfig
+from aligner.models.modules.hf_chunk import NOT_PACKED
 from aligner.types.extras import MOST_IMAGES
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "llava", "smolvlm")
@@ -263,6 +267,33 @@ def test_columns(name, column, seeing, jsonl, pictures):
         assert "<|vision_end|>Who?" in text
 
 
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_a_video_is_its_frames(kind, seeing, jsonl, tmp_path):
+    """Of a moving picture and of a list of images: as many as are allowed, evenly taken, in the place of the video."""
+    moving = BytesIO()
+    colours = [(40 * number, 0, 0) for number in range(6)]
+    first, *others = (Image.new("RGB", (20, 30), colour) for colour in colours)
+    first.save(moving, format=kind, save_all=True, append_images=others, duration=40, **({"lossless": True} if kind == "WEBP" else {}))
+    (tmp_path / "film").write_bytes(moving.getvalue())
+    stills = [png(Image.new("RGB", (20, 30), colour)) for colour in colours]
+    uris = [f"data:image/png;base64,{base64.b64encode(still).decode()}" for still in stills]
+    forms = [
+        asked("Before", {"type": "video", "video": "film"}, "behind"),
+        asked("Before", {"type": "video", "video": uris}, "behind"),
+        asked("Before", {"type": "video_url", "video_url": {"url": "film"}}, "behind"),
+        {**asked("Before", {"type": "video"}, "behind"), "videos": ["film"]},
+        {"messages": [{"role": "user", "content": "Before<video>behind"}, {"role": "assistant", "content": "Yes"}], "videos": ["film"]},
+        {"messages": [{"role": "user", "content": "Before<video>behind"}, {"role": "assistant", "content": "Yes"}], "video": uris},
+    ]
+    tokenizer, taken = seeing(), [0, 2, 5]
+    found = rows(jsonl(*forms), tokenizer, images=ImageConfig(frames=3))
+    plain = rows(jsonl(asked("Before", *(part(image=uris[number]) for number in taken), "behind"), name="stills.jsonl"), tokenizer)[0]
+    for example in found:
+        assert example.tokens == plain.tokens
+        assert [decoded(file).getpixel((3, 3)) for file in files(tokenizer, example)] == [colours[number] for number in taken]
+    assert len(files(tokenizer, rows(jsonl(forms[0]), tokenizer)[0])) == 6
+
+
 def test_published_forms_in_their_order(seeing, jsonl, pictures):
     """LLaVA's, LLaMA-Factory's, verl's, TRL's and that of llava-instruct-mix."""
     tokenizer = seeing()
@@ -324,7 +355,7 @@ def test_an_image_of_pil(seeing):
     raw = RawRecord(file="x.jsonl", line=1, index=0, value=Fields([("prompt", "Who?"), ("image", picture(8, 8))]))
     reader = images_module.ImageReader(PromptDataConfig(apply_chat_template=True), tokenizer.vision)
     reader.read(raw)
-    (found,) = raw.value.images.column
+    ((found,),) = raw.value.images.column
     assert decoded(tokenizer.vision.store.get(found.digest)).tobytes() == picture(8, 8).tobytes()
 
 
@@ -450,8 +481,16 @@ PLACES: dict[str, tuple[dict[str, Any], str]] = {
     "another uri": (asked(part(image="data:text/plain,abc")), "expected data:image/png;base64,..."),
     "a number": (asked(part(image=7)), "field 'messages[0]': the image is 7, expected a path, bytes"),
     "null": ({"messages": [USER, ANSWER], "images": [None]}, "field 'images[0]': the image is None, expected a path"),
-    "video": ({"messages": [USER, ANSWER], "videos": ["a.mp4"]}, "field 'videos' is a video, expected images"),
-    "video part": (asked({"type": "video", "video": "a.mp4"}), "has the type 'video', expected text or an image (of a video, its frames)"),
+    "video": ({"messages": [USER, ANSWER], "videos": ["a.mp4"]}, "field 'videos[0]': the video"),
+    "sound": (asked({"type": "audio", "audio": "a.wav"}), "has the type 'audio', expected text, an image or a video"),
+    "marks of videos": (
+        {"messages": [{**USER, "content": "<video> and <video>"}, ANSWER], "videos": [[URI]]},
+        "has 2 marks '<video>' in its texts for 1 videos",
+    ),
+    "images and videos": (
+        {"messages": [USER, ANSWER], "videos": [[URI]], "images": [URI]},
+        "has 'images' and 'videos', which is ambiguous",
+    ),
     "long path": (asked(part(image="A" * 5000)), "expected a path; base64 begins with data:image/png;base64,"),
 }
 
@@ -493,6 +532,27 @@ def test_a_processor_that_does_not_load_matters_only_for_images(folders, jsonl, 
 
 
 # --- lengths
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_run_that_cannot_have_images_says_so_before_it_trains(cache, seeing, jsonl, tmp_path):
+    tokenizer, path = seeing("llava"), jsonl(asked({"type": "image", "image": URI}, "?"))
+    settings = {"cache": str(tmp_path / "cache")} if cache else {}
+    if cache:
+        rows(path, tokenizer, **settings)
+    tokenizer.vision.refusal = NOT_PACKED
+    with pytest.raises(ConfigError, match=r"model.packing=true: .*images"):
+        rows(path, tokenizer, **settings)
+    assert rows(jsonl(asked("no image"), name="text.jsonl"), tokenizer, **settings)
+
+
+def test_packing_refuses_images_of_transformers_modules(folders, tmp_path):
+    folder = tmp_path / "llava"
+    shutil.copytree(folders("llava"), folder)
+    write_seeing("llava", folder)
+    for packing, refusal in ((True, NOT_PACKED), (False, "")):
+        config = ModelConfig(path=str(folder), packing=packing, micro_batch_tokens=64, implementation=Implementation.transformers)
+        assert load_model_files(config)[0].vision.refusal == refusal
 
 
 def test_rows_that_are_cut(seeing, jsonl):

@@ -23,7 +23,7 @@ from aligner.files import conf_directory
 from aligner.losses.sft import sft_loss
 from aligner.models import create
 from aligner.models.architecture.divisible import check_together
-from aligner.models.config import HFArchitecture, LoraConfig, LoraTarget, ModelConfig, Part, Recompute, SeeingArchitecture
+from aligner.models.config import Dtype, HFArchitecture, LoraConfig, LoraTarget, ModelConfig, Part, Recompute, SeeingArchitecture
 from aligner.models.families import weight_names
 from aligner.models.modules.build import LanguageModel
 from aligner.models.modules.fusions import Kernel, fusions
@@ -140,7 +140,7 @@ def test_exports_and_checkpoints_have_every_tensor_bit_for_bit(name: str, direct
     policy.train_step(rows.batch(), sft_loss)
     logprobs = policy.logprobs(rows.batch())
     path = save(policy, tmp_path / "checkpoints")
-    config = ModelConfig(path=str(path), images=True, make_vocab_divisible_by=8)
+    config = ModelConfig(path=str(path), images=True, dtype=Dtype.float32, make_vocab_divisible_by=8)
     with pytest.raises(ConfigError, match=r"model\.images=false: the checkpoint in .* is of a model that reads images; allowed: true"):
         create.read_architecture(replace(config, images=False), vocab_size=0)
     architecture = create.read_architecture(config, vocab_size=0)

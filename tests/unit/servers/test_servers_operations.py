@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from aligner.algorithms.ppo import TrainPPO
+from aligner.data.vision import ImageStore
 from aligner.errors import ConfigError, ServerError
 from aligner.jobs import serves as serving
 from aligner.servers import config as server_config
@@ -34,7 +35,7 @@ from aligner.servers.server import Command, Report, _take_part
 from aligner.servers.services import CriticService, FunctionRewardService, RewardService
 from aligner.settings.compose import compose
 from aligner.telemetry.metrics import Mean, Metric, Sum
-from aligner.types import TokenBatch, ValueBatch
+from aligner.types import Images, TokenBatch, ValueBatch
 
 LIMITS = RequestLimits(vocab_size=100, max_sequence_length=8)
 
@@ -451,3 +452,22 @@ def test_what_another_user_has_put_there_is_left_alone(tmp_path: Path, monkeypat
     (tmp_path / f"{processes.PREFIX}link").symlink_to(theirs)
     monkeypatch.setattr(processes.os, "getuid", lambda: theirs.stat().st_uid + 1)
     assert processes.sweep(tmp_path) == [] and (theirs / processes.OWNER).exists()
+
+
+def test_a_request_whose_image_is_gone_is_rejected(tmp_path: Path) -> None:
+    """The model never gets it: an error there would end the server for everybody."""
+    store = ImageStore(tmp_path)
+    digest = store.put(b"an image")
+    batch = TokenBatch(tokens=torch.tensor([[1, 2]]), lengths=torch.tensor([2]), extras={Images.name: Images(Images.of([digest])[None])})
+    operation = serving.with_images(Operation(endpoint=wire.CRITIC_INFER, handler=lambda _: "", check=None), store)
+    operation.check(wire.ValuesRequest(batch=batch))
+    (tmp_path / digest).write_bytes(b"another")
+    with pytest.raises(ValueError, match=f"image {digest}: .*has changed"):
+        operation.check(wire.ValuesRequest(batch=batch))
+    (tmp_path / digest).unlink()
+    with pytest.raises(ValueError, match=f"image {digest}: .*No such file"):
+        operation.check(wire.RewardRequest(batch=batch))
+    operation.check(wire.StatusRequest(run="run"))
+    refusing = Operation(endpoint=wire.CRITIC_INFER, handler=lambda _: "", check=lambda _: pytest.fail("asked"))
+    with pytest.raises(pytest.fail.Exception, match="asked"):
+        serving.with_images(refusing, store).check(wire.StatusRequest(run="run"))
