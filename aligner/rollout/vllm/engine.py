@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from importlib import import_module
 from itertools import count
 from operator import attrgetter
@@ -104,8 +106,10 @@ class VLLMEngine:
 
         with suppress(ValueError):  # an engine was started before
             WeightTransferEngineFactory.register_engine(BACKEND, "aligner.rollout.vllm.weights", "InProcessWeights")
+        whole = classes_of_transformers()
         with _generators_kept():  # vLLM seeds the process's generators
             self._llm = vllm.LLM(**settings)
+        self._llm.apply_model(partial(keep_apart, whole))
         client = self._llm.llm_engine.engine_core
         try:
             attrgetter(*HELD)(client)
@@ -327,6 +331,34 @@ def _generators_kept() -> AbstractContextManager[None]:
     """Restores torch's generators of the process and of this rank's device, and no other, at the end."""
     device = platform.device()
     return torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else [])
+
+
+def classes_of_transformers() -> dict[type, Any]:
+    """The classes of models that `transformers` has loaded, each with its own `__init__` or None."""
+    module = sys.modules.get("transformers.modeling_utils")
+    found, left = {}, [module.PreTrainedModel] if module is not None else []
+    while left:
+        kind = left.pop()
+        found[kind] = vars(kind).get("__init__")
+        left += kind.__subclasses__()
+    return found
+
+
+def keep_apart(whole: Mapping[type, Any], model: torch.nn.Module) -> None:
+    """For a model that it has no layers for, vLLM takes `transformers`' modules, and changes their class so that a call is compiled.
+
+    The policy may have modules of that class: vLLM's alone get another one, with the change. `whole`: the classes as they were.
+    """
+    for kind in [one for one in {type(module) for module in model.modules()} & whole.keys() if "__call__" in vars(one)]:
+        own = type(kind.__name__, (kind,), {"__call__": vars(kind)["__call__"], "__module__": kind.__module__})
+        for module in model.modules():
+            if type(module) is kind:
+                module.__class__ = own
+        del kind.__call__
+        if whole[kind] is not None:
+            kind.__init__ = whole[kind]  # type: ignore[misc]
+        else:
+            del kind.__init__
 
 
 def _check_use(used: Iterable[tuple[str, str]]) -> None:

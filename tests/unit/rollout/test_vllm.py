@@ -14,11 +14,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from model_steps import adam, train
-from own_models import make_directory
+from own_models import CONFIGS, make_directory
+from own_models import SIZES as OWN_SIZES
 from safetensors.torch import load_file
 
 from aligner.data.collate import rollout_batch
@@ -445,6 +447,30 @@ def test_a_refit_of_transformers_own_modules_has_the_files_names(name, lora, fak
     engine.shutdown()
 
 
+def test_a_class_that_vllm_changes_stays_the_policys():
+    """As vLLM's decorator does: `__init__` and `__call__` of the class itself are others afterwards."""
+    import transformers
+
+    def small() -> torch.nn.Module:
+        return transformers.AutoModelForCausalLM.from_config(transformers.SmolLM3Config(**(OWN_SIZES | CONFIGS["smollm3"][1])))
+
+    policys, whole = small().model, wrapper.classes_of_transformers()
+    kind, init = type(policys), type(policys).__init__
+
+    def changed(self: Any, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        self.do_not_compile = True
+
+    kind.__init__ = changed
+    kind.__call__ = lambda self, *given, **named: ("compiled", self.do_not_compile)
+    theirs = small()
+    wrapper.keep_apart(whole, theirs)
+    assert theirs.model() == ("compiled", True) and isinstance(theirs.model, kind)
+    assert policys(torch.tensor([[3, 4]])).last_hidden_state.shape == (1, 2, 32)
+    assert small().model(torch.tensor([[3, 4]])).last_hidden_state.shape == (1, 2, 32)
+    assert kind.__init__ is init and "__call__" not in vars(kind)
+
+
 def test_a_refit_that_failed_leaves_the_update_and_another_succeeds(fake_vllm, monkeypatch):
     engine, named = started(), weights()
     monkeypatch.setattr(engine._llm.model, "load_weights", lambda given: {}[next(iter(given))[0]])
@@ -605,18 +631,28 @@ def policy_of(make_model: Callable, name: str):
     return make_model("policy", optimizer=optimizer, architecture=sizes, training={"temperature": 0.7, "micro_batch_size": 5})
 
 
+def own_policy_of(load_policy: Callable, path: Path, name: str):
+    """A policy of transformers' own modules, with the same sizes."""
+    import transformers
+
+    kind, more = CONFIGS[name]
+    wide = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(OWN_SIZES | wide | more))).save_pretrained(path)
+    return load_policy(path, optimizer=adam(lr=1e-2), training={"temperature": 0.7, "micro_batch_size": 5})
+
+
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 # Gemma 2 and Cohere have no output layer of their own in vLLM, whose windows of Cohere 2 have one token more than transformers'; Nemotron
 # has no gates. The experts come last: an engine's groups go with it, and those of a dense model have none for experts.
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "gemma2", "cohere", "cohere2", "nemotron", "mixtral"])
-def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(family, make_model, monkeypatch):
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "gemma2", "cohere", "cohere2", "nemotron", "granite", "smollm3", "mixtral"])
+def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(family, make_model, load_policy, tmp_path, monkeypatch):
     from aligner.losses.sft import sft_loss
     from aligner.rollout.config import EngineKind, VerifyRefit
     from aligner.rollout.create import create_engine
     from aligner.types import LabeledBatch, Prompt
 
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")  # vLLM's requests have then our names
-    policy = policy_of(make_model, family)
+    policy = own_policy_of(load_policy, tmp_path, family) if family in CONFIGS else policy_of(make_model, family)
     settings = SamplingConfig(temperature=0.7, max_response_length=8)
     eager = VLLMConfig(enforce_eager=True)
     config = RolloutConfig(engine=EngineKind.vllm, sampling=settings, max_batch_size=3, vllm=eager, verify_refit=VerifyRefit.checksum)
