@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import click
 
@@ -129,16 +130,28 @@ def train(config: str, settings: tuple[str, ...]) -> None:
     start.program(recipe.name)(command, program=program)
 
 
-@commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=f"{CONFIG_HELP} Without one: ppo.")
-@click.argument("server", type=click.Choice(["critic", "reward"]))
+SERVERS = ("critic", "reward")
+
+
+@click.command("serve", cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=f"{CONFIG_HELP} Without one: ppo.")
+@click.argument("server", type=click.Choice(SERVERS))
 @_settings
-def serve(server: str, settings: tuple[str, ...]) -> None:
+def _serve_for_run(server: str, settings: tuple[str, ...]) -> None:
     """Serve the critic or the reward model of a run, with the same settings as the run: critic|reward [CONFIG] KEY=VALUE..."""
     from aligner.jobs.start import server_program
 
     has_config = bool(settings) and "=" not in settings[0] and not settings[0].startswith("-")
     chosen = [f"config={settings[0]}", *settings[1:]] if has_config else list(settings)
     server_program(server)(chosen, program=f"aligner serve {server}")
+
+
+class _ServeCommand(Command):
+    """Of a model, unless the name of one of a run's servers comes first."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any) -> click.Context:
+        if args[:1] and args[0] in SERVERS:
+            return _serve_for_run.make_context(info_name, args, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
 
 
 @commands.command()
@@ -212,6 +225,15 @@ add(
     *SETTINGS,
     options=parts.GapOptions,
     help="Find the first layer where engine and trainer diverge on one batch; exits 1 if beyond rounding.",
+)
+_model = "MODEL: a model's or checkpoint's directory, an adapter's, a run's (its newest policy), or ORG/NAME[@REV] of the Hub."
+add(
+    commands,
+    "serve = serve:serve",
+    Argument("model", "MODEL", f"{_model} `aligner serve critic|reward [CONFIG] KEY=VALUE...`: a server of a run."),
+    options=parts.ServeOptions,
+    kind=_ServeCommand,
+    help="Serve a policy to any client of OpenAI's or Anthropic's interfaces, or the critic or reward model of a run.",
 )
 _or_file = "CONFIG|FILE: a recipe or one of its configs, such as sft; with --kind a data file."
 add(

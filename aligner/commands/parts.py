@@ -39,7 +39,14 @@ class Argument(click.Argument):
         self.about = about
 
 
-def add(group: click.Group, place: str, *parameters: click.Parameter, help: str, options: type[Any] | None = None) -> None:
+def add(
+    group: click.Group,
+    place: str,
+    *parameters: click.Parameter,
+    help: str,
+    options: type[Any] | None = None,
+    kind: type[Command] = Command,
+) -> None:
     """Add the command `name = module:function`, whose function in this package is imported when the command runs.
 
     The function gets the parameters by name; the fields of the dataclass `options` are further options, and reach it as `options`.
@@ -54,7 +61,7 @@ def add(group: click.Group, place: str, *parameters: click.Parameter, help: str,
 
     of_fields = [click.Option([one.metadata["name"], one.name], default=one.default, **one.metadata["settings"]) for one in declared]
     epilog = " ".join(one.about for one in parameters if isinstance(one, Argument) and one.about)
-    group.add_command(Command(name, callback=call, params=[*parameters, *of_fields], help=help, epilog=epilog))
+    group.add_command(kind(name, callback=call, params=[*parameters, *of_fields], help=help, epilog=epilog))
 
 
 def config_names(context: click.Context | None, parameter: click.Parameter | None, incomplete: str) -> list[str]:
@@ -89,6 +96,7 @@ class Amount(click.FloatRange):
         return number
 
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 AMOUNT, COUNT, NOT_NEGATIVE = Amount(min=0), click.IntRange(min=1), click.IntRange(min=0)
 FILE = PathType(readable=False)
 DIRECTORY = PathType(readable=False, file_okay=False)
@@ -103,7 +111,7 @@ RUN = Argument("directory", "RUN_DIRECTORY", "RUN_DIRECTORY: run.directory of th
 
 def option(default: Any, name: str, metavar: str = "", help: str = "", **settings: Any) -> Any:
     """A field of a dataclass that is an option of a command; `settings` are click's."""
-    settings |= {"metavar": metavar or None, "help": help, "is_flag": default is False, "show_default": bool(default) and default > 1}
+    settings |= {"metavar": metavar or None, "help": help, "is_flag": default is False, "show_default": default not in (None, 0, 1, "")}
     return field(default=default, metadata={"name": name, "settings": settings})
 
 
@@ -190,6 +198,42 @@ class ConvertOptions:
     tokenizer: Path | None = option(None, "--tokenizer", "DIR", "Tokenizer for a model of Megatron-LM or NeMo without one.", type=DIRECTORY)
     tp: int = option(1, "--tp", "N", "Split every layer over N ranks (start as many: torchrun, srun, mpiexec).")
     pp: int = option(1, "--pp", "N", "Split the layers over N ranks.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyOptions:
+    """How a command opens the policy that it samples from (`aligner.jobs.serving_policy`)."""
+
+    max_batch_size: int = option(32, "--max-batch-size", "N", "Responses that are sampled at once.", type=COUNT)
+    context: int = option(0, "--context", "N", "Longest prompt with response, in tokens (default: the model's).", type=NOT_NEGATIVE)
+    kv_cache_tokens: int = option(0, "--kv-cache-tokens", "N", "Tokens in the key-value cache (default: enough).", type=NOT_NEGATIVE)
+    dtype: str = option("auto", "--dtype", "DTYPE", "auto, float32, bfloat16 or float16.", type=click.Choice(DTYPES))
+    images: bool = option(False, "--images", help="Read images too, through the model's own vision tower.")
+    seed: int = option(0, "--seed", "N", "From which the seeds of requests without one are drawn.", type=NOT_NEGATIVE)
+    greedy: bool = option(False, "--greedy", help="Temperature 0 where a request names none.")
+
+    @property
+    def opening(self) -> dict[str, Any]:
+        """The arguments of `open_policy`."""
+        names = ("max_batch_size", "context", "kv_cache_tokens", "dtype", "images", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions(PolicyOptions):
+    host: str = option("127.0.0.1", "--host", "ADDRESS", "Address to listen on; 0.0.0.0: every one of this machine.")
+    port: int = option(0, "--port", "N", "Port to listen on (default: a free one).", type=click.IntRange(0, 65535))
+    name: str = option("", "--name", "NAME", "Name of the model in answers (default: the directory's).")
+    key_file: Path | None = option(
+        None,
+        "--key-file",
+        "FILE",
+        "File with the key, 64 hexadecimal digits; made if missing (default: a new one).",
+        type=FILE,
+    )
+    max_requests: int = option(256, "--max-requests", "N", "Requests at once; others are told to come again.", type=COUNT)
+    tls_certificate: Path | None = option(None, "--tls-certificate", "FILE", "PEM file with a certificate, to speak HTTPS.", type=FILE)
+    tls_key: Path | None = option(None, "--tls-key", "FILE", "PEM file with its key.", type=FILE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

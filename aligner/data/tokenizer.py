@@ -112,6 +112,11 @@ class Tokenizer:
         return bool(self._templates)
 
     @property
+    def marks_thinking(self) -> bool:
+        """Whether a chat template writes thinking between `<think>` and `</think>`."""
+        return any("</think>" in template for template in self._templates.values())
+
+    @property
     def writes_dates(self) -> bool:
         """Whether a chat template writes the date."""
         return any(map(writes_dates, self._templates.values()))

@@ -1,7 +1,7 @@
 """Does SteerLM steer? Both of its versions from beginning to end on a small task, offline; figures, and exit code 1 where it does not.
 
 The task: stories such as `the cat sings weeps grins sulks` about whom they are asked about. The attribute `joy` is a rule: how many of
-the four verbs are glad. The chain is the one of docs/steerlm.md:
+the four verbs are glad. The chain is the one of docs/algorithms.md:
 
     attribute model on judged stories -> it labels all stories -> SteerLM 1 on the labels, half of which are then spoilt ->
     responses that it samples under requested attributes, with log Q', log P(y|x) and log P(a|x,y) -> SteerLM 2 on these

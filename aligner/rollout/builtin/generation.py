@@ -11,6 +11,9 @@ only a group's prompt (`aligner.rollout.builtin.attention.SeatStates`).
 If another thread gives the decoder new weights meanwhile (`Gate`), running responses continue with them. Their keys and values stay
 those of the old weights (as in PipelineRL, Piche et al. 2025, 2509.19128), or are recomputed (as in AReaL, Fu et al. 2025, 2505.24298).
 Shared prefixes are forgotten in both cases.
+
+If the work has callers (`aligner.rollout.engine.Callers`), a request that cannot be answered fails alone, one that nobody waits for any
+more loses seat and pages before the next step, and tokens are told as they arrive on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.errors import EngineError
+from aligner.errors import AlignerError, EngineError
 from aligner.parallel import platform
 from aligner.parallel.logprobs import row_sums
 from aligner.rollout.builtin.attention import PagedKV, PrefillChunk, upload
@@ -32,11 +35,12 @@ from aligner.rollout.builtin.running import Ended, Fetch, RunningBatch, Transcri
 from aligner.rollout.builtin.sampling import FusedDraw, Sampler
 from aligner.rollout.builtin.scheduler import Counters, PagePool, Piece, Prefix, Response, Scheduler, SeenPrompt, copies, seat_copies
 from aligner.rollout.builtin.seeing import Eyes
-from aligner.rollout.engine import GenRequest, GenResult, Work
+from aligner.rollout.engine import GenRequest, GenResult, Work, callers_of, check_ids
 from aligner.rollout.engine.gate import Gate
 from aligner.types import FinishReason, Images, LogprobKind, Routes, SamplingConfig
 
 _REFILL_PART = 8  # prompts are computed when this part of the seats is free, or all that wait can have one
+PATIENCE = 8  # decode steps after which callers get what seats are free
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,7 +69,8 @@ class Generation:
         """Responses to all requests of `work` as they end, in any order; `version` is the weights' current one.
 
         Raises EngineError naming a request whose prompt is empty or leaves no room in the context, or which does not fit into a cache of
-        `kv_cache_tokens` even alone. At the end, also after an error, the cache's memory is released, or kept with `keep_cache`.
+        `kv_cache_tokens` even alone, unless it has a caller to be told. At the end, also after an error, the cache's memory is released,
+        or kept with `keep_cache`.
         """
         self.counters = Counters()
         loop = _Loop(self, work, sampling, version)
@@ -89,12 +94,13 @@ class _Loop:
         self.owner = owner
         self.version = version
         self.decoder = decoder = owner.decoder
-        self.work = work
+        self.work, self.callers = work, callers_of(work)
         self.sampling = sampling
         self.counters = owner.counters
         num_seats, device, page_size = owner.max_batch_size, platform.device(), decoder.page_size
         self.device = device
         self.refill = max(1, num_seats // _REFILL_PART)
+        self.prefilled_at = 0  # the number of the decode step
         pool = PagePool(0, page_size, shares=not decoder.architecture.linear_attention_layers)
         self.scheduler = Scheduler(pool, num_seats=num_seats, chunk_tokens=owner.prefill_chunk_tokens, counters=owner.counters)
         self.sampler = Sampler(
@@ -108,7 +114,7 @@ class _Loop:
             fused=owner.fused_draw,
         )
         max_pages = -(-decoder.max_sequence_length // page_size)
-        max_length = self._limit(0)
+        max_length = min(sampling.longest, decoder.max_sequence_length)
         self.running = RunningBatch(
             num_seats=num_seats, max_length=max_length, max_pages=max_pages, page_size=page_size, device=device, sees=owner.eyes is not None
         )
@@ -123,12 +129,14 @@ class _Loop:
     def step(self) -> list[Ended] | None:
         """At most one pass of the decoder. Returns the responses found to have ended since the last step, None after the last response."""
         self._pause()
+        if self.callers is not None and (left := self.callers.left()):
+            self._drop(set(left))
         ready = self._admit()
         if ready or self.scheduler.prefilling:
             self._prefill(ready)
         elif len(self.running):
             self._decode()
-        elif not self.under_way:
+        elif not self.under_way and not self.has_more_work:
             return None
         self._collect(self.owner.steps_ahead if len(self.running) or self.scheduler.prefilling else 0)
         finished, self.finished = self.finished, []
@@ -151,13 +159,23 @@ class _Loop:
             response.sampled_by(version, self.running.num_drawn(response))
         self.scheduler.forget_everything()
 
+    def _drop(self, left: set[int]) -> None:
+        """Free what these requests have. Rows of steps under way are those of responses that have ended."""
+        for response in [*self.scheduler.waiting, *self.scheduler.seated.values()]:
+            if response.request.index in left:
+                self.scheduler.drop(response)
+                self.transcript.forget(response)
+        self.running.drop_unseated()
+
     def _admit(self) -> list[tuple[Prefix, Response]]:
         """Take requests and seat them, if that is worth a step; returns those that are ready for a draw."""
         scheduler = self.scheduler
         free = scheduler.num_free_seats
-        if self.has_more_work and not scheduler.waiting and (free >= self.refill or not scheduler.seated):
+        is_late = self.callers is not None and self.counters.decode_steps >= self.prefilled_at + PATIENCE
+        refill = 1 if is_late else self.refill
+        if self.has_more_work and not scheduler.waiting and (free >= refill or not scheduler.seated):
             self._take(free)
-        if scheduler.seated and free < min(self.refill, len(scheduler.waiting)):
+        if scheduler.seated and free < min(refill, len(scheduler.waiting)):
             return []
         ready = scheduler.admit()
         self._copy_pages(ready)  # before anything is written into pages that were given back meanwhile
@@ -168,12 +186,21 @@ class _Loop:
         requests = self.work.take(room)
         self.has_more_work = bool(requests) or self.work.is_open
         for request in requests:
-            limit = self._limit(len(request.tokens), request.limit)
-            self._check(request, limit)
-            self.most_pages = max(self.most_pages, self.scheduler.pool.pages_for(len(request.tokens) + limit - 1))
-            self.scheduler.arrive(request, limit, self._look(request))
-        if requests:
+            try:
+                self._arrive(request)
+            except AlignerError as error:
+                if self.callers is None:
+                    raise
+                self.callers.refuse(request.index, error)
+        if self.scheduler.waiting:
             self._provide()
+
+    def _arrive(self, request: GenRequest) -> None:
+        limit = self._limit(request)
+        self._check(request, limit)
+        seen = self._look(request)
+        self.most_pages = max(self.most_pages, self.scheduler.pool.pages_for(len(request.tokens) + limit - 1))
+        self.scheduler.arrive(request, limit, seen)
 
     def _look(self, request: GenRequest) -> SeenPrompt | None:
         if self.owner.eyes is not None:
@@ -183,15 +210,22 @@ class _Loop:
             raise EngineError(f"request {request.index}: has images, which the policy's layers do not read; {wanted}")
         return None
 
-    def _limit(self, prompt_length: int, own: int | None = None) -> int:
-        """The most tokens of a response; `own` is the request's limit."""
-        most = min(self.sampling.longest, self.decoder.max_sequence_length - prompt_length)
-        return most if own is None else min(most, own)
+    def _limit(self, request: GenRequest) -> int:
+        """The most tokens of its response."""
+        most = min(self.sampling.longest, self.decoder.max_sequence_length - len(request.tokens))
+        if request.sampling is not None:
+            most = min(most, request.sampling.longest)
+        if request.limit is not None:
+            most = min(most, request.limit)
+        return most
 
     def _check(self, request: GenRequest, limit: int) -> None:
         length, context, kv_cache_tokens = len(request.tokens), self.decoder.max_sequence_length, self.owner.kv_cache_tokens
         if not 0 < length < context:
             raise EngineError(f"request {request.index}: a prompt of {length} tokens leaves no room in the context of {context}")
+        if self.callers is not None:  # what others send
+            check_ids(request, self.decoder.architecture.vocab_size)
+        self.sampler.manner(request.sampling)
         needed = self.scheduler.pool.pages_for(length + limit - 1) * self.decoder.page_size
         if kv_cache_tokens and needed > kv_cache_tokens:
             raise EngineError(
@@ -205,7 +239,8 @@ class _Loop:
         Without a stated size, every response that has arrived can become as long as the longest may, with one more page each.
         """
         pool, owner = self.scheduler.pool, self.owner
-        seats = min(len(self.scheduler.seated) + len(self.scheduler.waiting), owner.max_batch_size)
+        kept = 0 if self.callers is None else self.scheduler.num_turns  # their next turns may come at any time
+        seats = min(len(self.scheduler.seated) + len(self.scheduler.waiting) + kept, owner.max_batch_size)
         wanted = owner.kv_cache_tokens // pool.page_size or seats * (self.most_pages + 1)
         if wanted > pool.num_pages:
             self._grow(wanted)
@@ -237,6 +272,7 @@ class _Loop:
 
     def _prefill(self, ready: list[tuple[Prefix, Response]]) -> None:
         """Put the next pieces of prompts into the cache, and draw for the responses whose prompts are complete."""
+        self.prefilled_at = self.counters.decode_steps
         pieces = self.scheduler.next_pieces()
         if pieces:
             chunks = [self._chunk(piece) for piece in pieces]
@@ -256,7 +292,7 @@ class _Loop:
         if prefix.seen is not None and self.owner.eyes is not None:
             seen = self.owner.eyes.chunk(prefix.seen, piece.start, piece.end)
             tokens = tuple(max(token, 0) for token in tokens)
-        where = {"pages": prefix.pages, "seat": prefix.waiting[0].seat}
+        where = {"pages": prefix.pages, "seat": prefix.waiting[0].seat if prefix.waiting else 0}  # nobody waits: only pages are shared
         return PrefillChunk(tokens=tokens, start=piece.start, wants_logits=piece.is_last, seen=seen, **where)
 
     def _copy_pages(self, pairs: list[tuple[Prefix, Response]]) -> None:
@@ -280,10 +316,12 @@ class _Loop:
                 response=response.tokens[len(prompt) :],
                 seed=response.request.seed,
                 limit=response.limit,
+                sampling=response.request.sampling,
             )
             response.sampled_by(self.version, len(response.tokens) - len(prompt))
-        seats = upload(np.array([response.seat for response in responses]), self.device)
-        draw = self.sampler.draw(torch.stack([prefix.logits for prefix, _ in ready]), seats)
+        numbers = [response.seat for response in responses]
+        seats = upload(np.array(numbers), self.device)
+        draw = self.sampler.draw(torch.stack([prefix.logits for prefix, _ in ready]), seats, numbers)
         self.under_way.append(self.running.join(responses, seats, draw))
         self.running.drop_exhausted()
 
@@ -292,7 +330,7 @@ class _Loop:
         if not len(self.running):
             return
         logits = self.decoder.decode(self.running.inputs(), self.cache)
-        draw = self.sampler.draw(logits, self.running.seats)
+        draw = self.sampler.draw(logits, self.running.seats, self.running.seat_numbers)
         self.counters.decode_steps += 1
         self.counters.decoded_tokens += len(self.running)
         self.under_way.append(self.running.advance(draw))
@@ -319,7 +357,7 @@ class _Loop:
     def _collect(self, ahead: int) -> None:
         """Read the results of all steps but the last `ahead`."""
         while len(self.under_way) > ahead:
-            ended = self.transcript.record(self.under_way.popleft())
+            ended = self.transcript.record(self.under_way.popleft(), self.callers)
             for response in ended:
                 self._keep_routes(response.response, len(response.tokens))
                 if self.work.is_open:

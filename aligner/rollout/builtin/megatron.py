@@ -87,7 +87,7 @@ class MegatronEngine:
         # The blocks are of consecutive ranks in training's tensor-parallel groups too, which vary fastest.
         count = self.shards.count
         self.replica = Replica(index=dist.get_rank() // count, count=dist.get_world_size() // count, is_leader=self.shards.index == 0)
-        self.capabilities = Capabilities(name="megatron", logprobs=LogprobKind.sampled, sees=True)  # or refuses images itself
+        self.capabilities = Capabilities(name="megatron", logprobs=LogprobKind.sampled, sees=True, serves=True)  # or refuses images itself
 
     def refit(self, version: int) -> int:
         """Take the policy's current weights. Raises EngineError, on every rank, if some are missing, damaged or not what was sent."""

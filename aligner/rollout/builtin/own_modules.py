@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from aligner.errors import ConfigError, EngineError
+from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.protocols import Replica
+from aligner.rollout.builtin.generation import PATIENCE
 from aligner.rollout.builtin.sampling import GOES_ON, STOP, Draw, Sampler
 from aligner.rollout.config import RolloutConfig, VerifyRefit
-from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Work
+from aligner.rollout.engine import Callers, Capabilities, GenRequest, GenResult, Memory, Work, callers_of, check_ids
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.manifest import named_few, not_finite
 from aligner.types import FinishReason, Images, LogprobKind, SamplingConfig
@@ -119,7 +120,8 @@ class _Row:
 
     request: GenRequest
     limit: int
-    seat: int = -1
+    seat: int
+    wants_raw: bool
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
@@ -162,7 +164,7 @@ class OwnModulesEngine:
         self.version = 0
         self.max_sequence_length = chunk.max_sequence_length
         self.replica = Replica(index=dist.get_rank(), count=dist.get_world_size())
-        self.capabilities = Capabilities(name="transformers", logprobs=LogprobKind.sampled, sees=chunk.vision is not None)
+        self.capabilities = Capabilities(name="transformers", logprobs=LogprobKind.sampled, sees=chunk.vision is not None, serves=True)
         self._trained, self._config, self._eos_id, self._decode, self._pauses = chunk, config, eos_id, decode, pauses
         self._chunk = chunk.twin() if config.asynchronous.max_staleness else chunk
 
@@ -193,7 +195,7 @@ class OwnModulesEngine:
         Raises EngineError naming a request whose prompt is empty or leaves no room in the context.
         """
         run = _Run(self._chunk, self._config, sampling, self._eos_id, self._decode)
-        run.pauses, run.version = self._pauses, self.version
+        run.pauses, run.version, run.callers = self._pauses, self.version, callers_of(work)
         was_training = self._chunk.training
         self._chunk.eval()
         try:
@@ -208,7 +210,7 @@ class OwnModulesEngine:
             index=row.request.index,
             tokens=tuple(row.tokens),
             logprobs=tuple(row.logprobs),
-            raw_logprobs=tuple(row.raw_logprobs) if row.raw_logprobs else None,
+            raw_logprobs=tuple(row.raw_logprobs) if row.wants_raw else None,
             kind=LogprobKind.sampled,
             finish_reason=FinishReason.stop if stopped else FinishReason.length,
             weight_version=row.versions[-1][1],
@@ -225,7 +227,7 @@ class _Run:
         seats, vocabulary = config.max_batch_size, chunk.architecture.vocab_size
         self.sampler = Sampler(sampling, eos_id=eos_id, vocab_size=vocabulary, num_seats=seats, device=self.device, decode=decode)
         self.free = list(range(seats - 1, -1, -1))
-        self.refill = max(1, seats // _PART)
+        self.refill, self.since_begun = max(1, seats // _PART), 0  # steps
         self.waiting: deque[_Row] = deque()
         self.rows: list[_Row | None] = []  # of the cache; None: ended, and still computed
         self.cache: DynamicCache | None = None
@@ -236,6 +238,7 @@ class _Run:
         self.seats: Tensor = self.pads
         self.has_more_work = True
         self.pauses: Gate | None = None
+        self.callers: Callers | None = None
         self.version = 0
         self.pads_prompts = not has_states(chunk.hf.config)  # recurrent layers may see padding
         named = inspect.signature(chunk.backbone.forward).parameters
@@ -248,27 +251,54 @@ class _Run:
             self.version = version
             for row in filter(None, self.rows):
                 row.versions.append((len(row.tokens), version))
+        if self.callers is not None and (left := self.callers.left()):
+            self._drop(set(left))
         room = len(self.free)
-        if self.has_more_work and not self.waiting and (room >= self.refill or not any(self.rows)):
+        refill = 1 if self.callers is not None and self.since_begun >= PATIENCE else self.refill
+        if self.has_more_work and not self.waiting and (room >= refill or not any(self.rows)):
             requests = work.take(room)
             self.has_more_work = bool(requests) or work.is_open
-            self.waiting += sorted((self._row(request) for request in requests), key=lambda row: len(row.request.tokens))
+            self.waiting += sorted(self._arrived(requests), key=lambda row: len(row.request.tokens))
         if self.waiting:
             return self._begin()
         if not any(self.rows):
-            return None
+            self._compact()  # waits with no cache
+            return [] if self.has_more_work else None
         return self._decode_step()
+
+    def _drop(self, left: set[int]) -> None:
+        """Free what these requests have."""
+        dropped = [row for row in (*self.waiting, *self.rows) if row is not None and row.request.index in left]
+        self.free += [row.seat for row in dropped]
+        self.waiting = deque(row for row in self.waiting if row not in dropped)
+        self.rows = [None if row in dropped else row for row in self.rows]
+
+    def _arrived(self, requests: Sequence[GenRequest]) -> Iterator[_Row]:
+        for request in requests:
+            try:
+                yield self._row(request)
+            except AlignerError as error:
+                if self.callers is None:
+                    raise
+                self.callers.refuse(request.index, error)
 
     def _row(self, request: GenRequest) -> _Row:
         length, context = len(request.tokens), self.chunk.max_sequence_length
         if not 0 < length < context:
             raise EngineError(f"request {request.index}: a prompt of {length} tokens leaves no room in the context of {context}")
-        limit = min(self.sampling.longest, context - length, *([] if request.limit is None else [request.limit]))
-        return _Row(request=request, limit=limit, seat=self.free.pop())
+        sampling = self.sampler.manner(request.sampling).sampling
+        if self.callers is not None:  # what others send
+            check_ids(request, self.chunk.architecture.vocab_size)
+            if (images := _prompt_of(request)[1]) != ():
+                self.chunk.seen(torch.tensor([request.tokens], device=self.device), Images.of(images)[None])
+        own = self.sampling if request.sampling is None else request.sampling
+        limit = min(self.sampling.longest, own.longest, context - length, *([] if request.limit is None else [request.limit]))
+        return _Row(request=request, limit=limit, seat=self.free.pop(), wants_raw=sampling.raw_logprobs)
 
     def _begin(self) -> list[tuple[_Row, bool]]:
         """Compute some prompts, and draw the first token of all responses to them. The waiting are in the order of their lengths."""
         begun: list[_Row] = []
+        self.since_begun = 0
         prompts: dict[_Prompt, int] = {}
         while self.waiting and self._fits(prompt := _prompt_of(self.waiting[0].request), prompts):
             prompts.setdefault(prompt, len(prompts))
@@ -280,7 +310,8 @@ class _Run:
         hidden, shifts = self._prefill(list(prompts), length, pads, cache)
         index = torch.tensor([prompts[_prompt_of(row.request)] for row in begun], device=self.device)
         for row in begun:
-            self.sampler.seat(row.seat, prompt=row.request.tokens, response=(), seed=row.request.seed, limit=row.limit)
+            given = {"seed": row.request.seed, "limit": row.limit, "sampling": row.request.sampling}
+            self.sampler.seat(row.seat, prompt=row.request.tokens, response=(), **given)
         seats = torch.tensor([row.seat for row in begun], device=self.device)
         draw = self.sampler.draw(self.chunk.logits(hidden)[index], seats)
         if len(prompts) < len(begun):
@@ -332,6 +363,7 @@ class _Run:
 
     def _decode_step(self) -> list[tuple[_Row, bool]]:
         self._compact(least=self.refill)
+        self.since_begun += 1
         self.width += 1
         mask = torch.arange(self.width, device=self.device) >= self.pads[:, None] if self.has_pads else None
         positions = (self.width - 1 - self.pads + self.shifts)[:, None]
@@ -359,6 +391,8 @@ class _Run:
             row.logprobs.append(logprob)
             if raw:
                 row.raw_logprobs.append(raw[number])
+            if self.callers is not None:
+                self.callers.hear(row.request.index, (token,), (logprob,))
             if ended != GOES_ON:
                 found.append((row, ended == STOP))
                 self.rows[first + number] = None

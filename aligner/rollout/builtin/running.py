@@ -16,6 +16,7 @@ from torch import Tensor
 from aligner.rollout.builtin.attention import DecodeBatch, upload
 from aligner.rollout.builtin.sampling import STOP, Draw
 from aligner.rollout.builtin.scheduler import NO_SEAT, Response
+from aligner.rollout.engine import Callers
 
 
 class RunningBatch:
@@ -45,6 +46,11 @@ class RunningBatch:
 
     def __len__(self) -> int:
         return len(self.responses)
+
+    @property
+    def seat_numbers(self) -> list[int]:
+        """`seats`, on the host."""
+        return self._seats.tolist()
 
     def join(self, responses: Sequence[Response], seats: Tensor, draw: Draw) -> Fetch:
         """Rows for responses at `seats` int64 [N]; `draw` has one token for each, the first one or the first since it returned."""
@@ -156,12 +162,12 @@ class Fetch:
 
 
 class Transcript:
-    """The tokens of every seat's response so far, on the host."""
+    """The tokens of every seat's response so far, on the host. `raw`: results have raw log-probs, unless their request says otherwise."""
 
     def __init__(self, *, num_seats: int, max_length: int, raw: bool) -> None:
-        self._max_length = max_length
+        self._max_length, self._raw = max_length, raw
         # Tokens, log-probs and raw log-probs of all seats, one seat after the other.
-        self._rows = [np.zeros(num_seats * max_length, dtype) for dtype in (np.int64, np.float32, np.float32)[: 2 + raw]]
+        self._rows = [np.zeros(num_seats * max_length, dtype) for dtype in (np.int64, np.float32, np.float32)]
         self._saved: dict[int, list[np.ndarray]] = {}  # sampled at seats that were lost, by arrival
 
     def interrupt(self, response: Response, length: int) -> None:
@@ -169,15 +175,23 @@ class Transcript:
         self._saved[response.arrival] = sampled = [row.copy() for row in self._sampled(response, length)]
         response.tokens = (*response.prompt_keys, *sampled[0].tolist())
 
-    def record(self, fetch: Fetch) -> list[Ended]:
-        """Store a step's draws; returns the responses that they ended.
+    def forget(self, response: Response) -> None:
+        """The response is dropped."""
+        self._saved.pop(response.arrival, None)
+
+    def record(self, fetch: Fetch, callers: Callers | None = None) -> list[Ended]:
+        """Store a step's draws, and tell them to the `callers`; returns the responses that they ended.
 
         A row may belong to a response that ended while this step ran. Its entry after the end of that response is not read: the next
         response at that seat overwrites it, or had sampled as much before it came.
         """
         tokens, ended, *logprobs = fetch.wait()
-        for row, new in zip(self._rows, (tokens, *logprobs), strict=True):
+        for row, new in zip(self._rows, (tokens, *logprobs), strict=False):  # not every step has raw log-probs
             row[fetch.places] = new
+        if callers is not None:
+            for response, token, logprob in zip(fetch.responses, tokens.tolist(), logprobs[0].tolist(), strict=True):
+                if response.seat != NO_SEAT:
+                    callers.hear(response.request.index, (token,), (logprob,))
         if not ended.any():
             return []
         rows = [row for row in ended.nonzero()[0].tolist() if fetch.responses[row].seat != NO_SEAT]
@@ -185,9 +199,10 @@ class Transcript:
 
     def _close(self, response: Response, last_place: int, *, stopped: bool) -> Ended:
         length = last_place - response.seat * self._max_length + 1
-        tokens, logprobs, *raw = (tuple(row.tolist()) for row in self._sampled(response, length))
+        tokens, logprobs, raw = (tuple(row.tolist()) for row in self._sampled(response, length))
         self._saved.pop(response.arrival, None)
-        return Ended(response, tokens, logprobs, raw[0] if raw else None, stopped)
+        own = response.request.sampling
+        return Ended(response, tokens, logprobs, raw if (self._raw if own is None else own.raw_logprobs) else None, stopped)
 
     def _sampled(self, response: Response, length: int) -> list[np.ndarray]:
         """The first `length` tokens of the response, and their log-probs."""

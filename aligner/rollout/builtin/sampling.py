@@ -7,13 +7,15 @@ The order is Hugging Face's: repetition penalty (Keskar et al. 2019), frequency 
 `min_response_length`, temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). Ids that stand for no token are
 excluded before all of these. Log-probs ignore all of this: they are log softmax(logits / temperature) over the whole vocabulary, the number
 that the trainer's ratio compares with.
+
+Sequences may have settings of their own: those with the same ones are drawn together, as in a run with these settings, to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 from aligner.errors import ConfigError
 from aligner.parallel.logprobs import log_normalizer, row_sums
 from aligner.rollout.builtin.attention import upload
+from aligner.rollout.builtin.stopping import StopStrings
 from aligner.rollout.engine import missing_ids
 from aligner.types import SamplingConfig
 
@@ -33,8 +36,6 @@ WINDOW = 256  # positions for which uniforms are made at once
 HEAD = 1024  # likeliest tokens among which top-p looks first on a CPU
 _INT32_MAX = 2**31 - 1
 GOES_ON, STOP, LENGTH = 0, 1, 2  # values of `Draw.ended`
-PARTIAL = "\ufffd"  # what bytes that are not a whole character decode to
-MOST_BYTES = 4  # of a character, so the most tokens over which one can be split
 
 
 FusedDraw = Callable[..., tuple[Tensor, Tensor, Tensor | None]]  # `aligner.rollout.builtin.native.Library.draw`
@@ -49,6 +50,17 @@ class Draw:
     logprobs: Tensor
     raw_logprobs: Tensor | None
     ended: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Manner:
+    """How the sequences of some seats are drawn: their settings, and what is made of them once."""
+
+    key: tuple[object, ...]  # settings that differ have another one; a response's length is its seat's own
+    sampling: SamplingConfig
+    stop_ids: Tensor  # int64, those in the vocabulary
+    fused: FusedDraw | None
+    stops: StopStrings | None
 
 
 class Sampler:
@@ -70,67 +82,131 @@ class Sampler:
         add_up: Callable[[Tensor], Tensor] = row_sums,
         fused: FusedDraw | None = None,
     ) -> None:
-        if sampling.stop_strings and decode is None:
-            raise ConfigError(
-                f"rollout.sampling.stop_strings={sampling.stop_strings}: needs a tokenizer; allowed: rollout.sampling.stop_token_ids"
-            )
-        self._sampling = sampling
-        self._add_up = add_up
-        self._fused = None if sampling.reshaping() else fused
-        stop_ids = sorted({eos_id, *sampling.stop_token_ids})
-        self._stop_ids = upload(np.array(stop_ids, np.int64), device)
-        self._forbidden = upload(np.array([i for i in stop_ids if i < vocab_size], np.int64), device)
+        self._eos_id, self._vocab_size, self._device = eos_id, vocab_size, device
+        self._decode, self._fused, self._add_up = decode, fused, add_up
+        self._usual = self._new(sampling)
+        self._own: dict[int, Manner] = {}  # by seat
         self._missing = upload(np.array(missing_ids(sampling), np.int64), device)
         self._arrived: dict[int, tuple[int, int, int]] = {}  # by seat, since the last draw: seed, position (of the next token), limit
         self._state = torch.zeros(4, num_seats, dtype=torch.int64, device=device)  # of all seats: these, and where its uniforms begin
         self._uniforms = torch.zeros(num_seats, WINDOW, dtype=torch.float64, device=device)  # for its next positions
         self._ahead = torch.arange(WINDOW, device=device)
         self._age = 0  # draws since all seats' uniforms were made
-        counts = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-        self._counts = torch.zeros(num_seats, vocab_size, device=device) if counts else None  # of each token in the response
-        repetition = sampling.repetition_penalty != 1
-        self._seen = torch.zeros(num_seats, vocab_size, dtype=torch.bool, device=device) if repetition else None  # in the prompt too
-        self._stops = StopStrings(sampling.stop_strings, decode) if sampling.stop_strings and decode else None
+        self._counts: Tensor | None = None  # [seats, V], of each token in the response, once a seat needs them
+        self._seen: Tensor | None = None  # bool [seats, V], in the prompt too
         self._texts: list[tuple[list[int], int]] = [([], 0)] * num_seats  # with stop strings: prompt's end + response, its start
 
-    def seat(self, seat: int, *, prompt: Sequence[int], response: Sequence[int], seed: int, limit: int) -> None:
+    def manner(self, sampling: SamplingConfig | None) -> Manner:
+        """What is made of these settings; None: the usual ones. Raises ConfigError if there are stop strings and no `decode`."""
+        if sampling is None:
+            return self._usual
+        key = _key(sampling)
+        return next((known for known in (self._usual, *self._own.values()) if known.key == key), None) or self._new(sampling)
+
+    def _new(self, sampling: SamplingConfig) -> Manner:
+        if sampling.stop_strings and self._decode is None:
+            raise ConfigError(
+                f"rollout.sampling.stop_strings={sampling.stop_strings}: needs a tokenizer; allowed: rollout.sampling.stop_token_ids"
+            )
+        stop_ids = sorted({i for i in (self._eos_id, *sampling.stop_token_ids) if 0 <= i < self._vocab_size})
+        return Manner(
+            key=_key(sampling),
+            sampling=sampling,
+            stop_ids=upload(np.array(stop_ids, np.int64), self._device),
+            fused=None if sampling.reshaping() else self._fused,
+            stops=StopStrings(sampling.stop_strings, self._decode) if sampling.stop_strings and self._decode else None,
+        )
+
+    def seat(
+        self,
+        seat: int,
+        *,
+        prompt: Sequence[int],
+        response: Sequence[int],
+        seed: int,
+        limit: int,
+        sampling: SamplingConfig | None = None,
+    ) -> None:
         """Give `seat` to a sequence: a new one, or (with the `response` so far) a preempted one, which continues exactly.
 
         Args:
-            seed: int64; limit: the most tokens that this response may have.
+            seed: int64; limit: the most tokens that this response may have. sampling: its settings, in place of all the others'.
         """
         if len(response) >= limit:
             raise ValueError(f"seat {seat}: a response of {len(response)} tokens cannot go on with a limit of {limit}")
-        device = self._state.device
+        how = self.manner(sampling)
+        self._own.pop(seat, None)
+        if how is not self._usual:
+            self._own[seat] = how
         self._arrived[seat] = seed, len(response), limit
-        if self._seen is not None:
+        size = len(self._texts), self._vocab_size
+        if how.sampling.repetition_penalty != 1:
+            if self._seen is None:
+                self._seen = torch.zeros(size, dtype=torch.bool, device=self._device)
             self._seen[seat] = False
-            self._seen[seat, upload(np.array([*prompt, *response], np.int64), device)] = True
-        if self._counts is not None:
+            self._seen[seat, upload(np.array([*prompt, *response], np.int64), self._device)] = True
+        if how.sampling.presence_penalty != 0 or how.sampling.frequency_penalty != 0:
+            if self._counts is None:
+                self._counts = torch.zeros(size, device=self._device)
             self._counts[seat] = 0
-            tokens = upload(np.array(response, np.int64), device)
-            self._counts[seat].index_add_(0, tokens, torch.ones(len(response), device=device))
-        if self._stops is not None:
-            context = self._stops.context(prompt)
+            tokens = upload(np.array(response, np.int64), self._device)
+            self._counts[seat].index_add_(0, tokens, torch.ones(len(response), device=self._device))
+        if how.stops is not None:
+            context = how.stops.context(prompt)
             self._texts[seat] = (context + list(response), len(context))
 
     @torch.no_grad()
-    def draw(self, logits: Tensor, seats: Tensor) -> Draw:
+    def draw(self, logits: Tensor, seats: Tensor, on_host: Sequence[int] | None = None) -> Draw:
         """The next token of each seat in `seats` (int64 [B], no seat twice) from its logits, float32 [B, V], which stay unchanged.
 
         A response ends with its stop token, with the token that completes a stop string, or at its limit. Waits for the device only if
-        there are stop strings.
+        there are stop strings, or settings of several kinds and no `on_host`, the same numbers of seats.
         """
         self._settle()
         _, positions, limits, begins = self._state[:, seats]
-        with self._without_missing(logits) as beyond:
-            tokens, logprobs, raw_logprobs = self._pick(logits, seats, positions, begins)
-        if len(self._missing):
-            logprobs = self._over_all(logprobs, tokens, self._heated(logits), self._heated(beyond))
-            raw_logprobs = None if raw_logprobs is None else self._over_all(raw_logprobs, tokens, logits, beyond)
+        groups: dict[Manner, list[int]] = {}  # rows of each
+        if self._own:
+            for row, seat in enumerate(seats.tolist() if on_host is None else on_host):
+                groups.setdefault(self._own.get(seat, self._usual), []).append(row)
+        if len(groups) <= 1:
+            groups = groups or {self._usual: list(range(len(seats)))}
+            (how,) = groups
+            tokens, logprobs, raw_logprobs, stopped = self._drawn(how, logits, seats, positions, begins)
+        else:
+            tokens, logprobs, raw_logprobs, stopped = self._drawn_apart(groups, logits, seats, positions, begins)
         self._record(seats, tokens, positions + 1)
-        ended = self._ended(seats, tokens, positions + 1, limits)
+        if any(how.stops for how in groups):
+            stopped = stopped | self._completed(groups, seats.tolist() if on_host is None else on_host, tokens)
+        ended = torch.where(stopped, STOP, (positions + 1 >= limits) * LENGTH).to(torch.int8)
         return Draw(tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs, ended=ended)
+
+    def _drawn(
+        self, how: Manner, logits: Tensor, seats: Tensor, positions: Tensor, begins: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """(tokens, log-probs, raw log-probs if asked for, whether it is a stop token)."""
+        with self._without_missing(logits) as beyond:
+            tokens, logprobs, raw_logprobs = self._pick(how, logits, seats, positions, begins)
+        if len(self._missing):
+            logprobs = self._over_all(logprobs, tokens, _heated(how, logits), _heated(how, beyond))
+            raw_logprobs = None if raw_logprobs is None else self._over_all(raw_logprobs, tokens, logits, beyond)
+        return tokens, logprobs, raw_logprobs, (tokens[:, None] == how.stop_ids).any(dim=-1)
+
+    def _drawn_apart(self, groups: dict[Manner, list[int]], *given: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """The same for rows of several kinds."""
+        parts = []
+        for how, rows in groups.items():
+            index = upload(np.array(rows), self._device)
+            parts.append(self._drawn(how, *(one[index] for one in given)))
+        back = upload(np.argsort(np.concatenate(list(groups.values()))), self._device)
+        tokens, logprobs, raw_logprobs, stopped = zip(*parts, strict=True)
+        asked = any(raw is not None for raw in raw_logprobs)
+        raw = [other if own is None else own for own, other in zip(raw_logprobs, logprobs, strict=True)]
+        return (
+            torch.cat(tokens)[back],
+            torch.cat(logprobs)[back],
+            torch.cat(raw)[back] if asked else None,  # of the others it is not read
+            torch.cat(stopped)[back],
+        )
 
     def _settle(self) -> None:
         """Take over the new arrivals, and make uniforms for the next draws of every seat: made ahead, they cost next to nothing."""
@@ -146,23 +222,23 @@ class Sampler:
             self._uniforms[:] = uniforms(self._state[0][:, None], self._state[1][:, None] + self._ahead)
             self._age = 0
 
-    def _pick(self, logits: Tensor, seats: Tensor, positions: Tensor, begins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _pick(self, how: Manner, logits: Tensor, seats: Tensor, positions: Tensor, begins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(tokens, log-probs, raw log-probs if asked for)."""
         uniform = self._uniforms[seats, positions - begins]
-        if self._fused is not None:
-            return self._fused(logits, uniform, self._sampling.temperature, raw=self._sampling.raw_logprobs)
-        z = self._heated(logits)
+        if how.fused is not None:
+            return how.fused(logits, uniform, how.sampling.temperature, raw=how.sampling.raw_logprobs)
+        z = _heated(how, logits)
         peak = z.amax(dim=-1, keepdim=True)
         weights = (z - peak).exp_()
         logsumexp = log_normalizer(peak[:, 0], self._add_up(weights))
-        processed = self._processed(logits, seats, positions)
-        if self._sampling.temperature == 0:
+        processed = self._processed(how, logits, seats, positions)
+        if how.sampling.temperature == 0:
             tokens = processed.argmax(dim=-1)
         else:
-            tokens = invert(self._kept(processed, logits, z, weights), uniform)
+            tokens = invert(_kept(how, processed, logits, z, weights), uniform)
         index = tokens[:, None]
         logprobs = z.gather(1, index)[:, 0] - logsumexp
-        if not self._sampling.raw_logprobs:
+        if not how.sampling.raw_logprobs:
             return tokens, logprobs, None
         return tokens, logprobs, logprobs if z is logits else logits.gather(1, index)[:, 0] - self._normalizer(logits)
 
@@ -188,30 +264,20 @@ class Sampler:
         peak = z.amax(dim=-1, keepdim=True)
         return log_normalizer(peak[:, 0], self._add_up((z - peak).exp_()))
 
-    def _heated(self, logits: Tensor) -> Tensor:
-        return logits if self._sampling.temperature in (0.0, 1.0) else logits / self._sampling.temperature
-
-    def _processed(self, logits: Tensor, seats: Tensor, positions: Tensor) -> Tensor:
+    def _processed(self, how: Manner, logits: Tensor, seats: Tensor, positions: Tensor) -> Tensor:
         """The logits with penalties, and without stop tokens below the minimal length; `logits` itself if nothing changes."""
-        sampling = self._sampling
-        if self._seen is not None:
+        sampling = how.sampling
+        if sampling.repetition_penalty != 1 and self._seen is not None:
             penalty = sampling.repetition_penalty
             logits = torch.where(self._seen[seats], torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-        if self._counts is not None:
+        if (sampling.presence_penalty != 0 or sampling.frequency_penalty != 0) and self._counts is not None:
             counts = self._counts[seats]
             logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
         if sampling.min_response_length > 0:
             early = (positions < sampling.min_response_length)[:, None]
-            allowed = logits[:, self._forbidden].masked_fill(early, -torch.inf)
-            logits = logits.index_copy(1, self._forbidden, allowed)
+            allowed = logits[:, how.stop_ids].masked_fill(early, -torch.inf)
+            logits = logits.index_copy(1, how.stop_ids, allowed)
         return logits
-
-    def _kept(self, processed: Tensor, logits: Tensor, z: Tensor, weights: Tensor) -> Tensor:
-        """[B, V], proportional to the probabilities to draw with; `weights` belong to the unprocessed `z`."""
-        if processed is not logits:
-            z = self._heated(processed)
-            weights = (z - z.amax(dim=-1, keepdim=True)).exp_()
-        return truncated(z, weights, top_k=self._sampling.top_k, top_p=self._sampling.top_p, min_p=self._sampling.min_p)
 
     def _record(self, seats: Tensor, tokens: Tensor, lengths: Tensor) -> None:
         self._state[1].index_copy_(0, seats, lengths)
@@ -221,94 +287,33 @@ class Sampler:
         if self._counts is not None:
             self._counts[seats, tokens] += 1
 
-    def _ended(self, seats: Tensor, tokens: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
-        stopped = (tokens[:, None] == self._stop_ids).any(dim=-1)
-        if self._stops is not None:
-            found = []
-            for seat, token in zip(seats.tolist(), tokens.tolist(), strict=True):
-                text, start = self._texts[seat]
-                text.append(token)
-                early = len(text) - start < self._sampling.min_response_length
-                found.append(not early and self._stops.completes(text, start))
-            stopped = stopped | torch.tensor(found, device=tokens.device)
-        return torch.where(stopped, STOP, (lengths >= limits) * LENGTH).to(torch.int8)
+    def _completed(self, groups: dict[Manner, list[int]], seats: Sequence[int], tokens: Tensor) -> Tensor:
+        """Whether each row's token completes a stop string."""
+        drawn, found = tokens.tolist(), [False] * len(seats)
+        for how, rows in groups.items():
+            for row in rows if how.stops is not None else ():
+                text, start = self._texts[seats[row]]
+                text.append(drawn[row])
+                early = len(text) - start < how.sampling.min_response_length
+                found[row] = not early and how.stops.completes(text, start)
+        return torch.tensor(found, device=tokens.device)
 
 
-class StopStrings:
-    """Strings that end a response: found the moment a token completes one, at a cost that does not grow with the response.
+def _key(sampling: SamplingConfig) -> tuple[object, ...]:
+    values = (getattr(sampling, one.name) for one in fields(SamplingConfig) if one.name != "max_response_length")
+    return tuple(tuple(value) if isinstance(value, list) else value for value in values)
 
-    The text of a token depends on its neighbours: a character of several bytes may be split over tokens, and some tokenizers drop the space
-    before the first word of what they decode. So a few earlier tokens are always decoded too (at the start of a response, the end of its
-    prompt), and nothing is decoded if the newest token cannot complete a string.
 
-    `decode` (ids to text) must concatenate: apart from partial characters, the text of more tokens begins with the text of fewer. A special
-    token that `decode` leaves out is part of no string.
-    """
+def _heated(how: Manner, logits: Tensor) -> Tensor:
+    return logits if how.sampling.temperature in (0.0, 1.0) else logits / how.sampling.temperature
 
-    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
-        self._strings = tuple(strings)
-        self._decode = decode
-        self._longest = max(map(len, strings))
-        self._candidates: dict[int, bool] = {}  # by token: whether it can complete a string
 
-    def context(self, prompt: Sequence[int]) -> list[int]:
-        """The end of a prompt, which is decoded in front of its response."""
-        return list(prompt[self._boundary(prompt, len(prompt) - MOST_BYTES, 0) :])
-
-    def completes(self, tokens: Sequence[int], start: int) -> bool:
-        """Whether the last of `tokens` completes a string in the text of `tokens[start:]`; the tokens before are its prompt's `context`."""
-        if not self._can_complete(tokens[-1]):
-            return False
-        count, end = self._longest, len(tokens)
-        while True:
-            first = self._boundary(tokens, max(start, end - 1 - count), start)
-            before = self._text(tokens, first, start, end - 1)
-            if first == start or len(before) >= self._longest:
-                break
-            count *= 2  # tokens without a text, or with less than a character
-        text = self._text(tokens, first, start, end)
-        return any(text.find(string, max(0, len(before) + 1 - len(string))) >= 0 for string in self._strings)
-
-    def _can_complete(self, token: int) -> bool:
-        if token not in self._candidates:
-            self._candidates[token] = self._ends_one(self._decode([token]))
-        return self._candidates[token]
-
-    def _ends_one(self, text: str) -> bool:
-        """Whether a string can end inside a token of this text; by itself it may have lost a leading space, or be part of a character."""
-        if PARTIAL in text:
-            return True
-        return any(
-            string in own or any(own.startswith(string[i:]) for i in range(1, len(string)))
-            for own in (text, " " + text)
-            for string in self._strings
-        )
-
-    def _boundary(self, tokens: Sequence[int], first: int, start: int) -> int:
-        """The nearest place at or before `first` where a character begins: some tokenizers decode nothing of a run of bytes that begins
-        inside one. `first` itself if there is none, as with bytes that are no characters."""
-        for place in range(first, first - MOST_BYTES, -1):
-            if place <= start:
-                return start
-            if any(not self._decode(tokens[place : place + n]).startswith(PARTIAL) for n in range(1, MOST_BYTES + 1)):
-                return place
-        return first
-
-    def _text(self, tokens: Sequence[int], first: int, start: int, end: int) -> str:
-        """The text of `tokens[first:end]` up to its last whole character, wherever among the last tokens that ends."""
-        longest = ""
-        for stop in range(end, max(first, end - MOST_BYTES), -1):
-            text = self._decode(tokens[first:stop]) if first > start else self._continuation(tokens[:stop], start)
-            whole = text.rstrip(PARTIAL)
-            longest = max(longest, whole, key=len)
-            if whole == text:
-                break
-        return longest
-
-    def _continuation(self, tokens: Sequence[int], start: int) -> str:
-        """The text of `tokens[start:]` after the text of the others."""
-        prompt = self._decode(tokens[:start]).rstrip(PARTIAL) if start else ""
-        return self._decode(tokens)[len(prompt) :]
+def _kept(how: Manner, processed: Tensor, logits: Tensor, z: Tensor, weights: Tensor) -> Tensor:
+    """[B, V], proportional to the probabilities to draw with; `weights` belong to the unprocessed `z`."""
+    if processed is not logits:
+        z = _heated(how, processed)
+        weights = (z - z.amax(dim=-1, keepdim=True)).exp_()
+    return truncated(z, weights, top_k=how.sampling.top_k, top_p=how.sampling.top_p, min_p=how.sampling.min_p)
 
 
 def _signed(x: int) -> int:

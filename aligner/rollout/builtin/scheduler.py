@@ -68,6 +68,10 @@ class PagePool:
             assert self._users[page] > 0
             self._users[page] += 1
 
+    def is_alone_in(self, pages: Sequence[int]) -> bool:
+        """Whether each page has one user."""
+        return all(self._users[page] == 1 for page in pages)
+
     def release(self, pages: Sequence[int]) -> None:
         """Remove a user from each page; a page without users is free."""
         for page in reversed(pages):
@@ -215,13 +219,18 @@ class Scheduler:
         self.seated: dict[int, Response] = {}  # by arrival, in that order
         self.prefilling: deque[Prefix] = deque()
         self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()  # being computed or kept, the last used at the end
-        self._turns: deque[list[int]] = deque()  # pages of episodes with a possible next turn, the oldest first
+        self._turns: OrderedDict[int, list[int]] = OrderedDict()  # pages of turns that may be followed by a next one, by the last page
         self._free_seats = list(range(num_seats - 1, -1, -1))
         self.num_arrived = 0
 
     @property
     def num_free_seats(self) -> int:
         return len(self._free_seats)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns whose pages are kept."""
+        return len(self._turns)
 
     def arrive(self, request: GenRequest, limit: int, seen: SeenPrompt | None = None) -> None:
         """Queue a new request; `seen` are its images."""
@@ -291,7 +300,7 @@ class Scheduler:
                 self._forget(prefix)
                 return True
         if self._turns:
-            self.pool.release(self._turns.popleft())
+            self.pool.release(self._turns.popitem(last=False)[1])
             return True
         return False
 
@@ -305,13 +314,28 @@ class Scheduler:
         self.leave(response)
         self.waiting.appendleft(response)
         self.counters.preemptions += 1
+        self._stop_waiting(response)
+
+    def drop(self, response: Response) -> None:
+        """Nobody waits for the response any more; it may be anywhere."""
+        if response.seat == NO_SEAT:
+            self.waiting.remove(response)
+            return
         for prefix in self.prefilling:
+            if prefix.waiting[:1] == [response] and len(prefix.waiting) > 1:  # states are computed at the first one's seat
+                heir = prefix.waiting[1]
+                response.seat, heir.seat = heir.seat, response.seat
+        self.leave(response)
+        self._stop_waiting(response)
+
+    def _stop_waiting(self, response: Response) -> None:
+        for prefix in reversed(list(self.prefilling)):
             if response in prefix.waiting:
                 prefix.waiting.remove(response)
-                if not prefix.waiting:  # no older response needs it, so nobody reads its pages
-                    self.prefilling.remove(prefix)
-                    self._forget(prefix)
-                break
+            # A younger prefix that begins alike may count on pages that this one has still to fill.
+            if not prefix.waiting and self.pool.is_alone_in(prefix.pages[prefix.computed // self.pool.page_size :]):
+                self.prefilling.remove(prefix)
+                self._forget(prefix)
 
     def keep(self, response: Response, sampled: Sequence[int]) -> None:
         """Before a response leaves: keep its whole pages, while there is room, for the next turn of the same episode.
@@ -322,8 +346,11 @@ class Scheduler:
             return
         in_cache = (*response.prompt_keys, *sampled[:-1])  # the last token was never computed
         if count := self.pool.publish(in_cache, response.pages):
-            self.pool.share(response.pages[:count])
-            self._turns.append(response.pages[:count])
+            last = response.pages[count - 1]
+            if last not in self._turns:
+                self._turns[last] = response.pages[:count]
+                self.pool.share(self._turns[last])
+            self._turns.move_to_end(last)
 
     def leave(self, response: Response) -> None:
         """A response has ended, or must wait."""

@@ -10,13 +10,14 @@ The lifecycle drives an `Engine`: the built-in one (`aligner.rollout.builtin.meg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from torch import Tensor
 
+from aligner.errors import AlignerError, EngineError
 from aligner.protocols import Replica
 from aligner.rollout.engine.manifest import Manifest
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
@@ -34,11 +35,13 @@ ALL_MEMORY = frozenset(Memory)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """An engine's name, the kind of its log-probs, which a run's configuration must fit, and whether it reads prompts' images."""
+    """An engine's name, the kind of its log-probs, which a run's configuration must fit, whether it reads prompts' images, and whether it
+    knows settings and callers of single requests."""
 
     name: str
     logprobs: LogprobKind
     sees: bool = False
+    serves: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,13 +58,21 @@ def missing_ids(sampling: SamplingConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenRequest:
-    """A request for one response; `index` is the caller's name for it."""
+    """A request for one response; `index` is the caller's name for it. With `sampling` it has settings of its own, and gets what it would
+    get in a run with these; the run's `max_response_length` limits it too."""
 
     index: int
     tokens: tuple[int, ...]
     seed: int
     limit: int | None = None  # the most tokens of this response, if fewer than the sampling allows
     extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False)  # the prompt's (`aligner.types.extras`)
+    sampling: SamplingConfig | None = None
+
+
+def check_ids(request: GenRequest, vocab_size: int) -> None:
+    """Raise EngineError for a request with ids that are no tokens of the model."""
+    if bad := [token for token in request.tokens if not 0 <= token < vocab_size]:
+        raise EngineError(f"request {request.index}: the token ids {bad[:3]} are none of the model's, allowed: 0 to {vocab_size - 1}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +108,28 @@ class Work(Protocol):
 
     def take(self, room: int) -> Sequence[GenRequest]:
         """Up to `room` (at least 1) more requests, all requests of one prompt together; none if nothing is left or, with `is_open`, if
-        nothing is ready: then an earlier request has not ended. A request has ended when the engine yields its result.
+        nothing is ready. May wait a moment if no request is unfinished. A request has ended when the engine yields its result.
 
         Every rank of a replica calls it at the same point with the same `room` and gets the same requests.
         """
+
+
+class Callers(Protocol):
+    """Those who wait for the responses to a `Work`, each for one. Every rank of a replica calls these methods at the same points."""
+
+    def left(self) -> Collection[int]:
+        """Taken requests that nobody waits for any more: they end without a result. Called before each step."""
+
+    def refuse(self, index: int, error: AlignerError) -> None:
+        """This request cannot be answered; the others go on."""
+
+    def hear(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """The next tokens of a response."""
+
+
+def callers_of(work: Work) -> Callers | None:
+    """None: the first error ends the generation, and results come as a whole."""
+    return getattr(work, "callers", None)
 
 
 class ListedWork:

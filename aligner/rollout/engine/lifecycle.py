@@ -20,7 +20,7 @@ from dataclasses import fields
 from aligner.errors import EngineError
 from aligner.parallel.collectives import together
 from aligner.protocols import Replica
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, EngineSampling, GenRequest, GenResult, Memory, Work
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, EngineSampling, GenRequest, GenResult, Memory, Work, callers_of
 from aligner.rollout.engine.episodes import Conversing, Episodes, EpisodeWork
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.work import WorkSharing
@@ -35,7 +35,7 @@ class RecordedWork:
     turn of an episode is a request of its own."""
 
     def __init__(self, work: Work, replica: Replica) -> None:
-        self._work = work
+        self._work, self.callers = work, callers_of(work)
         self._lane = f"replica {replica.index}"
         self._taken: dict[int, tuple[float, int]] = {}  # start, and tokens of the prompt
         self._records = replica.is_leader and recording.is_on()
@@ -154,11 +154,7 @@ class PhasedEngine:
         Raises EngineError out of order, after a failed refit, and naming a prompt that leaves no room for a response; an environment's
         error on the leading rank of its replica.
         """
-        self._refuse_unless_idle("generate")
-        if self._poison:
-            raise EngineError(f"the rollout engine does not generate: its last refit failed ({self._poison}); refit() it again")
-        if self._awake != ALL_MEMORY:
-            raise EngineError("the rollout engine was asked to generate while it sleeps: wake() it first")
+        self._refuse_unless_ready()
         for prompt in prompts:
             if not 0 < len(prompt.tokens) < self.engine.max_sequence_length:
                 length, context = len(prompt.tokens), self.engine.max_sequence_length
@@ -169,14 +165,17 @@ class PhasedEngine:
             GenRequest(index=index, tokens=prompt.tokens, seed=seed, extras=prompt.extras)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
-        sampling = sampling or self.sampling
-        if self._end_ids or self._missing:
-            given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-            given |= {"stop_token_ids": [*sampling.stop_token_ids, *self._end_ids], "missing_ids": tuple(sorted(self._missing))}
-            sampling = EngineSampling(**given)
+        sampling = self.complete(sampling or self.sampling)
         if self.conversing is None:
             return self._rollouts(requests, prompts, sampling)
         return self._episodes(requests, prompts, sampling, self.conversing)
+
+    def serve(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
+        """Responses to the requests of `work`, as they end; their own settings are `complete`. Collective over the replica alone. Raises
+        EngineError as `generate` does."""
+        self._refuse_unless_ready()
+        with self._generating():
+            yield from self._results(work, self.complete(sampling))
 
     def shutdown(self) -> None:
         """Release everything for good; afterwards only `shutdown` may be called. Not collective: each rank ends its own part (together with
@@ -186,6 +185,14 @@ class PhasedEngine:
             self.gate.stop()
             self.gate.drain()
         self.engine.shutdown()
+
+    def complete(self, sampling: SamplingConfig) -> SamplingConfig:
+        """With the tokenizer's end tokens, and the ids that are never drawn."""
+        if not self._end_ids and not self._missing:
+            return sampling
+        given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+        given |= {"stop_token_ids": [*sampling.stop_token_ids, *self._end_ids], "missing_ids": tuple(sorted(self._missing))}
+        return EngineSampling(**given)
 
     def _rollouts(self, requests: list[GenRequest], prompts: Sequence[Prompt], sampling: SamplingConfig) -> Iterator[list[Rollout]]:
         with self._generating(), self._sharing.open(requests) as work:
@@ -264,6 +271,13 @@ class PhasedEngine:
             self._poison = str(error)
             raise
         self._poison, self._is_due = "", False
+
+    def _refuse_unless_ready(self) -> None:
+        self._refuse_unless_idle("generate")
+        if self._poison:
+            raise EngineError(f"the rollout engine does not generate: its last refit failed ({self._poison}); refit() it again")
+        if self._awake != ALL_MEMORY:
+            raise EngineError("the rollout engine was asked to generate while it sleeps: wake() it first")
 
     def _refuse_unless_idle(self, what: str) -> None:
         if self._has_ended:

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.errors import ConfigError, EngineError
+from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.config import Architecture, Family
 from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, Work, missing_ids
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, Work, callers_of, check_ids, missing_ids
 from aligner.rollout.engine.manifest import Manifest, named_few
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
@@ -84,7 +84,7 @@ class VLLMEngine:
         # Whether vLLM computes log-probs after applying the temperature (and all else), not before.
         self._scaled = config.sampling.temperature not in (0.0, 1.0) and not config.sampling.reshaping()
         kind = self._kind(config.sampling)
-        self.capabilities = Capabilities(name="vLLM", logprobs=kind)
+        self.capabilities = Capabilities(name="vLLM", logprobs=kind, serves=True)
         self._llm: Any = None
         self._manifest, self._loaded, self._version = Manifest(tensors={}), set(), 0
         self._wanted: set[str] = set()  # parameters of vLLM's model in an update
@@ -236,19 +236,33 @@ class VLLMEngine:
         """Raises ConfigError for settings of `sampling` that vLLM does not support here."""
         from vllm.inputs import tokens_input
 
-        kind, engine, more = self._kind(sampling), self._llm.llm_engine, True
+        engine, callers, more = self._llm.llm_engine, callers_of(work), True
+        self._kind(sampling)
         running: dict[str, GenRequest] = {}
         try:
             while more or running:
+                if callers is not None and (left := callers.left()):
+                    engine.abort_request(gone := [name for name, request in running.items() if request.index in left])
+                    running = {name: request for name, request in running.items() if name not in gone}
                 room = self._config.max_batch_size - len(running)
                 if more and room:
                     requests = work.take(room)
                     more = bool(requests) or work.is_open
                     for request in requests:
+                        try:
+                            if callers is not None:
+                                self._check(request)
+                            params = self._params(request, request.sampling or sampling)
+                        except AlignerError as error:
+                            if callers is None:
+                                raise
+                            callers.refuse(request.index, error)
+                            continue
                         running[name := str(next(self._ids))] = request
-                        engine.add_request(name, tokens_input(list(request.tokens)), self._params(request, sampling))
-                if finished := [output for output in self._step() if output.finished]:
-                    yield [self._result(output, running.pop(output.request_id), kind) for output in finished]
+                        engine.add_request(name, tokens_input(list(request.tokens)), params)
+                outputs = self._step() if running else []
+                if finished := [output for output in outputs if output.finished and output.request_id in running]:
+                    yield [self._result(output, running.pop(output.request_id), sampling) for output in finished]
         except Exception:
             engine.abort_request(list(running))  # but do not drain: a failed engine may hang
             raise
@@ -270,6 +284,12 @@ class VLLMEngine:
                 left = f"{len(core.batch_queue or ())} steps in its queue, {len(running)} requests withdrawn"
                 raise EngineError(f"vLLM was not done {DRAIN_SECONDS:.0f} s after the last response of a generation ({left})")
             self._step()
+
+    def _check(self, request: GenRequest) -> None:
+        """Raise EngineError or ConfigError for what others may send."""
+        check_ids(request, self._architecture.vocab_size)
+        if request.sampling is not None:
+            self._kind(request.sampling)
 
     def _params(self, request: GenRequest, sampling: SamplingConfig) -> Any:
         from vllm import SamplingParams
@@ -296,7 +316,7 @@ class VLLMEngine:
             raise ConfigError(f"rollout.sampling.{refused[0]}: not available with rollout.engine=vllm {scaled}; allowed: the default")
         return LogprobKind.sampled if self._scaled or sampling.temperature in (0.0, 1.0) else LogprobKind.raw
 
-    def _result(self, output: Any, request: GenRequest, kind: LogprobKind) -> GenResult:
+    def _result(self, output: Any, request: GenRequest, sampling: SamplingConfig) -> GenResult:
         (one,) = output.outputs
         if one.finish_reason not in _REASONS:
             raise EngineError(f"vLLM ended the response to request {request.index} for another reason: {one.finish_reason}")
@@ -304,7 +324,7 @@ class VLLMEngine:
             index=request.index,
             tokens=tuple(one.token_ids),
             logprobs=tuple(step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)),
-            kind=kind,
+            kind=self._kind(request.sampling or sampling),
             finish_reason=_REASONS[one.finish_reason],
             weight_version=self._version,
         )

@@ -11,7 +11,7 @@ from host_syncs import HostSyncs
 
 from aligner.errors import ConfigError
 from aligner.parallel.logprobs import log_normalizer, row_sums
-from aligner.rollout.builtin.sampling import GOES_ON, LENGTH, STOP, Draw, Sampler, halved_nucleus, uniforms
+from aligner.rollout.builtin.sampling import GOES_ON, LENGTH, STOP, Draw, Sampler, _heated, _kept, halved_nucleus, uniforms
 from aligner.rollout.engine import EngineSampling
 from aligner.types import SamplingConfig
 
@@ -38,8 +38,9 @@ def probabilities(sampler: Sampler, logits: torch.Tensor, seats: torch.Tensor) -
     """The distribution that the next draw would use, [B, V]."""
     sampler._settle()
     with sampler._without_missing(logits):
-        z, processed = sampler._heated(logits), sampler._processed(logits, seats, sampler._state[1, seats])
-        weights = sampler._kept(processed, logits, z, (z - z.amax(dim=-1, keepdim=True)).exp_())
+        how = sampler._usual
+        z, processed = _heated(how, logits), sampler._processed(how, logits, seats, sampler._state[1, seats])
+        weights = _kept(how, processed, logits, z, (z - z.amax(dim=-1, keepdim=True)).exp_())
     return weights / weights.sum(dim=-1, keepdim=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from aligner.rollout.builtin.sampling import StopStrings
+from aligner.rollout.builtin.stopping import StopStrings
 
 Decode = Callable[[Sequence[int]], str]
 

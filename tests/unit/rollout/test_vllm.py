@@ -26,10 +26,14 @@ from safetensors.torch import load_file
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError, EngineError
 from aligner.models.config import Architecture, Family, LoraConfig
+from aligner.protocols import Replica
 from aligner.rollout import create
 from aligner.rollout.config import EngineKind, RolloutConfig, VerifyRefit, VLLMConfig
 from aligner.rollout.engine import ALL_MEMORY, EngineSampling, GenRequest, ListedWork
+from aligner.rollout.engine.lifecycle import PhasedEngine
 from aligner.rollout.engine.manifest import Manifest, TensorSpec, hf_manifest
+from aligner.rollout.engine.work import WorkSharing
+from aligner.rollout.live import LiveEngine, LiveRequest
 from aligner.rollout.vllm import engine as wrapper
 from aligner.rollout.vllm.engine import VLLMEngine
 from aligner.types import FinishReason, LogprobKind, Prompt, SamplingConfig
@@ -583,6 +587,40 @@ def test_results_have_their_requests_limits_and_version(fake_vllm):
     assert reasons == dict.fromkeys((0, 1, 2), FinishReason.length) | dict.fromkeys((3, 4), FinishReason.stop)
     assert {r.weight_version for r in results.values()} == {7} and {r.kind for r in results.values()} == {LogprobKind.sampled}
     assert engine._llm.llm_engine.most == 2
+
+
+def test_requests_of_other_threads_have_settings_of_their_own_leave_and_fail_alone(fake_vllm, topology):
+    """As with the built-in engine, but the response comes as a whole."""
+    engine = started()
+    refit(engine, weights(), 7)
+    engine.replica, engine.refit = Replica(index=0, count=1), lambda version: 0
+    phased = PhasedEngine(engine, SamplingConfig(), WorkSharing(engine.replica, None), offload=False)
+    phased.version = 7
+    live, pieces = LiveEngine(phased), []
+
+    def ask(seed: int = 100, tokens: tuple[int, ...] = (5, 6), on_tokens: Callable | None = None, **sampling):
+        how = SamplingConfig(**{"max_response_length": 6} | sampling)
+        return live.submit(LiveRequest(tokens=tokens, seed=seed, sampling=how, on_tokens=on_tokens))
+
+    whole, stopped, short = ask(on_tokens=lambda *piece: pieces.append(piece)), ask(stop_token_ids=[5]), ask(max_response_length=2)
+    heated = ask(temperature=0.5, max_response_length=1)
+    wrong = {ask(stop_strings=["a"]): "stop_strings", ask(tokens=(5, 11)): "none of the model's"}
+    leaves = ask(max_response_length=9)
+    step = engine._llm.llm_engine.step
+
+    def stepping() -> list:
+        leaves.cancel()  # with the engine or not
+        return step()
+
+    engine._llm.llm_engine.step = stepping
+    live.run(lambda: True)
+    assert [one.result(0).tokens for one in (whole, stopped, short, heated)] == [(3, 4, 5, 6, 7, 8), (3, 4, 5), (3, 4), (3,)]
+    assert pieces == [((3, 4, 5, 6, 7, 8), whole.result(0).logprobs)] and stopped.result(0).finish_reason == FinishReason.stop
+    assert (whole.result(0).kind, heated.result(0).kind) == (LogprobKind.sampled, LogprobKind.raw) and leaves.cancelled()
+    for answer, message in wrong.items():
+        with pytest.raises(EngineError, match=message):
+            answer.result(0)
+    assert not engine._llm.llm_engine.running and engine._llm.llm_engine.most == 2
 
 
 def test_every_end_token_stops_and_ids_of_no_token_are_biased_away(fake_vllm):

@@ -1,0 +1,204 @@
+"""The responses to one request, sampled by the engine's thread and read in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import secrets
+import sys
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from aligner.endpoint.calls import Call, SessionClosed, Sessions
+from aligner.endpoint.requests import Ask, BadRequest, Model
+from aligner.endpoint.text import Piece, Reply
+from aligner.errors import AlignerError, EngineError
+from aligner.rollout.engine import GenResult
+from aligner.rollout.live import LiveRequest
+from aligner.servers.gateway import Refusal
+
+T = TypeVar("T")
+RETRY = {"Retry-After": "1"}
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of `n` responses: the request's own for the first, others derived from it."""
+    if choice == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}:{choice}".encode()).digest()[:8], "big", signed=True)
+
+
+class Inbox:
+    """What other threads want done in the event loop: one wake-up for all that has come meanwhile."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._has_called = False
+        self._thread = ThreadPoolExecutor(1, "endpoint")
+
+    def put(self, call: Callable[[], None]) -> None:
+        """From any thread, in order."""
+        self._waiting.append(call)
+        if not self._has_called:
+            self._has_called = True
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._run)
+
+    async def compute(self, function: Callable[..., T], *arguments: Any) -> T:
+        """In a thread of its own, one call at a time: what would hold up the other requests."""
+        return await self._loop.run_in_executor(self._thread, function, *arguments)
+
+    def close(self) -> None:
+        """Take no more calls of `compute`."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self) -> None:
+        self._has_called = False
+        while self._waiting:
+            self._waiting.popleft()()
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Choice:
+    """One response: `index` among those of the request."""
+
+    index: int
+    prompt: tuple[int, ...]
+    seed: int
+    reply: Reply
+    future: Future[GenResult] | None = None
+    result: GenResult | None = None
+    prompt_index: int = 0
+
+    @property
+    def finish_reason(self) -> str:
+        return "length" if self.result is None else self.reply.finish_reason(self.result)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a choice has grown by; with the last step it has its `result`."""
+
+    choice: Choice
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    pieces: list[Piece]
+    is_last: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class Generation:
+    """A context: leaving it drops the responses that are not finished. Raises Refusal."""
+
+    model: Model
+    ask: Ask
+    inbox: Inbox
+    sessions: Sessions | None = None
+    session: str = ""
+    choices: list[Choice] = field(default_factory=list)
+    _arrived: deque[tuple[Choice, Sequence[int], Sequence[float], bool]] = field(default_factory=deque)
+    _has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _error: BaseException | None = None
+
+    _unseeded = itertools.count()
+
+    async def __aenter__(self) -> Generation:
+        ask = self.ask
+        try:
+            for place, prompt in enumerate(ask.prompts):
+                given = self.sessions.begin(self.session, prompt) if self.sessions is not None and self.session else None
+                seed = ask.seed if given is None else given
+                seed = self._own_seed() if seed is None else seed
+                for number in range(ask.n):
+                    reply = Reply(
+                        tokenizer=self.model.tokenizer,
+                        prompt=prompt,
+                        stops=ask.sampling.stop_strings,
+                        thinks=ask.thinks,
+                        has_tools=bool(ask.tools),
+                        skip_special=ask.skip_special,
+                    )
+                    own = {"index": len(self.choices), "prompt": prompt, "prompt_index": place}
+                    self.choices.append(Choice(**own, seed=choice_seed(seed, number), reply=reply))
+            for choice in self.choices if ask.samples else ():
+                self._submit(choice)
+        except SessionClosed as error:
+            await self.__aexit__()
+            raise BadRequest(str(error), status=410 if error.gone else 409) from error
+        except EngineError as error:
+            await self.__aexit__()
+            raise Refusal(503, str(error), RETRY) from error
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for choice in self.choices:
+            if choice.future is not None and choice.result is None:
+                choice.future.cancel()
+
+    def _own_seed(self) -> int:
+        """For a request without one."""
+        return secrets.randbits(63) if self.model.seed is None else choice_seed(self.model.seed, 1 + next(self._unseeded))
+
+    def _submit(self, choice: Choice) -> None:
+        told = partial(self._tell, choice) if self.ask.stream else None
+        request = LiveRequest(tokens=choice.prompt, seed=choice.seed, sampling=self.ask.sampling, extras=self.ask.extras, on_tokens=told)
+        choice.future = self.model.live.submit(request)
+        choice.future.add_done_callback(lambda _: self.inbox.put(partial(self._ended, choice)))
+
+    def _tell(self, choice: Choice, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.inbox.put(partial(self._arrive, choice, tuple(ids), tuple(logprobs), False))
+
+    def _arrive(self, choice: Choice, ids: Sequence[int], logprobs: Sequence[float], is_last: bool) -> None:
+        self._arrived.append((choice, ids, logprobs, is_last))
+        self._has_arrived.set()
+
+    def _ended(self, choice: Choice) -> None:
+        """In the event loop, also if the client has gone."""
+        if choice.future is None or choice.future.cancelled():
+            return
+        try:
+            choice.result = choice.future.result()
+            if self.sessions is not None:
+                about = {"session": self.session, "prompt": choice.prompt, "seed": choice.seed, "sampling": self.ask.sampling}
+                self.sessions.record(Call(**about, result=choice.result, messages=self.ask.messages))
+        except BaseException as error:
+            if not isinstance(error, AlignerError):
+                traceback.print_exc(file=sys.stderr)
+            self._error = error
+        self._arrive(choice, (), (), True)
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """The responses as they grow, until all have ended. Raises Refusal if the engine fails."""
+        left = len(self.choices) if self.ask.samples else 0
+        while left:
+            await self._has_arrived.wait()
+            self._has_arrived.clear()
+            while self._arrived:
+                choice, ids, logprobs, is_last = self._arrived.popleft()
+                if self._error is not None:
+                    raise Refusal(503 if isinstance(self._error, EngineError) else 500, str(self._error), RETRY) from self._error
+                if not is_last:
+                    yield Step(choice, ids, logprobs, choice.reply.feed(ids), False)
+                    continue
+                assert choice.result is not None
+                known = choice.reply.num_tokens
+                pieces = choice.reply.close(choice.result)
+                left -= 1
+                yield Step(choice, choice.result.tokens[known:], choice.result.logprobs[known:], pieces, True)
+
+    @property
+    def version(self) -> int:
+        """Of the newest weights that sampled."""
+        return max((one.result.weight_version for one in self.choices if one.result is not None), default=self.model.live.version)
+
+    def usage(self) -> tuple[int, int]:
+        """Tokens of the prompts and of the responses so far."""
+        return sum(map(len, self.ask.prompts)), sum(choice.reply.num_tokens for choice in self.choices)
