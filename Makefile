@@ -13,6 +13,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # For each interpreter its own: Python 3.12 and 3.13 get Megatron-Core 0.19.
 GPU_PATH = .venv-gpu-path/$(notdir $(PYTHON))
 VLLM = .venv-vllm
+LM_EVAL = build/lm-eval
 # Where there is no GPU the pinned CPU build keeps results and downloads small; PIP_TORCH overrides it.
 PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else grep '^torch==' docker/versions.txt; fi)
 GPU_CHECK_WHEELS = build/gpu_check_wheels
@@ -29,7 +30,7 @@ TIER := not slow
 HAS_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 NO_TESTS := 5# pytest's exit code where ARGS choose none
 
-.PHONY: help settings house chaos test-versions test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo demo-vision learn learn-supervised test test-all mutants preflight bench bench-full transformer-engine lint format hooks docs clean
+.PHONY: help settings house chaos test-versions test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo demo-vision learn learn-supervised test test-all mutants preflight bench bench-full transformer-engine lint format hooks docs clean lm-eval
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -107,6 +108,10 @@ bench: $(STAMP) ## rollouts, refits, estimators and a GRPO step against TRL, sho
 	@$(RUN_ENV) $(BIN)/python benchmarks/refit.py --repeats 3
 	@$(RUN_ENV) $(BIN)/python benchmarks/advantages.py
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
+
+lm-eval: $(STAMP) ## lm-eval in an environment of its own, and its test against the endpoint (needs ../shared/data)
+	@if [ ! -x $(LM_EVAL)/bin/python ]; then $(BIN)/python -m venv $(LM_EVAL); $(LM_EVAL)/bin/python -m pip install --quiet 'lm_eval[api]==0.4.13'; fi
+	@$(RUN_ENV) ALIGNER_LM_EVAL=$(CURDIR)/$(LM_EVAL)/bin/python $(BIN)/python -m pytest -q tests/functional/test_endpoint_real.py -k lm_eval $(ARGS)
 
 bench-full: $(STAMP) ## the same on all sizes and batches and against all competitors; makes .venv-vllm (an hour and a half)
 	@$(RUN_ENV) $(BIN)/python benchmarks/rollout.py --sizes small --batches 1 8 32 64 --rounds 2 $(AGAINST_ALL)

@@ -82,6 +82,7 @@ setup(
         "logging": ["tensorboard", "wandb", "mlflow"],
         "docs": ["markdown-it-py", "mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"],
         "dev": [
+            "anthropic>=2,<3",  # a client of the endpoint in tests
             "import-linter",
             "markdown-it-py",  # reads the docs in tests
             "math-verify>=0.9",
@@ -89,6 +90,7 @@ setup(
             "mpich",  # brings mpiexec for the MPI tests, without root
             "mypy",
             "num2words",  # SmolVLM's processor
+            "openai>=3,<4",  # a client of the endpoint in tests
             "peft==0.21.2",  # reads the adapters that are written here
             "pre-commit",
             "pre-commit-hooks",

@@ -112,9 +112,9 @@ class Tokenizer:
         return bool(self._templates)
 
     @property
-    def marks_thinking(self) -> bool:
-        """Whether a chat template writes thinking between `<think>` and `</think>`."""
-        return any("</think>" in template for template in self._templates.values())
+    def chat_template(self) -> str:
+        """The default one; empty if there is none."""
+        return self._templates.get(DEFAULT, "")
 
     @property
     def writes_dates(self) -> bool:

@@ -76,8 +76,7 @@ class Endpoint:
         self.port: int = self._listener.getsockname()[1]
         self.url = f"{access.scheme}://{advertised_host(config, os.environ)}:{self.port}"
         self._seats = Seats(config.max_connections, access.tls)
-        self._running: set[object] = set()
-        self._pending_bytes = 0
+        self._running: dict[int, int] = {}  # requests, by `id`: the bytes of their bodies until these are read
         self._is_ending = False
         self._started = threading.Event()
         self._error: BaseException | None = None
@@ -161,7 +160,7 @@ class Endpoint:
             own = self.model.tokenizer
             names = {"bos_token": own.bos_id, "eos_token": own.eos_id, "pad_token": own.pad_id}
             info = {name: own.decode([token], skip_special=False) for name, token in names.items() if token is not None}
-            return _json(info | {"tokenizer_class": "aligner", "vocab_size": own.vocab_size, "chat_template": None})
+            return _json(info | {"tokenizer_class": "aligner", "vocab_size": own.vocab_size, "chat_template": own.chat_template or None})
 
         self._began = int(time.time())
         routes = [web.get("/health", health), web.get("/v1/models", models), web.get("/tokenizer_info", tokenizer)]
@@ -171,7 +170,6 @@ class Endpoint:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-        place = object()
         try:
             if request.path == "/health" and request.method == "GET":
                 return await handler(request)
@@ -180,13 +178,7 @@ class Endpoint:
                 said = f"{self._config.max_connections} connections are open (server.max_connections); try again"
                 raise Refusal(429, said, RETRY | {"Connection": "close"})
             if request.method == "POST":
-                self._admit(request)
-                self._running.add(place)
-                self._pending_bytes += (size := self._size(request))
-                try:
-                    return await handler(request)
-                finally:
-                    self._pending_bytes -= size
+                self._running[id(request)] = self._admitted(request)
             return await handler(request)
         except web.HTTPException as error:  # of aiohttp's own: no such path, method or place
             kept = {"Allow": allow} if (allow := error.headers.get("Allow")) else {}
@@ -197,12 +189,14 @@ class Endpoint:
             is_theirs = isinstance(error, (DataError, ConfigError))
             return self._refused(request, 400 if is_theirs else 503, str(error), {} if is_theirs else RETRY)
         except (ConnectionError, asyncio.TimeoutError) as error:
-            raise ConnectionResetError(str(error)) from error  # the client has left, or does not read
+            if request.transport is not None:
+                request.transport.abort()  # to close it would wait for a client that does not read
+            raise ConnectionResetError(str(error)) from error
         except Exception:
             traceback.print_exc(file=sys.stderr)
             return self._refused(request, 500, "internal error; see the endpoint's log", {})
         finally:
-            self._running.discard(place)
+            self._running.pop(id(request), None)
 
     def _session_of(self, request: web.Request) -> str:
         """The session of a request. Raises Refusal for one without a right to it."""
@@ -218,12 +212,14 @@ class Endpoint:
             raise Refusal(403, f"{SESSION_HEADER}: the key is of another session")
         return own
 
-    def _size(self, request: web.Request) -> int:
-        return self._config.max_request_bytes if request.content_length is None else request.content_length
+    @property
+    def _pending_bytes(self) -> int:
+        return sum(self._running.values())
 
-    def _admit(self, request: web.Request) -> None:
-        """Raise Refusal for a body that may not be read, or while too many requests are running."""
-        encoding, size, config = request.headers.get("Content-Encoding", "identity"), self._size(request), self._config
+    def _admitted(self, request: web.Request) -> int:
+        """The bytes that a body may have. Raises Refusal for one that may not be read, and while too many requests are running."""
+        encoding, config = request.headers.get("Content-Encoding", "identity"), self._config
+        size = config.max_request_bytes if request.content_length is None else request.content_length
         if self._is_ending:
             raise Refusal(503, "the endpoint is ending", RETRY | {"Connection": "close"})
         if encoding.lower() != "identity":
@@ -234,6 +230,7 @@ class Endpoint:
             said = f"{len(self._running)} requests with {self._pending_bytes} bytes are running"
             limits = f"server.max_requests={config.max_requests}, server.max_pending_bytes={config.max_pending_bytes}"
             raise Refusal(429, f"{said} ({limits}); try again", RETRY)
+        return size
 
     def _refused(
         self, request: web.Request, status: int, message: str, headers: Mapping[str, str], parameter: str | None = None
@@ -253,9 +250,10 @@ class Endpoint:
             raise Refusal(408, f"the body did not come in {limit:g} s (server.body_timeout_seconds)", {"Connection": "close"}) from error
         except web.RequestPayloadError as error:
             raise BadRequest(f"the body cannot be read: {error}") from error
-        if len(body) > LARGE_BYTES or b'"image' in body or b'"input_image' in body:
-            return await self._inbox.compute(_read, self.model, body, parse)
-        return _read(self.model, body, parse)
+        is_large = len(body) > LARGE_BYTES or b'"image' in body or b'"input_image' in body
+        parsed = await self._inbox.compute(_read, self.model, body, parse) if is_large else _read(self.model, body, parse)
+        self._running[id(request)] = 0
+        return parsed
 
     async def _count(self, count: Callable[[Model, Fields], dict[str, Any]], request: web.Request) -> web.StreamResponse:
         return _json(await self._parsed(request, count) | {"weight_version": self.model.live.version})

@@ -157,6 +157,9 @@ class Generation:
         self.inbox.put(partial(self._arrive, choice, tuple(ids), tuple(logprobs), False))
 
     def _arrive(self, choice: Choice, ids: Sequence[int], logprobs: Sequence[float], is_last: bool) -> None:
+        if self._arrived and self._arrived[-1][0] is choice and not is_last:  # for a reader that is slower than the engine
+            _, before, known, _ = self._arrived.pop()
+            ids, logprobs = [*before, *ids], [*known, *logprobs]
         self._arrived.append((choice, ids, logprobs, is_last))
         self._has_arrived.set()
 

@@ -20,6 +20,7 @@ from aligner.data.images import digests_of
 from aligner.data.messages import ROLES, Image, Message, is_media, parse_messages, parse_tools, shown
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.vision import check_header
+from aligner.endpoint.text import THOUGHT
 from aligner.errors import ConfigError, DataError
 from aligner.rollout.live import LiveEngine
 from aligner.servers.gateway import Refusal
@@ -29,7 +30,8 @@ from aligner.types.extras import Images
 MOST_CHOICES = 1024  # of one request: its prompts times `n`
 MOST_STOPS = 64
 _SEEDS = range(-(1 << 63), 1 << 63)
-_IGNORED = frozenset({"model", "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"})
+_IGNORED = frozenset({"model", "user", "metadata", "safety_identifier", "service_tier"})
+_IGNORED |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
 _RANGES = {"temperature": (0.001, 1000.0), "repetition_penalty": (0.001, 1000.0)}  # the engine divides by them
 
 Score = Callable[[Sequence[Sequence[int]]], tuple[list[list[float]], list[list[tuple[int, float]]]]]
@@ -232,7 +234,7 @@ class Model:
             prompt = tuple(tokenizer.apply_chat_template(said, add_generation_prompt=False))
         self.check(prompt, "messages", images=bool(images))
         extras = {Images.name: Images.of(images)} if images else {}
-        return {"prompts": [prompt], "extras": extras, "tools": offered, "thinks": tokenizer.marks_thinking, "messages": turns}
+        return {"prompts": [prompt], "extras": extras, "tools": offered, "thinks": THOUGHT in tokenizer.chat_template, "messages": turns}
 
     def _turn(self, turn: Any, what: str) -> Message:
         content = turn.get("content") if isinstance(turn, dict) else None

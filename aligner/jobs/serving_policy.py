@@ -22,8 +22,9 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs.parts import load_model_files
 from aligner.models import create
 from aligner.models.architecture.architecture import Architecture
-from aligner.models.checkpoint.files import is_complete, read_marker, resolve
-from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig
+from aligner.models.checkpoint.files import LATEST, is_complete, read_marker, resolve
+from aligner.models.checkpoint.weights import LORA
+from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Part
 from aligner.models.modules.peft import CONFIG_FILE, WEIGHTS_FILE, projections
 from aligner.models.training.policy import MegatronPolicy
 from aligner.parallel import launch, platform, topology
@@ -142,10 +143,13 @@ def _described(model: str, *, dtype: Dtype, context: int, images: bool) -> tuple
         if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):
             raise ConfigError(f"{path / CONFIG_FILE}: r={rank}, lora_alpha={alpha}, expected the rank and the scaling of an adapter")
         lora = LoraConfig(rank=rank, alpha=float(alpha), rslora=bool(settings.get("use_rslora")), path=str(path))
-    elif is_complete(saved := resolve(path)) if (path / "latest").exists() or is_complete(path) else False:
-        marker = read_marker(saved)
-        if described := marker.get("lora"):
-            base, lora = Path(marker["base"]), LoraConfig(**described | {"path": str(saved)})
+    elif (path / LATEST).exists() or is_complete(path):
+        marker = read_marker(path := resolve(path))
+        base = path
+        if described := marker.get(LORA):
+            targets = [LoraTarget(one) for one in described.pop("targets")]
+            parts = [Part(one) for one in described.pop("parts", ["text"])]
+            base, lora = Path(marker["base"]), LoraConfig(**described, targets=targets, parts=parts, path=str(path))
     tokenizer = str(path) if base != path and (path / "tokenizer_config.json").is_file() else ""
     config = ModelConfig(path=str(base), tokenizer=tokenizer, dtype=dtype, seq_length=context, images=images, lora=lora)
     found, architecture = load_model_files(config, run=run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import time
@@ -131,3 +132,27 @@ def events(body: bytes) -> list[dict[str, Any]]:
     """Of a stream, without its end."""
     lines = [line.removeprefix("data: ") for line in body.decode().split("\n") if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def ask(
+    endpoint: Endpoint, path: str, body: Any = None, *, method: str = "POST", key: str = KEY, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=20)
+    sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        connection.request(method, path, body=sent, headers={**({"Authorization": f"Bearer {key}"} if key else {}), **headers})
+        answer = connection.getresponse()
+        return answer.status, dict(answer.headers), answer.read()
+    finally:
+        connection.close()
+
+
+def chat(text: str = "Hello", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **more}
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_so()

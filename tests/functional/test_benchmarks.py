@@ -22,6 +22,7 @@ TINY = ["--rounds", "1", "--prompt-length", "8", "--response-length", "8"]
         ["vision_trl.py", "--ours-only", "--prompts", "2", "--group-size", "2", "--steps", "1", *SEEING],
         ["rollout.py", "--sizes", "small", "--batches", "2", "--lengths", "varied", "--against", "dynamic", "--repeats", "1", *TINY],
         ["checks.py", "--size", "small", "--rows", "2", "--length", "16", "--pairs", "1"],
+        ["endpoint.py", "--requests", "4", "--batch", "2", "--length", "8", "--rounds", "1", "--stream"],
         ["trace_cost.py", "--spans", "1000"],
         ["refit.py", "--size", "small", "--cases", "in_place", "--repeats", "1"],
     ],
