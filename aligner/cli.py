@@ -1,4 +1,5 @@
-"""The `aligner` command: train, serve, launch, plan, preflight, gap, data, report, diagnose, trace, convert, migrate, demo.
+"""The `aligner` command: train, chat, generate, eval, serve, launch, plan, preflight, gap, data, report, diagnose, trace, convert,
+migrate, demo.
 
 Commands with many options declare them as dataclasses in `aligner.commands.parts`. A command imports its work when it runs, so that
 `aligner --help` answers at once.
@@ -281,6 +282,34 @@ add(
     options=parts.MigrateOptions,
     help="Translate a config or command of NeMo-Aligner, TRL, OpenRLHF, verl, DeepSpeed-Chat or LLaMA-Factory, key by key.\n\n"
     "Exit code 3: the printed command cannot run unchanged, or is a different experiment; its first two lists explain why.",
+)
+_model = Argument(
+    "model",
+    "MODEL",
+    "MODEL: a run's directory (its newest policy), a model's or PEFT adapter's directory, or ORG/NAME of the Hub.",
+    type=click.Path(),
+)
+add(
+    commands,
+    "chat = chat:chat",
+    _model,
+    options=parts.ChatOptions,
+    help="Talk with a model in the terminal, or with lines of standard input.",
+)
+add(
+    commands,
+    "generate = generate:generate",
+    _model,
+    Argument("prompts", "[PROMPT]...", nargs=-1),
+    options=parts.GenerateOptions,
+    help="Print responses to prompts, or write those to the records of a file.",
+)
+add(
+    commands,
+    "eval = evaluate:evaluate",
+    _model,
+    options=parts.EvalOptions,
+    help="Accuracy and pass@k, a reward model's accuracy on pairs, wins under a judge, tasks of lm-eval; with confidence intervals.",
 )
 _ranks = "Number of ranks of the training component (default: the config's)."
 add(

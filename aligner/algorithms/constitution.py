@@ -315,7 +315,7 @@ def build(job: WriterJob[ConstitutionalAI]) -> int:
     constitution = load_constitution(config.data.constitution)
     check_constitution(constitution, config)
     cases = job.load(load_cases, given=config.algorithm.pairs is Pairs.given)
-    policy = job.policy(temperature=config.rollout.sampling.temperature)
+    policy = job.policy(temperature=config.rollout.sampling.temperature or 1.0)
     judge, judge_digest = _judge(job, constitution, policy)
     engine = job.engine(policy, config.rollout) if config.algorithm.samples_per_chain else None
     work = Constitutional(

@@ -85,7 +85,7 @@ def build(job: WriterJob[Generate]) -> int:
     sampling = config.rollout.sampling
     if asks and TURN_START not in sampling.stop_strings:
         sampling = replace(sampling, stop_strings=[*sampling.stop_strings, TURN_START])
-    engine = job.engine(job.policy(temperature=sampling.temperature), replace(config.rollout, sampling=sampling))
+    engine = job.engine(job.policy(temperature=sampling.temperature or 1.0), replace(config.rollout, sampling=sampling))
     scorers = Scorers(reward=NoReward(), pad_id=tokenizer.pad_id, heartbeat=job.session.progress.heartbeat)
 
     def read(prompt: Sequence[int], response: Sequence[int]) -> str:

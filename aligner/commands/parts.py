@@ -111,11 +111,59 @@ RUN = Argument("directory", "RUN_DIRECTORY", "RUN_DIRECTORY: run.directory of th
 
 def option(default: Any, name: str, metavar: str = "", help: str = "", **settings: Any) -> Any:
     """A field of a dataclass that is an option of a command; `settings` are click's."""
-    settings |= {"metavar": metavar or None, "help": help, "is_flag": default is False, "show_default": default not in (None, 0, 1, "")}
+    shown = isinstance(default, int) and default > 1
+    settings |= {"metavar": metavar or None, "help": help, "is_flag": default is False, "show_default": shown}
     return field(default=default, metadata={"name": name, "settings": settings})
 
 
 json_field = partial(option, None, "--json", "FILE", "Write all results to FILE as JSON.", type=FILE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    plain: bool = option(False, "--plain", help="Continue texts, without the model's chat template.")
+    answer_field: str = option("", "--answer-field", "NAME", "Field of the records with the reference answer (default: as in training).")
+    limit: int = option(0, "--limit", "N", "Read the first N records alone.", type=NOT_NEGATIVE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions(ReadOptions):
+    temperature: float = option(1.0, "--temperature", "T", "Divides the logits; 0: greedy (default: 1).", type=AMOUNT)
+    top_p: float = option(1.0, "--top-p", "P", "Sample from the likeliest tokens with this share of the probability.", type=AMOUNT)
+    top_k: int = option(0, "--top-k", "K", "Sample from the K likeliest tokens.", type=NOT_NEGATIVE)
+    max_tokens: int = option(256, "--max-tokens", "N", "The most tokens of a response.", type=COUNT)
+    stop: tuple[str, ...] = option((), "--stop", "TEXT", "End a response behind this text; may be given several times.", multiple=True)
+    samples: int = option(1, "--samples", "N", "Responses to each prompt (default: 1).", type=COUNT)
+    seed: int = option(0, "--seed", "N", "Another seed, other responses.", type=NOT_NEGATIVE)
+    batch_size: int = option(32, "--batch-size", "N", "Responses that are sampled at once.", type=COUNT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOptions(SamplingOptions):
+    system: str = option("", "--system", "TEXT", "The system message.")
+    against: str = option("", "--against", "MODEL", "Show another model's answers beside.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions(SamplingOptions):
+    input: Path | None = option(None, "--input", "FILE", "Records with prompts, in any form that training reads.", type=FILE)
+    output: Path | None = option(None, "--output", "FILE", "Write the records with a response each to FILE, as jsonl.", type=FILE)
+    field_name: str = option("response", "--field", "NAME", "Field for the response (default: response).")
+    logprobs: bool = option(False, "--logprobs", help="Also write the tokens and their log-probs.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalOptions(SamplingOptions):
+    data: Path | None = option(None, "--data", "FILE", "Records with prompts, and answers for the reward function.", type=FILE)
+    reward: str = option("", "--reward", "FUNCTION", "package.module:name or file.py:name: what is right scores at least --threshold.")
+    threshold: float = option(1.0, "--threshold", "X", "The least reward of a response that is right (default: 1).", type=float)
+    k: tuple[int, ...] = option((), "--k", "K", "For pass@k (default: 1, 2, 4, ... up to --samples).", multiple=True, type=COUNT)
+    judge: Path | None = option(None, "--judge", "FILE", "YAML with the settings of a judge, as of reward.functions.NAME.", type=FILE)
+    against: str = option("", "--against", "MODEL", "With --judge: how often the first model's responses win.")
+    pairs: Path | None = option(None, "--pairs", "FILE", "Preference pairs: how often a reward model prefers the chosen one.", type=FILE)
+    tasks: str = option("", "--tasks", "A,B", "Tasks of lm-eval, through its own client.")
+    lm_eval: str = option("lm_eval", "--lm-eval", "PATH", "The program lm_eval, of an environment of its own (default: on PATH).")
+    output: Path | None = option(None, "--output", "FILE", "The results, as JSON; and beside them FILE.md.", type=FILE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

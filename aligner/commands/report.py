@@ -10,6 +10,7 @@ from pathlib import Path
 from aligner.algorithms.registry import recipes
 from aligner.errors import AlignerError, DataError, describe_os_error
 from aligner.files import publish
+from aligner.reporting.evaluations import markdown, read_evaluations
 from aligner.reporting.formats import Column
 from aligner.reporting.run_view import RunView
 from aligner.reporting.samples_report import text_of, write_report
@@ -34,6 +35,8 @@ def report(directory: Path, output: Path | None = None) -> int:
         print(f"\n{finding.text()}")
     if text := text_of(*run.before_and_after()):
         print(f"\n{text}")
+    for record in read_evaluations(run.files.evaluations):
+        print(f"\n{markdown(record)}")
     print(f"\nwritten to {output}")
     return 0
 

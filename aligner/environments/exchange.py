@@ -284,6 +284,7 @@ class EnvironmentReward:
 
     def __init__(self, others: RewardModel | None = None) -> None:
         self._others = others
+        self.compare = getattr(others, "compare", None)  # what needs all of a batch (`aligner.rewards.compose.WeightedReward`)
 
     def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
         """Resolves when the others' scores have come. Raises ValueError for a response that is no episode of an environment."""

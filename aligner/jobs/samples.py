@@ -217,6 +217,7 @@ class OnlineJob(Generic[C]):
             non_finite=config.guard.reward,
             heartbeat=session.progress.heartbeat,
             shared=_shared_device(session, config),
+            compare=getattr(reward, "compare", None),
         )
 
     def _policy(self, model: ModelConfig, shared: SharedDevice | None) -> MegatronPolicy:
@@ -345,9 +346,13 @@ def _reward(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> Reward
 
 
 def _scorer(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
-    functions = config.reward.functions
+    functions, answers = config.reward.functions, session.directory.judges / str(session.topology.rank)
     if not config.reward.serve:
-        return composed_reward(functions, tokenizer.decode) if functions else function_reward(config.reward.function, tokenizer.decode)
+        return (
+            composed_reward(functions, tokenizer.decode, answers=answers)
+            if functions
+            else function_reward(config.reward.function, tokenizer.decode)
+        )
     texts = _texts(tokenizer) if config.reward.function.path else None
     weights = config.reward.attribute_weights
     reduce = weighted_sum(weights) if weights else None
@@ -359,7 +364,7 @@ def _scorer(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> Reward
         texts=texts,
         reduce=reduce,
     )
-    scorer = composed_reward(functions, tokenizer.decode, client) if functions else client
+    scorer = composed_reward(functions, tokenizer.decode, client, answers=answers) if functions else client
     if session.is_first:
         session.say("waiting for the reward server")
         with session.progress.phase(WAIT_FOR_SERVERS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +17,7 @@ from aligner.data.images import images_in
 from aligner.errors import AlignerError, EngineError, RunHalted
 from aligner.models.training.guard import NonFiniteReward
 from aligner.online.response_health import episode_metrics, health_metrics, readable
-from aligner.parallel.collectives import gather_objects
+from aligner.parallel.collectives import from_rank_0, gather_objects
 from aligner.protocols import Critic, RewardModel, RolloutEngine
 from aligner.servers.turns import SharedDevice
 from aligner.types import (
@@ -32,6 +32,7 @@ from aligner.types import (
 )
 
 MAX_SEED = 2**62
+HEARTBEAT_SECONDS = 1.0  # between two signs of life while a batch is compared
 NUM_NAMED = 3  # rollouts that an error names
 EXCERPT_CHARACTERS = 80
 
@@ -150,6 +151,7 @@ class Scorers:
     non_finite: NonFiniteReward = NonFiniteReward.stop
     heartbeat: Callable[[], None] = lambda: None
     shared: SharedDevice | None = None
+    compare: Callable[[Sequence[Rollout], Scores], Future[Scores]] | None = None  # adds what needs whole groups (`WeightedReward.compare`)
 
 
 def sample_seeds(run_seed: int, step: int, count: int) -> list[int]:
@@ -301,6 +303,7 @@ class _Row:
     valid: bool
     parts: dict[str, float]
     values: Tensor | None
+    silent: bool = False  # its judge abstains
 
 
 _Gathered = tuple[list[_Row], AlignerError | None, ReplicaStats | None]  # of one rank
@@ -341,6 +344,7 @@ def _await(pending: Sequence[_Pending], index_of: dict[int, int], heartbeat: Cal
         judged = scores.result()
         parts = {name: part.tolist() for name, part in judged.parts.items()}
         states = [None] * len(rollouts) if values is None else list(values.result())
+        silent = [False] * len(rollouts) if judged.silent is None else judged.silent.tolist()
         heartbeat()
         answers = zip(rollouts, judged.rewards.tolist(), judged.valid.tolist(), states, strict=True)
         rows += [
@@ -351,6 +355,7 @@ def _await(pending: Sequence[_Pending], index_of: dict[int, int], heartbeat: Cal
                 valid=valid,
                 parts={name: part[number] for name, part in parts.items()},
                 values=None if state is None else state[: len(rollout.tokens)].clone(),
+                silent=silent[number],
             )
             for number, (rollout, reward, valid, state) in enumerate(answers)
         ]
@@ -364,19 +369,40 @@ def _assembled(everything: Sequence[_Gathered], num_prompts: int, scorers: Score
     rows = sorted((row for part, _, _ in everything for row in part), key=lambda row: row.position)
     if [row.position for row in rows] != list(range(num_prompts)):
         raise EngineError(f"the engine gave {len(rows)} responses to {num_prompts} prompts; one to each is needed")
-    rewards = torch.tensor([row.reward for row in rows], dtype=torch.float32)
-    failed = torch.tensor([not row.valid for row in rows], dtype=torch.bool)
-    valid = rewards.isfinite() & ~failed
     names = _same_names([row.parts for row in rows])
+    scores = Scores(
+        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32),
+        valid=torch.tensor([row.valid for row in rows], dtype=torch.bool),
+        parts={name: torch.tensor([row.parts[name] for row in rows], dtype=torch.float32) for name in names},
+        silent=torch.tensor([row.silent for row in rows], dtype=torch.bool),
+    )
+    scores = _compared([row.rollout for row in rows], scores, scorers)
+    rewards, failed = scores.rewards, ~scores.valid
+    valid = rewards.isfinite() & ~failed
     return ScoredRollouts(
         rollouts=[row.rollout for row in rows],
         rewards=torch.where(valid, rewards, 0.0),
         valid=valid,
         failed=failed,
-        parts={name: torch.tensor([row.parts[name] for row in rows], dtype=torch.float32) for name in names},
+        parts=scores.parts,
         values=None if scorers.critic is None else [row.values for row in rows],
         replica_stats=tuple(stats for _, _, stats in everything if stats is not None),
     )
+
+
+def _compared(rollouts: Sequence[Rollout], scores: Scores, scorers: Scorers) -> Scores:
+    """The scores with those that need whole groups, which rank 0 asks for: the responses of a group may be of several replicas."""
+    compare = scorers.compare
+    if compare is None:
+        return scores
+
+    def ask() -> Scores:
+        asked = compare(rollouts, scores)
+        while not wait([asked], HEARTBEAT_SECONDS).done:
+            scorers.heartbeat()
+        return asked.result()
+
+    return from_rank_0(ask)
 
 
 def _same_names(parts: Sequence[Mapping[str, object]]) -> list[str]:

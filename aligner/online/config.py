@@ -93,6 +93,8 @@ class OnlineRun(JobRun):
 
     def __post_init__(self) -> None:
         JobRun.__post_init__(self)
+        if self.rollout.sampling.temperature == 0:
+            raise ConfigError("rollout.sampling.temperature=0: training rollouts need a positive temperature")
         if self.placement is Placement.colocated:
             self._check_colocated()
             self.rollout.offload = True  # what the next phase does not need has to make room anyway
@@ -125,7 +127,8 @@ class OnlineRun(JobRun):
         """The fields of the prompts' records that reward functions read; None: any may be read. Raises ConfigError for a lost function."""
         named = [one for one in (self.reward.function, self.validation.scorer, *self.reward.functions.values()) if one.path]
         read = [None if one.arguments else columns_read(load_reward_function(one.path)) for one in named]
-        return None if self.environment.path or None in read else frozenset(name for one in read for name in one or ())
+        asks = any(one.judge.template for one in self.reward.functions.values())
+        return None if self.environment.path or asks or None in read else frozenset(name for one in read for name in one or ())
 
     def models(self) -> list[UsedModel]:
         found = [UsedModel(component="actor", key="model", config=self.model)]

@@ -8,15 +8,17 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aligner.data.vision import ImageStore, decoded
 from aligner.errors import DataError
 from aligner.files import is_plain_name
 from aligner.reporting.diagnosis import diagnose
 from aligner.reporting.diagnosis_rules import RULES
+from aligner.reporting.evaluations import COLUMNS, read_evaluations
 from aligner.reporting.formats import Column, Goal, number
 from aligner.reporting.jsonl import StepMetrics
 from aligner.reporting.pages import render_page
@@ -56,7 +58,8 @@ class Chart:
 
 def write_report(run: RunView, output: Path) -> None:
     """Write the report of a run. Raises DataError if its metrics or samples are damaged, OSError if it cannot be written."""
-    page = render(run.files.path.name, run.metrics(), *run.before_and_after(), images=ImageStore(run.files.images))
+    evaluations = read_evaluations(run.files.evaluations)
+    page = render(run.files.path.name, run.metrics(), *run.before_and_after(), ImageStore(run.files.images), evaluations=evaluations)
     output.write_text(page, encoding="utf-8")
 
 
@@ -72,9 +75,15 @@ def text_of(before: Samples | None, after: Samples | None, max_chars: int = 240)
 
 
 def render(
-    name: str, records: Sequence[StepMetrics], before: Samples | None, after: Samples | None, images: ImageStore | None = None
+    name: str,
+    records: Sequence[StepMetrics],
+    before: Samples | None,
+    after: Samples | None,
+    images: ImageStore | None = None,
+    *,
+    evaluations: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The page. `records` are those of metrics.jsonl; `images` has the samples' images."""
+    """The page. `records` are those of metrics.jsonl; `images` has the samples' images; `evaluations` of `read_evaluations`."""
     pairs = _pairs(before, after) if before and after else []
     return render_page(
         "report.html",
@@ -83,6 +92,8 @@ def render(
         heading=heading(records) if records else "no steps yet",
         charts=_charts(records),
         diagnosis=diagnose(records, RULES),
+        evaluations=evaluations,
+        measured=COLUMNS,
         before=before,
         after=after,
         pairs=[(prompt, [(digest, _thumbnail(images, digest)) for digest in seen], old, new) for prompt, seen, old, new in pairs],

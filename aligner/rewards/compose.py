@@ -1,6 +1,7 @@
 """Several rewards as one: the weighted sum of parts, which are scored at the same time and logged by name.
 
-A part may be an HTTP endpoint: POST {"prompts", "responses", "answers"}, answered by {"rewards"}, all lists of one entry per sample."""
+A part may be an HTTP endpoint: POST {"prompts", "responses", "answers"}, answered by {"rewards"}, all lists of one entry per sample; or a
+model that judges (`aligner.rewards.judge`)."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.protocols import RewardModel
 from aligner.rewards.config import NamedRewardConfig, OnError
 from aligner.rewards.forms import TextFunction
+from aligner.rewards.judge import JudgeReward
 from aligner.rewards.load import build_reward_function
 from aligner.rewards.local import Complaints, FunctionReward, RewardError
 from aligner.types import Rollout, Scores
@@ -89,6 +92,7 @@ def _excerpt(body: bytes) -> str:
     return repr(text[:EXCERPT_CHARACTERS] + ("..." if len(text) > EXCERPT_CHARACTERS else ""))
 
 
+Compare = Callable[[Sequence[Rollout], Scores], Future[Scores]]
 SLACK_SECONDS = 2.0  # lets an endpoint's own error arrive first: it is more specific than a timeout
 
 
@@ -102,12 +106,17 @@ class Part:
 
 
 class WeightedReward:
-    """A `RewardModel`: the sum of weight times part over all parts whose weight is not 0. A row that is invalid in a part is invalid."""
+    """A `RewardModel`: the sum of weight times part over all parts whose weight is not 0. A row that is invalid in a part is invalid.
+
+    Parts that compare the responses of a group are added by `compare`, once all responses are there; None without such parts.
+    """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         if not parts:
             raise ValueError("WeightedReward: no parts were given")
         self._parts = dict(parts)
+        self._of_groups = [name for name, part in parts.items() if getattr(part.model, "needs_groups", False)]
+        self.compare: Compare | None = self._compare if self._of_groups else None
         self.about = "\n".join(text for part in parts.values() if (text := getattr(part.model, "about", "")))
         self._complaints = {name: Complaints(f"reward {name}") for name in parts}
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-sum")
@@ -118,8 +127,16 @@ class WeightedReward:
             none, empty = torch.zeros(0), Future[Scores]()
             empty.set_result(Scores(rewards=none, valid=none.bool(), parts=dict.fromkeys(self._parts, none)))
             return empty
-        pending = {name: part.model.score(rollouts) for name, part in self._parts.items()}
-        return self._executor.submit(self._sum, pending, len(rollouts), max(rollout.policy_version for rollout in rollouts))
+        return self._start([name for name in self._parts if name not in self._of_groups], rollouts)
+
+    def _compare(self, rollouts: Sequence[Rollout], scores: Scores) -> Future[Scores]:
+        """The scores that `score` gave of a whole batch with the parts that compare responses within groups. Raises as `score` does."""
+        return self._start(self._of_groups, rollouts, scores)
+
+    def _start(self, names: Sequence[str], rollouts: Sequence[Rollout], so_far: Scores | None = None) -> Future[Scores]:
+        pending = {name: self._parts[name].model.score(rollouts) for name in names}
+        version = max((rollout.policy_version for rollout in rollouts), default=0)
+        return self._executor.submit(self._sum, pending, len(rollouts), version, so_far)
 
     def close(self) -> None:
         """Close the parts."""
@@ -127,13 +144,19 @@ class WeightedReward:
         for part in self._parts.values():
             part.model.close()
 
-    def _sum(self, pending: Mapping[str, Future[Scores]], rows: int, version: int) -> Scores:
+    def _sum(self, pending: Mapping[str, Future[Scores]], rows: int, version: int, so_far: Scores | None) -> Scores:
         total, valid = torch.zeros(rows), torch.ones(rows, dtype=torch.bool)
         heard = torch.zeros(rows, dtype=torch.bool)  # has a score from a part with a weight
         values: dict[str, torch.Tensor] = {}
-        for name, part in self._parts.items():
-            scores = self._result(name, pending[name], rows, version)
+        if so_far is not None:
+            silent = torch.zeros_like(heard) if so_far.silent is None else so_far.silent
+            valid, heard, values = so_far.valid | silent, so_far.valid, dict(so_far.parts)
+            total = torch.where(heard, so_far.rewards, 0.0)
+        for name, waits in pending.items():
+            part, scores = self._parts[name], self._result(name, waits, rows, version)
             values[name] = torch.where(scores.valid, scores.rewards, math.nan)
+            none = torch.full((rows,), math.nan)
+            values |= {more: scores.parts.get(more, none) for more in getattr(part.model, "part_names", ())}
             silent = torch.zeros_like(heard) if scores.silent is None else scores.silent
             valid &= scores.valid | silent
             if part.weight:
@@ -161,16 +184,27 @@ class WeightedReward:
             return scores
         missing = int((scores.valid & ~finite).sum())
         self._complaints[name].say(f"{missing} of {rows} rewards are not finite", version)
-        return Scores(rewards=scores.rewards, valid=scores.valid & finite, silent=scores.silent)
+        return Scores(rewards=scores.rewards, valid=scores.valid & finite, parts=scores.parts, silent=scores.silent)
 
 
 def composed_reward(
-    configs: Mapping[str, NamedRewardConfig], decode: Callable[[Sequence[int]], str], served: RewardModel | None = None
+    configs: Mapping[str, NamedRewardConfig],
+    decode: Callable[[Sequence[int]], str],
+    served: RewardModel | None = None,
+    *,
+    answers: Path | None = None,
 ) -> WeightedReward:
-    """The sum that `reward.functions` describes; `served` is the reward model of the part with served=true. Raises ConfigError."""
+    """The sum that `reward.functions` describes; `served` is the reward model of the part with served=true. Raises ConfigError.
+
+    `answers`: this process's folder, among those of the others, for what judges answer; None: they are not kept.
+    """
     parts = {}
     for name, config in configs.items():
-        model = served if config.served else _function_part(name, config, decode)
+        model = served
+        if config.judge.model:
+            model = JudgeReward(name, config, decode, answers and answers / f"{name}.jsonl")
+        elif not config.served:
+            model = _function_part(name, config, decode)
         parts[name] = Part(model=model, weight=config.weight, on_error=config.on_error)
     return WeightedReward(parts)
 

@@ -249,15 +249,15 @@ class FunctionReward:
 class Complaints:
     """Reports repeated failures once per policy version, that is, once per step."""
 
-    def __init__(self, about: str) -> None:
-        self._about = about
+    def __init__(self, about: str, rule: str = "on_error=invalid; ") -> None:
+        self._about, self._rule = about, rule
         self._last: int | None = None
 
     def say(self, text: str, version: int) -> None:
         """Print the text, unless a message was printed for this version."""
         if self._last != version:
             self._last = version
-            print(f"warning: {self._about}: {text} (on_error=invalid; left out and counted)", flush=True)
+            print(f"warning: {self._about}: {text} ({self._rule}left out and counted)", flush=True)
 
 
 def function_reward(

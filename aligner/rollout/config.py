@@ -184,8 +184,6 @@ class RolloutConfig:
         for name, least in (("max_batch_size", 1), ("kv_cache_tokens", 0), ("prefill_chunk_tokens", 1), ("tp", 0), ("refit_bucket_mib", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be at least {least}")
-        if self.sampling.temperature == 0:
-            raise ConfigError("rollout.sampling.temperature=0: training rollouts need a positive temperature")
         if self.asynchronous.max_staleness:
             self._check_asynchronous()
 

@@ -36,6 +36,7 @@ class RunFiles:
     checkpoints = _In("checkpoints")
     rollouts = _In("rollouts")  # `step_%06d.jsonl` with sample rollouts
     validation = _In("validation")  # `step_%06d.jsonl` with the responses to the first validation prompts; made by the first validation
+    evaluations = _In("evaluations")  # `<time>.json` and `.md`: what `aligner eval` has measured of the run's policy
     export = _In("export")  # Hugging Face format
     adapter = _In("adapter")  # PEFT's format, if adapters were trained
     identity = _In("run.json")  # the run's id, chosen once and kept through every restart; the newest start's precision
@@ -47,6 +48,7 @@ class RunFiles:
     done = _In("done.json")  # exists once the run has reached its last step and exported its result
     images = _In("images")  # every image of the data, named by its digest
     journal = _In("journal")  # requests to a training server, kept until a checkpoint of both sides covers them
+    judges = _In("judges")  # `<rank>/<reward>.jsonl`: what judges answered, by the digest of the question
     teacher = _In("teacher")  # `train/` and `validation/` with a teacher's log-probs
     reference = _In("reference")  # a frozen reference's log-probs, if precomputed
     written = _In("written")  # records of a job that generates or annotates: `parts/`, and `records.jsonl` once it has ended

@@ -49,6 +49,8 @@ OTHERS = {
     "docs/python.md": r"model\.generate",
     "aligner/data/templates.py": r"loop\..+",
     "aligner/data/tokenizer.py": r"model\.vocab_size",
+    "aligner/commands/evaluate.py": r"judge\.\w+",  # of a file with a judge alone
+    "aligner/rewards/": r"judge\.\w+",  # of a part of reward.functions, as are url and path
     "aligner/commands/migrate/": r"(algorithm|data|model)\.\w+(\.\w+)?",
     "aligner/models/checkpoint/optimizer.py": r"optimizer\.state",  # of Megatron-Core's files
     "aligner/models/families/": r"model\.(decoder|embed_tokens|norm)\..+|model\.decoder",

@@ -1,0 +1,204 @@
+"""`aligner chat`: a conversation with a policy in a terminal, or with lines of standard input; with two policies side by side."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import TextIO, cast
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from aligner.commands.generate import is_chat, sampling_of
+from aligner.commands.parts import ChatOptions
+from aligner.data.encoding import PromptStyle, encode_prompt, with_begin
+from aligner.data.messages import Message
+from aligner.errors import AlignerError, ConfigError
+from aligner.jobs.serving_policy import OpenPolicy, open_policy
+from aligner.online.collect import sample_seeds
+from aligner.rollout.engine import GenResult
+from aligner.rollout.live import LiveRequest
+from aligner.telemetry.terminal import Guarded, clean
+from aligner.types import FinishReason, SamplingConfig
+
+HELP = "/reset: forget the conversation; /system TEXT: another system message; /quit; Ctrl-C stops an answer, Ctrl-D ends"
+LEAST_COLUMNS = 100  # of a terminal that shows two answers side by side
+POLL_SECONDS = 0.02  # of one of two answers
+_HALF = "\N{REPLACEMENT CHARACTER}"  # the beginning of a character whose other tokens are still to come
+
+
+@dataclass
+class Talk:
+    """One policy's side of a conversation. Without a chat template, it continues the text of all turns."""
+
+    policy: OpenPolicy
+    chats: bool
+    sampling: SamplingConfig
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+    prompt: tuple[int, ...] = ()  # of the answer
+    ids: list[int] = field(default_factory=list)  # of it so far
+    pieces: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)  # its next ids; None: its end
+
+    def ask(self, text: str, seed: int) -> Future[GenResult]:
+        """Begin to answer. Raises AlignerError for a conversation that leaves no room."""
+        self.turns.append(Message(role="user", content=text))
+        self.prompt, self.ids, self.pieces = tuple(self._tokens()), [], queue.SimpleQueue()
+        pieces = self.pieces
+
+        def put(ids: Sequence[int], logprobs: Sequence[float]) -> None:
+            for token in ids:
+                pieces.put(token)
+
+        answer = self.policy.live.submit(LiveRequest(tokens=self.prompt, seed=seed, sampling=self.sampling, on_tokens=put))
+        answer.add_done_callback(lambda _: pieces.put(None))
+        return answer
+
+    @property
+    def text(self) -> str:
+        """The answer so far, in whole characters."""
+        return self.policy.tokenizer.decode_after(self.prompt, self.ids).rstrip(_HALF)
+
+    def take(self, seconds: float | None = None) -> bool:
+        """Wait for the next token; whether more may come."""
+        with suppress(queue.Empty):
+            if (token := self.pieces.get(timeout=seconds)) is None:
+                return False
+            self.ids.append(token)
+        return True
+
+    def _tokens(self) -> list[int]:
+        tokenizer = self.policy.tokenizer
+        if self.chats:
+            system = (Message(role="system", content=self.system),) if self.system else ()
+            return encode_prompt(tokenizer, (*system, *self.turns), PromptStyle(apply_chat_template=True))
+        text = "".join(turn.content + ("\n" if turn.role == "assistant" else "") for turn in self.turns)
+        return with_begin(tokenizer, tokenizer.encode(text, plain=True), PromptStyle(apply_chat_template=False))
+
+
+def chat(model: str, options: ChatOptions) -> int:
+    """Talk until the input ends. Raises ConfigError for a model that cannot be used."""
+    sampling = sampling_of(options)
+    with ExitStack() as stack:
+        talks = []
+        for name in filter(None, (model, options.against)):
+            policy = stack.enter_context(open_policy(name, max_batch_size=1, seed=options.seed))
+            talks.append(Talk(policy, is_chat(policy.tokenizer, options), sampling))
+        _set_system(talks, options.system)
+        if sys.stdin.isatty():
+            with suppress(ImportError):
+                import readline  # noqa: F401  edits lines of `input`
+            for talk in talks:
+                print(f"{talk.policy.name}: {'its chat template' if talk.chats else 'no chat template: it continues your text'}")
+            print(HELP)
+        for turn, text in enumerate(_lines()):
+            try:
+                if text.startswith("/"):
+                    if not _command(talks, text):
+                        break
+                else:
+                    _answer(talks, text, sample_seeds(options.seed, turn, 1)[0])
+            except AlignerError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, line by line; Ctrl-C begins a new one."""
+    shows = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> ") if shows else sys.stdin.readline()
+        except KeyboardInterrupt:
+            print()
+            continue
+        except EOFError:
+            print()
+            return
+        if not shows and not line:
+            return
+        if line.strip():
+            yield line.strip("\r\n")
+
+
+def _command(talks: Sequence[Talk], text: str) -> bool:
+    """Do what a line that begins with / says; whether the conversation goes on."""
+    name, _, rest = text.partition(" ")
+    if name == "/quit":
+        return False
+    if name == "/system":
+        _set_system(talks, rest.strip())
+    elif name != "/reset":
+        raise ConfigError(f"{name}: no such command. {HELP}")
+    for talk in talks:
+        talk.turns.clear()
+    return True
+
+
+def _set_system(talks: Sequence[Talk], text: str) -> None:
+    if text and (plain := [talk.policy.name for talk in talks if not talk.chats]):
+        raise ConfigError(f"a system message needs a chat template, which {plain[0]} does not have or use")
+    for talk in talks:
+        talk.system = text
+
+
+def _answer(talks: Sequence[Talk], text: str, seed: int) -> None:
+    """Show the answers as they come. Raises AlignerError, with the conversation as it was, if a policy cannot answer."""
+    asked: list[Future[GenResult]] = []
+    is_wide = len(talks) > 1 and sys.stdout.isatty() and Console().width >= LEAST_COLUMNS
+    length = len(talks[0].turns)
+    try:
+        for talk in talks:
+            asked.append(talk.ask(text, seed))
+        (_columns if is_wide else _one_by_one)(talks)
+        cut = [one.policy.name for one, found in zip(talks, asked, strict=True) if found.result().finish_reason is FinishReason.length]
+        print(*(f"[{name}: cut at its most tokens]\n" for name in cut), sep="", end="", flush=True)
+    except KeyboardInterrupt:
+        print("\n[stopped]", flush=True)
+    except AlignerError:
+        for talk in talks:
+            del talk.turns[length:]
+        raise
+    finally:
+        for answer in asked:
+            answer.cancel()
+    for talk in talks:
+        talk.turns[length + 1 :] = [Message(role="assistant", content=talk.text)]
+
+
+def _one_by_one(talks: Sequence[Talk]) -> None:
+    for talk in talks:
+        if len(talks) > 1:
+            print(f"[{talk.policy.name}]", flush=True)
+        shown = ""
+        while talk.take():
+            text = talk.text
+            if text.startswith(shown):
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+        print(talk.text[len(shown) :], flush=True)
+
+
+def _columns(talks: Sequence[Talk]) -> None:
+    """Both at once while they are short enough for the screen, then whole."""
+    console = Console(file=cast(TextIO, Guarded(sys.stdout, drawn=True)), highlight=False)
+
+    def table() -> Table:
+        found = Table(expand=True, box=None, padding=(0, 1))
+        for talk in talks:
+            found.add_column(Text(clean(talk.policy.name)), ratio=1)
+        found.add_row(*(Text(clean(talk.text)) for talk in talks))
+        return found
+
+    running = list(talks)
+    with Live(table(), console=console, transient=True, vertical_overflow="crop", auto_refresh=False) as live:
+        while running:
+            running = [talk for talk in running if talk.take(POLL_SECONDS)]
+            live.update(table(), refresh=True)
+    console.print(table())
