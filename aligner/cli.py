@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from aligner.commands import parts
-from aligner.commands.parts import CONFIG, CONFIG_HELP, FILE, NOT_NEGATIVE, RUN, SETTINGS, Argument, Command, add
+from aligner.commands.parts import CONFIG, CONFIG_HELP, COUNT, FILE, NOT_NEGATIVE, RUN, SETTINGS, Argument, Command, add
 from aligner.version import __version__
 
 
@@ -253,6 +253,16 @@ add(
     *SETTINGS,
     options=parts.InspectOptions,
     help="Report the form of the records, the use of each field, and samples as the model will see them; exits 1 if lines are bad.",
+)
+add(
+    _data,
+    "tasks = tasks:tasks",
+    Argument("target", "FILE", "FILE: the .jsonl file to write, for data.train or data.validation.", type=FILE),
+    Argument("overrides", "[KEY=VALUE]...", "KEY=VALUE: settings of environment., as for `aligner train`.", nargs=-1),
+    click.Option(["--count"], type=COUNT, default=1000, metavar="N", help="Number of prompts (default: 1000)."),
+    click.Option(["--seed"], type=NOT_NEGATIVE, default=0, metavar="N", help="Seed, or number, of the first task (default: 0)."),
+    click.Option(["--prompts"], default="", metavar="FILE", help="Instead add the environment's tools to the prompts of FILE."),
+    help="Write the prompts that an environment brings along: first observations, questions, tasks.",
 )
 add(
     commands,

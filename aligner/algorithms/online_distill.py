@@ -210,7 +210,7 @@ def build(job: OnlineJob[TrainOnlineDistillation]) -> Built:
         task,
         job.frozen(teacher_model),
         below=job.tokenizer.max_token_id + 1,
-        judged=config.has_scorer or bool(config.environment.path),
+        judged=config.has_scorer or config.environment.is_on,
         rollout_source=job.rollout_source(task, group_size=settings.group_size),
     )
     return Built(algorithm=algorithm, model=job.policy.model)

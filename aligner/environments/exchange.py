@@ -7,6 +7,7 @@ The policy's tokens are never re-tokenized, and environment text never becomes a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
@@ -18,11 +19,14 @@ import torch
 from aligner.data.messages import Image, Message
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig, ObservationForm, OnEnvironmentError
+from aligner.environments.elsewhere import Elsewhere, FailedElsewhere, late
 from aligner.environments.environment import IMAGE, Environment, Observation, Turn, encodable
+from aligner.environments.isolated import Isolated
+from aligner.environments.kinds import build_environment
 from aligner.environments.workers import Awaiting, Outcome, Workers
 from aligner.errors import AlignerError, ConfigError, DataError, UserCodeError
 from aligner.protocols import Exchange, Reply, RewardModel
-from aligner.rewards.load import load_reward_function, may_pass, raised
+from aligner.rewards.load import may_pass, raised
 from aligner.telemetry import recording
 from aligner.types import Prompt, Rollout, Scores
 
@@ -151,6 +155,11 @@ class EnvironmentFollowUp:
         """One generation's conversations."""
         return _Exchange(self)
 
+    def close(self) -> None:
+        """End what the environment has started, if it has a `close`."""
+        if close := getattr(self.environment, "close", None):
+            close()
+
 
 @dataclass(slots=True)
 class _Episode:
@@ -167,7 +176,8 @@ class _Exchange:
 
     def __init__(self, owner: EnvironmentFollowUp) -> None:
         self.owner = owner
-        self.workers = Workers(num_workers=owner.num_workers, timeout_seconds=owner.timeout_seconds, name=owner.name)
+        seconds = math.inf if isinstance(owner.environment, Elsewhere) else owner.timeout_seconds  # that has limits of its own
+        self.workers = Workers(num_workers=owner.num_workers, timeout_seconds=seconds, name=owner.name)
         self.episodes: dict[int, _Episode] = {}
 
     def say(self, episode: int, prompt: Prompt, tokens: Sequence[int], *, number: int, is_cut: bool, is_last: bool) -> None:
@@ -201,7 +211,8 @@ class _Exchange:
         if trouble := self._trouble(outcome):
             message = f"{self.owner.name} {trouble}; {_where(episode)}"
             if self.owner.on_error is OnEnvironmentError.stop:
-                passes = outcome.late or (outcome.error is not None and may_pass(outcome.error))
+                error = outcome.error
+                passes = outcome.late or (error.passes if isinstance(error, FailedElsewhere) else error is not None and may_pass(error))
                 raise (EpisodeError if passes else EpisodeRefused)(message) from outcome.error
             print(f"{message}; left out", flush=True)
             del self.episodes[outcome.key]
@@ -222,7 +233,9 @@ class _Exchange:
 
     def _trouble(self, outcome: Outcome) -> str:
         if outcome.late:
-            return f"returned nothing within environment.timeout_seconds={self.owner.timeout_seconds:g}: it was {outcome.late}"
+            return late(self.owner.timeout_seconds, outcome.late)
+        if isinstance(outcome.error, FailedElsewhere):
+            return outcome.error.text
         if outcome.error is not None:
             return f"raised {raised(outcome.error)}"
         if not isinstance(outcome.value, Observation):
@@ -239,21 +252,6 @@ def _where(episode: _Episode) -> str:
     return f"it was in turn {turn.number} of an episode of prompt {source}, where the policy wrote {excerpt!r}"
 
 
-def build_environment(config: EnvironmentConfig) -> Environment:
-    """Call `config.path` with `config.arguments`. Raises ConfigError."""
-    made = load_reward_function(config.path, "environment")
-    try:
-        environment = made(**config.arguments)
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        given = f"environment.path={config.path}: cannot be made from {dict(config.arguments)}"
-        raise ConfigError(f"{given}: {raised(error)}") from error
-    if not isinstance(environment, Environment):
-        raise ConfigError(
-            f"environment.path={config.path}: returned a {type(environment).__name__} without reset(prompt) or step(state, turn)"
-        )
-    return environment
-
-
 def environment_follow_up(config: EnvironmentConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> EnvironmentFollowUp:
     """The environment of a run, with observations in the form of the run's `prompts`. Raises ConfigError."""
     around = surroundings(config, tokenizer, prompts)
@@ -266,13 +264,13 @@ def environment_follow_up(config: EnvironmentConfig, tokenizer: Tokenizer, promp
         return around.around(tokens, last), images
 
     return EnvironmentFollowUp(
-        build_environment(config),
+        Isolated(config) if config.num_processes else build_environment(config),
         Converting(decode=tokenizer.decode, observe=observe, token_ids=tokenizer.token_ids, show=show),
         max_turns=config.max_turns,
         timeout_seconds=config.timeout_seconds,
         num_workers=config.num_workers,
         on_error=config.on_error,
-        name=f"environment.path={config.path}",
+        name=config.title,
     )
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,15 +138,19 @@ class Awaiting:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def settle(self, value: Any, timeout_seconds: float) -> Any:
+    def settle(self, value: Any, timeout_seconds: float | None) -> Any:
         """The value, or the result of awaiting it, cancelled on timeout. From any thread but the loop's."""
         if not inspect.isawaitable(value):
             return value
-        future = asyncio.run_coroutine_threadsafe(_await(value), self._running_loop())
+        future = self.begin(value)
         try:
             return future.result(timeout_seconds)
         finally:
             future.cancel()
+
+    def begin(self, value: Awaitable[Any]) -> Future[Any]:
+        """Await it in the loop."""
+        return asyncio.run_coroutine_threadsafe(_await(value), self._running_loop())
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:

@@ -171,7 +171,7 @@ class OnlineJob(Generic[C]):
         self.config.check(architecture, session.topology.world_size)
         prompts, held_out, order = self._data(num_prompts, load or partial(load_prompt_sets, session, self.config))
         config = self.config
-        follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *held_out]) if config.environment.path else None
+        follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *held_out]) if config.environment.is_on else None
         judges = self._judges()
         self.policy = self._policy(model, judges.shared)
         engine = create_engine(self.policy, config.rollout, tokenizer=tokenizer, follow_up=follow_up)
@@ -191,7 +191,7 @@ class OnlineJob(Generic[C]):
         )
         self.tokenizer_files = run_tokenizer(session, config, model)
         self.length = length_of(config, order, f"responses of at most {task.max_response_length:,} tokens")
-        self.parts += [engine.shutdown, judges.reward.close]
+        self.parts += [engine.shutdown, judges.reward.close, *([follow_up.close] if follow_up else [])]
         return task
 
     def _data(self, num_prompts: int, load: Load) -> tuple[Sequence[Prompt], Sequence[Prompt], EpochSampler]:
@@ -340,7 +340,7 @@ def _shared_device(session: Session, config: OnlineRun) -> SharedDevice | None:
 
 
 def _reward(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
-    if config.environment.path:
+    if config.environment.is_on:
         return EnvironmentReward(_scorer(session, config, tokenizer) if config.has_scorer else None)
     return _scorer(session, config, tokenizer) if config.has_scorer else NoReward()
 
@@ -374,8 +374,8 @@ def _scorer(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> Reward
 
 def _reward_name(config: OnlineRun) -> str:
     """Where rewards come from, for messages."""
-    if config.environment.path and not config.has_scorer:
-        return f"environment {config.environment.path}"
+    if config.environment.is_on and not config.has_scorer:
+        return config.environment.title
     if config.reward.functions:
         return f"reward {formula(config.reward.functions)}"
     if config.reward.function.path:

@@ -128,7 +128,7 @@ class OnlineRun(JobRun):
         named = [one for one in (self.reward.function, self.validation.scorer, *self.reward.functions.values()) if one.path]
         read = [None if one.arguments else columns_read(load_reward_function(one.path)) for one in named]
         asks = any(one.judge.template for one in self.reward.functions.values())
-        return None if self.environment.path or asks or None in read else frozenset(name for one in read for name in one or ())
+        return None if self.environment.is_on or asks or None in read else frozenset(name for one in read for name in one or ())
 
     def models(self) -> list[UsedModel]:
         found = [UsedModel(component="actor", key="model", config=self.model)]
@@ -202,14 +202,14 @@ class OnlineRun(JobRun):
     def check_complete(self) -> None:
         """Raise ConfigError if nothing gives rewards, or a setting of another part is missing."""
         JobRun.check_complete(self)
-        if self.has_scorer or not self.environment.path:
+        if self.has_scorer or not self.environment.is_on:
             self.reward.check_named()
-        if self.environment.path and "environment" in self.reward.functions:
+        if self.environment.is_on and "environment" in self.reward.functions:
             raise ConfigError("reward.functions.environment: so the environment's own reward is named; give it another name")
 
     def check_given_rewards(self) -> None:
         """`check_complete` of a run that learns without rewards, and reports those that are configured."""
-        check = OnlineRun if self.has_scorer or self.environment.path else JobRun
+        check = OnlineRun if self.has_scorer or self.environment.is_on else JobRun
         check.check_complete(self)
 
     def describe_judge(self, load: Callable[[], tuple[Any, Sequence[Prompt], Tokenizer, int]]) -> str:
@@ -246,5 +246,5 @@ class OnlineRun(JobRun):
 def check_iterated(config: OnlineRun) -> None:
     """Raise ConfigError for what training in iterations, on pairs of single responses, cannot be combined with."""
     check_untrained(config.rollout, "an iteration is sampled before it is trained on, as text")
-    if config.environment.path:
-        raise ConfigError(f"environment.path={config.environment.path}: single responses are compared; allowed: none")
+    if config.environment.is_on:
+        raise ConfigError(f"{config.environment.title}: single responses are compared; allowed: none")

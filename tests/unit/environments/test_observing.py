@@ -110,7 +110,7 @@ def test_settings_that_cannot_work(chat: Tokenizer, plain: Tokenizer, tmp_path: 
         "environment.timeout_seconds=nan": lambda: EnvironmentConfig(timeout_seconds=float("nan")),
         "environment.role='system'": lambda: EnvironmentConfig(role="system"),
         "environment.form=auto: prefix and suffix": lambda: EnvironmentConfig(prefix="x"),
-        "environment.path='' accepts none": lambda: EnvironmentConfig(arguments={"a": 1}),
+        "environment.arguments=.* with path='' does not read it; allowed: with kind=python": lambda: EnvironmentConfig(arguments={"a": 1}),
         "environment 'nothing': expected": lambda: build_environment(EnvironmentConfig(path="nothing")),
         "did you mean 'Calculator'": lambda: build_environment(EnvironmentConfig(path="aligner.environments.calculator:Calculater")),
         "cannot be made from {'size': 3}: TypeError": lambda: build_environment(
