@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from aligner.errors import AlignerError
 from aligner.types import Prompt, SamplingConfig
+
+
+class ServerGone(AlignerError):
+    """The server that played a session has ended, or does not answer: no fault of the session, which is played again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,7 @@ to serve at, or, without `python`, that of a server that runs. One `run` plays o
 paid cloud.
 
 The protocol is ZeroMQ's, in the clear and without a key: let it listen at addresses of other machines only in a network of your own. A
-server that ends or does not answer is replaced; the sessions that it played have failed, and `environment.sessions.on_failure=retry` plays
-them again.
+server that ends or does not answer is replaced, and the sessions that it played are played again.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aligner.agents import AgentOutcome, SessionAccess
+from aligner.agents import AgentOutcome, ServerGone, SessionAccess
 from aligner.agents.verifiers_server import KEY_PREFIX
 from aligner.environments import keeper
 from aligner.environments.config import EnvironmentConfig
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import ConfigError
 from aligner.types import Prompt
 
 SCRIPT = str(Path(__file__).with_name("verifiers_server.py"))
@@ -36,10 +35,6 @@ START_SECONDS = 300.0  # its imports take tens of seconds on a machine under loa
 BEAT_SECONDS = 1.0  # between looks at the server and at what is stopped, while an answer is awaited
 HEALTH_SECONDS = 30.0  # between questions whether it lives, and for a busy one to say so
 _SCALARS = ("rewards", "metrics", "ok", "stop_condition")
-
-
-class ServerGone(AlignerError):
-    """The server of the environment has ended, or does not answer."""
 
 
 class Verifiers:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.advantages import (
     STD_EPSILON,
+    TURNED,
     Estimator,
     UserEstimator,
     counted_rows,
@@ -39,7 +40,16 @@ from aligner.losses.shaping import Moments
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.groups import Exhausted, groups_of
-from aligner.online.policy_gradient import PolicyGradientConfig, check_estimator, finite_rows, masked_mean, mini_batches, shaped
+from aligner.online.policy_gradient import (
+    PolicyGradientConfig,
+    as_episodes,
+    check_estimator,
+    finite_rows,
+    masked_mean,
+    mini_batches,
+    shaped,
+    turns_of,
+)
 from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.task import REWARDED, OnlineTask
 from aligner.planner.workload import Phase
@@ -71,11 +81,12 @@ class GRPOConfig(PolicyGradientConfig):
     prompts_per_step: int = 64  # prompts of a training step, each with group_size responses
     group_size: int = 8  # responses per prompt
     mini_batch_size: int = 512  # responses per policy update
-    # grpo, rloo, remax, reinforce, reinforce_pp, reinforce_pp_baseline, or my_file.py:function (docs/critic_free.md, docs/extending.md)
+    # grpo, rloo, remax, reinforce, reinforce_pp, reinforce_pp_baseline, per_turn, gigpo, or my_file.py:function (docs/critic_free.md)
     advantage_estimator: str = Estimator.grpo.value  # how advantages come from rewards: grpo compares with the group's mean
-    normalize_std: bool = True  # of advantage_estimator=grpo: divide by the group's standard deviation
+    normalize_std: bool = True  # of advantage_estimator=grpo, per_turn, gigpo: divide by the group's standard deviation
     std_epsilon: float = STD_EPSILON  # with normalize_std: added to the deviation; 1e-4 in TRL
-    gamma: float = 1.0  # discount per token, of estimators that have an advantage per token
+    gamma: float = 1.0  # discount per token, of estimators that have an advantage per token; per turn of per_turn and gigpo
+    step_weight: float = 1.0  # of advantage_estimator=gigpo: of a turn's own advantage, beside the whole episode's
     kl_coef: float = 0.001  # of the KL to the reference; 0: no reference policy at all
     kl_in: KLIn = KLIn.loss  # loss: the KL is a term with a gradient of its own; reward: it is taken off each token's reward
     kl_estimator: KLEstimator = KLEstimator.k3  # per-token estimator of the KL to the reference (Schulman 2020)
@@ -88,6 +99,7 @@ class GRPOConfig(PolicyGradientConfig):
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)
         check_numbers(self, "algorithm", at_least_1=("prompts_per_step", "group_size", "max_rounds_per_step"))
+        check_numbers(self, "algorithm", not_negative=("step_weight",))
         if not 0 <= self.std_epsilon < math.inf:
             raise ConfigError(f"algorithm.std_epsilon={self.std_epsilon}: must be finite and not negative")
         self.advantage_estimator = text_of(self.advantage_estimator)
@@ -155,7 +167,8 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
         policy_batch = self.experience(batch, rewarded.collected, old_logprobs, ref_logprobs)
         with clock.phase("train"):
             loss = self.loss()
-            parts = mini_batches(policy_batch, config.mini_batch_size, config.num_epochs, key=f"{task.seed}/{step}")
+            key, episodes = f"{task.seed}/{step}", groups.chosen.episodes
+            parts = mini_batches(policy_batch, config.mini_batch_size, config.num_epochs, key=key, episodes=episodes)
             policy_metrics = values(merge([self.policy.train_step(part, loss) for part in parts]))
         self.sample_again()
         self.moments = rewarded.moments
@@ -196,11 +209,13 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
             gamma=config.gamma,
             normalize_std=config.normalize_std,
             std_epsilon=config.std_epsilon,
+            turns=turns_of(collected.rollouts, rows, mask) if self.advantage_estimator in TURNED else None,
+            step_weight=config.step_weight,
         )
         mask = mask & rows.per_row(counted_rows(self.advantage_estimator, groups, valid))[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
-        return of_kind(
+        found = of_kind(
             PolicyBatch,
             batch,
             loss_mask=mask,
@@ -209,6 +224,7 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
             ref_logprobs=ref_logprobs,
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
         )
+        return as_episodes(found, rows)
 
     def loss(self) -> Loss[PolicyBatch]:
         """The policy loss with the current KL coefficient."""
@@ -250,6 +266,7 @@ COLUMNS = (
 class TrainGRPO(OnlineRun):
     """GRPO and its variants (conf/grpo/grpo.yaml)."""
 
+    plays_sessions: ClassVar[bool] = True
     algorithm: GRPOConfig = field(default_factory=GRPOConfig)
 
     def __post_init__(self) -> None:

@@ -41,6 +41,9 @@ class Sessions(Protocol):
     def of_key(self, key: str) -> str | None:
         """The session that this bearer key names; None if it is no session's (the comparison takes as long for a near miss)."""
 
+    def settings(self, session: str, asked: SamplingConfig) -> SamplingConfig:
+        """How a call is sampled whose client asks for this."""
+
     def begin(self, session: str, prompt: Sequence[int]) -> int | None:
         """A call is about to be sampled; the seed of its first choice, or None where the client's counts. Raises SessionClosed."""
 

@@ -112,6 +112,8 @@ class Generation:
 
     async def __aenter__(self) -> Generation:
         ask = self.ask
+        if self.sessions is not None and self.session:
+            ask.sampling = self.sessions.settings(self.session, ask.sampling)
         try:
             for place, prompt in enumerate(ask.prompts):
                 given = self.sessions.begin(self.session, prompt) if self.sessions is not None and self.session else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 
 
 class EnvironmentKind(str, Enum):
@@ -29,6 +29,32 @@ class OnEnvironmentError(str, Enum):
 
     stop = "stop"  # the run ends, naming the episode
     invalid = "invalid"  # the episode ends without a reward: it is counted and not trained on
+
+
+class OnSessionFailure(str, Enum):
+    """Reaction to a session whose agent failed, was late, asked the policy nothing or gave no reward."""
+
+    drop = "drop"  # it has no reward: it is counted, said, and not trained on
+    retry = "retry"  # it is played again, with the same seed, up to `retries` times, and then dropped
+    stop = "stop"  # the run ends, naming it
+
+
+@dataclass(kw_only=True, slots=True)
+class SessionsConfig:
+    """Sessions that programs play against the policy's endpoint."""
+
+    on_failure: OnSessionFailure = OnSessionFailure.drop  # of a session that failed, was late, or gave no reward; never a reward of 0
+    retries: int = 2  # of on_failure=retry: how often a session is played again
+    timeout_seconds: float = 600.0  # limit of one session, which is then ended with all that its agent started; 0: waited for
+    host: str = "127.0.0.1"  # the address that the endpoint listens on; 0.0.0.0: every one of this machine, for agents on others
+    max_calls: int = 256  # calls that one session may make; further ones are refused
+    pass_environment: list[str] = field(default_factory=list)  # variables that agents get though their names look like those of secrets
+
+    def __post_init__(self) -> None:
+        section = "environment.sessions"
+        check_numbers(self, section, at_least_1=("max_calls",), not_negative=("retries", "timeout_seconds"))
+        if not math.isfinite(self.timeout_seconds):
+            raise ConfigError(f"{section}.timeout_seconds={self.timeout_seconds}: must be finite (0: no limit)")
 
 
 class ObservationForm(str, Enum):
@@ -55,6 +81,8 @@ class EnvironmentConfig:
     server: str = ""  # kind=openenv: a URL, or the command of a server on port {port}; verifiers: tcp://HOST:PORT; empty: a free port here
     action_field: str = ""  # kind=openenv: the field of an action that gets the policy's text; empty: its only field that is needed
     python: str = ""  # kind=verifiers: the interpreter that has it, or its folder; a command may precede it (srun ...)
+    command: list[str] = field(default_factory=list)  # kind=command: the program and its arguments, started once for each session
+    sessions: SessionsConfig = field(default_factory=SessionsConfig)  # kind=command, verifiers: when a session fails, and what is done
     max_turns: int = 8  # turns of the policy in an episode; an episode that is not done by then counts as truncated
     timeout_seconds: float = 30.0  # limit of one step, including the reset before the first
     on_error: OnEnvironmentError = (
@@ -108,7 +136,8 @@ class EnvironmentConfig:
     @property
     def title(self) -> str:
         """The environment's name in messages: the setting that names it."""
-        return next((f"environment.{name}={value}" for name in ("path", "name", "server") if (value := getattr(self, name))), "environment")
+        named = ("path", "name", "server", "command")
+        return next((f"environment.{name}={value}" for name in named if (value := getattr(self, name))), "environment")
 
     def _check_kind(self) -> None:
         kind = self.chosen.value
@@ -123,10 +152,12 @@ class EnvironmentConfig:
 
 
 _NEEDED = {"python": "path", "gymnasium": "name", "reasoning_gym": "name", "openenv": "server", "verifiers": "name python|server"}
+_NEEDED |= {"command": "command"}
 _ALLOWED = {
     "path": "package.module:Class or path/to/file.py:Class",
     "name": "[module:]ID of Gymnasium, a data set of reasoning-gym, a task set of verifiers",
     "server": "a URL, or a command that listens on {port}",
+    "command": "a program and its arguments, such as [python,agent.py]",
     "python|server": "an interpreter that has verifiers, or the server of one",
 }
 _READ_BY = {
@@ -137,5 +168,6 @@ _READ_BY = {
     "server": "openenv verifiers",
     "action_field": "openenv",
     "python": "verifiers",
+    "command": "command",
     "num_processes": "python gymnasium reasoning_gym verifiers",
 }

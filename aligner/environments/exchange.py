@@ -277,22 +277,25 @@ def environment_follow_up(config: EnvironmentConfig, tokenizer: Tokenizer, promp
 class EnvironmentReward:
     """`aligner.protocols.RewardModel`: an episode's own reward, plus `others`' if any. The part is named `environment`.
 
-    Episodes whose environment failed have no reward.
+    Episodes whose environment failed have no reward. `is_optional`: an episode may have none of its own, and then has the others' alone.
     """
 
-    def __init__(self, others: RewardModel | None = None) -> None:
+    def __init__(self, others: RewardModel | None = None, *, is_optional: bool = False) -> None:
         self._others = others
         self.compare = getattr(others, "compare", None)  # what needs all of a batch (`aligner.rewards.compose.WeightedReward`)
+        self._is_optional = is_optional
 
     def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
         """Resolves when the others' scores have come. Raises ValueError for a response that is no episode of an environment."""
-        if single := [rollout for rollout in rollouts if rollout.reward is None]:
+        single = [rollout for rollout in rollouts if rollout.reward is None]
+        if single and not self._is_optional:
             raise ValueError(f"a response to {single[0].prompt.source} has no environment's reward: the engine used no environment")
-        own = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
+        own = torch.tensor([math.nan if rollout.reward is None else rollout.reward for rollout in rollouts], dtype=torch.float32)
+        has_own = torch.tensor([rollout.reward is not None for rollout in rollouts], dtype=torch.bool)
         valid = torch.tensor([not rollout.failed for rollout in rollouts], dtype=torch.bool)
         scores: Future[Scores] = Future()
         if self._others is None:
-            scores.set_result(Scores(rewards=own, valid=valid, parts={"environment": own}))
+            scores.set_result(Scores(rewards=own, valid=valid & has_own, parts={"environment": own}))
             return scores
 
         def add(others: Future[Scores]) -> None:
@@ -300,8 +303,8 @@ class EnvironmentReward:
                 given = others.result()
                 parts = {"environment": own} | dict(given.parts)
                 silent = torch.zeros_like(valid) if given.silent is None else given.silent
-                rewards = own + given.rewards.masked_fill(silent, 0.0)
-                scores.set_result(Scores(rewards=rewards, valid=valid & (given.valid | silent), parts=parts))
+                rewards = own.masked_fill(~has_own, 0.0) + given.rewards.masked_fill(silent, 0.0)
+                scores.set_result(Scores(rewards=rewards, valid=valid & (given.valid | silent & has_own), parts=parts))
             except BaseException as error:  # raised where the sum is awaited
                 scores.set_exception(error)
 

@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from aligner.agents.create import create_agents
+from aligner.agents.play import Playing, SessionEngine
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import POLICY, REFERENCE
 from aligner.data.epochs import EpochSampler
@@ -20,6 +22,9 @@ from aligner.data.order import order_of
 from aligner.data.prompts import load_prompts
 from aligner.data.stored import row_counts
 from aligner.data.tokenizer import Tokenizer
+from aligner.endpoint.app import Endpoint
+from aligner.endpoint.requests import Model
+from aligner.endpoint.sessions import KeptSessions
 from aligner.environments.exchange import EnvironmentReward, environment_follow_up
 from aligner.errors import ConfigError, describe_os_error
 from aligner.jobs.parts import length_of, load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
@@ -46,13 +51,20 @@ from aligner.rewards.local import NoReward, function_reward
 from aligner.rollout.config import check_ahead, check_cache
 from aligner.rollout.create import check_installed, create_engine
 from aligner.rollout.engine import Capabilities
+from aligner.rollout.engine.lifecycle import PhasedEngine
+from aligner.rollout.live import LiveEngine
 from aligner.run.recipe import Recipe
 from aligner.run.session import Session, announced, open_session
 from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient, weighted_sum
+from aligner.servers.config import ServerConfig
 from aligner.servers.registry import Publication
 from aligner.servers.turns import SharedDevice, Turn
 from aligner.types import LogprobKind, MaskedBatch, Prompt, Rollout, SampleRow
+
+LEAST_REQUESTS, LEAST_CONNECTIONS = 256, 1024  # at an endpoint
+MIB = 1 << 20
+MODEL = "policy"  # the name that agents ask for
 
 
 class CheckpointedReference:
@@ -171,10 +183,15 @@ class OnlineJob(Generic[C]):
         self.config.check(architecture, session.topology.world_size)
         prompts, held_out, order = self._data(num_prompts, load or partial(load_prompt_sets, session, self.config))
         config = self.config
-        follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *held_out]) if config.environment.is_on else None
+        self.tokenizer_files = run_tokenizer(session, config, model)
+        follow_up, is_played = None, config.environment.asks_endpoint
+        if config.environment.is_on and not is_played:
+            follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *held_out])
         judges = self._judges()
         self.policy = self._policy(model, judges.shared)
-        engine = create_engine(self.policy, config.rollout, tokenizer=tokenizer, follow_up=follow_up)
+        engine: PhasedEngine | SessionEngine = create_engine(self.policy, config.rollout, tokenizer=tokenizer, follow_up=follow_up)
+        if is_played:
+            engine = played(engine, session, config, tokenizer, self.tokenizer_files)
         task = OnlineTask(
             engine=engine,
             reference=ReferencePolicy(self.policy) if with_reference else None,
@@ -189,7 +206,6 @@ class OnlineJob(Generic[C]):
             compares_logprobs=compares_logprobs(config, engine.capabilities, session.say),
             guard=config.guard,
         )
-        self.tokenizer_files = run_tokenizer(session, config, model)
         self.length = length_of(config, order, f"responses of at most {task.max_response_length:,} tokens")
         self.parts += [engine.shutdown, judges.reward.close, *([follow_up.close] if follow_up else [])]
         return task
@@ -341,7 +357,8 @@ def _shared_device(session: Session, config: OnlineRun) -> SharedDevice | None:
 
 def _reward(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
     if config.environment.is_on:
-        return EnvironmentReward(_scorer(session, config, tokenizer) if config.has_scorer else None)
+        others = _scorer(session, config, tokenizer) if config.has_scorer else None
+        return EnvironmentReward(others, is_optional=config.environment.asks_endpoint)
     return _scorer(session, config, tokenizer) if config.has_scorer else NoReward()
 
 
@@ -411,3 +428,34 @@ def validation_samples(session: Session) -> Callable[[Sequence[SampleRow]], None
             session.say(f"warning: samples of a validation could not be written, the run continues: {describe_os_error(error, directory)}")
 
     return keep
+
+
+def played(engine: PhasedEngine, session: Session, config: OnlineRun, tokenizer: Tokenizer, tokenizer_files: Path) -> SessionEngine:
+    """The engine, with sessions of agents in the place of responses."""
+    playing = Playing(
+        config=config.environment.sessions,
+        num_workers=config.environment.num_workers,
+        model=MODEL,
+        tokenizer_path=str(tokenizer_files.absolute()),
+        needs_reward=not config.has_scorer,
+        title=config.environment.title,
+        heartbeat=session.progress.heartbeat,
+    )
+    opened = partial(open_endpoint, session=session, config=config, tokenizer=tokenizer)
+    return SessionEngine(engine, playing, partial(create_agents, config.environment), opened)
+
+
+def open_endpoint(live: LiveEngine, sessions: KeptSessions, *, session: Session, config: OnlineRun, tokenizer: Tokenizer) -> Endpoint:
+    """The endpoint of a job: it admits the run's secret, and the key of each session. Raises ServerError if it cannot listen."""
+    own = config.environment
+    server = ServerConfig(
+        host=own.sessions.host,
+        max_requests=max(LEAST_REQUESTS, 4 * own.num_workers),
+        max_connections=max(LEAST_CONNECTIONS, 8 * own.num_workers),
+        max_request_bytes=64 * MIB,
+        max_pending_bytes=1024 * MIB,
+    )
+    model = Model(name=MODEL, tokenizer=tokenizer, live=live, sampling=config.rollout.sampling, seed=config.run.seed)
+    endpoint = Endpoint(model, Access.for_server(session.directory.secret, server), server, sessions=sessions)
+    session.say(f"the policy answers at {endpoint.url}/v1")
+    return endpoint

@@ -7,7 +7,9 @@ Discounted sums along a sequence take no step per token: they are triangular pro
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,16 +51,30 @@ class Estimator(str, Enum):
     reinforce = "reinforce"  # G[t] (Williams 1992)
     reinforce_pp = "reinforce_pp"  # G[t], whitened over all tokens of the batch (REINFORCE++, 2501.03262)
     reinforce_pp_baseline = "reinforce_pp_baseline"  # G[t] - mean R of its group, whitened likewise (2501.03262)
+    per_turn = "per_turn"  # (G of its turn - mean G of its group's turns of this number) / their std; discounted by turns
+    gigpo = "gigpo"  # grpo's + step_weight * (G of its turn - mean G of its group's turns in the same state) / their std (2505.10978)
 
 
 # One of the user's: (token rewards float [B, S], mask bool [B, S], group_ids int64 [B]) -> advantages [B, S]. Rows without a valid reward
 # have an empty mask; what it says outside the mask is not looked at.
 UserEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-GROUPED = frozenset({Estimator.grpo, Estimator.rloo, Estimator.reinforce_pp_baseline})  # compare the responses to one prompt
+TURNED = frozenset({Estimator.per_turn, Estimator.gigpo})  # all tokens of a turn have the same advantage
+GROUPED = TURNED | {Estimator.grpo, Estimator.rloo, Estimator.reinforce_pp_baseline}  # compare the responses to one prompt
+DIVIDES = TURNED | {Estimator.grpo}  # by a standard deviation, by `normalize_std`
 PER_RESPONSE = frozenset({Estimator.grpo, Estimator.rloo})  # all tokens of a response have the same advantage: nothing is discounted
 STD_EPSILON = 1e-6
 WHITENED = frozenset({Estimator.reinforce_pp, Estimator.reinforce_pp_baseline})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """The turns of B episodes, of at most T: `number` int64 [B, S], from 0, of the turn of each masked token; by it `rewards` float32
+    [B, T], which are parts of the episodes' scores, and `states` int64 [B, T], equal where turns of a group answer the same."""
+
+    number: Tensor
+    rewards: Tensor
+    states: Tensor
 
 
 @torch.no_grad()
@@ -73,13 +89,16 @@ def estimate(
     gamma: float = 1.0,
     normalize_std: bool = True,
     std_epsilon: float = STD_EPSILON,
+    turns: Turns | None = None,
+    step_weight: float = 1.0,
 ) -> Tensor:
     """Advantages [B, S] of the whole rollout batch; 0 outside the mask and in rows that `counted_rows` leaves out.
 
     token_rewards float [B, S] (`shaped_rewards`: scores on the last tokens, and the KL if it is part of the reward); mask bool [B, S];
     group_ids int64 [B], equal for responses to one prompt, which the GROUPED need; baselines float [B], which remax needs: the reward of
     the greedy response to each row's prompt; valid bool [B], the rows that have a reward (None: all), the others take part in no
-    statistic. `normalize_std` and `std_epsilon` are grpo's (`group_advantages`), `gamma` discounts G.
+    statistic. `normalize_std` and `std_epsilon` are grpo's (`group_advantages`) and the TURNED's, which need `turns`; `gamma` discounts G,
+    theirs by whole turns; `step_weight` is gigpo's.
 
     A baseline is subtracted from the reward of the last token, as in ReMax's code, so it is discounted like the score. A KL that is part of
     the reward is in R (so in the mean of a group, as in verl and TRL's RLOO) and in G. REINFORCE++ has it there (k1). Its -baseline variant
@@ -95,6 +114,10 @@ def estimate(
     rewards = masked(token_rewards, mask)
     if not isinstance(estimator, Estimator):
         return _own(estimator, rewards, mask, require(group_ids, "group_ids"))
+    if estimator in TURNED:
+        weight = step_weight if estimator is Estimator.gigpo else None
+        deviate = partial(_relative, normalize_std=normalize_std, eps=std_epsilon)
+        return _turn_advantages(rewards, mask, require(group_ids, "group_ids"), turns, deviate, gamma=gamma, step_weight=weight)
     if estimator in GROUPED:
         ids, totals = require(group_ids, "group_ids")[counted], rewards.sum(dim=1, dtype=torch.float64)
         if estimator is Estimator.grpo:
@@ -178,13 +201,8 @@ def group_advantages(scores: Tensor, group_ids: Tensor, *, normalize_std: bool, 
     `group_ids` int64 [B], equal for responses to one prompt; rows of a group need not be neighbours. The standard deviation is the
     sample one (divided by n - 1), as in TRL and verl; the paper does not say. Raises ValueError for a group of one.
     """
-    groups, sizes = _groups(group_ids)
-    scores64 = scores.double()  # else the rounding of a group's mean gives equal rewards a small advantage, which eps does not hide
-    deviation = scores64 - (_group_sum(scores64, groups, sizes) / sizes)[groups]
-    if normalize_std:
-        std = (_group_sum(deviation.square(), groups, sizes) / (sizes - 1)).sqrt()
-        deviation = deviation / (std[groups] + eps)
-    return deviation.to(scores.dtype)
+    _groups(group_ids)
+    return _relative(scores.double(), group_ids[:, None], normalize_std=normalize_std, eps=eps).to(scores.dtype)
 
 
 @torch.no_grad()
@@ -204,6 +222,51 @@ def group_means(scores: Tensor, group_ids: Tensor) -> Tensor:
     """The mean score of each row's group, its own included. [B] -> [B]. Raises ValueError for a group of one."""
     groups, sizes = _groups(group_ids)
     return (_group_sum(scores.double(), groups, sizes) / sizes)[groups].to(scores.dtype)
+
+
+def _turn_advantages(
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    turns: Turns | None,
+    deviate: Callable[[Tensor, Tensor], Tensor],
+    *,
+    gamma: float,
+    step_weight: float | None,
+) -> Tensor:
+    """Of the TURNED, gigpo's if there is a `step_weight`; rows without masked tokens take part in nothing. Without `turns` each is one."""
+    if turns is None:
+        none = rewards.new_zeros(len(mask), 1)
+        turns = Turns(number=torch.zeros_like(mask, dtype=torch.int64), rewards=none, states=none.long())
+    number = torch.where(mask, turns.number, 0)
+    here = torch.zeros_like(turns.states).scatter_add_(1, number, mask.long()) > 0
+    own = rewards.new_zeros(here.shape, dtype=torch.float64).scatter_add_(1, number, rewards.double())
+    given = masked(turns.rewards.double(), here)  # where they were earned, and not on the last token, where the whole score is
+    own = (own + given).scatter_add_(1, number.gather(1, _last(mask)), -given.sum(dim=1, keepdim=True))
+    row, turn = here.nonzero(as_tuple=True)
+    alike = turn if step_weight is None else turns.states[row, turn]
+    returns = discounted_sums(own, gamma)[row, turn]
+    found = deviate(returns, torch.stack([group_ids[row], alike], dim=1))
+    if step_weight is not None:
+        rows = here.any(dim=1)
+        whole = own.sum(dim=1)
+        whole[rows] = deviate(whole[rows], group_ids[rows, None])
+        found = whole[row] + step_weight * found
+    table = torch.zeros_like(own).index_put_((row, turn), found)
+    return masked(table.gather(1, number).to(rewards.dtype), mask)
+
+
+def _relative(x: Tensor, keys: Tensor, *, normalize_std: bool, eps: float) -> Tensor:
+    """`group_advantages` of float64 x [N] among those of equal keys [N, K]; 0 for one that is alone.
+
+    In float64: else the rounding of a group's mean gives equal numbers a small advantage, which eps does not hide.
+    """
+    _, groups, sizes = keys.unique(dim=0, return_inverse=True, return_counts=True)
+    deviation: Tensor = x - (_group_sum(x, groups, sizes) / sizes)[groups]
+    if normalize_std:
+        std = (_group_sum(deviation.square(), groups, sizes) / (sizes - 1).clamp(min=1)).sqrt()
+        deviation = deviation / (std[groups] + eps)
+    return deviation
 
 
 def _own(estimator: UserEstimator, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:

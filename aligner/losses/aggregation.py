@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aligner.errors import UserCodeError
 from aligner.telemetry.metrics import Mean
+from aligner.types import PolicyBatch
 
 
 class Aggregation(str, Enum):
@@ -31,17 +32,27 @@ def masked_mean(x: Tensor, mask: Tensor) -> Mean:
     return Mean(total=masked(x.detach(), mask).sum(), count=mask.sum())
 
 
-def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, constant: float | None = None) -> tuple[Tensor, Tensor]:
+def aggregate(
+    per_token: Tensor,
+    mask: Tensor,
+    aggregation: Aggregation,
+    constant: float | None = None,
+    *,
+    of: PolicyBatch | None = None,
+) -> tuple[Tensor, Tensor]:
     """Sum and count of `per_token` [B, S] over `mask` bool [B, S]; the loss is the sum over everything / the count over everything.
 
     The count is the number of masked tokens for `token_mean`, else of sequences with at least one masked token. `constant` is the divisor
     of `sequence_sum_constant` (the longest response allowed, in tokens). Raises ValueError if that is missing or not positive.
+    A sequence is a row, or an episode where the batch (`of`) has such of several rows.
     """
     per_token = masked(per_token, mask)
     if aggregation is Aggregation.token_mean:
         return per_token.sum(), mask.sum()
     tokens = mask.sum(dim=1)
     count = (tokens > 0).sum()
+    if of is not None and of.episode_tokens is not None and of.leads is not None:
+        tokens, count = of.episode_tokens, of.leads.sum()
     if aggregation is Aggregation.sequence_mean:
         return (per_token.sum(dim=1) / tokens.clamp(min=1)).sum(), count
     if constant is None or constant <= 0:

@@ -181,7 +181,7 @@ def policy_loss(
         kl = kl_estimate(logprobs, ref_logprobs, kl_estimator)
         metrics["policy/ref_kl"] = masked_mean(kl, mask)
         per_token = per_token + kl_coef * kl if kl_coef else per_token
-    total, count = aggregate(per_token, mask, aggregation, aggregation_constant)
+    total, count = aggregate(per_token, mask, aggregation, aggregation_constant, of=batch)
     metrics["policy/loss"] = Mean(total=total.detach(), count=count)
     metrics["policy/clip_fraction"] = masked_mean(clipped.to(logprobs.dtype), mask)
     metrics["policy/approx_kl"] = masked_mean(kl_estimate(old_logprobs, logprobs, KLEstimator.k3), mask)

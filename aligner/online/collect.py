@@ -315,7 +315,7 @@ def _imbalance(work: Sequence[float]) -> float:
 
 
 def _submit(rollouts: list[Rollout], scorers: Scorers) -> tuple[Future[Scores], Future[Tensor] | None]:
-    reward = scorers.reward.score(rollouts)
+    reward = scorers.reward.score([one for one in rollouts if not one.rows_left])
     if scorers.critic is None:
         return reward, None
     return reward, _values(rollouts, scorers.critic, scorers.pad_id)
@@ -346,19 +346,21 @@ def _await(pending: Sequence[_Pending], index_of: dict[int, int], heartbeat: Cal
         states = [None] * len(rollouts) if values is None else list(values.result())
         silent = [False] * len(rollouts) if judged.silent is None else judged.silent.tolist()
         heartbeat()
-        answers = zip(rollouts, judged.rewards.tolist(), judged.valid.tolist(), states, strict=True)
-        rows += [
-            _Row(
-                position=index_of[rollout.seed],
-                rollout=rollout,
-                reward=reward,
-                valid=valid,
-                parts={name: part[number] for name, part in parts.items()},
-                values=None if state is None else state[: len(rollout.tokens)].clone(),
-                silent=silent[number],
+        number_of = {one.seed: number for number, one in enumerate(one for one in rollouts if not one.rows_left)}
+        rewards, valid = judged.rewards.tolist(), judged.valid.tolist()
+        for rollout, state in zip(rollouts, states, strict=True):
+            number = number_of[rollout.seed]  # the rows of an episode come together, and share the reward of the last
+            rows.append(
+                _Row(
+                    position=index_of[rollout.seed],
+                    rollout=rollout,
+                    reward=rewards[number],
+                    valid=valid[number],
+                    parts={name: part[number] for name, part in parts.items()},
+                    values=None if state is None else state[: len(rollout.tokens)].clone(),
+                    silent=silent[number],
+                )
             )
-            for number, (rollout, reward, valid, state) in enumerate(answers)
-        ]
     return rows
 
 
@@ -366,27 +368,30 @@ def _assembled(everything: Sequence[_Gathered], num_prompts: int, scorers: Score
     for _, failed, _ in everything:
         if failed is not None:
             raise failed
-    rows = sorted((row for part, _, _ in everything for row in part), key=lambda row: row.position)
-    if [row.position for row in rows] != list(range(num_prompts)):
-        raise EngineError(f"the engine gave {len(rows)} responses to {num_prompts} prompts; one to each is needed")
-    names = _same_names([row.parts for row in rows])
+    rows = sorted((row for part, _, _ in everything for row in part), key=lambda row: (row.position, -row.rollout.rows_left))
+    ends = [row for row in rows if not row.rollout.rows_left]  # the last of each episode, for which its others have the reward too
+    if [row.position for row in ends] != list(range(num_prompts)):
+        raise EngineError(f"the engine gave {len(ends)} responses to {num_prompts} prompts; one to each is needed")
+    names = _same_names([row.parts for row in ends])
     scores = Scores(
-        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32),
-        valid=torch.tensor([row.valid for row in rows], dtype=torch.bool),
-        parts={name: torch.tensor([row.parts[name] for row in rows], dtype=torch.float32) for name in names},
-        silent=torch.tensor([row.silent for row in rows], dtype=torch.bool),
+        rewards=torch.tensor([row.reward for row in ends], dtype=torch.float32),
+        valid=torch.tensor([row.valid for row in ends], dtype=torch.bool),
+        parts={name: torch.tensor([row.parts[name] for row in ends], dtype=torch.float32) for name in names},
+        silent=torch.tensor([row.silent for row in ends], dtype=torch.bool),
     )
-    scores = _compared([row.rollout for row in rows], scores, scorers)
-    rewards, failed = scores.rewards, ~scores.valid
+    scores = _compared([row.rollout for row in ends], scores, scorers)
+    episodes = EpisodeRows(torch.tensor([row.position for row in rows], dtype=torch.int64))
+    rewards, failed = episodes.per_row(scores.rewards), episodes.per_row(~scores.valid)
     valid = rewards.isfinite() & ~failed
     return ScoredRollouts(
         rollouts=[row.rollout for row in rows],
         rewards=torch.where(valid, rewards, 0.0),
         valid=valid,
         failed=failed,
-        parts=scores.parts,
+        parts={name: episodes.per_row(part) for name, part in scores.parts.items()},
         values=None if scorers.critic is None else [row.values for row in rows],
         replica_stats=tuple(stats for _, _, stats in everything if stats is not None),
+        episodes=episodes,
     )
 
 

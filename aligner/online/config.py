@@ -89,12 +89,15 @@ class OnlineRun(JobRun):
     validation: ValidationConfig = field(default_factory=ValidationConfig)  # how validation responses are sampled and judged
     local_launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
     placement: Placement = Placement.separate  # of the servers: on GPUs of their own, or on the actor's, on which all then take turns
+    plays_sessions: ClassVar[bool] = False  # whether it learns from episodes of several rows, as programs at the endpoint make them
     batch_setting: ClassVar[str] = "mini_batch_size"  # what the setting is called that `algorithm.mini_batch_size` says
 
     def __post_init__(self) -> None:
         JobRun.__post_init__(self)
         if self.rollout.sampling.temperature == 0:
             raise ConfigError("rollout.sampling.temperature=0: training rollouts need a positive temperature")
+        if self.environment.asks_endpoint:
+            self._check_sessions()
         if self.placement is Placement.colocated:
             self._check_colocated()
             self.rollout.offload = True  # what the next phase does not need has to make room anyway
@@ -104,6 +107,15 @@ class OnlineRun(JobRun):
         reports = self.validation.reports()
         missing = "" if self.validation.scorer.path else "; accuracy, mean@n and pass@k need validation.scorer.path"
         check_best_metric(self.checkpoint, self.loop, reports=reports, validation=self.data.validation, missing=missing)
+
+    def _check_sessions(self) -> None:
+        kind = self.environment.kind.value
+        if not self.plays_sessions:
+            raise ConfigError(
+                f"environment.kind={kind}: a session may be several rows, which grpo and its variants learn from; allowed: grpo"
+            )
+        if self.model.images:
+            raise ConfigError(f"environment.kind={kind}: model.images=true: what is trained on has no images of sessions; allowed: false")
 
     def _check_colocated(self) -> None:
         if self.rollout.asynchronous.max_staleness:

@@ -5,7 +5,7 @@ loss and of the KL, shaped rewards, masks, mini-batches.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError, check_numbers
-from aligner.losses.advantages import GROUPED, PER_RESPONSE, Estimator
+from aligner.losses.advantages import DIVIDES, GROUPED, PER_RESPONSE, TURNED, Estimator, Turns
 from aligner.losses.aggregation import Aggregation, masked
 from aligner.losses.correction import CorrectionConfig
 from aligner.losses.kl import KLEstimator
@@ -24,7 +24,7 @@ from aligner.models.training.guard import Guard, GuardConfig, NonFinite
 from aligner.online.collect import ScoredRollouts
 from aligner.protocols import Loss
 from aligner.run.recipe import named, resolve, text_of
-from aligner.types import PolicyBatch, RolloutBatch
+from aligner.types import EpisodeRows, PolicyBatch, Rollout, RolloutBatch, TurnMark
 from aligner.types.rows import num_rows, select_rows, take_rows
 
 
@@ -131,19 +131,49 @@ def finite_rows(x: Tensor, guard: GuardConfig, what: str) -> Tensor:
     return finite
 
 
-def mini_batches(batch: PolicyBatch, size: int, num_epochs: int, *, key: str) -> list[PolicyBatch]:
-    """The updates of one step: in each epoch all rows (shuffled by `key` from the second epoch on) cut into equal parts.
+def mini_batches(batch: PolicyBatch, size: int, num_epochs: int, *, key: str, episodes: EpisodeRows | None = None) -> list[PolicyBatch]:
+    """The updates of one step: in each epoch all episodes (shuffled by `key` from the second epoch on) cut into equal parts, each with all
+    rows of its episodes. Without `episodes` every row is one.
 
     A part without any token to learn from (all of its responses were masked) is left out: it would only move the optimizer's momentum.
     """
+    episodes = episodes or EpisodeRows.single(num_rows(batch))
     parts: list[PolicyBatch] = []
     for epoch in range(num_epochs):
-        order = list(range(num_rows(batch)))
+        order = list(range(len(episodes)))
         if epoch:
             random.Random(f"{key}/{epoch}").shuffle(order)
-        shuffled = take_rows(batch, torch.tensor(order)) if epoch else batch
-        parts += [select_rows(shuffled, start, start + size) for start in range(0, len(order), size)]
+        for cut in [order[start : start + size] for start in range(0, len(order), size)]:
+            as_it_is = episodes.are_single and not epoch
+            rows = episodes.rows_of(torch.tensor(cut))
+            parts.append(select_rows(batch, cut[0], cut[-1] + 1) if as_it_is else take_rows(batch, rows))
     return [part for part in parts if part.loss_mask.any()]
+
+
+def as_episodes(batch: PolicyBatch, rows: EpisodeRows) -> PolicyBatch:
+    """The batch, with what its loss has to know of episodes that are several rows, as its loss_mask now is."""
+    if rows.are_single:
+        return batch
+    tokens = batch.loss_mask.sum(dim=1)
+    before = tokens.cumsum(0) - tokens
+    first = rows.per_row(rows.per_episode(before))  # tokens before the episode's first row
+    return replace(batch, episode_tokens=rows.per_row(rows.total(tokens)), leads=(tokens > 0) & (before == first))
+
+
+def turns_of(rollouts: Sequence[Rollout], rows: EpisodeRows, mask: Tensor) -> Turns:
+    """The policy's turns of each episode; a row without marks is one turn, in answer to its prompt. `mask` bool [B, S] of the rows."""
+    owners = rows.owner.tolist()
+    whole = [(TurnMark(start=0, end=len(one.response), number=0, state=hash(one.prompt.tokens)),) for one in rollouts]
+    marks = [one.turns or own for one, own in zip(rollouts, whole, strict=True)]
+    most = max(mark.number for own in marks for mark in own) + 1
+    number = torch.zeros(mask.shape, dtype=torch.int64)
+    rewards, states = torch.zeros(len(rows), most), torch.zeros(len(rows), most, dtype=torch.int64)
+    for row, (owner, own) in enumerate(zip(owners, marks, strict=True)):
+        start = len(rollouts[row].prompt.tokens)
+        for mark in own:
+            number[row, start + mark.start : start + mark.end] = mark.number
+            rewards[owner, mark.number], states[owner, mark.number] = mark.reward, mark.state
+    return Turns(number=rows.joined(number), rewards=rewards, states=states)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> float:
@@ -164,14 +194,21 @@ def check_estimator(estimator: Estimator | None, config: Any) -> None:
         raise ConfigError(
             f"algorithm.dynamic_sampling=true: advantage_estimator={name} learns from equal rewards; allowed with {_names(GROUPED)}"
         )
-    if not config.normalize_std and estimator is not Estimator.grpo:
+    if not config.normalize_std and estimator not in DIVIDES:
         raise ConfigError(
             f"algorithm.normalize_std=false: advantage_estimator={name} does not divide by a group's deviation; allowed: true"
         )
     if gamma != 1 and estimator in PER_RESPONSE:
         raise ConfigError(f"algorithm.gamma={gamma}: advantage_estimator={name} has one advantage per response; allowed: 1")
+    if config.step_weight != 1 and estimator is not Estimator.gigpo:
+        raise ConfigError(f"algorithm.step_weight={config.step_weight}: advantage_estimator={name} has none; allowed: 1")
     if estimator is Estimator.remax:
         _check_baselines(config.shaping)
+    if estimator in TURNED and config.shaping != ShapingConfig(overlong_buffer=config.shaping.overlong_buffer):
+        raise ConfigError(
+            f"algorithm.shaping: advantage_estimator={name} takes the rewards of single turns as they are, and the whole's would be in "
+            "another unit; allowed: the defaults, and overlong_buffer"
+        )
 
 
 def _check_baselines(shaping: ShapingConfig) -> None:

@@ -27,7 +27,8 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     sums = {"turns": sum(episode.num_turns for episode in episodes)}
     sums |= {"observation_tokens": sum(len(episode.response) - episode.num_written for episode in episodes)}
     sums |= {name: sum(episode.counts.get(name, 0.0) for episode in episodes) for name in names}
-    return {f"rollout/{name}": total / len(episodes) for name, total in sums.items()}
+    number = sum(not episode.rows_left for episode in episodes)  # of which one may be several rows
+    return {f"rollout/{name}": total / number for name, total in sums.items()}
 
 
 def readable(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> str:

@@ -74,10 +74,12 @@ def sample_requests(task: OnlineTask, number: int, group_size: int, *, greedy: b
 
 def with_baselines(collected: ScoredRollouts, greedy: ScoredRollouts, group_size: int) -> ScoredRollouts:
     """The rollouts with the rewards of the greedy responses to their prompts; a row whose prompt's has none has no use either."""
-    valid, failed = (of.repeat_interleave(group_size) for of in (greedy.valid, greedy.failed))
+    rewards, valid, failed = (
+        collected.episodes.per_row(of.repeat_interleave(group_size)) for of in (greedy.rewards, greedy.valid, greedy.failed)
+    )
     return replace(
         collected,
-        baselines=greedy.rewards.repeat_interleave(group_size),
+        baselines=rewards,
         rewards=torch.where(valid, collected.rewards, 0.0),
         valid=collected.valid & valid,
         failed=collected.failed | failed,

@@ -33,6 +33,7 @@ from aligner.types.rollouts import (
     SampleRow,
     SamplingConfig,
     Scores,
+    TurnMark,
 )
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "StepBatch",
     "TokenBatch",
     "TokenOutputs",
+    "TurnMark",
     "ValueBatch",
     "no_expert",
     "route_dtype",

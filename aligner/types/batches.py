@@ -26,6 +26,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     **{"tokens": (torch.int64, "BS"), "lengths": (torch.int64, "B"), "loss_mask": (torch.bool, "BS")},
     **{"prompt_ids": (torch.int64, "B"), "truncated": (torch.bool, "B"), "margins": (torch.float32, "P"), "labels": (torch.float32, "BK")},
     **{"teacher_tokens": (torch.int64, "BSK"), "teacher_logprobs": (torch.float32, "BSK")},
+    **{"episode_tokens": (torch.int64, "B"), "leads": (torch.bool, "B")},
     **dict.fromkeys(_PER_TOKEN, (torch.float32, "BS")),
 }
 
@@ -104,11 +105,16 @@ class PolicyBatch(SampledBatch):
     """What a policy loss reads: float32 [B, S] old_logprobs, advantages; optional ref_logprobs.
 
     Without `old_logprobs` the batch is trained on once, by the policy that sampled it: the ratio is then 1, with gradient.
+
+    Where several rows may be one episode, it counts as one sequence: `episode_tokens` int64 [B] are the tokens in the loss_mask of all rows
+    of the row's episode, and `leads` (bool [B]) is True on one of them if it has any.
     """
 
     old_logprobs: Tensor | None
     advantages: Tensor
     ref_logprobs: Tensor | None = None
+    episode_tokens: Tensor | None = None
+    leads: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,13 +54,30 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TurnMark:
+    """A turn of the policy in a rollout: its tokens are those from `start` to `end` of the response.
+
+    `state` is equal for turns that answer equal tokens: those between the policy's turn before and this one, or the prompt.
+    """
+
+    start: int
+    end: int
+    number: int  # from 0, in the order of the episode's turns
+    state: int
+    reward: float = 0.0  # given for this turn: a part of the episode's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """One sampled response. `logprobs` are the sampler's over the whole vocabulary: at the sampling temperature, unless `logprob_kind`
     says otherwise.
 
     In a conversation with an environment the response is everything after the prompt, and `written` says which of its tokens the policy
     wrote; those of the environment have log-prob 0 and are never learnt from. `reward` is the environment's, where it gives one, and
-    `counts` what it counted; where it `failed` (and by option did not end the run) there is no reward.
+    `counts` what it counted; where it `failed` (and by option did not end the run) there is no reward. `turns` are those of the policy, in
+    order, where a response may have several.
+
+    An episode of several rows has a rollout for each, with the same seed: the last one (`rows_left` 0) is what judges see.
 
     `extras` are what the engine recorded of prompt and response together (`aligner.types.extras`); the prompt has its own.
     """
@@ -75,6 +92,8 @@ class Rollout:
     oldest_version: int | None = None  # that sampled its first token, where the weights changed on the way
     written: tuple[bool, ...] | None = None  # None: all
     num_turns: int = 1
+    turns: tuple[TurnMark, ...] = field(default=(), repr=False)  # (): one, or unknown
+    rows_left: int = 0  # of its episode, behind this one
     reward: float | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     failed: bool = False

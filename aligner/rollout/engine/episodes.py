@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +22,7 @@ from aligner.errors import EngineError
 from aligner.parallel.collectives import broadcast_object
 from aligner.protocols import Exchange, FollowUp, Reply
 from aligner.rollout.engine import GenRequest, GenResult, Work
-from aligner.types import FinishReason, Images, Prompt, Rollout
+from aligner.types import FinishReason, Images, Prompt, Rollout, TurnMark
 from aligner.types.extras import MOST_IMAGES, continued
 
 BEAT_SECONDS = 5.0  # between messages to the other ranks from a leading rank that waits for its environment
@@ -59,6 +59,7 @@ class _Episode:
     logprobs: list[float] = field(default_factory=list)
     written: list[bool] = field(default_factory=list)
     images: list[str] = field(default_factory=list)  # that the environment has shown
+    marks: list[TurnMark] = field(default_factory=list)
     reward: float = 0.0
     counts: dict[str, float] = field(default_factory=dict)
 
@@ -67,11 +68,15 @@ class _Episode:
         return self.limit - len(self.tokens)
 
     def add_turn(self, turn: GenResult) -> None:
+        start, number = len(self.tokens), len(self.turns)
+        seen = self.tokens[self.marks[-1].end :] if self.marks else self.prompt.tokens
+        self.marks.append(TurnMark(start=start, end=start + len(turn.tokens), number=number, state=hash(tuple(seen))))
         self.turns.append(turn)
         self._extend(turn.tokens, turn.logprobs, is_written=True)
 
     def add_reply(self, reply: Reply) -> None:
         self.reward += reply.reward
+        self.marks[-1] = replace(self.marks[-1], reward=reply.reward)
         for name, count in reply.counts.items():
             self.counts[name] = self.counts.get(name, 0.0) + count
 
@@ -113,6 +118,7 @@ class _Episode:
             logprob_kind=last.kind,
             written=tuple(self.written),
             num_turns=len(self.turns),
+            turns=tuple(self.marks),
             reward=self.reward,
             counts=self.counts,
             failed=failed,

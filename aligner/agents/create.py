@@ -1,0 +1,15 @@
+"""Makes the agents that `environment.kind` names."""
+
+from __future__ import annotations
+
+from aligner.agents import Agents
+from aligner.agents.command import CommandAgents
+from aligner.agents.verifiers import Verifiers
+from aligner.environments.config import EnvironmentConfig, EnvironmentKind
+
+
+def create_agents(config: EnvironmentConfig) -> Agents:
+    """The programs that play the run's sessions. Raises ConfigError."""
+    if config.chosen is EnvironmentKind.verifiers:
+        return Verifiers(config)
+    return CommandAgents(config.command, pass_environment=config.sessions.pass_environment)

@@ -1,0 +1,143 @@
+"""GRPO on the episodes of a program of 30 lines that asks the policy over HTTP, as a user has it: it learns; it samples what the same
+environment samples in process; and runs go on after a kill."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from training_jobs import Job, grpo_settings, kill, run_job, series, train, without_times
+
+pytestmark = pytest.mark.timeout(900)
+AGENT = """
+import json, os, sys, urllib.request
+
+def post(path, **body):
+    request = urllib.request.Request(os.environ["ALIGNER_BASE_URL"] + path, json.dumps(body).encode())
+    request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    return json.load(urllib.request.urlopen(request))
+
+def tokens(text, begins=False):
+    return post("/tokenize", prompt=text, add_special_tokens=begins)["tokens"]
+
+task = json.load(sys.stdin)
+start = ids = tokens(task["prompt"], begins=True)
+reward, turns = 0.0, 0
+while turns < 3:
+    room = ROOM - (len(ids) - len(start))
+    asked = {"max_tokens": room, "stop": ["="], "temperature": 0.7, "return_token_ids": True}
+    choice = post("/v1/completions", model=os.environ["OPENAI_MODEL"], prompt=ids, **asked)["choices"][0]
+    turns += 1
+    reward += choice["text"].count("7") / 4
+    heard = tokens(str(choice["text"].count("7")) + " ")
+    ids = ids + choice["token_ids"] + heard
+    if choice["stop_reason"] != "=" or len(ids) - len(start) >= ROOM:  # it has ended, or reached its limit
+        break
+print("ended after", turns)
+print(json.dumps({"reward": reward, "counts": {"sevens": reward * 4}}))
+"""
+IN_PROCESS = """
+from aligner.environments.environment import Observation
+
+
+class Sevens:
+    def reset(self, prompt):
+        return None
+
+    def step(self, state, turn):
+        sevens, done = turn.text.count("7"), not turn.text.endswith("=") or turn.number == 3
+        return Observation(text=str(sevens), done=done, reward=sevens / 4, counts={"sevens": float(sevens)})
+"""
+ROOM = 14
+
+
+def settings_of(folder: Path, *more: str) -> list[str]:
+    """4 prompts with 4 sessions each, one update a step."""
+    sizes = ("algorithm.prompts_per_step=4", "algorithm.group_size=4", "algorithm.mini_batch_size=16", "algorithm.kl_coef=0")
+    lengths = (f"rollout.sampling.max_response_length={ROOM}", "loop.table_every=0", "run.export_hf=false")
+    return [*grpo_settings(folder), *sizes, *lengths, *more]
+
+
+def agent(folder: Path, text: str = AGENT, name: str = "agent.py") -> list[str]:
+    path = folder / name
+    path.write_text(text.replace("ROOM", str(ROOM)))
+    return ["environment.kind=command", f"environment.command=[{sys.executable},-S,{path}]", "environment.num_workers=4"]
+
+
+def test_a_program_learns_what_its_environment_in_process_learns(task: Path) -> None:
+    """The same tokens, log-probs, rewards and updates, step by step; from whatever temperature the program asks for."""
+    (task / "sevens.py").write_text(IN_PROCESS)
+    inside = [f"environment.path={task / 'sevens.py'}:Sevens", "environment.form=plain", 'environment.suffix=" "']
+    inside += ["environment.max_turns=3", 'rollout.sampling.stop_strings=["="]']
+    validated = [f"data.validation={task / 'prompts.jsonl'}", "data.num_validation_prompts=4", "loop.validate_every=3", "loop.max_steps=3"]
+    run_job(train("grpo"), task / "inside", settings_of(task, *inside, *validated))
+    output = run_job(train("grpo"), task / "outside", settings_of(task, *agent(task), *validated))
+    assert "the policy answers at http://127.0.0.1:" in output
+    found, wanted = without_times(task / "outside"), without_times(task / "inside")
+    for mine, other in zip(found, wanted, strict=True):
+        for name in ("truncated_fraction", "reward_ended", "reward_truncated"):  # an agent may end where an environment is cut
+            mine.pop(f"rollout/{name}", None), other.pop(f"rollout/{name}", None)
+        assert {name: mine[name] for name in other} == pytest.approx(other, rel=1e-3, abs=1e-5, nan_ok=True)
+        assert {name.removeprefix("rollout/") for name in mine.keys() - other.keys()} == {
+            *("sessions_branches", "sessions_calls", "sessions_failed", "sessions_late", "sessions_retries", "sessions_tokens_changed")
+        }
+    assert series(task / "outside", "rollout/sessions_calls") == series(task / "outside", "rollout/turns")
+    assert max(series(task / "outside", "rollout/turns")) > 1.05 and "validation/reward" in found[-1]
+    assert max(series(task / "outside", "rollout/logprob_gap")) < 1e-4
+
+
+def test_a_program_learns(task: Path) -> None:
+    more = ("algorithm.advantage_estimator=gigpo", "loop.max_steps=14", "run.seed=2")
+    run_job(train("grpo"), task / "learns", settings_of(task, *agent(task), *more))
+    rewards = series(task / "learns", "rollout/reward")
+    assert sum(rewards[-3:]) > 2 * sum(rewards[:3]), rewards
+
+
+BRANCHING = AGENT.replace('+ choice["token_ids"] +', '+ choice["token_ids"][1:] +')
+
+
+def test_branches_failures_and_functions(task: Path) -> None:
+    """Its history lacks a token of each turn; sessions of some tasks fail; the reward is a function's."""
+    text = BRANCHING.replace(
+        "task = json.load(sys.stdin)", 'task = json.load(sys.stdin)\nif int(task["answer"]) % 2: sys.exit("it is odd")'
+    )
+    text = text.replace('"reward": reward,', '"reward": None,')
+    (task / "mine.py").write_text("def long(prompts, responses, answers):\n    return [len(one) / 8 for one in responses]\n")
+    function = f"reward.function.path={task / 'mine.py'}:long"
+    output = run_job(train("grpo"), task / "branches", settings_of(task, *agent(task, text, "branching.py"), function, "loop.max_steps=3"))
+    run = task / "branches"
+    assert "sessions failed" in output and "it wrote to standard error: it is odd" in output
+    shares, invalid = series(run, "rollout/sessions_failed"), series(run, "rollout/rewards_invalid")
+    assert [share * 16 for share in shares] == invalid and 0 < max(shares) < 1
+    assert max(series(run, "rollout/sessions_branches")) > 1 - min(shares)
+    assert max(series(run, "rollout/sessions_tokens_changed")) > 0
+    assert min(series(run, "rollout/reward")) > 0
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(task: Path) -> None:
+    """Sessions of the round that was under way are played again, with their seeds."""
+    more = ["loop.max_steps=4", "loop.save_every=1"]
+    run_job(train("grpo"), task / "whole", settings_of(task, *agent(task), *more))
+    slow = AGENT.replace("while turns", "import time\nwhile turns").replace("    turns += 1", "    turns += 1; time.sleep(0.5)")
+    command = agent(task, slow, "killed.py")
+    with Job(train("grpo"), task / "killed", settings_of(task, *command, *more)) as job:
+        job.reached(2)
+        kill(job.process.pid)
+        job.wait()
+    run_job(train("grpo"), task / "killed", settings_of(task, *command, *more))
+    found, wanted = without_times(task / "killed"), without_times(task / "whole")
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    for mine, other in zip(found, wanted, strict=True):
+        assert mine["rollout/reward"] == pytest.approx(other["rollout/reward"])
+        assert mine["rollout/entropy"] == pytest.approx(other["rollout/entropy"], rel=1e-5)
+
+
+def test_weights_that_change_in_the_middle_of_sessions(task: Path) -> None:
+    """Rounds are sampled ahead; a session goes on with the new weights."""
+    slow = AGENT.replace("while turns", "import time\nwhile turns").replace("    turns += 1", "    turns += 1; time.sleep(0.4)")
+    more = ["rollout.asynchronous.max_staleness=1", "algorithm.correction.kind=tis", "loop.max_steps=4", "environment.num_workers=16"]
+    more += ["rollout.sampling.max_response_length=24", "algorithm.num_epochs=32"]  # training takes longer than an agent's start
+    run_job(train("grpo"), task / "ahead", settings_of(task, *agent(task, slow.replace("ROOM", "24"), "ahead.py"), *more))
+    assert max(series(task / "ahead", "rollout/staleness_max")) == 1 and max(series(task / "ahead", "rollout/versions")) > 1
+    assert series(task / "ahead", "rollout/sessions_failed") == [0.0] * 4

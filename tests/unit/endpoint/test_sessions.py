@@ -1,0 +1,275 @@
+"""What the calls of a session become: rows of tokens by hand and of random agents, rewards over HTTP, and the weight of a session."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from fake_endpoint import FakeEndpoint, post
+from fake_parts import FakePolicy
+
+from aligner.algorithms.grpo import GRPO, GRPOConfig
+from aligner.data.collate import rollout_batch
+from aligner.endpoint.calls import Call, SessionClosed
+from aligner.endpoint.sessions import KeptSessions, Trace
+from aligner.losses.aggregation import Aggregation
+from aligner.online.collect import ScoredRollouts
+from aligner.online.policy_gradient import mini_batches
+from aligner.rollout.engine import GenResult
+from aligner.rollout.engine.episodes import turn_seed
+from aligner.types import Episode, FinishReason, LogprobKind, Prompt, Rollout, SamplingConfig, TokenOutputs
+
+PROMPT = Prompt(id=3, tokens=(99, 98), source="tasks.jsonl:4", text="a task", answer="7")
+
+
+def call(prompt, tokens, *, first: float = 1.0, version: int = 0, versions=(), session: str = "s", **sampling) -> Call:
+    """Its log-probs are -first, -first - 1, ..."""
+    result = GenResult(
+        index=0,
+        tokens=tuple(tokens),
+        logprobs=tuple(-first - place for place in range(len(tokens))),
+        kind=LogprobKind.sampled,
+        finish_reason=FinishReason.stop,
+        weight_version=version,
+        versions=versions,
+        extras={"routes": torch.arange(len(prompt) + len(tokens) - 1, dtype=torch.uint8).view(-1, 1, 1)},
+    )
+    return Call(session=session, prompt=tuple(prompt), result=result, seed=1, sampling=SamplingConfig(**sampling))
+
+
+def rows(*calls: Call, **fields) -> tuple[Rollout, ...]:
+    return Trace(calls=calls, **fields).rows(PROMPT, seed=5, version=9)
+
+
+def test_one_row_where_the_client_sends_back_what_was_sampled() -> None:
+    (row,) = rows(call([1, 2], [7, 8], version=1), call([1, 2, 7, 8, 3], [9], first=10, version=2), turn_rewards={1: 0.5})
+    assert (row.prompt.tokens, row.prompt.text, row.prompt.answer) == ((1, 2), "a task", "7")
+    assert row.response == (7, 8, 3, 9) and row.written == (True, True, False, True) and row.logprobs == (-1, -2, 0, -10)
+    assert (row.seed, row.num_turns, row.rows_left, row.policy_version, row.oldest_version) == (5, 2, 0, 2, 1)
+    assert [(mark.start, mark.end, mark.number, mark.reward) for mark in row.turns] == [(0, 2, 0, 0.0), (3, 4, 1, 0.5)]
+    assert [mark.state for mark in row.turns] == [hash((1, 2)), hash((3,))]
+    assert row.extras["routes"].flatten().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_branches() -> None:
+    """A stripped thought, an edited history, and two choices of one call, of which the second was continued."""
+    first, thought = call([1], [5, 6, 7]), call([1, 6, 7, 2], [8], first=10)
+    found = rows(first, thought)
+    assert [(one.prompt.tokens, one.response, one.written) for one in found] == [
+        ((1,), (5, 6, 7), (True,) * 3),
+        ((1, 6, 7, 2), (8,), (True,)),
+    ]
+    assert [one.rows_left for one in found] == [1, 0] and Trace(calls=(first, thought)).changed() == 3
+    edited = call([1, 5, 6, 4, 2], [8], first=20)
+    assert Trace(calls=(first, edited)).changed() == 1 and len(rows(first, edited)) == 2
+    other, after = call([1], [5, 6], first=30), call([1, 5, 6, 9], [3], first=40)
+    found = rows(first, other, after)
+    assert [(one.response, one.num_turns) for one in found] == [((5, 6, 7), 1), ((5, 6, 9, 3), 2)]
+    assert Trace(calls=(first, other, after)).changed() == 0
+
+
+def test_two_calls_that_continue_one() -> None:
+    """What both rows hold is the policy's in the first of them alone."""
+    start, left, right = call([1], [5, 6]), call([1, 5, 6, 2], [7], first=10), call([1, 5, 6, 3], [7], first=20)
+    one, other = rows(start, left, right)
+    assert one.written == (True, True, False, True) and other.written == (False, False, False, True)
+    assert other.logprobs == (0, 0, 0, -20) and [mark.number for mark in other.turns] == [2] and other.num_turns == 1
+
+
+def test_weights_that_change_within_a_session() -> None:
+    (row,) = rows(call([1], [5, 6], version=4, versions=((0, 3), (1, 4))), call([1, 5, 6, 2], [7], version=5))
+    assert (row.oldest_version, row.policy_version) == (3, 5)
+
+
+def test_a_session_without_a_call_is_a_row_without_a_token() -> None:
+    (row,) = rows()
+    assert (row.response, row.written, row.num_turns, row.policy_version, row.prompt.tokens) == ((), (), 0, 9, PROMPT.tokens)
+    batch = rollout_batch([row], 0)
+    assert not batch.loss_mask.any()
+
+
+def random_trace(draw: random.Random) -> Trace:
+    """An agent that continues any call, edits what it sends back, asks twice, or begins anew. Every sampled token's log-prob is its own."""
+    calls: list[Call] = []
+    for _ in range(draw.randint(1, 9)):
+        prompt: list[int] = [1]
+        if calls and (how := draw.choice(["continue", "continue", "edit", "again", "new", "cut"])) != "new":
+            earlier = draw.choice(calls)
+            prompt = list(earlier.prompt if how == "again" else (*earlier.prompt, *earlier.result.tokens))
+            if how == "edit":
+                prompt[draw.randrange(len(prompt))] += 1
+            if how == "cut":
+                del prompt[draw.randrange(len(prompt)) :]
+        prompt += [draw.randint(2, 4) for _ in range(draw.randint(not prompt, 2))]
+        first = 1.0 + 100 * len(calls)
+        calls.append(call(prompt, [draw.randint(2, 4) for _ in range(draw.randint(1, 3))], first=first))
+    return Trace(calls=tuple(calls))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_sampled_token_is_learnt_from_once_whatever_agents_do(seed: int) -> None:
+    trace = random_trace(random.Random(seed))
+    found = trace.rows(PROMPT, seed=5, version=0)
+    sampled = sorted(logprob for call in trace.calls for logprob in call.result.logprobs)
+    learnt = [(logprob, token) for row in found for logprob, token, own in zip(row.logprobs, row.response, row.written, strict=True) if own]
+    assert sorted(logprob for logprob, _ in learnt) == sampled
+    by_logprob = {lp: token for call in trace.calls for lp, token in zip(call.result.logprobs, call.result.tokens, strict=True)}
+    assert all(by_logprob[logprob] == token for logprob, token in learnt)
+    assert not any(logprob for row in found for logprob, own in zip(row.logprobs, row.written, strict=True) if not own)
+    assert sorted(mark.number for row in found for mark in row.turns) == list(range(len(trace.calls)))
+    for row in found:
+        for mark in row.turns:  # the row holds what the call was asked, and what it answered
+            own, end = trace.calls[mark.number], len(row.prompt.tokens) + mark.end
+            assert row.tokens[:end] == (*own.prompt, *own.result.tokens)
+            assert all(row.written[mark.start : mark.end])
+    assert found[-1].written[-1] and [row.rows_left for row in found] == list(range(len(found)))[::-1]
+
+
+def split(rollout: Rollout, at: int) -> tuple[Rollout, Rollout]:
+    """The same sampled tokens as two rows: the second begins at a token of the response."""
+    fields = {"finish_reason": rollout.finish_reason, "policy_version": 0, "seed": rollout.seed, "written": None}
+    one = Rollout(prompt=rollout.prompt, response=rollout.response[:at], logprobs=rollout.logprobs[:at], rows_left=1, **fields)
+    prompt = Prompt(id=rollout.prompt.id, tokens=(*rollout.prompt.tokens, *rollout.response[:at]), source="split")
+    return one, Rollout(prompt=prompt, response=rollout.response[at:], logprobs=rollout.logprobs[at:], **fields)
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+@pytest.mark.parametrize(
+    "settings", [{}, {"advantage_estimator": "rloo"}, {"advantage_estimator": "per_turn"}, {"mini_batch_size": 2}], ids=str
+)
+def test_a_session_of_two_rows_weighs_as_one(make_session_task, aggregation: Aggregation, settings: dict) -> None:
+    """The gradient of every sampled token, its own ones' and all others', through experience, mini-batches and loss of GRPO."""
+
+    def gradients(episodes: list[Episode]) -> dict[float, float]:
+        config = {"prompts_per_step": 2, "group_size": 2, "mini_batch_size": 4, "kl_coef": 0.0, "entropy_coef": 0.1} | settings
+        algorithm = GRPO(GRPOConfig(aggregation=aggregation, **config), FakePolicy([]), make_session_task())
+        collected = ScoredRollouts.of_episodes(episodes)
+        batch = rollout_batch(collected.rollouts, pad_id=0)
+        whole = algorithm.experience(batch, collected, batch.rollout_logprobs, None)
+        found: dict[float, float] = {}
+        parts = mini_batches(whole, config["mini_batch_size"], 1, key="k", episodes=collected.episodes)
+        assert len(parts) == 4 // config["mini_batch_size"]
+        for part in parts:
+            logprobs = part.rollout_logprobs.clone().requires_grad_()
+            loss = algorithm.loss()(TokenOutputs(logprobs=logprobs, entropy=-logprobs), part)
+            (loss.total / loss.count).backward()
+            names, slopes = part.rollout_logprobs[part.loss_mask].tolist(), logprobs.grad[part.loss_mask].tolist()
+            assert not found.keys() & set(names)
+            found |= dict(zip(names, slopes, strict=True))
+        return found
+
+    draw = random.Random(4)
+    rewards = [1.0, 0.0, 0.25, 0.5]
+    episodes, number = [], 0
+    for place, reward in enumerate(rewards):
+        length = draw.randint(3, 6)
+        logprobs = tuple(-0.01 * (number := number + 1) for _ in range(length))
+        fields = {"finish_reason": FinishReason.stop, "policy_version": 0, "seed": place}
+        prompt = Prompt(id=place // 2, tokens=(1, 2), source="x")
+        rollout = Rollout(prompt=prompt, response=(3,) * length, logprobs=logprobs, **fields)
+        episodes.append(Episode(rollouts=(rollout,), reward=reward, group=place // 2))
+    whole = gradients(episodes)
+    for place, episode in enumerate(episodes):
+        (rollout,) = episode.rollouts
+        for at in range(1, len(rollout.response)):
+            parts = [
+                *episodes[:place],
+                Episode(rollouts=split(rollout, at), reward=episode.reward, group=episode.group),
+                *episodes[place + 1 :],
+            ]
+            assert gradients(parts) == pytest.approx(whole, rel=1e-5, abs=1e-9) and len(whole) == number
+
+
+@pytest.fixture
+def make_session_task():
+    """A task whose reward, engine and prompts nobody asks for."""
+    from aligner.data.epochs import EpochSampler
+    from aligner.online.collect import Scorers
+    from aligner.online.task import OnlineTask, Validation
+
+    def make() -> OnlineTask:
+        return OnlineTask(
+            engine=None,
+            reference=None,
+            judges=Scorers(reward=None),
+            validation=Validation(),
+            topology=None,
+            train=[PROMPT] * 2,
+            order=EpochSampler(2, 2, seed=1, shuffle=False),
+            decode=str,
+            seed=3,
+            max_response_length=8,
+        )
+
+    return make
+
+
+def test_keys_and_seeds() -> None:
+    sessions = KeptSessions(max_calls=2)
+    (one, key), (other, _) = (sessions.open(seed=seed, sampling=SamplingConfig()) for seed in (11, 12))
+    assert sessions.of_key(key) == one and one != other
+    for wrong in ("", ".", key[:-1], key + "x", key.replace(one, other), f"{one}.", "x.y", key + "\udcff"):
+        assert sessions.of_key(wrong) is None
+    assert [sessions.begin(one, (1,)), sessions.begin(one, (1,))] == [11, turn_seed(11, 2)]
+    with pytest.raises(SessionClosed, match="environment.sessions.max_calls=2") as refused:
+        sessions.begin(one, (1,))
+    assert not refused.value.gone
+    sessions.close(one)
+    assert sessions.of_key(key) is None
+    with pytest.raises(SessionClosed, match="has ended") as refused:
+        sessions.begin(one, (1,))
+    assert refused.value.gone
+    sessions.record(call([1], [2], session=one))  # it was under way
+    assert sessions.close(one).calls == () and sessions.num_recorded == 0
+
+
+def test_agents_choose_lengths_and_ends_but_not_the_distribution() -> None:
+    sessions = KeptSessions(max_calls=2)
+    own = SamplingConfig(temperature=0.5, top_p=0.9, max_response_length=10, min_response_length=4, stop_strings=["a"])
+    name, _ = sessions.open(seed=1, sampling=own)
+    asked = SamplingConfig(temperature=0.0, top_k=1, max_response_length=3, stop_strings=["b"], stop_token_ids=[7])
+    assert sessions.settings(name, asked) == SamplingConfig(
+        temperature=0.5, top_p=0.9, max_response_length=3, min_response_length=3, stop_strings=["a", "b"], stop_token_ids=[7]
+    )
+    assert sessions.settings(name, SamplingConfig(max_response_length=99)).max_response_length == 10
+    assert sessions.settings("", asked) == asked
+    sessions.record(call([1], [2], session=name, temperature=0.5, top_p=0.9))
+    assert not sessions.trouble(name)
+    sessions.record(call([1], [2], session=name, temperature=1.0, top_p=0.9))
+    assert sessions.trouble(name) == "a call was sampled with temperature=1.0, not 0.5"
+
+
+def test_rewards_are_posted() -> None:
+    sessions = KeptSessions(max_calls=9)
+    name, key = sessions.open(seed=1, sampling=SamplingConfig())
+    _, other = sessions.open(seed=1, sampling=SamplingConfig())
+    for prompt in ([1], [1, 2]):
+        sessions.record(call(prompt, [2], session=name))
+    with FakeEndpoint(None, sessions) as endpoint:
+        place = f"{endpoint.url}/sessions/{name}/reward"
+        for wrong, said in (
+            ([1], "expected"),
+            ({}, "expected"),
+            ({"rewards": 1}, "expected"),
+            ({"reward": "1"}, "must be a finite number"),
+            ({"reward": True}, "must be a finite number"),
+            ({"reward": float("nan")}, "must be a finite number"),
+            ({"reward": 1, "turn": 3}, "from 1 to 2"),
+            ({"reward": 1, "turn": 0}, "from 1 to 2"),
+            ({"reward": 1, "turn": 1.0}, "from 1 to 2"),
+            ({"turn": 1}, "with a reward"),
+            ({"done": 1}, "must be true or false"),
+        ):
+            status, answer = post(place, key, wrong)
+            assert status == 400 and said in answer["error"]["message"], (wrong, answer)
+        assert post(place, other, {"reward": 1})[0] == 403 and post(place, "no", {"reward": 1})[0] == 401
+        assert post(place, key, {"reward": 7})[0] == 200
+        assert post(place, key, {"reward": 1.5}) == (200, {"session": name, "calls": 2})  # in the other's place
+        assert post(place, "everything", {"reward": -0.5, "turn": 2, "done": True})[0] == 200
+        with pytest.raises(SessionClosed):
+            sessions.begin(name, (1,))
+        trace = sessions.close(name)
+        assert (trace.reward, trace.turn_rewards, trace.total) == (1.5, {1: -0.5}, 1.0)
+        assert post(place, "everything", {"reward": 1})[0] == 410
+    assert Trace().total is None and Trace(turn_rewards={0: 0.0}).total == 0.0
