@@ -14,6 +14,7 @@ from fake_live_engine import END, KEY, ScriptedEngine, ask, chat, scripted, toke
 from aligner.endpoint.app import Endpoint
 from aligner.endpoint.calls import SESSION, Call, SessionClosed
 from aligner.endpoint.generation import choice_seed
+from aligner.types import SamplingConfig
 
 
 class FakeSessions:
@@ -28,6 +29,9 @@ class FakeSessions:
 
     def of_key(self, key: str) -> str | None:
         return self.keys.get(key)
+
+    def settings(self, session: str, asked: SamplingConfig) -> SamplingConfig:
+        return asked
 
     def begin(self, session: str, prompt: Sequence[int]) -> int | None:
         if self.closed is not None:
