@@ -64,7 +64,7 @@ class RubricItem:
 
 
 @dataclass(kw_only=True, slots=True)
-class JudgeConfig:
+class RewardJudgeConfig:
     """A model that judges, asked at `url` through OpenAI's API (docs/rewards.md).
 
     Its answer has to end with `Score: N`, or with `Better: A`, `B` or `tie` if it compares; with a `rubric`, with a JSON object of a value
@@ -132,7 +132,7 @@ class NamedRewardConfig(RewardFunctionConfig):
 
     url: str = ""  # of an HTTP endpoint: http://... or https://...
     token_variable: str = ""  # the environment variable that holds the endpoint's bearer token
-    judge: JudgeConfig = field(default_factory=JudgeConfig)  # a model at `url` that judges, in words
+    judge: RewardJudgeConfig = field(default_factory=RewardJudgeConfig)  # a model at `url` that judges, in words
     served: bool = False  # this reward is the reward model of reward.model, served by reward.serve
     weight: float = 1.0  # weight in the sum of rewards; 0: only logged
     num_threads: int = 1  # concurrent calls; above 1 the function must be thread-safe
@@ -149,7 +149,7 @@ class NamedRewardConfig(RewardFunctionConfig):
             raise ConfigError(f"url={self.url}: must begin with http:// or https://")
         if self.token_variable and not self.url:
             raise ConfigError(f"token_variable={self.token_variable}: only applies when url is set")
-        if not self.judge.model and self.judge != JudgeConfig():
+        if not self.judge.model and self.judge != RewardJudgeConfig():
             raise ConfigError("judge.model='': name the model that judges, as its endpoint knows it")
         if self.judge.token_file and self.token_variable:
             raise ConfigError(f"judge.token_file={self.judge.token_file} and token_variable={self.token_variable}: give one of the two")

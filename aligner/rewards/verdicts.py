@@ -17,7 +17,7 @@ from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from aligner.errors import ConfigError
-from aligner.rewards.config import Compare, JudgeConfig, RubricItem
+from aligner.rewards.config import Compare, RewardJudgeConfig, RubricItem
 from aligner.rewards.reasoning import split_reasoning
 
 _QUESTION = """\
@@ -77,11 +77,11 @@ class Verdict:
 class Questions:
     """A judge's question as a template, and the grammar of its answers."""
 
-    config: JudgeConfig
+    config: RewardJudgeConfig
     template: Template
 
     @classmethod
-    def of(cls, config: JudgeConfig, setting: str) -> Questions:
+    def of(cls, config: RewardJudgeConfig, setting: str) -> Questions:
         """Raises ConfigError, naming `setting`, for a template that cannot be read or used."""
         pairs = config.compare is not Compare.nothing
         if not config.template:

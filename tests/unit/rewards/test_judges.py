@@ -15,7 +15,7 @@ from judge_server import JudgeServer, Refusal, asked, judge_server
 from aligner.errors import ConfigError
 from aligner.rewards import chat_client
 from aligner.rewards.compose import composed_reward
-from aligner.rewards.config import Compare, JudgeConfig, NamedRewardConfig, OnError, RubricItem, check_parts
+from aligner.rewards.config import Compare, NamedRewardConfig, OnError, RewardJudgeConfig, RubricItem, check_parts
 from aligner.rewards.local import RewardError
 from aligner.rewards.verdicts import Questions
 from aligner.types import FinishReason, Prompt, Rollout, Scores
@@ -47,7 +47,7 @@ def rollouts(*responses: int, prompts: Sequence[int] = (), answer: str | None = 
 
 def settings(server: JudgeServer, *, on_error: OnError = OnError.stop, timeout: float = 5.0, variable: str = "", **judge: Any) -> Any:
     return NamedRewardConfig(
-        url=server.url, judge=JudgeConfig(model="m", **judge), on_error=on_error, timeout_seconds=timeout, token_variable=variable
+        url=server.url, judge=RewardJudgeConfig(model="m", **judge), on_error=on_error, timeout_seconds=timeout, token_variable=variable
     )
 
 
@@ -141,7 +141,7 @@ def test_a_rubric_is_the_weighted_mean_of_its_items() -> None:
 )
 def test_the_grammar_of_rubrics(answer: str, value: float | None) -> None:
     rubric = {name: RubricItem(text="?") for name in "ab"}
-    found = Questions.of(JudgeConfig(model="m", rubric=rubric), "judge").read(answer)
+    found = Questions.of(RewardJudgeConfig(model="m", rubric=rubric), "judge").read(answer)
     assert (None if found is None else found.value) == value
 
 
@@ -150,12 +150,12 @@ def test_the_grammar_of_rubrics(answer: str, value: float | None) -> None:
     [("Score: 4", 4.0), ("Score:-1", None), ("Score: 4/10", None), ("score: 4", None), ("My Score: 4", None), ("Score: 1e3", None)],
 )
 def test_the_grammar_of_scores(answer: str, value: float | None) -> None:
-    found = Questions.of(JudgeConfig(model="m"), "judge").read(answer)
+    found = Questions.of(RewardJudgeConfig(model="m"), "judge").read(answer)
     assert (None if found is None else found.value) == value
 
 
 def test_a_pattern_replaces_the_grammar() -> None:
-    questions = Questions.of(JudgeConfig(model="m", pattern=r"\[\[(\w+)\]\]"), "judge")
+    questions = Questions.of(RewardJudgeConfig(model="m", pattern=r"\[\[(\w+)\]\]"), "judge")
     assert [questions.read(text) and questions.read(text).value for text in ("[[3]] or [[7]].", "7", "[[x]]")] == [7.0, None, None]  # type: ignore[union-attr]
 
 
@@ -244,7 +244,7 @@ def test_nonsense_and_stalls_are_errors_that_say_so(refusal: Refusal, said: str)
 
 
 def test_an_endpoint_that_is_not_there() -> None:
-    config = NamedRewardConfig(url="http://127.0.0.1:9/v1", judge=JudgeConfig(model="m", retries=1))
+    config = NamedRewardConfig(url="http://127.0.0.1:9/v1", judge=RewardJudgeConfig(model="m", retries=1))
     with pytest.raises(RewardError, match="gave no answer in 2 attempts"):
         scored(config, rollouts(1))
 
@@ -298,7 +298,7 @@ def test_a_template_of_the_user(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match="reward.functions.q.judge.template=") as refused:
-            composed_reward({"q": NamedRewardConfig(url="http://a", judge=JudgeConfig(model="m", template=str(file)))}, decode)
+            composed_reward({"q": NamedRewardConfig(url="http://a", judge=RewardJudgeConfig(model="m", template=str(file)))}, decode)
         assert said in str(refused.value)
     file.write_text("{{ columns.nothing }} {{ response }}")
     with judge_server(lambda body: "Score: 1") as server, pytest.raises(RewardError, match="judge.template=.*nothing"):
@@ -325,24 +325,24 @@ def test_a_template_of_the_user(tmp_path: Path) -> None:
 def test_settings_that_cannot_work(judge: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         asks: dict[str, Any] = {"model": "m", "system": "s"} | judge
-        NamedRewardConfig(url="http://a", token_variable="T", judge=JudgeConfig(**asks))
+        NamedRewardConfig(url="http://a", token_variable="T", judge=RewardJudgeConfig(**asks))
     assert said in str(refused.value)
 
 
 def test_where_tokens_come_from(tmp_path: Path) -> None:
     file = tmp_path / "key"
     with pytest.raises(ConfigError, match="judge.token_file=.*cannot be read"):
-        composed_reward({"q": NamedRewardConfig(url="http://a", judge=JudgeConfig(model="m", token_file=str(file)))}, decode)
+        composed_reward({"q": NamedRewardConfig(url="http://a", judge=RewardJudgeConfig(model="m", token_file=str(file)))}, decode)
     file.write_text(" from-a-file\n")
     with judge_server(lambda body: "Score: 1") as server:
         scored(settings(server, token_file=str(file)), rollouts(1))
     assert server.keys == ["Bearer from-a-file"]
     with pytest.raises(ConfigError, match="q.token_variable=NOT_SET_HERE: this environment variable is not set"):
-        composed_reward({"q": NamedRewardConfig(url="http://a", token_variable="NOT_SET_HERE", judge=JudgeConfig(model="m"))}, decode)
+        composed_reward({"q": NamedRewardConfig(url="http://a", token_variable="NOT_SET_HERE", judge=RewardJudgeConfig(model="m"))}, decode)
 
 
 def test_a_name_that_is_a_metric_of_a_judge() -> None:
-    judge = NamedRewardConfig(url="http://a", judge=JudgeConfig(model="m"))
+    judge = NamedRewardConfig(url="http://a", judge=RewardJudgeConfig(model="m"))
     with pytest.raises(ConfigError, match="reward.functions.q_tokens: is a metric of the judge q"):
         check_parts({"q": judge, "q_tokens": NamedRewardConfig(path="a:b")})
 
