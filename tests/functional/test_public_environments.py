@@ -188,6 +188,46 @@ def test_verifiers_plays_an_openenv_task_set(task: Path, monkeypatch: pytest.Mon
         keeper.end(environment)
 
 
+def test_verifiers_trains(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unmodified task set plays its sessions against the policy's own endpoint; its server is killed in the middle."""
+    python = interpreter("verifiers")
+    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
+    port = free_port()
+    environment = keeper.keep(echo_server(task).replace("{port}", str(port)).split())
+    taskset = f"{{base_url: 'http://127.0.0.1:{port}', resets: [{{seed: 1}}, {{seed: 2}}]}}"
+    player = "{max_turns: 2, harness: {id: 'null'}, runtime: {type: subprocess}}"
+    kind = ["environment.kind=verifiers", "environment.name=openenv", f"environment.python={python}"]
+    kind += [f"+environment.arguments={{taskset: {taskset}, player: {player}}}"]
+    (task / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    try:
+        code, output = run_aligner("data", "tasks", task / "vf.jsonl", *kind, "--count", 2, PATH=os.environ["PATH"])
+        assert code == 0, output
+        sizes = ["algorithm.prompts_per_step=2", "algorithm.group_size=2", "algorithm.mini_batch_size=4", "algorithm.kl_coef=0"]
+        sizes += [
+            "rollout.sampling.max_response_length=12",
+            "data.max_prompt_length=150",
+            "model.architecture.max_position_embeddings=2048",
+        ]
+        data = [f"data.train={task / 'vf.jsonl'}", f"data.chat_template={task / 'chat.jinja'}", "data.apply_chat_template=true"]
+        more = ["loop.max_steps=3", "run.export_hf=false", "environment.num_workers=4", "environment.sessions.timeout_seconds=300"]
+        with Job(train("grpo"), task / "vf", [*grpo_settings(task), *sizes, *data, *kind, *more]) as job:
+            job.reached(1)
+            servers = [pid for pid, line in job.processes().items() if "verifiers_server.py" in line]
+            for pid in servers:
+                os.kill(pid, signal.SIGKILL)
+            output = job.finish()
+    finally:
+        keeper.end(environment)
+    assert servers and "the environment server has gone" in output, output
+    run = task / "vf"
+    # Those of the killed server were played again; the environment refuses some of what an untrained model says, which is no reward of 0.
+    assert max(series(run, "rollout/sessions_retries")) > 0 and max(series(run, "rollout/sessions_failed")) <= 0.5
+    assert min(series(run, "rollout/sessions_calls")) >= 1 and min(series(run, "rollout/reward")) > 0
+    assert max(series(run, "rollout/logprob_gap")) < 1e-4
+
+
 def _kill(keeper_pid: int) -> None:
     """kill -9 of what a keeper keeps."""
     for pid in Path(f"/proc/{keeper_pid}/task/{keeper_pid}/children").read_text().split():
