@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -29,7 +31,7 @@ from aligner.types import FinishReason, SamplingConfig
 
 HELP = "/reset: forget the conversation; /system TEXT: another system message; /quit; Ctrl-C stops an answer, Ctrl-D ends"
 LEAST_COLUMNS = 100  # of a terminal that shows two answers side by side
-POLL_SECONDS = 0.02  # of one of two answers
+POLL_SECONDS = 0.02  # of an answer
 _HALF = "\N{REPLACEMENT CHARACTER}"  # the beginning of a character whose other tokens are still to come
 
 
@@ -65,10 +67,12 @@ class Talk:
         """The answer so far, in whole characters."""
         return self.policy.tokenizer.decode_after(self.prompt, self.ids).rstrip(_HALF)
 
-    def take(self, seconds: float | None = None) -> bool:
-        """Wait for the next token; whether more may come."""
+    def take(self, stopped: threading.Event) -> bool:
+        """Wait a moment for the next token; whether more may come. Raises KeyboardInterrupt once it is `stopped`."""
+        if stopped.is_set():
+            raise KeyboardInterrupt
         with suppress(queue.Empty):
-            if (token := self.pieces.get(timeout=seconds)) is None:
+            if (token := self.pieces.get(timeout=POLL_SECONDS)) is None:
                 return False
             self.ids.append(token)
         return True
@@ -152,11 +156,12 @@ def _answer(talks: Sequence[Talk], text: str, seed: int) -> None:
     """Show the answers as they come. Raises AlignerError, with the conversation as it was, if a policy cannot answer."""
     asked: list[Future[GenResult]] = []
     is_wide = len(talks) > 1 and sys.stdout.isatty() and Console().width >= LEAST_COLUMNS
-    length = len(talks[0].turns)
+    length, stopped = len(talks[0].turns), threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: stopped.set())  # an exception could come where it is not seen
     try:
         for talk in talks:
             asked.append(talk.ask(text, seed))
-        (_columns if is_wide else _one_by_one)(talks)
+        (_columns if is_wide else _one_by_one)(talks, stopped)
         cut = [one.policy.name for one, found in zip(talks, asked, strict=True) if found.result().finish_reason is FinishReason.length]
         print(*(f"[{name}: cut at its most tokens]\n" for name in cut), sep="", end="", flush=True)
     except KeyboardInterrupt:
@@ -166,18 +171,19 @@ def _answer(talks: Sequence[Talk], text: str, seed: int) -> None:
             del talk.turns[length:]
         raise
     finally:
+        signal.signal(signal.SIGINT, before)
         for answer in asked:
             answer.cancel()
     for talk in talks:
         talk.turns[length + 1 :] = [Message(role="assistant", content=talk.text)]
 
 
-def _one_by_one(talks: Sequence[Talk]) -> None:
+def _one_by_one(talks: Sequence[Talk], stopped: threading.Event) -> None:
     for talk in talks:
         if len(talks) > 1:
             print(f"[{talk.policy.name}]", flush=True)
         shown = ""
-        while talk.take():
+        while talk.take(stopped):
             text = talk.text
             if text.startswith(shown):
                 print(text[len(shown) :], end="", flush=True)
@@ -185,7 +191,7 @@ def _one_by_one(talks: Sequence[Talk]) -> None:
         print(talk.text[len(shown) :], flush=True)
 
 
-def _columns(talks: Sequence[Talk]) -> None:
+def _columns(talks: Sequence[Talk], stopped: threading.Event) -> None:
     """Both at once while they are short enough for the screen, then whole."""
     console = Console(file=cast(TextIO, Guarded(sys.stdout, drawn=True)), highlight=False)
 
@@ -199,6 +205,6 @@ def _columns(talks: Sequence[Talk]) -> None:
     running = list(talks)
     with Live(table(), console=console, transient=True, vertical_overflow="crop", auto_refresh=False) as live:
         while running:
-            running = [talk for talk in running if talk.take(POLL_SECONDS)]
+            running = [talk for talk in running if talk.take(stopped)]
             live.update(table(), refresh=True)
     console.print(table())

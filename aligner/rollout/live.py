@@ -75,7 +75,7 @@ class LiveEngine:
         if not engine.capabilities.serves:
             raise ConfigError(f"rollout.engine={engine.capabilities.name}: answers no requests from outside; allowed: megatron, vllm")
         self.engine = engine
-        ranks = dist.get_world_size() // engine.replica.count if dist.is_initialized() else 1
+        ranks = max(1, dist.get_world_size() // engine.replica.count) if dist.is_initialized() else 1
         self._group = block_group(ranks, backend="gloo")  # of this thread alone
         self._condition = threading.Condition()  # of the calls and of who has left, which other threads change
         self._calls: dict[int, _Call] = {}  # unanswered, on the leading rank

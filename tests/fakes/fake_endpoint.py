@@ -115,7 +115,7 @@ class RunEngine:
     """`aligner.rollout.engine.Engine` around `run(work, sampling, version)`, which answers a `Work`."""
 
     replica = Replica()
-    capabilities = Capabilities(name="fake", logprobs=LogprobKind.sampled)
+    capabilities = Capabilities(name="fake", logprobs=LogprobKind.sampled, serves=True)
 
     def __init__(self, run: Callable[..., Iterator[list[GenResult]]], context: int) -> None:
         self._run = run

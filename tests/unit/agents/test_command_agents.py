@@ -165,7 +165,7 @@ def test_what_a_program_leaves_running_holds_nobody_up(tmp_path) -> None:
 def test_settings() -> None:
     config = EnvironmentConfig(kind=EnvironmentKind.command, command=["python", "agent.py"])
     assert isinstance(create_agents(config), CommandAgents) and config.title == "environment.command=['python', 'agent.py']"
-    with pytest.raises(ConfigError, match="environment.command='': kind=command needs it: a program and its arguments"):
+    with pytest.raises(ConfigError, match="environment.command='': kind=command needs it; allowed: a program and its arguments"):
         EnvironmentConfig(kind=EnvironmentKind.command)
     with pytest.raises(ConfigError, match=r"environment.command=\['x'\]: .* allowed: with kind=command"):
         EnvironmentConfig(command=["x"])
