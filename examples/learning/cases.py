@@ -82,6 +82,9 @@ CASES = (
     _preset("reinforce", *ONE_PER_PROMPT, *ON_POLICY),
     _preset("reinforce_pp", "algorithm.prompts_per_step=256", "algorithm.mini_batch_size=64", "loop.max_steps=80"),
     _preset("reinforce_pp_baseline", *REUSED),
+    # Credit per turn; here every response is one turn.
+    Case(name="per_turn", settings=("algorithm.advantage_estimator=per_turn", *REUSED)),
+    Case(name="gigpo", settings=("algorithm.advantage_estimator=gigpo", "algorithm.step_weight=0.5", *REUSED)),
     Case(name="grpo_async", settings=("rollout.asynchronous.max_staleness=1", "algorithm.correction.kind=tis", *REUSED)),
     _ONLINE_DPO,
     _REJECTION_SAMPLING,
