@@ -197,8 +197,13 @@ def test_a_session_in_a_terminal(model: Path) -> None:
         person.until(r"\[stopped\]\s+> ")
         person.type("half a line")
         person.until("half a line")
-        person.type("\x03")  # it is dropped
-        person.until("> ")
+        for _ in range(20):  # it is dropped; of a key just before it waits for one, readline hears with the next
+            person.type("\x03")
+            with suppress(AssertionError):
+                person.until("> ", seconds=5)
+                break
+        else:
+            pytest.fail(person.seen)
         person.type("/reset\n")
         person.until("/reset[^>]*> ")
         person.type(f"{PROMPTS[1]}\n")
