@@ -168,7 +168,7 @@ class _Round:
         return self._is_over.is_set()
 
     def close(self) -> None:
-        """No session of this round goes on."""
+        """End every session of this round."""
         self._is_closing.set()
         self._thread.join()
 

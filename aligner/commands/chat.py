@@ -132,7 +132,7 @@ def _lines() -> Iterator[str]:
 
 
 def _command(talks: Sequence[Talk], text: str) -> bool:
-    """Do what a line that begins with / says; whether the conversation goes on."""
+    """Do what a line that begins with / says; whether the conversation continues."""
     name, _, rest = text.partition(" ")
     if name == "/quit":
         return False

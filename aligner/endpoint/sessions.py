@@ -1,7 +1,7 @@
 """Sessions: the calls that one agent makes, as a tree of token segments, and the rewards that it posts.
 
 A call's prompt is what its client sent back. Where it begins with the whole prompt and response of an earlier call, token for token, it
-continues that call; where it does not (another template, an edited history, a stripped thought, a sub-agent), the trace branches. Each leaf
+continues that call; if it does not (another template, an edited history, a stripped thought, a sub-agent), the trace branches. Each leaf
 is a row of tokens to learn from, and a sampled token that several rows hold is the policy's own in the first of them alone.
 """
 

@@ -58,7 +58,7 @@ class Held:
     slot: Slot[Any]
     prompt: Prompt
     place: Place | None = None
-    first: Observation | None = None  # what the environment showed at the beginning, where it does
+    first: Observation | None = None  # what the environment showed at the beginning, if anything
     said: list[tuple[Turn, Observation]] = field(default_factory=list)
     left: float = 0.0  # seconds of the first step's time that the reset has not used
     number: int = field(default_factory=count().__next__)

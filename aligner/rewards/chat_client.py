@@ -36,7 +36,7 @@ class EndpointRefused(AlignerError):
 
 
 class _Later(Exception):
-    """The endpoint may answer if it is asked again, after so many seconds where it says so."""
+    """The endpoint may answer if it is asked again, after so many seconds if it says so."""
 
     def __init__(self, reason: str, seconds: float = 0.0) -> None:
         super().__init__(reason)

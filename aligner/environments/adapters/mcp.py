@@ -92,7 +92,7 @@ def _tool(server: _Server, name: str, parameters: dict[str, Any]) -> Callable[..
 
 
 class _Server:
-    """One server. Its connection is begun again where it has ended."""
+    """One server. Its connection is made again if it has ended."""
 
     def __init__(self, name: str, timeout_seconds: float) -> None:
         self.name = name

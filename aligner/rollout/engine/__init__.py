@@ -121,7 +121,7 @@ class Callers(Protocol):
         """Taken requests that nobody waits for any more: they end without a result. Called before each step."""
 
     def refuse(self, index: int, error: AlignerError) -> None:
-        """This request cannot be answered; the others go on."""
+        """This request cannot be answered; the others continue."""
 
     def hear(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """The next tokens of a response."""
