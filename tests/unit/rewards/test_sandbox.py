@@ -218,7 +218,8 @@ def test_programs_that_nobody_has_read(isolation, programs, tmp_path, place):
 
 @pytest.mark.parametrize("isolation", list(Isolation)[1:])
 def test_ordinary_programs(isolation):
-    limits = SandboxLimits(wall_seconds=300.0, cpu_seconds=60, memory_bytes=2**30)
+    # The limit of processes counts those that this user's other tests start meanwhile.
+    limits = SandboxLimits(wall_seconds=300.0, cpu_seconds=60, memory_bytes=2**30, processes=4096)
     outcome = sandbox(isolation, limits).run(ORDINARY.replace("OWN", OWN if isolation is Isolation.bubblewrap else ""))
     assert (outcome.ending, outcome.code, outcome.stdout) == (Ending.exited, 0, "done\n"), outcome.stderr
 
