@@ -107,7 +107,6 @@ class LogFile:
             raise LaunchError(describe_os_error(error, path)) from error
 
     def write(self, data: bytes) -> None:
-        """Append the data, or as much as fits."""
         try:
             while data:
                 data = data[self._file.write(data) :]
@@ -117,7 +116,6 @@ class LogFile:
                 self._warn(f"warning: {describe_os_error(error, self._path)}; the log lacks lines, the run continues")
 
     def close(self) -> None:
-        """Nothing is written from now on."""
         self._file.close()
 
 

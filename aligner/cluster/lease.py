@@ -40,7 +40,6 @@ class LeaseRecord:
     valid_seconds: float
 
     def describe(self) -> str:
-        """For messages."""
         what = "the local launcher" if self.job.startswith("local-") else f"Slurm job {self.job}"
         return f"{what} (pid {self.pid} on {self.host}, attempt {self.attempt})"
 

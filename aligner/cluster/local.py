@@ -372,7 +372,6 @@ class Rank:
         return True
 
     def ending(self) -> str:
-        """A description of its abnormal end."""
         if self.signal is not None:
             return f"was killed by {signal.Signals(self.signal).name} (exit code {self.exit_code})"
         if self.component.main and self.exit_code == 0:

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from aligner.cluster.exit_codes import ExitCode
+from aligner.files import publish
 
 VARIABLE = "ALIGNER_OUTCOMES"
 _FIRST_RANK_SECONDS = 3.0
@@ -46,11 +47,8 @@ def record(environ: Mapping[str, str], code: int, message: str = "") -> None:
         return
     outcome = Outcome(rank=rank_of(environ), code=int(code), message=message, time=time.time())
     path = Path(environ[VARIABLE]) / f"{outcome.rank}.json"
-    temporary = path.with_suffix(".tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(asdict(outcome)) + "\n")
-        os.replace(temporary, path)
+        publish(path, lambda new: new.write_text(json.dumps(asdict(outcome)) + "\n"))
     except OSError as error:  # the process is leaving with an error of its own, which must be what is seen
         print(f"warning: {path}: cannot record this rank's end: {error}", flush=True)
 

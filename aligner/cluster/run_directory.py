@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.errors import ConfigError, LaunchError, describe_os_error
-from aligner.files import publish_first
+from aligner.files import publish, publish_first
+from aligner.models.checkpoint.files import free_bytes
 from aligner.telemetry.run_files import RunFiles
 
 LEAST_FREE_BYTES = 16 << 20  # what a checkpoint reserves for its small files
@@ -58,8 +59,7 @@ class RunDirectory(RunFiles):
         if not self.identity.exists():
             made = {"run_id": uuid.uuid4().hex, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             publish_first(self.identity, json.dumps(made) + "\n")
-        status = os.statvfs(self.path)
-        if (free := status.f_bavail * status.f_frsize) < LEAST_FREE_BYTES:
+        if (free := free_bytes(self.path)) < LEAST_FREE_BYTES:
             raise ConfigError(
                 f"run.directory={self.path}: {free / 2**20:.1f} MiB are free there, allowed: at least {LEAST_FREE_BYTES >> 20} MiB, "
                 "which a checkpoint needs to begin"
@@ -69,9 +69,8 @@ class RunDirectory(RunFiles):
     def record(self, **facts: Any) -> None:
         """Add facts about this start to `run.json`; one process at a time. Raises as `run_id`, and OSError."""
         self.run_id()
-        own = self.path / f".run.{uuid.uuid4().hex}.json"
-        own.write_text(json.dumps(json.loads(self.identity.read_text()) | facts) + "\n")
-        own.replace(self.identity)
+        known = json.loads(self.identity.read_text())
+        publish(self.identity, lambda new: new.write_text(json.dumps(known | facts) + "\n"))
 
 
 class ServiceWatch:

@@ -6,20 +6,19 @@ median over steps, without the first step, which loads kernels and fills caches.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist, median
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from aligner.commands.report import step_of
 from aligner.errors import DataError
 from aligner.parallel.platform import PEAK_MEMORY
-from aligner.planner.report import JobPlan
+from aligner.planner.report import JobPlan, table
 from aligner.planner.workload import GIB, Phase
 from aligner.reporting.formats import seconds
 from aligner.reporting.jsonl import StepMetrics
@@ -53,7 +52,6 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Planned over measured."""
         return self.planned / self.measured if self.planned is not None and self.measured else None
 
 
@@ -118,7 +116,10 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
     recorded = _Recorded(spans)
     if (refit := recorded.seconds(recorded.trained, REFIT)) is not None:
         measured[REFIT] = refit
-    planned = _planned(job)
+    planned: dict[str, float] = defaultdict(float)  # under a run's names
+    for name, value in job.run.phases.items():
+        if name not in _BESIDE_STEPS:
+            planned[_IN_A_RUN.get(name, name)] += value
     step = sum(planned.values())
     host = planned.pop(HOST, None)
     rows = _rows(main.component.name, planned, measured)
@@ -138,16 +139,6 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
     )
 
 
-def _planned(job: JobPlan) -> dict[str, float]:
-    """Planned seconds of the training component's phases under a run's names, without validation and checkpoints."""
-    planned: dict[str, float] = {}
-    for name, value in job.run.phases.items():
-        if name not in _BESIDE_STEPS:
-            known_as = _IN_A_RUN.get(name, name)
-            planned[known_as] = planned.get(known_as, 0.0) + value
-    return planned
-
-
 def phases(steps: Sequence[StepMetrics]) -> dict[str, float]:
     """Seconds of a step by phase, and of the whole `step`: medians."""
     names = sorted({name for step in steps for name in step.values if name.startswith(_TIME)})
@@ -155,18 +146,15 @@ def phases(steps: Sequence[StepMetrics]) -> dict[str, float]:
 
 
 def show(found: Comparison, out: Console) -> None:
-    """Print the comparison."""
     title = f"plan against run: seconds of a step, medians of {found.num_steps} steps"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="dim")
-    for name in ("component", "phase", "planned", "measured", "planned / measured"):
-        table.add_column(name, justify="left" if name in ("component", "phase") else "right")
+    shown = table(title, ("component", "phase", "planned", "measured", "planned / measured"), left=("component", "phase"))
     for row in found.rows:
         ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
         style = "" if row.ratio is None or 0.8 <= row.ratio <= 1.25 else "yellow" if 0.5 <= row.ratio <= 2 else "red"
         cells = ["-" if value is None else seconds(value) for value in (row.planned, row.measured)]
-        table.add_row(row.component, row.phase, *cells, f"[{style}]{ratio}[/]" if style else ratio)
+        shown.add_row(row.component, row.phase, *cells, f"[{style}]{ratio}[/]" if style else ratio)
     out.print()
-    out.print(table)
+    out.print(shown)
     if found.measured_peak is None:
         out.print("peak memory: not recorded by the run (run.trace_mib=0)")
     else:

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from aligner.commands.against import lengths, phases, timed_steps
 from aligner.commands.plan import command as plan
 from aligner.errors import ConfigError
 from aligner.planner.calibration import STEP, MeasuredJob, calibrate, median_and_worst
 from aligner.planner.estimate import Scales
-from aligner.planner.report import console
+from aligner.planner.report import console, table
 from aligner.planner.workload import Phase
 
 SMALLEST = 0.05  # part of a step, below which a phase of a run says nothing
@@ -59,15 +57,13 @@ def fit(path: Path) -> int:
     if not jobs:
         raise ConfigError(f"--calibrate {path}: needs jobs under {KINDS[0]}")
     found = calibrate(jobs, lambda number, left: out.print(f"round {number}: sum of squares {left:.2f}"))
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title="planned / measured", title_justify="left", title_style="dim")
-    for name in ("job", "before", "after"):
-        table.add_column(name, justify="left" if name == "job" else "right")
+    shown = table("planned / measured", ("job", "before", "after"), left=("job",))
     for job in jobs:
-        table.add_row(job.name, f"{found.before[job.name]:.2f}", f"{found.after[job.name]:.2f}")
+        shown.add_row(job.name, f"{found.before[job.name]:.2f}", f"{found.after[job.name]:.2f}")
     after = {job.name: job.factor(replace(job.cluster, **found.values.get(job.cluster_name, {}))) for job in held_out}
     for job in held_out:
-        table.add_row(f"{job.name} (held out)", f"{job.factor(job.cluster):.2f}", f"{after[job.name]:.2f}")
-    out.print(table)
+        shown.add_row(f"{job.name} (held out)", f"{job.factor(job.cluster):.2f}", f"{after[job.name]:.2f}")
+    out.print(shown)
     for title, factors in (("fitted to", found.after), ("held out", after)):
         if factors:
             middle, worst = median_and_worst(factors)

@@ -29,6 +29,7 @@ from aligner.models.config import Architecture, Dtype, HFArchitecture, ModelConf
 from aligner.models.families.wrappers import can_see
 from aligner.models.modules.build import build_language_model, build_scalar_model
 from aligner.models.modules.scalar_head import ScalarHead, read_head
+from aligner.models.training.trainable import TrainableModel
 from aligner.models.weights import save_hf
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.collectives import from_rank_0
@@ -38,14 +39,20 @@ from aligner.run.from_hub import fetch_one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """A model to convert."""
-
     path: Path
     dtype: Dtype
     architecture: Architecture
     head: ScalarHead | None
     tokenizer: Path | None  # directory with its files
     note: str = ""  # for the user
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig(path=str(self.path), dtype=self.dtype, images=isinstance(self.architecture, SeeingArchitecture))
+
+    def made(self, parallel: ParallelConfig, here: Topology) -> TrainableModel:
+        make = create.create_policy if self.head is None else create.create_reward_model
+        return make(self.config, self.architecture, parallel, here, create.training(self.config, None)).model
 
 
 def convert(options: ConvertOptions) -> int:
@@ -77,7 +84,9 @@ def convert(options: ConvertOptions) -> int:
     if to_hf is not None:
         _check_empty("--to-hf", to_hf, CONFIG_FILE, "model")
     if from_hf is not None and to_megatron is None:
-        push_export(from_hf, push_to)
+        if not (from_hf / CONFIG_FILE).exists():
+            raise CheckpointError(f"--from-hf {from_hf}: has no config.json")
+        _push(from_hf, download.prepare(push_to), origin_of(from_hf.absolute()))
         return 0
     with _opened(from_hf, from_megatron, tokenizer, foreign=foreign) as read:
         if to_megatron is not None:
@@ -106,12 +115,9 @@ def _opened(from_hf: Path | None, from_megatron: Path | None, tokenizer: Path | 
 
 
 def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> None:
-    here = _world(parallel)
-    config = ModelConfig(path=str(source.path), dtype=source.dtype, images=isinstance(source.architecture, SeeingArchitecture))
-    make = create.create_policy if source.head is None else create.create_reward_model
-    made = make(config, source.architecture, parallel, here, create.training(config, None))
+    made = source.made(parallel, _world(parallel))
     request = checkpoint.SaveRequest(step=0, state={}, tokenizer=source.tokenizer)
-    written = checkpoint.save(target, made.model, request)
+    written = checkpoint.save(target, made, request)
     _print(f"Megatron-Core checkpoint written to {written}", source.note)
     launch.shutdown()
 
@@ -119,17 +125,15 @@ def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> Non
 def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: str) -> None:
     here = _world(parallel)
     name = from_rank_0(lambda: download.prepare(push_to)) if push_to else None  # before the work
-    config = ModelConfig(path=str(source.path), dtype=source.dtype, images=isinstance(source.architecture, SeeingArchitecture))
     check_divisible(source.architecture, parallel)
     chunks: Sequence[Any]
     if isinstance(source.architecture, HFArchitecture):
-        make = create.create_policy if source.head is None else create.create_reward_model
-        chunks = make(config, source.architecture, parallel, here, create.training(config, None)).model.chunks
-    elif source.head is not None:
-        chunks = build_scalar_model(source.architecture, config, parallel, load=True, head=source.head)
+        chunks = source.made(parallel, here).chunks
     else:
-        chunks = build_language_model(source.architecture, config, parallel, load=True)
-    if not isinstance(source.architecture, HFArchitecture):
+        if source.head is not None:
+            chunks = build_scalar_model(source.architecture, source.config, parallel, load=True, head=source.head)
+        else:
+            chunks = build_language_model(source.architecture, source.config, parallel, load=True)
         checkpoint.load_source(chunks, source.path)
         create.remember_wrapper(chunks, source.path, is_trained=True)
     save_hf(chunks, target, writer=here.rank == 0)
@@ -143,7 +147,6 @@ def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: 
 
 
 def _check_empty(option: str, target: Path, name: str, what: str) -> None:
-    """Raise CheckpointError if the target already holds one."""
     if (target / name).exists():
         raise CheckpointError(f"{option} {target}: holds a {what} already; name an empty directory")
 
@@ -178,16 +181,6 @@ def _foreign(path: Path, tokenizer: Path | None) -> Iterator[_Source]:
         if found.is_padded:
             read = replace(read, architecture=replace(found.architecture, vocab_size=loaded.max_token_id + 1))
         yield replace(read, tokenizer=tokenizer or own)
-
-
-def push_export(directory: Path, push_to: str) -> None:
-    """Upload a Hugging Face directory, such as the `export` of a run, to the Hub as ORG/NAME, with a card that describes the run.
-
-    Raises CheckpointError without a model, ConfigError for a name or token that the Hub refuses, AlignerError without a network.
-    """
-    if not (directory / CONFIG_FILE).exists():
-        raise CheckpointError(f"--from-hf {directory}: has no config.json")
-    _push(directory, download.prepare(push_to), origin_of(directory.absolute()))
 
 
 def _push(directory: Path, name: HubName, origin: Origin) -> None:

@@ -111,7 +111,8 @@ def compare(config: OnlineRun, layout: topology.Topology, options: GapOptions) -
     tokenizer, architecture = load_model_files(config.model, config.data)
     config = fill(config, {"model": create.context_length(config.model, architecture)})
     how = {"replay_routes": config.rollout.replays_routes, "vision": tokenizer.vision}
-    training = create.training(config.model, None, temperature=_temperature(config, options), **how)
+    temperature = 1.0 if options.greedy else config.rollout.sampling.temperature  # a greedy engine's log-probs are at temperature 1
+    training = create.training(config.model, None, temperature=temperature, **how)
     policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
     engine = create_engine(policy, config.rollout, tokenizer=tokenizer)
     sampling = replace(config.rollout.sampling, min_response_length=0, max_response_length=options.num_tokens, stop_strings=[])
@@ -144,10 +145,6 @@ def _sampling(name: str, schema: type[JobRun]) -> type[OnlineRun]:
         allowed = ", ".join(recipe for recipe, one in recipes().items() if issubclass(one.config, OnlineRun))
         raise ConfigError(f"config {name}: this kind of run does not sample; allowed: {allowed}, or a run directory of one")
     return schema
-
-
-def _temperature(config: OnlineRun, options: GapOptions) -> float:
-    return 1.0 if options.greedy else config.rollout.sampling.temperature  # a greedy engine's log-probs are at temperature 1
 
 
 def _prompts(config: OnlineRun, options: GapOptions, tokenizer: Tokenizer, architecture: Architecture) -> list[Prompt]:
@@ -253,7 +250,6 @@ class Tolerance:
         return cls(dtype=dtype, ulps=ulps or ULPS[dtype], gap=gap or GAPS[dtype])
 
     def at(self, place: Place) -> float:
-        """The relative tolerance at a place."""
         return self.ulps * EPSILON[self.dtype] * math.sqrt(1 + max(place.layer, 0))
 
 
@@ -284,7 +280,6 @@ class GapReport:
 
     @property
     def gap_is_explained(self) -> bool:
-        """Whether rounding explains the log-probs."""
         mean, most = self.statistics["rollout/logprob_gap"], self.statistics["rollout/logprob_gap_max"]
         return mean <= self.tolerance.gap and most <= MOST_OF_ONE_TOKEN * self.tolerance.gap
 
@@ -300,7 +295,6 @@ class GapReport:
 
     @property
     def agrees(self) -> bool:
-        """Whether all is within the tolerances."""
         return self.gap_is_explained and self.first is None
 
     def hidden_before(self, path: str, place: Place) -> list[Operation]:
@@ -333,7 +327,6 @@ class GapReport:
 
 
 def to_text(report: GapReport) -> str:
-    """For people."""
     numbers = report.statistics
     name = "rollout/logprob_gap"
     lines = [
@@ -350,7 +343,6 @@ def to_text(report: GapReport) -> str:
 
 
 def to_json(report: GapReport) -> str:
-    """Everything."""
     first = report.first
     return json.dumps(
         {

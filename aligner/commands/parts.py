@@ -79,13 +79,6 @@ def configs_or(kind: str, context: click.Context | None, parameter: click.Parame
     return [CompletionItem(incomplete, type=kind), *found]
 
 
-class PathType(click.Path):
-    """A path, which need not exist yet."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        return Path(super().convert(value, param, ctx))
-
-
 class Amount(click.FloatRange):
     """A finite number that is not negative; click itself lets NaN through."""
 
@@ -98,8 +91,8 @@ class Amount(click.FloatRange):
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 AMOUNT, COUNT, NOT_NEGATIVE = Amount(min=0), click.IntRange(min=1), click.IntRange(min=0)
-FILE = PathType(readable=False)
-DIRECTORY = PathType(readable=False, file_okay=False)
+FILE = click.Path(path_type=Path, readable=False)
+DIRECTORY = click.Path(path_type=Path, readable=False, file_okay=False)
 CONFIG_HELP = "CONFIG: a recipe, such as ppo, or one of its configs in conf/ppo/, such as ppo_70b."
 CONFIG = Argument("name", "CONFIG", CONFIG_HELP, shell_complete=config_names)
 SETTINGS = (
@@ -262,7 +255,6 @@ class PolicyOptions:
 
     @property
     def opening(self) -> dict[str, Any]:
-        """The arguments of `open_policy`."""
         names = ("max_batch_size", "context", "kv_cache_tokens", "dtype", "images", "seed")
         return {name: getattr(self, name) for name in names}
 

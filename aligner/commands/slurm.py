@@ -61,7 +61,9 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
         )
     path = str(options.output) if options.output is not None else ""
     chosen = {name: value for name, value in _submitted(os.environ).items() if name in CHOICES and value}
-    text = render(name, spec, title=title_of(name, overrides), overrides=overrides, path=path, variables={} if is_kept else chosen)
+    file = config_file(name, overrides)
+    title = file.read_text().partition("\n")[0].removeprefix("#").strip() if file else name  # its first line states its purpose
+    text = render(name, spec, title=title, overrides=overrides, path=path, variables={} if is_kept else chosen)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(text)
@@ -84,13 +86,6 @@ def _with_memory(spec: JobSpec, config: JobRun) -> JobSpec:
     hosts = [sum(part.host.values()) for part in plan_config(spec.name, config, Scales(config.cluster.device), advises=False).components]
     fullest = sum(hosts) if len(spec.parts()) == 1 else max(hosts)
     return replace(spec, slurm=replace(slurm, memory=f"{math.ceil(1.1 * fullest / 2**30)}G"))
-
-
-def title_of(name: str, overrides: Sequence[str]) -> str:
-    """The first line of a config's file, which states its purpose."""
-    file = config_file(name, overrides)
-    first = file.read_text().partition("\n")[0] if file else name
-    return first.removeprefix("#").strip()
 
 
 def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:

@@ -30,7 +30,6 @@ from aligner.data.inspection import (
     pieces,
     render,
     spread,
-    thumbnail,
     view_of,
 )
 from aligner.data.mixture import read_alone
@@ -38,7 +37,7 @@ from aligner.data.records import raw_object
 from aligner.data.report import LoadReport, NoUsableRecord
 from aligner.data.sources import read_records
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
-from aligner.data.vision import Vision
+from aligner.data.vision import Vision, thumbnail
 from aligner.errors import ConfigError, DataError
 from aligner.models.checkpoint.files import LATEST, resolve
 from aligner.models.config import HFArchitecture, SeeingArchitecture
@@ -83,8 +82,6 @@ _BRACKETS = re.compile(r" \(.*\)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Results of one data set."""
-
     report: LoadReport
     lengths: Lengths | None = None  # None where nothing can be used
     num_tokens: int = 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -21,7 +19,6 @@ from aligner.data.proposals import ProposedGroup, SampledGroup
 from aligner.data.report import LoadReport
 from aligner.data.supervised import Demonstration
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.vision import decoded
 from aligner.errors import DataError
 from aligner.types import Prompt
 
@@ -184,14 +181,6 @@ def pieces(row: Row, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
         found.append((piece, row.loss_mask[start]))
         written, start = whole, stop
     return found
-
-
-def thumbnail(content: bytes, pixels: int = 128) -> str:
-    """A small copy of an image as a data URI, as the model's processor gets it: upright, in RGB."""
-    image, stream = decoded(content), io.BytesIO()
-    image.thumbnail((pixels, pixels))
-    image.save(stream, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def _asked(prompt: Prompt, note: str) -> Row:

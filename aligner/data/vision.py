@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -255,6 +256,14 @@ def decoded(content: bytes) -> Any:
         return image.convert("RGB")
     except Exception as error:  # a decoder may raise anything for a file from outside
         raise DataError(f"is a damaged image: {type(error).__name__}: {error}") from error
+
+
+def thumbnail(content: bytes, pixels: int = 128) -> str:
+    """A small copy of an image as a data URI, as the model's processor gets it: upright, in RGB."""
+    image, stream = decoded(content), io.BytesIO()
+    image.thumbnail((pixels, pixels))
+    image.save(stream, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def frames_of(content: bytes, most: int) -> list[bytes]:

@@ -63,7 +63,6 @@ class SkippedStepsFile:
 
     @property
     def steps(self) -> frozenset[int]:
-        """The steps that are not trained on."""
         return frozenset(self._reasons)
 
     def add(self, step: int, reason: str) -> None:

@@ -84,7 +84,6 @@ class MeasuredJob:
     written_gb: float = 0.0  # GB that a step writes to storage besides its phases
 
     def simulated(self, cluster: ClusterConfig) -> Simulated:
-        """The job's run on `cluster`."""
         parts = [Part(component=one, sizes=sizes, seconds=phase_seconds(one, sizes, cluster)) for one, sizes in self.components]
         return simulate(parts, cluster, self.assumed, self.habits, take_turns=self.take_turns)
 
@@ -116,7 +115,6 @@ def error(factor: float) -> float:
 
 
 def median_and_worst(factors: Mapping[str, float]) -> tuple[float, float]:
-    """The median and the largest error."""
     errors = [error(factor) for factor in factors.values()]
     return median(errors), max(errors)
 

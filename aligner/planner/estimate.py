@@ -40,8 +40,6 @@ from aligner.servers.components import SERVERS, in_section
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentPlan:
-    """Measured sizes and predictions of one component."""
-
     component: Component
     stage_parameters: tuple[int, ...]  # parameters of a rank of each stage
     model_parameters: int  # parameters of the whole model, vocabulary padding included
@@ -54,7 +52,6 @@ class ComponentPlan:
 
     @property
     def peak(self) -> PhaseMemory:
-        """The fullest moment of the fullest stage."""
         return max(self.memory, key=lambda moment: moment.total)
 
     def activations(self, phase: Phase, stage: int = 0) -> int:
@@ -129,12 +126,6 @@ def stage_state(component: Component, chunks: Sequence[Sequence[Parameter]], clu
     return total
 
 
-def stages_to_build(component: Component) -> list[int]:
-    """For every stage, a stage with an equal shard: all stages between the first and the last have the same."""
-    last = component.parallel.pp - 1
-    return [stage if stage in (0, last) else 1 for stage in range(last + 1)]
-
-
 def whole_parameters(component: Component, shards: Sequence[Sequence[Sequence[Parameter]]]) -> int:
     """Parameters of the whole model from its stages' shards: split ones times their ranks, without the last stage's copy of a tied
     embedding."""
@@ -192,18 +183,8 @@ class Scales:
     def shards(self, component: Component, stage: int) -> list[tuple[Parameter, ...]]:
         """The parameters of every chunk on a rank of this stage; the number of replicas makes no difference."""
         model = component.model
-        key = repr(
-            (
-                component.architecture,
-                component.head,
-                model.dtype,
-                model.lora,
-                model.freeze,
-                model.make_vocab_divisible_by,
-                component.parallel,
-                stage,
-            )
-        )
+        of_model = (model.dtype, model.lora, model.freeze, model.make_vocab_divisible_by)
+        key = repr((component.architecture, component.head, *of_model, component.parallel, stage))
         if key not in self._shards:
             self._shards[key] = dry_run.shard_parameters(component, stage)
         return self._shards[key]
@@ -217,7 +198,8 @@ class Scales:
 def plan_component(component: Component, cluster: ClusterConfig, scales: Scales) -> ComponentPlan:
     """Build one rank of every distinct stage, run its layers, and predict. Raises ConfigError if the sizes do not divide."""
     check(component)
-    like = stages_to_build(component)
+    last = component.parallel.pp - 1
+    like = [stage if stage in (0, last) else 1 for stage in range(last + 1)]  # those in between have equal shards
     built = {stage: scales.shards(component, stage) for stage in sorted(set(like))}
     shards = [built[stage] for stage in like]
     states = {stage: stage_state(component, chunks, cluster, stage=stage) for stage, chunks in built.items()}
@@ -271,7 +253,6 @@ def with_fitting_cache(plan: ComponentPlan, cluster: ClusterConfig) -> Component
 def predict(
     component: Component, cluster: ClusterConfig, sizes: Sizes, *, stage_parameters: tuple[int, ...], model_parameters: int
 ) -> ComponentPlan:
-    """Predict from a component's sizes. Pure."""
     return ComponentPlan(
         component=component,
         stage_parameters=stage_parameters,

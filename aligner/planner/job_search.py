@@ -296,7 +296,6 @@ class Candidate:
     seconds: float
 
     def settings(self, space: Space) -> dict[str, str]:
-        """All settings that choose it."""
         found = dict(self.arrangement.settings)
         for option in self.options:
             found |= space.settings(option.component)

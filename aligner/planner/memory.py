@@ -49,8 +49,6 @@ class PhaseMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Measured sizes of a component."""
-
     stages: tuple[StateBytes, ...]  # training state of a rank, by stage
     train: BlockBytes  # activations of the layers at the training pass's micro-batch
     inference: BlockBytes  # the same at the micro-batch of passes without gradient
@@ -75,7 +73,6 @@ def communicators(component: Component) -> int:
 
 
 def phase_memory(component: Component, sizes: Sizes, cluster: ClusterConfig, stages: Iterable[int]) -> list[PhaseMemory]:
-    """Every phase on these stages."""
     return [
         PhaseMemory(phase=phase, stage=stage, parts=_parts(component, sizes, cluster, phase, stage))
         for stage in stages

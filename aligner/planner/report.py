@@ -36,8 +36,6 @@ WIDTH = 140
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPlan:
-    """All results of one job's plan."""
-
     name: str
     cluster: ClusterConfig
     components: tuple[ComponentPlan, ...]
@@ -64,7 +62,6 @@ def console() -> Console:
 
 
 def show(job: JobPlan, out: Console) -> None:
-    """Print the plan."""
     cluster = job.cluster
     counted = "GPUs, on which the components take turns" if job.take_turns else "ranks"
     out.print(
@@ -174,12 +171,10 @@ def _memory_table(plan: ComponentPlan) -> Table:
 
 
 def fullest(plan: ComponentPlan, phase: Phase) -> PhaseMemory:
-    """The fullest stage of a phase."""
     return max((moment for moment in plan.memory if moment.phase == phase), key=lambda moment: moment.total)
 
 
 def listed(parts: Mapping[str, float], shown: Any) -> str:
-    """The parts, the largest first."""
     return ", ".join(f"{name} {shown(value)}" for name, value in sorted(parts.items(), key=lambda item: -item[1]))
 
 
@@ -250,16 +245,11 @@ def to_json(job: JobPlan) -> str:
     return json.dumps(tree, indent=2) + "\n"
 
 
-def _cache_tree(component: Component) -> dict[str, int] | None:
-    engine = component.engine
-    if engine is None:
-        return None
-    tokens = cache_tokens(component, engine)
-    return {"tokens": tokens, "wanted_tokens": engine.wanted_cache_tokens or tokens, "sequences": seats(component, engine)}
-
-
 def component_tree(plan: ComponentPlan) -> dict[str, Any]:
-    component = plan.component
+    component, cache = plan.component, None
+    if (engine := component.engine) is not None:
+        tokens = cache_tokens(component, engine)
+        cache = {"tokens": tokens, "wanted_tokens": engine.wanted_cache_tokens or tokens, "sequences": seats(component, engine)}
     passes = train_micro_batches(component) if component.optimizer is not None else None
     train = sum(time.total for time in plan.times if time.phase == Phase.train)
     work, length = component.work, component.work.mean_length()
@@ -277,7 +267,7 @@ def component_tree(plan: ComponentPlan) -> dict[str, Any]:
         "state_bytes": [asdict(state) for state in plan.sizes.stages],
         "engine_weight_bytes": plan.sizes.engine_weights,
         "layer_activation_bytes": plan.sizes.train.layer,
-        "cache": _cache_tree(component),
+        "cache": cache,
         "memory": [{"phase": m.phase, "stage": m.stage, "bytes": m.total, "parts": dict(m.parts)} for m in plan.memory],
         "peak_bytes": plan.peak.total,
         "limit_bytes": plan.limit,
@@ -302,14 +292,11 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a training step."""
         return self.job.step_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """All results of a search."""
-
     name: str
     cluster: ClusterConfig
     most: int  # GPUs that were allowed
@@ -321,7 +308,6 @@ class Found:
     best: Row | None  # None: nothing fits, or meets the deadline
 
     def hours(self, row: Row) -> float:
-        """Hours of all steps."""
         return row.seconds * self.steps / 3600
 
 
@@ -379,6 +365,7 @@ def in_one_line(component: Component) -> str:
 
 def search_to_json(found: Found) -> str:
     """Everything; sizes in bytes, times in seconds. `components` are the best job's."""
+    best = found.best
     tree = {
         "config": found.name,
         "fits": bool(found.rows),
@@ -386,11 +373,11 @@ def search_to_json(found: Found) -> str:
         "steps": found.steps,
         "deadline_hours": found.deadline or None,
         "cluster": asdict(found.cluster),
-        "best": _row_tree(found, found.best) if found.best is not None else None,
+        "best": _row_tree(found, best) if best is not None else None,
         "pareto": [_row_tree(found, row) for row in found.rows],
         "alternatives": [_row_tree(found, row) for row in found.alternatives],
         "opt_in": [_row_tree(found, row) for row in found.opt_in],
-        "components": {plan.component.name: component_tree(plan) for plan in found.best.job.components} if found.best is not None else {},
+        "components": {plan.component.name: component_tree(plan) for plan in best.job.components} if best is not None else {},
     }
     return json.dumps(tree, indent=2) + "\n"
 

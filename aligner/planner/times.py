@@ -59,7 +59,6 @@ class PhaseTime:
 
 
 def phase_times(component: Component, sizes: Sizes, cluster: ClusterConfig) -> list[PhaseTime]:
-    """Every phase of the component's training step."""
     found = []
     for phase in component.work.phases:
         if phase == Phase.train:

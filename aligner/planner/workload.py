@@ -182,7 +182,6 @@ class Component:
 
     @property
     def process(self) -> str:
-        """The component in whose processes it runs."""
         return self.within or self.name
 
     @property
@@ -192,7 +191,6 @@ class Component:
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas."""
         return self.num_ranks // self.parallel.replica_size
 
     @property

@@ -40,12 +40,10 @@ class Series:
 
     @property
     def start(self) -> float:
-        """Median of the first WINDOW values."""
         return median(self.values[:WINDOW])
 
     @property
     def now(self) -> float:
-        """Median of the last WINDOW values."""
         return median(self.values[-WINDOW:])
 
     @property
@@ -123,11 +121,9 @@ class Finding:
     evidence: str
 
     def text(self) -> str:
-        """One line."""
         return f"{self.rule.title}: {self.evidence}. Likely cause: {self.rule.cause}. Remedy: {self.rule.remedy}"
 
     def record(self) -> dict[str, object]:
-        """As JSON can hold it."""
         rule = self.rule
         steps = {"first_step": self.steps[0], "last_step": self.steps[-1], "num_steps": len(self.steps)}
         said = {"evidence": self.evidence, "cause": rule.cause, "remedy": rule.remedy}
@@ -149,7 +145,6 @@ class Diagnosis:
         return f"{_span(finding.steps)} ({len(finding.steps)} of {self.num_steps}{gone})"
 
     def text(self) -> str:
-        """For the terminal."""
         lines = [] if self.findings else [f"nothing found in {self.num_steps} steps"]
         for finding in self.findings:
             rule = finding.rule
@@ -158,7 +153,6 @@ class Diagnosis:
         return "\n".join([*lines, *(f"not judged: {name}: {reason}" for name, reason in self.not_judged.items())])
 
     def record(self) -> dict[str, object]:
-        """As JSON can hold it."""
         return {
             "num_steps": self.num_steps,
             "findings": [finding.record() for finding in self.findings],

@@ -45,7 +45,6 @@ def rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """A heading and a table."""
     lines = [COLUMNS, ("---", "---:", "---", "---:", "---", "---"), *rows(record)]
     table = "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |" for cells in lines)
     return f"# {record['model']}\n\n{record['time']}, aligner {record['aligner']}\n\n{table}\n"

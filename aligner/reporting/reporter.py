@@ -129,7 +129,6 @@ class Reporter:
                 last_first.callback(logger.close)
 
     def _write(self, action: Callable[[], object], what: str, path: Path) -> None:
-        """Call `action`; warn if it fails."""
         try:
             action()
         except OSError as error:

@@ -44,7 +44,6 @@ class RunView:
         return self
 
     def metrics(self) -> list[StepMetrics]:
-        """All steps so far."""
         return read_metrics(self.files.metrics) if self.files.metrics.is_file() else []
 
     def newest(self, metric: str) -> float | None:

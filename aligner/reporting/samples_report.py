@@ -5,15 +5,13 @@ templates/report.html is the page.
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aligner.data.vision import ImageStore, decoded
+from aligner.data.vision import ImageStore, thumbnail
 from aligner.errors import DataError
 from aligner.files import is_plain_name
 from aligner.reporting.diagnosis import diagnose
@@ -162,11 +160,6 @@ def _pairs(before: Samples, after: Samples) -> list[tuple[str, tuple[str, ...], 
 def _thumbnail(images: ImageStore | None, digest: str) -> str:
     """A small copy of an image, as the model saw it, as a data URI; empty if its file is missing, or no image any more."""
     try:
-        if images is None or not is_plain_name(digest):
-            return ""
-        image, stream = decoded(images.get(digest)), io.BytesIO()
+        return thumbnail(images.get(digest), THUMBNAIL_PIXELS) if images is not None and is_plain_name(digest) else ""
     except DataError:
         return ""
-    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
-    image.save(stream, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"

@@ -100,7 +100,6 @@ def submission_environment(environ: Mapping[str, str], job: str) -> dict[str, st
 
 
 def _is_slurms(name: str) -> bool:
-    """Whether a variable describes the job."""
     return name.startswith("SLURM") and name != "SLURM_CONF"
 
 

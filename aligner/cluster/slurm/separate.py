@@ -19,6 +19,7 @@ from aligner.cluster.slurm.allocation import StopRequests
 from aligner.cluster.slurm.client import OVER, SlurmClient
 from aligner.cluster.slurm.spec import JobSpec, part_options
 from aligner.errors import LaunchError
+from aligner.files import publish
 
 _POLL_SECONDS = 0.25
 _ASK_SECONDS = 5.0  # from one question to the controller to the next
@@ -62,9 +63,7 @@ class Together:
             leader = [f"--beside={','.join(jobs)}", "--", *arguments]
             jobs.insert(0, client.submit([*dependency, *first], script, leader, cwd=cwd, environ=environ))
             record = {"job": jobs[0], "idle_seconds": self.idle_seconds, "command_seconds": self.command_seconds}
-            fresh = self.note.with_suffix(".tmp")
-            fresh.write_text(json.dumps(record) + "\n")
-            fresh.rename(self.note)
+            publish(self.note, lambda new: new.write_text(json.dumps(record) + "\n"))
         except (LaunchError, OSError) as error:
             for job in jobs:
                 client.cancel(job)

@@ -181,7 +181,6 @@ class JobSpec:
     container: ContainerConfig = field(default_factory=ContainerConfig)
 
     def parts(self) -> list[list[ComponentSpec]]:
-        """The components of each part of the job."""
         return [[one for one in self.components if one.part == part] for part in range(1 + max(one.part for one in self.components))]
 
     @property
@@ -195,7 +194,6 @@ class JobSpec:
 
 
 def to_json(spec: JobSpec) -> str:
-    """The spec as text; `from_json` reads it back."""
     return json.dumps({"format": _FORMAT, **asdict(spec)}, indent=1) + "\n"
 
 

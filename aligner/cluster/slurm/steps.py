@@ -52,7 +52,6 @@ class Step:
         return outcomes.decisive(outcomes.read(self._outcomes))
 
     def describe_end(self) -> str:
-        """For a person."""
         outcome, code = self.outcome(), self.srun_code()
         if outcome is None and self._was_out_of_memory():
             return f"{self.name} was killed: it took more memory than Slurm gave its step (slurm.memory)"

@@ -48,8 +48,6 @@ class Row:
 
 @dataclass(kw_only=True, slots=True)
 class Migration:
-    """The result of a migration."""
-
     framework: str
     source: str
     trains: str
@@ -115,7 +113,6 @@ def migrate(source: Source, *, ranks: int = 0, examples: int = 0) -> Migration:
 
 @functools.cache  # half of the time of a migration
 def _base(recipe: str) -> Any:
-    """The recipe's own values."""
     return composed(recipe, [f"data.train={PLACEHOLDER}"])
 
 
@@ -137,8 +134,6 @@ def _context(source: Source, entries: Sequence[Entry], recipe: str, *, ranks: in
 
 @dataclass(kw_only=True, slots=True)
 class _Rows:
-    """Builds the rows."""
-
     context: Context
     base: Any
     recipe: str

@@ -35,8 +35,6 @@ _FOLDER = Path(__file__).parent / "tables"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One key of a framework."""
-
     key: str
     also: Sequence[str] = ()
     recipes: Sequence[str] = ()
@@ -67,8 +65,6 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """One framework."""
-
     name: str
     source: str  # where its defaults were read
     style: str  # hydra (key=value) or flags (--key value)

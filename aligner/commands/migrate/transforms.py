@@ -291,7 +291,6 @@ _LORA_GROUPS = {"all": _ALL, "all-linear": _ALL, "attention": ["qkv", "proj"], "
 
 
 def lora_targets(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Names of linear layers."""
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     names = [part for part in re.split(r"[,\s\[\]'\"]+", text) if part]
     unknown = [name for name in names if name not in _LORA and name not in _LORA_GROUPS]

@@ -170,22 +170,18 @@ def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[Comp
 def load(name: str, overrides: Sequence[str]) -> JobRun:
     """The composed config, or the config of the run in the directory `name`, with the configs of models that it names on the Hugging Face
     Hub. Data need not be named; `loop.epochs` become steps if the data exist."""
-    config: JobRun = of_run(name, overrides) if is_run(name) else composed(name, ["data.train=not-read", *overrides])
+    recorded = RunDirectory(Path(name)).config
+    config: JobRun = of_run(recorded, overrides) if recorded.is_file() else composed(name, ["data.train=not-read", *overrides])
     fetch_named(config, weights=False, data=False, may_fail=_is_described)
     if not config.loop.epochs or (isinstance(config.data.train, str) and not Path(config.data.train).exists()):
         return config
     return replace(config, loop=parts.with_steps(parts.with_lengths(config)).loop)
 
 
-def is_run(name: str) -> bool:
-    """Whether `name` is the directory of a run that has begun."""
-    return RunDirectory(Path(name)).config.is_file()
-
-
-def of_run(name: str, overrides: Sequence[str]) -> JobRun:
-    """The config that a run has recorded, with `overrides`; `cluster=NAME` replaces the recorded machine. Raises ConfigError for unknown
-    settings."""
-    text = RunDirectory(Path(name)).config.read_text()
+def of_run(recorded: Path, overrides: Sequence[str]) -> JobRun:
+    """The config that a run has recorded in this file, with `overrides`; `cluster=NAME` replaces the recorded machine. Raises ConfigError
+    for unknown settings."""
+    text = recorded.read_text()
     schema = schema_of([recipe.config for recipe in recipes().values()], text)
     about_cluster = [one for one in overrides if one.startswith(("cluster=", "hydra.searchpath="))]
     config: JobRun = from_yaml(schema, text, [one for one in overrides if one not in about_cluster])
@@ -309,16 +305,11 @@ def _model(model: ModelConfig, architecture: Architecture, parallel: ParallelCon
     return replace(model, dtype=Dtype.bfloat16 if cluster.device == Device.gpu else Dtype.float32)
 
 
-def _vocabulary(model: ModelConfig) -> int:
-    """The vocabulary of the local tokenizer of a model without weights; 0 if the size is known from elsewhere, or not at all."""
-    if model.path or model.architecture.vocab_size or not (model.tokenizer and Path(model.tokenizer).is_dir()):
-        return 0
-    return load_tokenizer(model.tokenizer).vocab_size
-
-
 def _architecture(key: str, model: ModelConfig) -> Architecture:
     """The sizes of `model.path` if it exists here, else the sizes in the config."""
-    described, vocabulary = model.architecture.vocab_size > 0, _vocabulary(model)
+    described, vocabulary = model.architecture.vocab_size > 0, 0
+    if not model.path and not described and model.tokenizer and Path(model.tokenizer).is_dir():  # a local tokenizer, and no weights
+        vocabulary = load_tokenizer(model.tokenizer).vocab_size
     try:
         found = create.read_architecture(model, vocab_size=vocabulary)
     except (CheckpointError, ConfigError):

@@ -262,7 +262,6 @@ def _tried(job: JobPlan) -> Iterator[tuple[str, ...]]:
 
 
 def show_explained(job: JobPlan, found: Sequence[Change], out: Console) -> None:
-    """Print both lists."""
     largest = (f"{name} {value / job.step_seconds:.0%}" for name, value in list(causes(job).items())[:SHOWN])
     out.print(f"\n[bold]what a step is made of[/]: {', '.join(largest)}")
     if not found:

@@ -67,7 +67,6 @@ class Allocation:
             self.store.set(f"preflight/{self.item}/{key}", json.dumps(value))
 
     def has(self, key: str) -> bool:
-        """Whether a value lies there."""
         with self._connection():
             return self.store.check([f"preflight/{self.item}/{key}"])
 

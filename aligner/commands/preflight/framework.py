@@ -54,8 +54,6 @@ class Level(str, Enum):
 
 
 class Where(str, Enum):
-    """Which ranks observe."""
-
     every_rank = "every rank"
     every_node = "every node"  # the first rank of each
     first_rank = "first rank"
@@ -224,8 +222,6 @@ class Answer:
 
 
 class Runner:
-    """Runs items in order and keeps their results."""
-
     def __init__(self, context: Context, *, timeout_seconds: float = 0.0, progress: Callable[[str, Finding], None] | None = None) -> None:
         """`timeout_seconds` above 0 replaces the timeout of every item; `progress` is called on rank 0 after each item."""
         self.context = context
@@ -317,7 +313,6 @@ class Runner:
 
 
 def participants(context: Context, item: Item) -> list[int]:
-    """The ranks that observe."""
     if item.where is Where.first_rank:
         return [0]
     return context.allocation.leaders() if item.where is Where.every_node else list(range(context.allocation.size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from aligner.commands.preflight.models import tokenizer_of
 from aligner.commands.programs import programs, share_out
 from aligner.errors import ConfigError
 from aligner.loop.loop import NEWEST_BY_TIME
+from aligner.models.checkpoint.files import free_bytes
 from aligner.models.config import Dtype
 from aligner.parallel import platform
 from aligner.planner.config import Device
@@ -67,7 +69,7 @@ def devices(context: Context) -> Machine:
         gpu_bytes=total,
         gpu_free_bytes=free,
         host_bytes=host_bytes(),
-        shared_bytes=_size(Path("/dev/shm")),
+        shared_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
         own=own,
         node_gpus=node_gpus,
     )
@@ -80,13 +82,6 @@ def host_bytes(limits: tuple[str, ...] = _CGROUP_LIMITS) -> int:
         if path.is_file() and (text := path.read_text().strip()).isdigit():
             total = min(total, int(text))
     return total
-
-
-def _size(path: Path) -> int:
-    if not path.is_dir():
-        return 0
-    found = os.statvfs(path)
-    return found.f_blocks * found.f_frsize
 
 
 @devices.judged
@@ -247,11 +242,7 @@ def judge_plan(context: Context, seen: Mapping[int, Planned]) -> Finding:
 @item("space", Where.first_rank, seconds=30.0, needs=("filesystem", "plan"))
 def space(context: Context) -> int:
     """Free bytes of the run directory's file system."""
-    path = Path(context.config.run.directory).expanduser().absolute()
-    while not path.exists():
-        path = path.parent
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    return free_bytes(Path(context.config.run.directory).expanduser())
 
 
 @space.judged
