@@ -112,11 +112,11 @@ def check_numbers(
 ) -> None:
     """Raise ConfigError naming a setting of `section` that breaks its rule. `config` has the settings as attributes."""
     rules: Sequence[tuple[Sequence[str], Callable[[float], bool], str]] = (
-        (at_least_1, lambda value: value < 1, "must be at least 1"),
-        (not_negative, lambda value: value < 0, "must not be negative"),
-        (above_0, lambda value: value <= 0, "must be above 0"),
+        (at_least_1, lambda value: value >= 1, "must be at least 1"),
+        (not_negative, lambda value: value >= 0, "must not be negative"),
+        (above_0, lambda value: value > 0, "must be above 0"),
     )
-    for names, is_bad, rule in rules:
+    for names, holds, rule in rules:
         for name in names:
-            if is_bad(getattr(config, name)):
+            if not holds(getattr(config, name)):
                 raise ConfigError(f"{section}.{name}={getattr(config, name)}: {rule}")

@@ -48,9 +48,7 @@ class Component:
 
 def interpreter(component: str, environment: str) -> str:
     """The Python interpreter of `<component>.environment`, a virtual environment's folder or its interpreter; this one if it is empty.
-
-    Raises ConfigError if it does not exist. Links are not resolved: an environment is found by the path of its own interpreter.
-    """
+    Links are not resolved: an environment is found by the path of its own interpreter."""
     if not environment:
         return sys.executable
     path = Path(environment).expanduser().absolute()

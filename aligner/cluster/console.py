@@ -12,6 +12,7 @@ import struct
 import termios
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -147,6 +148,7 @@ class Console:
         self._selector = selectors.DefaultSelector()
         self._open: list[Channel] = []
         self.log = run_directory.logs / "launcher.log"
+        self._warn = partial(self._echo.line, "run")
         self._notes = LogFile(self.log, self._warn)
 
     def __enter__(self) -> Console:
@@ -164,10 +166,7 @@ class Console:
         """A line of the launcher itself."""
         self._notes.write(f"{plain(text)}\n".encode())
         if not self._drawn:
-            self._echo.line("run", text)
-
-    def _warn(self, text: str) -> None:
-        self._echo.line("run", text)
+            self._warn(text)
 
     def drawing_ended(self) -> None:
         """Show lines again: the rank that drew on the terminal is gone."""

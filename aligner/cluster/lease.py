@@ -61,11 +61,9 @@ def read_lease(path: Path) -> tuple[LeaseRecord, int] | None:
 def claim(
     path: Path, record: LeaseRecord, *, is_over: Callable[[LeaseRecord], bool | None], settle_seconds: float = _SETTLE_SECONDS
 ) -> Lease:
-    """Take the run for `record`. `is_over` returns whether another holder has surely ended (None: unknown; signs of life decide).
-
-    Raises RunHeld if another holder lives: at once if `is_over` or a new sign of life shows it, at the latest after the
-    other's `valid_seconds`. Of two simultaneous claims the later file wins: each checks again after `settle_seconds`.
-    """
+    """Take the run for `record`. `is_over` returns whether another holder has surely ended (None: unknown; signs of life decide). Raises
+    RunHeld if another holder lives, at the latest after its `valid_seconds`. Of two simultaneous claims the later file wins: each checks
+    again after `settle_seconds`."""
     found = read_lease(path)
     if found is not None and found[0].job != record.job and _lives(path, *found, is_over):
         raise RunHeld(f"the run in {path.parent} is held by {found[0].describe()}, which still lives: one job at a time")
@@ -136,11 +134,8 @@ class Lease:
             try:
                 with self._lock:
                     found = read_lease(self._path)
-                    if found is not None and found[0].job != self.record.job:
-                        self._lost = f"the lease {self._path} was taken by {found[0].describe()}"
-                        return
-                    if found is None:
-                        self._lost = f"the lease {self._path} was removed"
+                    if found is None or found[0].job != self.record.job:
+                        self._lost = f"the lease {self._path} was {f'taken by {found[0].describe()}' if found else 'removed'}"
                         return
                     os.utime(self._path)
                 failing_since = None
@@ -176,10 +171,8 @@ def _problem(path: Path, attempt: str) -> str:
 
 
 def watch_lease(environ: Mapping[str, str]) -> None:
-    """End this process (exit code 1, with a line on stderr) when the lease named by ALIGNER_LEASE is gone; no-op if unset.
-
-    Call it once, early. A thread watches, so a rank that hangs in a collective exits too.
-    """
+    """End this process (exit code 1) when the lease named by ALIGNER_LEASE is gone; no-op if unset. Call it once, early. A thread watches,
+    so a rank that hangs in a collective exits too."""
     if not environ.get(VARIABLE):
         return
 

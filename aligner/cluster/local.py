@@ -116,16 +116,9 @@ def launch(
     environment: Mapping[str, str] | None = None,
     stream: TextIO | None = None,
 ) -> int:
-    """Run the components to their end and return the exit code: 0 with `done.json`, or that of the process that failed first.
-
-    A process killed by signal n counts as 128 + n, a premature exit with 0 as 1; Ctrl-C gives 130, SIGTERM 143, SIGHUP 129, or
-    75 if the main components saved a checkpoint and stopped cleanly.
-    `environment` replaces this process's environment as the base of the ranks'; `stream` replaces stdout.
-
-    Raises:
-        LaunchError: another launcher or a Slurm job uses the run directory; an expected service did not register in time.
-        ConfigError: names that are not unique or not usable as file names, no main component, an unknown expected service.
-    """
+    """Run the components to their end and return the exit code: 0 with `done.json`, or that of the process that failed first. A process
+    killed by signal n counts as 128 + n, a premature exit with 0 as 1; Ctrl-C gives 130, SIGTERM 143, SIGHUP 129, or 75 if the main
+    components saved a checkpoint and stopped cleanly. `environment` is the base of the ranks'."""
     if sys.platform != "linux":
         raise LaunchError(f"the local launcher needs Linux (/proc, parent-death signals); this is {sys.platform}")
     check_components(components, expect_services)

@@ -73,10 +73,8 @@ def fail(environ: Mapping[str, str], code: int, message: str) -> None:
 
 @contextmanager
 def unless_ended_early(environ: Mapping[str, str]) -> Iterator[None]:
-    """Meanwhile an exit with code 0 by user code becomes one with code 1; its place in the code is printed and recorded.
-
-    Forked processes are unaffected. Exits by native code are invisible here: launchers look for `done.json`.
-    """
+    """Meanwhile an exit with code 0 by user code becomes one with code 1; its place is printed and recorded. Exits by native code are
+    invisible here: launchers look for `done.json`."""
     process, leave = os.getpid(), os._exit
 
     def refuse(where: str) -> int:

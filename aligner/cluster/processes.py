@@ -68,10 +68,8 @@ def _wait_until_gone(search: Callable[[], set[int]], seconds: float, pause: Call
 
 
 def end(search: Callable[[], set[int]], seconds: float, pause: Callable[[float], None]) -> set[int]:
-    """Send SIGTERM to what `search` finds, SIGKILL to the rest after `seconds`; returns the survivors.
-
-    Calls `pause(seconds)` while waiting: the launcher drains pipes in it, so that no stopping process hangs in a write.
-    """
+    """Send SIGTERM to what `search` finds, SIGKILL to the rest after `seconds`; returns the survivors. The launcher drains pipes in
+    `pause`, so that no stopping process hangs in a write."""
     send(search(), signal.SIGTERM)
     if not _wait_until_gone(search, seconds, pause):
         return set()

@@ -24,10 +24,8 @@ class RunDirectory(RunFiles):
     """The directory of a run whose components this process starts, or belongs to."""
 
     def create(self) -> RunDirectory:
-        """Make the directory (mode 0700: it holds the servers' access token) and its sub-directories; existing ones stay, with that mode.
-
-        Raises ConfigError: the path is not a directory, belongs to someone else, is writable by others or not by this user, or is full.
-        """
+        """Make the directory (mode 0700: it holds the servers' access token) and its sub-directories. Raises ConfigError if it is not a
+        directory, is full, or is not this user's alone."""
         try:
             return self._create()
         except OSError as error:

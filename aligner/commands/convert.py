@@ -56,15 +56,9 @@ class _Source:
 
 
 def convert(options: ConvertOptions) -> int:
-    """Convert from one source to one target, on every rank of the layout.
-
-    A Megatron-Core checkpoint is written to `to_megatron`/step_000000 (and `latest`). Rank 0 writes a Hugging Face model, one file's
-    tensors at a time; a reward model becomes a classifier. With `push_to`, ORG/NAME, the model is then uploaded with a card. `tokenizer` is
-    a directory that replaces the archive's own tokenizer for a model of Megatron-LM or NeMo; it determines where a padded vocabulary ends,
-    unless the source does.
-
-    Raises CheckpointError if the source is not a complete model, or the target already holds one; AlignerError for other combinations.
-    """
+    """Convert one source to one target, on every rank of the layout. A Megatron-Core checkpoint goes to `to_megatron`/step_000000; a
+    Hugging Face model is written by rank 0, one file's tensors at a time, and uploaded if there is `push_to`. `tokenizer` replaces that of
+    a model of Megatron-LM or NeMo, and determines where a padded vocabulary ends, unless the source does."""
     from_hf, from_megatron, to_megatron, to_hf = options.from_hf, options.from_megatron, options.to_megatron, options.to_hf
     tokenizer, push_to, parallel = options.tokenizer, options.push_to, ParallelConfig(tp=options.tp, pp=options.pp)
     foreign = from_megatron is not None and is_foreign(from_megatron)

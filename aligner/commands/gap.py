@@ -59,8 +59,7 @@ SPREAD_PER_ROLLOUT = 48  # tokens of a traced rollout, evenly spaced: outputs of
 
 
 def gap(name: str, overrides: Sequence[str], options: GapOptions) -> int:
-    """Compare engine and trainer of the config `name` with `overrides`, or of a run directory. Returns 0, or 1 if they differ
-    by more than rounding. Raises ConfigError for a recipe that does not sample."""
+    """Compare engine and trainer of a config, or of a run directory. Returns 0, or 1 if they differ by more than rounding."""
     config = load(name, overrides, random_prompts=options.random_prompts)
     fetch_named(config)
     world, _ = launch.detect_world(os.environ)
@@ -110,19 +109,13 @@ def compare(config: OnlineRun, layout: topology.Topology, options: GapOptions) -
     """Build engine and trainer, sample, compare. Collective; the report is the same on every rank."""
     tokenizer, architecture = load_model_files(config.model, config.data)
     config = fill(config, {"model": create.context_length(config.model, architecture)})
-    how = {"replay_routes": config.rollout.replays_routes, "vision": tokenizer.vision}
     temperature = 1.0 if options.greedy else config.rollout.sampling.temperature  # a greedy engine's log-probs are at temperature 1
-    training = create.training(config.model, None, temperature=temperature, **how)
-    policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
-    engine = create_engine(policy, config.rollout, tokenizer=tokenizer)
+    policy, engine = built(config, layout, tokenizer, architecture, temperature)
     sampling = replace(config.rollout.sampling, min_response_length=0, max_response_length=options.num_tokens, stop_strings=[])
     sampling = replace(sampling, temperature=0.0) if options.greedy else sampling
     engine.wake()
     rollouts = samples(engine, _prompts(config, options, tokenizer, architecture), sampling)
-    if rollouts[0].logprob_kind is LogprobKind.raw:
-        policy.temperature = 1.0
-    batch = rollout_batch(rollouts, tokenizer.pad_id)
-    logprobs = policy.logprobs(batch)
+    batch, logprobs = recomputed(policy, rollouts, tokenizer.pad_id)
     gaps = (logprobs - batch.rollout_logprobs).abs() * batch.loss_mask
     paths = trace_paths(engine, policy, config, most_different(rollouts, batch, gaps, options.num_traced))
     dtype = Dtype(str(policy.chunks[0].config.params_dtype).removeprefix("torch."))
@@ -163,6 +156,24 @@ def samples(engine: RolloutEngine, prompts: list[Prompt], sampling: SamplingConf
     parts = gather_objects(own if engine.replica.is_leader else [])
     engine.sleep()  # the policy's turn
     return sorted((rollout for part in parts for rollout in part), key=lambda rollout: rollout.seed)
+
+
+def built(
+    config: OnlineRun, layout: topology.Topology, tokenizer: Tokenizer, architecture: Architecture, temperature: float
+) -> tuple[MegatronPolicy, PhasedEngine]:
+    """The policy, frozen, and the engine on its weights."""
+    how = {"replay_routes": config.rollout.replays_routes, "vision": tokenizer.vision}
+    training = create.training(config.model, None, temperature=temperature, **how)
+    policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
+    return policy, create_engine(policy, config.rollout, tokenizer=tokenizer)
+
+
+def recomputed(policy: MegatronPolicy, rollouts: Sequence[Rollout], pad_id: int) -> tuple[RolloutBatch, torch.Tensor]:
+    """The rollouts as a batch, and the policy's log-probs from then on at the engine's temperature. Collective."""
+    if rollouts[0].logprob_kind is LogprobKind.raw:
+        policy.temperature = 1.0
+    batch = rollout_batch(rollouts, pad_id)
+    return batch, policy.logprobs(batch)
 
 
 def _worst(

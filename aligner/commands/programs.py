@@ -32,11 +32,7 @@ class Program:
 
 
 def programs(name: str, config: JobRun, overrides: Sequence[str], *, num_processes: int = 0) -> list[Program]:
-    """The programs of a run, the one that trains first; the others are its servers.
-
-    `config` results from `name` and `overrides`; `num_processes` overrides its number of actor processes. Raises ConfigError
-    if a layout does not fit its ranks.
-    """
+    """The programs of a run, the one that trains first; the others are its servers. `num_processes` overrides the config's."""
     num_ranks = num_processes or config.num_processes
     overrides = [*overrides, *([f"num_processes={num_processes}"] if num_processes else [])]
     config.parallel.check_world(num_ranks)
@@ -62,10 +58,8 @@ def programs(name: str, config: JobRun, overrides: Sequence[str], *, num_process
 
 
 def share_out(found: Sequence[Program], placement: Placement, num_gpus: int) -> dict[str, range]:
-    """The GPUs of a machine of `num_gpus` by component: each has its own, the one that trains the first; colocated ones all begin there.
-
-    Raises ConfigError if there are too few.
-    """
+    """The GPUs of a machine by component: each has its own, the one that trains the first; colocated ones all begin there. Raises
+    ConfigError if there are too few."""
     if placement is Placement.colocated:
         own = {program.component: range(program.num_gpus) for program in found}
         needed = max(map(len, own.values()))
@@ -86,11 +80,8 @@ def share_out(found: Sequence[Program], placement: Placement, num_gpus: int) -> 
 
 
 def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0) -> int:
-    """Start every component of a run with the same settings; returns the exit code.
-
-    `name` is a config; `num_processes` overrides the config's number of actor processes. On a machine with GPUs each component sees its own
-    only. Raises ConfigError before anything starts, also for an environment without Python or without this version of the package.
-    """
+    """Start every component of a run with the same settings; returns the exit code. `num_processes` overrides the config's. On a machine
+    with GPUs each component sees its own only."""
     config = composed(name, overrides)
     found = programs(name, config, overrides, num_processes=num_processes)
     config.check_complete()

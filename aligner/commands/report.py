@@ -20,10 +20,7 @@ STEP = "step"  # the span of a training step, on every rank that trains
 
 
 def report(directory: Path, output: Path | None = None) -> int:
-    """Print the summary of a run and its samples before and after, and write `output` (None: report.html in the run's directory).
-
-    Raises DataError if there is no run, or its files are damaged; AlignerError if the file cannot be written.
-    """
+    """Print the summary of a run and its samples before and after, and write `output` (None: report.html in the run's directory)."""
     run = RunView(directory).begun(str(directory))
     output = run.files.path / "report.html" if output is None else output
     try:
@@ -47,20 +44,15 @@ def all_columns() -> list[Column]:
 
 
 def diagnose(directory: Path, *, as_json: bool = False) -> int:
-    """Print the rules' findings in the metrics of a run, which may still be running. Returns 1 if there are findings, else 0.
-
-    Raises DataError if there is no run, or its metrics are damaged.
-    """
+    """Print the rules' findings in the metrics of a run, which may still be running. Returns 1 if there are findings, else 0."""
     found = RunView(directory).begun(str(directory)).diagnosis()
     print(json.dumps(found.record(), indent=2) if as_json else found.text())
     return int(bool(found.findings))
 
 
 def trace(directory: Path, output: Path | None = None, *, steps: int = 0) -> int:
-    """Write the trace of a run, which may be under way, to `output` (None: trace.json in its directory); of its last `steps` (0: of all).
-
-    Raises DataError if nothing has been recorded, AlignerError if the file cannot be written.
-    """
+    """Write the trace of a run, which may be under way, to `output` (None: trace.json in its directory); of its last `steps` (0: of
+    all)."""
     run = RunView(directory)
     output = run.files.path / "trace.json" if output is None else output
     spans, num_damaged = run.spans()

@@ -23,7 +23,7 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import CHOICES
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.separate import Together
-from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, render, to_json
+from aligner.cluster.slurm.spec import SPEC_LINE, ComponentSpec, GpuRequest, JobSpec, render, to_json
 from aligner.commands.parts import LaunchOptions
 from aligner.commands.programs import Program, programs, share_out
 from aligner.errors import AlignerError, ConfigError, LaunchError
@@ -33,18 +33,12 @@ from aligner.run.from_hub import fetch_named
 from aligner.run.settings import JobRun
 from aligner.telemetry import terminal
 
-SPEC_LINE = "ALIGNER_SPEC="
 _LOOPBACK = "127.0.0.1"
 _SUBMIT_SECONDS = 120.0
 
 
 def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) -> int:
-    """Render the batch script of the config `name` with `overrides` and submit it; the exit code.
-
-    Raises:
-        ConfigError: a setting is wrong, or a run to submit lacks a required one.
-        LaunchError: sbatch refused the job.
-    """
+    """Render the batch script of the config `name` with `overrides` and submit it; the exit code."""
     is_kept = options.dry_run or options.output is not None
     overrides = [*overrides, "slurm.separate=true"] if options.separate else overrides
     config = _compose(name, overrides, may_be_incomplete=is_kept or options.test_only)

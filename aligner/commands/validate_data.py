@@ -93,10 +93,7 @@ class Finding:
 
 
 def validate(target: str, overrides: Sequence[str], options: ValidateOptions) -> int:
-    """Check the data of `conf/<target>.yaml`, or a file of `options.kind`; prints, returns the exit code: 1 if lines are bad.
-
-    Raises ConfigError for settings that do not fit, DataError for a missing file.
-    """
+    """Check the data of `conf/<target>.yaml`, or a file of `options.kind`; prints, returns the exit code: 1 if lines are bad."""
     config = config_of(target, overrides, options)
     fetch_named(config, weights=False)
     tokenizer = _tokenizer(config)
@@ -252,11 +249,8 @@ def _seeing(config: JobRun, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def inspect_data(target: str, overrides: Sequence[str], options: InspectOptions) -> int:
-    """Describe a file or a data set of the Hub, read as `options.kind`, or as the first purpose that its first record fits.
-
-    Without a tokenizer samples are shown with a stand-in of bytes and ChatML. Returns the exit code: 1 if lines are bad.
-    Raises ConfigError for settings that do not fit, DataError for a missing file or an unknown form.
-    """
+    """Describe a file or a data set of the Hub, read as `options.kind`, or as the first purpose that its first record fits. Without a
+    tokenizer samples are shown with a stand-in of bytes and ChatML. Returns the exit code: 1 if lines are bad."""
     with TemporaryDirectory() as folder:
         chosen = InspectOptions(kind=options.kind or "sft", tokenizer=options.tokenizer or str(_stand_in(Path(folder))))
         config = config_of(target, overrides, chosen)

@@ -113,10 +113,7 @@ def with_steps(config: J) -> J:
 def load_sets(
     session: Session, load: Callable[..., tuple[Sequence[Example], LoadReport]], data: Any, tokenizer: Tokenizer
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-    """(training examples, validation examples: none if no file is named), read before any model is built.
-
-    Prints the records left out and the unused fields. Raises DataError listing all bad lines.
-    """
+    """(training examples, validation examples: none if no file is named), read before any model is built; prints what was left out."""
     sets: list[Sequence[Example]] = []
     for location in filter(None, (data.train, data.validation)):
         examples, report = load(location, data, tokenizer, heartbeat=session.progress.heartbeat)
@@ -195,10 +192,8 @@ def length_of(config: Any, order: EpochSampler, tokens: str) -> str:
 
 
 def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path, shown: Sequence[Column], length: str) -> int:
-    """Train to the last step, with checkpoints, and export the model with the tokenizer of that directory.
-
-    Returns the exit code: 0, or 75 if a signal or the time limit stopped the run before the last step. Every rank calls it.
-    """
+    """Train to the last step, and export the model with the tokenizer of that directory. Returns the exit code: 0, or 75 if the run was
+    stopped before the last step. Every rank calls it."""
     source = create.source_directory(config.model)
     keeper = RunCheckpointer(
         session,
@@ -245,10 +240,8 @@ def run_loop(
     model: TrainableModel | None = None,
     length: str = "",
 ) -> int:
-    """`loop.run` with the run's reporter, which is always closed and first prints the run's `length`. Returns the last finished step.
-
-    `model` is the trained model or None. Also raises RunHalted if the run learnt nothing and the settings make that an error.
-    """
+    """`loop.run` with the run's reporter, which is always closed and first prints the run's `length`. Returns the last finished step. Also
+    raises RunHalted if the run's `model` learnt nothing and the settings make that an error."""
     watch = None if model is None else LearntNothingAlarm(guard, model.fingerprint)
     with ExitStack() as stack:
 
@@ -306,11 +299,8 @@ def _has_learnt(directory: Path) -> bool:
 def export_at_end(
     session: Session, config: Any, last_step: int, chunks: Sequence[Transformer], tokenizer: Path, source: Path | None
 ) -> None:
-    """Write the model as a Hugging Face one, with its tokenizer and the settings of the model in `source`, to the run's export directory.
-
-    Every rank calls it. Trained adapters are merged into these weights, and also written separately for PEFT. A run stopped by a signal
-    exits without an export; it exports after it is resumed and finished.
-    """
+    """Write the model as a Hugging Face one, with its tokenizer and the settings of the model in `source`; trained adapters are merged into
+    it and also written separately for PEFT. A run that was stopped exports once it is finished. Every rank calls it."""
     if not config.run.export_hf or last_step < config.loop.max_steps:
         return
     save_hf(chunks, session.directory.export, writer=session.is_first)

@@ -68,11 +68,8 @@ MODEL = "policy"  # the name that agents ask for
 
 
 class CheckpointedReference:
-    """`aligner.algorithms.online_dpo.MovingReference`: every reference but the first is a checkpoint of weights alone.
-
-    They are in <run>/checkpoints/reference. No checkpoint of the policy has to be of the same step; those that none of the policy's
-    checkpoints continues with are removed.
-    """
+    """`aligner.algorithms.online_dpo.MovingReference`: every reference but the first is a checkpoint of weights alone, in
+    <run>/checkpoints/reference. Those that none of the policy's checkpoints continues with are removed."""
 
     def __init__(self, session: Session, policy: MegatronPolicy, frozen: ReferencePolicy, *, verify: bool) -> None:
         self._session = session
@@ -99,10 +96,8 @@ class CheckpointedReference:
 
 
 def unused(references: Sequence[int], policies: Sequence[int]) -> list[int]:
-    """The references (by step, ascending) that no checkpoint of the policy needs: not the last before it, and older than the newest one.
-
-    A checkpoint of the step at which the reference was renewed was saved before that: it needs the one before.
-    """
+    """The references (by step, ascending) that no checkpoint of the policy needs: not the last before it (a checkpoint of the step at which
+    it was renewed was saved before that), and older than the newest one."""
     if not policies:
         return []
     needed = {max((one for one in references if one < step), default=0) for step in policies}
@@ -323,10 +318,8 @@ def load_prompt_sets(session: Session, config: OnlineRun, tokenizer: Tokenizer) 
 
 
 def compares_logprobs(config: OnlineRun, capabilities: Capabilities, say: Callable[[str], None]) -> bool:
-    """Whether the engine's log-probs are of the same distribution as the policy's; prints once if not.
-
-    Raises ConfigError if a correction by them is asked for.
-    """
+    """Whether the engine's log-probs are of the same distribution as the policy's; prints once if not. Raises ConfigError if a correction
+    by them is asked for."""
     temperature = config.rollout.sampling.temperature
     if capabilities.logprobs is LogprobKind.sampled or temperature == 1:
         return True
@@ -356,20 +349,18 @@ def _shared_device(session: Session, config: OnlineRun) -> SharedDevice | None:
 
 
 def _reward(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
+    scorer = _scorer(session, config, tokenizer) if config.has_scorer else None
     if config.environment.is_on:
-        others = _scorer(session, config, tokenizer) if config.has_scorer else None
-        return EnvironmentReward(others, is_optional=config.environment.asks_endpoint)
-    return _scorer(session, config, tokenizer) if config.has_scorer else NoReward()
+        return EnvironmentReward(scorer, is_optional=config.environment.asks_endpoint)
+    return NoReward() if scorer is None else scorer
 
 
 def _scorer(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
     functions, answers = config.reward.functions, session.directory.judges / str(session.topology.rank)
+    if not config.reward.serve and not functions:
+        return function_reward(config.reward.function, tokenizer.decode)
     if not config.reward.serve:
-        return (
-            composed_reward(functions, tokenizer.decode, answers=answers)
-            if functions
-            else function_reward(config.reward.function, tokenizer.decode)
-        )
+        return composed_reward(functions, tokenizer.decode, answers=answers)
     texts = _texts(tokenizer) if config.reward.function.path else None
     weights = config.reward.attribute_weights
     reduce = weighted_sum(weights) if weights else None

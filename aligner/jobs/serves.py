@@ -191,10 +191,7 @@ def _limits(model: ModelConfig, architecture: Architecture) -> RequestLimits:
 
 
 def _serve(session: Session, config: OnlineRun, name: str, served: _Served, turn: Turn | None, publication: Publication | None) -> None:
-    """Serve in the run's directory, with its secret. Models that take turns are away until a request needs them.
-
-    A launcher ends the servers that it started; a standalone one exits by itself.
-    """
+    """Serve in the run's directory. Models that take turns are away until a request needs them. A standalone server exits by itself."""
     residence = Residence(served.models, turn if session.is_first else None)
     if turn is not None:
         residence.move(False)

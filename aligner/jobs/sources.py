@@ -23,15 +23,9 @@ from aligner.run.session import Session
 
 
 def pinned(session: Session, role: str, model: ModelConfig) -> ModelConfig:
-    """`model` with the directory that `model.path` resolved to at the run's first start. Collective.
-
-    For models whose weights no checkpoint of the run holds: reference policy, reward model, base model of adapters. `role` is
-    the setting's name, "model" or "reward.model". A model of the Hub's cache is pinned by its commit, wherever the cache lies.
-
-    Raises:
-        ConfigError: `model.path` differs from the first start: the run would continue with another reference or reward.
-        CheckpointError: the pinned directory no longer exists.
-    """
+    """`model` with the directory that `model.path` resolved to at the run's first start, for weights that no checkpoint of the run holds.
+    `role` is the setting's name. Raises ConfigError if `model.path` has changed since, CheckpointError if the directory is gone.
+    Collective."""
     if not model.path:
         return model
     found = from_rank_0(lambda: _pin(session.directory.path / "sources" / f"{role}.json", role, model))
@@ -81,11 +75,8 @@ def model_digest(source: Path | None) -> str:
 
 
 def check_same_architecture(own: ModelConfig, other: ModelConfig, *, setting: str, whose: str, otherwise: str) -> Tokenizer:
-    """The tokenizer of `other`, whose weights replace `own`'s.
-
-    Raises ConfigError if architecture or vocabulary differ. For messages: `setting` (`teacher.path=...`) selected `other`, `whose`
-    names `own`, `otherwise` advises on a model of another shape.
-    """
+    """The tokenizer of `other`, whose weights replace `own`'s. Raises ConfigError if architecture or vocabulary differ; for messages
+    `setting` (`teacher.path=...`) selected `other`, `whose` names `own`, `otherwise` advises on a model of another shape."""
     (tokenizer, architecture), (its_tokenizer, its) = load_model_files(own), load_model_files(other)
     ours, theirs = asdict(architecture), asdict(its)
     names = [name for name in ours if name != "initializer_range"]  # how random weights would be drawn

@@ -48,10 +48,8 @@ def program(name: str) -> Callable[..., None]:
 
 
 def server_program(section: str) -> Callable[..., None]:
-    """The program of a server: `recipe=NAME` (default: ppo) among its arguments, or the config they choose, selects the recipe.
-
-    `section` is the one of a recipe's settings that describes the server: critic or reward.
-    """
+    """The program of the server that this section of the settings describes. `recipe=NAME` among its arguments, or the config that they
+    choose, selects the recipe (default: ppo)."""
 
     def main(argv: Sequence[str] | None = None, program: str = "") -> None:
         try:

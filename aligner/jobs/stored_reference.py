@@ -124,13 +124,11 @@ Made = tuple[list[Record], dict[str, float]]  # of the examples of a file, and m
 def with_reference(
     session: Session, config: TrainerRun, policy: MegatronPolicy, tokenizer: Tokenizer, sets: Mapping[str, Any]
 ) -> list[Sequence[Any]] | None:
-    """The examples of each set with the log-probs of `policy`, computed where they are not on disk yet. Every rank calls it.
-
-    `sets`: by name, examples in memory, or (examples, text that changes with any of their tokens).
-    Returns None if a signal or the job's time limit came first: the run must stop. Raises DataError if the files on disk
-    were computed from another model, tokenizer or data set.
-    """
-    found = {name: one if isinstance(one, tuple) else (one, _digest(one)) for name, one in sets.items()}
+    """The examples of each set (in memory; or with a text that changes with any of their tokens) with the log-probs of `policy`, computed
+    where they are not on disk yet; None if the run must stop first. Raises DataError if the files on disk were computed from something
+    else. Every rank calls it."""
+    whole = {name: one for name, one in sets.items() if not isinstance(one, tuple)}
+    found = dict(sets) | {name: (own, data_digest([row for one in own for row in one.rows])) for name, own in whole.items()}
     parts_of = [own for own, _ in found.values()]
     examples = ConcatDataset(parts_of)
     parts = Parts(
@@ -147,10 +145,6 @@ def with_reference(
             return None
     firsts = accumulate(map(len, parts_of), initial=0)
     return [WithReference(own, parts, first) for own, first in zip(parts_of, firsts, strict=False)]
-
-
-def _digest(examples: Sequence[Referenced]) -> str:
-    return data_digest([row for example in examples for row in example.rows])
 
 
 def _frozen(config: TrainerRun, policy: MegatronPolicy, tokenizer: Tokenizer) -> dict[str, str]:

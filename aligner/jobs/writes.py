@@ -111,10 +111,7 @@ class WriterJob(Generic[C]):
     def write_parts(
         self, items: Sequence, make: Callable, *, made_of: dict[str, str], finish: Callable[[Parts, Path], str] | None = None
     ) -> int:
-        """Make and write every missing part, then join them in one file. Returns the exit code.
-
-        `finish(parts, folder)`, on rank 0, replaces the joining and returns a message.
-        """
+        """Make and write every missing part, then join them in one file, or `finish(parts, folder)` on rank 0. Returns the exit code."""
         session, config = self.session, self.config
         folder = session.directory.written
         parts = Parts(
@@ -128,10 +125,7 @@ class WriterJob(Generic[C]):
         return self.conclude(work, parts.num_complete, lambda: (finish or _join)(parts, folder))
 
     def conclude(self, work: Any, count: Callable[[], int], finish: Callable[[], str] | None = None) -> int:
-        """Run an algorithm that writes `num_steps` files; `count()` exist. Returns the exit code.
-
-        `finish()`, on rank 0 once all exist, returns a message.
-        """
+        """Run an algorithm that writes `num_steps` files, of which `count()` exist, then `finish()` on rank 0. Returns the exit code."""
         loop = LoopConfig(max_steps=work.num_steps, table_every=0)
         logging = self.config.logging
         last = run_loop(self.session, work, WrittenFiles(count), loop, logging=logging, shown=self.columns, guard=GuardConfig())

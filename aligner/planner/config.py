@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 
 
 class Device(str, Enum):
@@ -105,11 +105,7 @@ class PlanConfig:
     seed: int = 0  # seed of failures and of the order of lengths
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if not isinstance(value, (str, bool)) and value < 0:
-                raise ConfigError(f"plan.{name}={value}: must not be negative")
-            if name in ("turns", "steps") and value < 1:
-                raise ConfigError(f"plan.{name}={value}: must be at least 1")
+        numbers = [field.name for field in fields(self) if not isinstance(field.default, (str, bool))]
+        check_numbers(self, "plan", at_least_1=("turns", "steps"), not_negative=numbers)
         if self.lengths_of and self.response_length:
             raise ConfigError(f"plan.lengths_of={self.lengths_of}: already determines the lengths; leave plan.response_length at 0")

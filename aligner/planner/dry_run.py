@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from aligner.errors import AlignerError
 from aligner.models.config import (
@@ -67,10 +68,8 @@ def fake_world(parallel: ParallelConfig, *, stage: int = 0) -> Iterator[None]:
 
 
 def build_chunks(component: Component) -> list[Any]:
-    """This (fake) rank's chunks of the component's model.
-
-    Always uses the layers without Transformer Engine, which a planning machine may lack: the parameters are the same.
-    """
+    """This (fake) rank's chunks of the component's model, without Transformer Engine, which a planning machine may lack: the parameters are
+    the same."""
     from aligner.models.modules.build import build_language_model, build_scalar_model
 
     build = build_language_model if component.head == Head.language else build_scalar_model
@@ -134,8 +133,8 @@ class LiveStorage(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, *(kwargs or {}).values()))}
-        for tensor in _tensors((result,)):
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in given:  # else a view, or an operation in place
                 self._add(storage)
@@ -159,12 +158,8 @@ class LiveStorage(TorchDispatchMode):
         self.live -= size
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def measure_block(component: Component, rows: int, length: int, device: Device) -> BlockBytes:

@@ -221,11 +221,8 @@ def again(plan: ComponentPlan, cluster: ClusterConfig, component: Component) -> 
 
 
 def with_fitting_cache(plan: ComponentPlan, cluster: ClusterConfig) -> ComponentPlan:
-    """The plan with a cache that the devices have room for, if only the cache does not fit and the config has no size for it.
-
-    The engine then decodes fewer sequences at a time (`aligner.planner.memory.seats`), but at least one of full length. TensorRT-LLM uses
-    at most its part of what is free when it starts.
-    """
+    """The plan with a cache that the devices have room for, if only the cache does not fit and the config has no size for it: the engine
+    then decodes fewer sequences at a time. TensorRT-LLM uses at most its part of what is free when it starts."""
     component, engine = plan.component, plan.component.engine
     if engine is None or engine.kv_cache_tokens:
         return plan

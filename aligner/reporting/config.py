@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 
 
 class Progress(str, Enum):
@@ -37,7 +37,6 @@ class LoggingConfig:
             raise ConfigError(f"logging.wandb_entity={self.wandb_entity}: needs logging.wandb_project; allowed: both or neither")
         if self.mlflow_tracking_uri and not self.mlflow_experiment:
             raise ConfigError("logging.mlflow_experiment='': logging.mlflow_tracking_uri needs one; allowed: a name")
-        if self.num_table_rows < 0:
-            raise ConfigError(f"logging.num_table_rows={self.num_table_rows}: must not be negative")
+        check_numbers(self, "logging", not_negative=("num_table_rows",))
         if self.max_cell_chars < 8:
             raise ConfigError(f"logging.max_cell_chars={self.max_cell_chars}: must be at least 8")

@@ -57,17 +57,13 @@ class Series:
         return self.now > sorted(self.values[:WINDOW])[-2]
 
     @property
-    def first_steps(self) -> str:
-        return _span(self.steps[:WINDOW])
-
-    @property
     def last_steps(self) -> str:
         return _span(self.steps[-WINDOW:])
 
     def course(self, unit: str = "") -> str:
         """`rollout/x went from 1.2 (steps 1-10) to 0.1 nats (steps 41-50)`."""
-        unit = unit and f" {unit}"
-        return f"{self.name} went from {self.start:.3g} (steps {self.first_steps}) to {self.now:.3g}{unit} (steps {self.last_steps})"
+        unit, first_steps = unit and f" {unit}", _span(self.steps[:WINDOW])
+        return f"{self.name} went from {self.start:.3g} (steps {first_steps}) to {self.now:.3g}{unit} (steps {self.last_steps})"
 
 
 class History:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from aligner.errors import ConfigError
 
+T = TypeVar("T")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -85,13 +87,15 @@ class Column:
         return max(finite) if self.goal is Goal.highest else min(finite)
 
 
+def stretches(values: Sequence[T], most: int) -> list[Sequence[T]]:
+    """At most so many stretches of equal length."""
+    size = min(most, len(values))
+    return [values[i * len(values) // size : (i + 1) * len(values) // size] for i in range(size)]
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """The course of `values` in at most `width` characters: means of equal stretches, scaled from lowest to highest; `x`: NaN."""
-    if not values:
-        return ""
-    size = min(width, len(values))
-    stretches = [values[i * len(values) // size : (i + 1) * len(values) // size] for i in range(size)]
-    means = [sum(stretch) / len(stretch) for stretch in stretches]
+    means = [sum(stretch) / len(stretch) for stretch in stretches(values, width)]
     finite = [mean for mean in means if math.isfinite(mean)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     span = high - low

@@ -59,10 +59,8 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 class MetricsFile:
-    """Appends steps to a file. A step that is logged again right away is merged into its line.
-
-    On resume from the checkpoint of step k, a new file without the lines of later steps replaces the old one.
-    """
+    """Appends steps to a file; a step that is logged again right away is merged into its line. A resumed run gets a new file without the
+    lines of later steps."""
 
     def __init__(self, path: Path, *, resumed_step: int = 0) -> None:
         records = read_metrics(path) if path.exists() else []
@@ -75,12 +73,8 @@ class MetricsFile:
         self._line_start = path.stat().st_size - (len(_encode(self._last)) if self._last else 0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the line of `step` and hand it to the operating system.
-
-        Raises:
-            ValueError: `step` lies before the last one, or a metric is called "step" or "time".
-            OSError: the disk is full, for example. The line of this step is then missing, and the file whole.
-        """
+        """Write the line of `step`. Raises ValueError if `step` lies before the last one; OSError if the disk is full: the line is then
+        missing, and the file whole."""
         for name in _RESERVED:
             if name in metrics:
                 raise ValueError(f"a metric is called {name!r}, which metrics.jsonl uses itself; use area/quantity")

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from aligner.reporting import formats
 from aligner.reporting.config import LoggingConfig, Progress
+from aligner.reporting.loggers import MetricLogger
 from aligner.reporting.rollout_table import SampleRow, plain_table, rich_table
 from aligner.telemetry.terminal import Guarded, clean, guard, plain
 
@@ -55,7 +56,7 @@ class LiveView:
         self._live.start()
         guard()  # Rich shows other output above the view, but does not clean it
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
             self._pace.finish(step)
             self._metrics.update(metrics)
@@ -206,16 +207,10 @@ class Pace:
 _MAX_PHASES = 4
 
 
-class View(Protocol):
+class View(MetricLogger, Protocol):
     """Where a reporter shows things."""
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def table(self, step: int, rows: Sequence[SampleRow]) -> None: ...
-
     def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class PlainView:
@@ -231,7 +226,7 @@ class PlainView:
         self._stream = stream
         self._widths: dict[str, int] = {}
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.finish(step)
         total = str(self._pace.total_steps)
         parts = [f"step {step:>{len(total)}}/{total}", *self._figures(metrics)]

@@ -91,16 +91,13 @@ class Reporter:
         self.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step (names are area/quantity; `time/<phase>` in seconds) and its findings (`diagnosis/<rule>` 1).
-
-        A file system error costs the line and a warning, not the run. Raises ValueError if `step` lies before the last one.
-        """
+        """Record the metrics of a step (area/quantity; `time/<phase>` in seconds) and its findings (`diagnosis/<rule>` 1). A file system
+        error costs the line and a warning, not the run."""
         findings = self._watch.step(step, metrics)
         metrics = {**metrics, **metrics_of(findings)}
         self._write(lambda: self._file.write(step, metrics), f"the metrics of step {step}", self._metrics_path)
-        for logger in self._loggers:
-            logger.log(step, metrics)
-        self._view.step(step, metrics)
+        for place in (*self._loggers, self._view):
+            place.log(step, metrics)
         for text in self._watch.to_say(findings):
             self.note(text)
         self._show_warnings()
@@ -110,9 +107,8 @@ class Reporter:
         self._write(lambda: write_rows(self._rollouts, step, rows), f"the rollouts of step {step}", self._rollouts)
         shown = rows[: self._config.num_table_rows]
         if shown:
-            for logger in self._loggers:
-                logger.table(step, shown)
-            self._view.table(step, shown)
+            for place in (*self._loggers, self._view):
+                place.table(step, shown)
         self._show_warnings()
 
     def note(self, text: str) -> None:

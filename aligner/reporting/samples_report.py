@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from aligner.files import is_plain_name
 from aligner.reporting.diagnosis import diagnose
 from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.evaluations import COLUMNS, read_evaluations
-from aligner.reporting.formats import Column, Goal, number
+from aligner.reporting.formats import Column, Goal, number, stretches
 from aligner.reporting.jsonl import StepMetrics
 from aligner.reporting.pages import render_page
 from aligner.reporting.rollout_table import cell
@@ -121,7 +122,7 @@ def _charts(records: Sequence[StepMetrics]) -> list[Chart]:
 def chart(title: str, points: Sequence[tuple[int, float]], form: str = ".3f") -> Chart:
     """The chart of (step, value) points; the line is broken at values that are not finite."""
     course = f"{number(points[0][1], form)} to {number(points[-1][1], form)}"
-    points = _thinned(points)
+    points = [(stretch[0][0], sum(value for _, value in stretch) / len(stretch)) for stretch in stretches(points, MAX_POINTS)]
     finite = [value for _, value in points if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     first, last = points[0][0], points[-1][0]
@@ -132,23 +133,10 @@ def chart(title: str, points: Sequence[tuple[int, float]], form: str = ".3f") ->
         y = bottom - (bottom - top) * ((value - low) / (high - low) if high > low else 0.5)
         return f"{x:.1f},{y:.1f}"
 
-    stretches: list[list[str]] = [[]]
-    for step, value in points:
-        if math.isfinite(value):
-            stretches[-1].append(place(step, value))
-        else:
-            stretches.append([])
+    unbroken = (list(group) for is_finite, group in groupby(points, lambda point: math.isfinite(point[1])) if is_finite)
     # A point alone is a line of no length, which a round end makes visible.
-    lines = [" ".join(stretch * 2 if len(stretch) == 1 else stretch) for stretch in stretches if stretch]
+    lines = [" ".join(place(*point) for point in (line * 2 if len(line) == 1 else line)) for line in unbroken]
     return Chart(title=title, course=course, lines=lines, low=number(low, form), high=number(high, form), first_step=first, last_step=last)
-
-
-def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most MAX_POINTS: the first of each of as many equal stretches, with the stretch's mean."""
-    size = min(MAX_POINTS, len(points))
-    cuts = [i * len(points) // size for i in range(size + 1)]
-    stretches = [points[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
-    return [(stretch[0][0], sum(value for _, value in stretch) / len(stretch)) for stretch in stretches]
 
 
 def _pairs(before: Samples, after: Samples) -> list[tuple[str, tuple[str, ...], SampleRow | None, SampleRow | None]]:

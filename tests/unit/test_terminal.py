@@ -136,7 +136,7 @@ def test_notes_phases_and_prints_beside_a_view(progress: Progress, monkeypatch: 
     monkeypatch.setenv("TERM", "xterm-256color")
     view = open_view(LoggingConfig(progress=progress), columns=(), title=hostile, total_steps=2, start_step=0, stream=stream)
     view.note(f"note {hostile}")
-    view.step(1, {f"time/{hostile}": 1.0, "time/step": 1.0})
+    view.log(1, {f"time/{hostile}": 1.0, "time/step": 1.0})
     if progress is Progress.live:
         for _ in range(2):
             print(f"print {hostile}")

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.cluster.lease import RunHeld
 from aligner.cluster.run_directory import RunDirectory
@@ -24,13 +23,12 @@ from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import EXPORT, Runtime, runtime, wrapped
 from aligner.cluster.slurm.conductor import conduct
 from aligner.cluster.slurm.separate import hold
-from aligner.cluster.slurm.spec import ContainerConfig, read_spec
+from aligner.cluster.slurm.spec import SPEC_LINE, ContainerConfig, read_spec
 from aligner.cluster.slurm.steps import Place
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
 from aligner.telemetry import terminal
 
-SPEC_LINE = "ALIGNER_SPEC="
 _SPEC_SECONDS = 600.0  # a cold container image, and Python's imports on a busy shared file system
 
 
@@ -87,15 +85,10 @@ def _compose(here: Allocation, where: Runtime, config: str, overrides: Sequence[
     program = ["-m", "aligner.commands.slurm", here.job, config, *overrides]
     options, command = wrapped(where, program, ContainerConfig(), has_gpus=False)
     step = ["srun", *here.step_options(0), EXPORT, "--job-name=compose", "--nodes=1", "--ntasks=1"]
-    environment = {
-        name: value
-        for name, value in step_environment(os.environ, where.home, in_container=where.is_container).items()
-        if name != outcomes.VARIABLE
-    }
     try:
         done = subprocess.run(
             [*step, "--input=none", f"--chdir={where.directory}", *options, *command],
-            env=environment,
+            env=step_environment(os.environ, where.home, in_container=where.is_container),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

@@ -75,10 +75,8 @@ def allocation(environ: Mapping[str, str], beside: Sequence[str] = ()) -> Alloca
 def step_environment(
     environ: Mapping[str, str], home: Path | None, *, in_container: bool = False, of_another_job: bool = False
 ) -> dict[str, str]:
-    """The whole environment of a step: the checkout `home` first on Python's path; no variables that name another host.
-
-    `in_container`: without the host's packages. `of_another_job`: without this job's variables, which have other sizes.
-    """
+    """The whole environment of a step: the checkout `home` first on Python's path, no variables that name another host; `in_container` none
+    of the host's packages, `of_another_job` none of this job's variables, which have other sizes."""
     left_out = ("HOSTNAME", _EXPORT, *OWN_VARIABLES)
     kept = {name: value for name, value in environ.items() if name not in left_out and not (of_another_job and _is_slurms(name))}
     given = [] if in_container else environ.get("PYTHONPATH", "").split(":")

@@ -21,7 +21,6 @@ from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import Lease
 from aligner.cluster.outcomes import TOO_EARLY
 from aligner.cluster.run_directory import RunDirectory, is_ready, waits_for_its_turn
-from aligner.cluster.slurm.client import JobRecord
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
 from aligner.cluster.slurm.steps import Place, Step
 from aligner.errors import LaunchError
@@ -249,11 +248,6 @@ class Attempt:
         self._say(f"{end}. Its last lines ({self._place.run.log(step.name, rank)}):" if lines else end)
         for line in lines:
             self._say(f"  | {line}")
-
-
-def end_time(components: Sequence[JobRecord]) -> float | None:
-    """When the first of the job's components reaches its time limit (Unix time); None: never."""
-    return min((record.end_time for record in components if record.end_time is not None), default=None)
 
 
 SUBMITTED, STARTED, ENDED = "job_started", "attempt_started", "job_ended"

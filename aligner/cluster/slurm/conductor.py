@@ -29,7 +29,6 @@ from aligner.cluster.slurm.attempt import (
     History,
     Verdict,
     done_step,
-    end_time,
     newest_step,
     no_progress,
 )
@@ -192,9 +191,10 @@ class _Conductor:
 
     def _variables(self, number: int) -> dict[str, str]:
         """Variables of an attempt's processes."""
-        end = end_time(self._components)
         variables = {leases.ATTEMPT_VARIABLE: self._attempt_id(number), leases.VARIABLE: str(self._run.lease)}
-        return variables if end is None else {**variables, "ALIGNER_END_TIME": f"{end - self._spec.slurm.abandon_seconds:.0f}"}
+        if ends := [one.end_time for one in self._components if one.end_time is not None]:  # Unix times of their limits
+            variables["ALIGNER_END_TIME"] = f"{min(ends) - self._spec.slurm.abandon_seconds:.0f}"
+        return variables
 
     def _attempt(self, number: int) -> Verdict:
         if self._place.requests.terminate:

@@ -81,10 +81,8 @@ def _dependency(conditions: Sequence[str]) -> list[str]:
 
 
 def hold(note: Path, requests: StopRequests, say: Callable[[str], None]) -> int:
-    """Hold this job's nodes until the actor's job is over; the exit code. A warning of this job's end is passed on to that job.
-
-    Gives up if the actor's job has not begun after `idle_seconds`: that one notices it then, and all are submitted again.
-    """
+    """Hold this job's nodes until the actor's job is over; the exit code. A warning of this job's end is passed on to that job. Gives up if
+    that one has not begun after `idle_seconds`: it notices it then, and all are submitted again."""
     record = _read(note, requests)
     if record is None:
         return ExitCode.failed

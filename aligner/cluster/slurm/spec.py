@@ -15,11 +15,17 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 
-from aligner.errors import ConfigError, LaunchError
+from aligner.errors import ConfigError, LaunchError, check_numbers
 
 # What `--time` takes: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]]; empty leaves it to the partition.
 _TIME = re.compile(r"(?:\d+|\d+:\d{1,2}|\d+:\d{1,2}:\d{1,2}|\d+-\d{1,2}|\d+-\d{1,2}:\d{1,2}|\d+-\d{1,2}:\d{1,2}:\d{1,2}|)")
 _MEMORY = re.compile(r"(?:\d+[KMGT]?|auto|)")
+
+
+def _check_options(setting: str, options: Sequence[str], allowed: str) -> None:
+    for option in options:
+        if not option.startswith("-") or "\n" in option:
+            raise ConfigError(f"{setting} has {option!r}; allowed: {allowed}, one per string")
 
 
 class OnFailure(str, Enum):
@@ -47,9 +53,7 @@ class ContainerConfig:
     )  # more options: of `apptainer exec`, or of srun for Pyxis (such as --container-writable)
 
     def __post_init__(self) -> None:
-        for option in self.options:
-            if not option.startswith("-") or "\n" in option:
-                raise ConfigError(f"container.options has {option!r}; allowed: options such as --writable-tmpfs, one per string")
+        _check_options("container.options", self.options, "options such as --writable-tmpfs")
 
 
 class GpuRequest(str, Enum):
@@ -108,15 +112,10 @@ class SlurmConfig:
     def __post_init__(self) -> None:
         if not _TIME.fullmatch(self.time_limit):
             raise ConfigError(f"slurm.time_limit={self.time_limit}: must be minutes, hh:mm:ss or days-hh:mm:ss")
-        for name in ("cpus_per_rank", "max_server_restarts", "max_restarts_without_progress", "restart_delay_seconds", "grace_seconds"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"slurm.{name}={getattr(self, name)}: must not be negative")
-        for name in (
-            *("signal_seconds_before_end", "abandon_seconds", "preflight_timeout_seconds", "ready_timeout_seconds"),
-            *("shutdown_timeout_seconds", "spread_seconds", "command_timeout_seconds", "lease_seconds"),
-        ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"slurm.{name}={getattr(self, name)}: must be above 0")
+        counts = ("cpus_per_rank", "max_server_restarts", "max_restarts_without_progress", "restart_delay_seconds", "grace_seconds")
+        limits = ("signal_seconds_before_end", "abandon_seconds", "preflight_timeout_seconds", "ready_timeout_seconds")
+        limits += ("shutdown_timeout_seconds", "spread_seconds", "command_timeout_seconds", "lease_seconds")
+        check_numbers(self, "slurm", not_negative=counts, above_0=limits)
         if self.abandon_seconds >= self.signal_seconds_before_end:
             raise ConfigError(
                 f"slurm.abandon_seconds={self.abandon_seconds:g}: must be below signal_seconds_before_end={self.signal_seconds_before_end}"
@@ -129,13 +128,8 @@ class SlurmConfig:
             raise ConfigError(f"slurm.gpu_type={self.gpu_type}: must be a type as sinfo shows it in gpu:TYPE:COUNT, such as h100")
         if not _MEMORY.fullmatch(self.memory):
             raise ConfigError(f"slurm.memory={self.memory}: must be 0 (all of a node), auto, or a number with K, M, G or T, such as 480G")
-        for name, program, options in (
-            *(("options", "sbatch", self.options), ("gatekeeper_options", "sbatch", self.gatekeeper_options)),
-            ("srun_options", "srun", self.srun_options),
-        ):
-            for option in options:
-                if not option.startswith("-") or "\n" in option:
-                    raise ConfigError(f"slurm.{name} has {option!r}; allowed: {program} options such as --mem=0, one per string")
+        for name, program in (("options", "sbatch"), ("gatekeeper_options", "sbatch"), ("srun_options", "srun")):
+            _check_options(f"slurm.{name}", getattr(self, name), f"{program} options such as --mem=0")
 
     def gpu_options(self, count: int) -> list[str]:
         """The options of sbatch and srun that request `count` GPUs of each node."""
@@ -145,6 +139,7 @@ class SlurmConfig:
 
 
 _FORMAT = 4
+SPEC_LINE = "ALIGNER_SPEC="  # begins the line with the path of a job's spec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,10 +26,7 @@ OTHER = 3  # exit code: the printed command cannot run unchanged, or is another 
 
 
 def migrate(inputs: Sequence[str], options: MigrateOptions) -> int:
-    """Print what the inputs are here; returns OTHER if the command cannot run as it is printed, or is another experiment.
-
-    Raises ConfigError for inputs that cannot be read, or have no recipe.
-    """
+    """Print what the inputs are here; returns OTHER if the command cannot run as it is printed, or is another experiment."""
     texts = [sys.stdin.read() if text == "-" else text for text in inputs]
     source = joined([read(text, framework=options.framework, trains=options.trains) for text in texts])
     found = migrated(source, ranks=options.ranks, examples=options.examples)

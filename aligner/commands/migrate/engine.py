@@ -12,7 +12,7 @@ from typing import Any
 
 from aligner.algorithms.registry import composed, recipe_of
 from aligner.commands.migrate import special, transforms
-from aligner.commands.migrate.reading import RANKS, Source
+from aligner.commands.migrate.reading import RANKS, Source, with_texts
 from aligner.commands.migrate.tables import Entry, as_text
 from aligner.commands.migrate.transforms import Context, Kind, Meaning
 from aligner.commands.programs import programs
@@ -74,11 +74,7 @@ class Migration:
 
 def replaced(value: Any, form: str) -> Any:
     """The value with `form` in place of its references."""
-    if isinstance(value, list):
-        return [replaced(one, form) for one in value]
-    if isinstance(value, dict):
-        return {name: replaced(one, form) for name, one in value.items()}
-    return REFERENCE.sub(lambda found: form.format(found[1] or found[2]), value) if isinstance(value, str) else value
+    return with_texts(value, lambda text: REFERENCE.sub(lambda found: form.format(found[1] or found[2]), text))
 
 
 def is_open(value: Any) -> bool:
@@ -203,10 +199,8 @@ class _Rows:
         return Row(key=entry.key, value=value, kind=meaning.kind, settings=changed, note=meaning.note, severity=severity)
 
     def _severity(self, entry: Entry, meaning: Meaning) -> Severity | None:
-        """The severity of what is not carried over, which the entry's question asks for; None if it is.
-
-        A value without a counterpart changes the result unless its whole key has no counterpart.
-        """
+        """None if it is carried over, else how much that matters: a value without a counterpart changes the result unless its whole key has
+        none."""
         if not (meaning.differs or meaning.absent):
             return None
         if entry.question:

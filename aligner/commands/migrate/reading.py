@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -286,13 +286,14 @@ def _mapping(text: str, where: str, overrides: Mapping[str, Any] | None = None) 
         found = resolved(text, overrides)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return {key: _typed(value) for key, value in found.items()}
+    typed: dict[str, Any] = with_texts(found, lambda text: value_of(text) if _NUMBER.fullmatch(text) else text)  # YAML 1.1: 1e-5 is a text
+    return typed
 
 
-def _typed(value: Any) -> Any:
-    """Numbers in place of their texts: YAML 1.1 reads 1e-5 as a text."""
+def with_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """The value with all of its texts changed."""
     if isinstance(value, dict):
-        return {key: _typed(one) for key, one in value.items()}
+        return {key: with_texts(one, change) for key, one in value.items()}
     if isinstance(value, list):
-        return [_typed(one) for one in value]
-    return value_of(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+        return [with_texts(one, change) for one in value]
+    return change(value) if isinstance(value, str) else value

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ def as_text(value: Any) -> str:
 def _table(written: dict[str, Any]) -> Table:
     known = {one.name for one in fields(Entry)}
     entries = []
-    for one in [*written.pop("keys"), *_included(written.pop("include", []))]:
+    included = [yaml.safe_load((_FOLDER / f"_{name}.yaml").read_text()) for name in written.pop("include", [])]
+    for one in chain(written.pop("keys"), *included):
         if unknown := set(one) - known:
             raise ValueError(f"{written['name']}: {one['key']}: {', '.join(sorted(unknown))}: not a field of a table's entry")
         lists = {name: [one[name]] for name in ("ours", "also", "recipes", "factors", "into") if isinstance(one.get(name), str)}
@@ -159,11 +161,6 @@ def _table(written: dict[str, Any]) -> Table:
             own.append(entry)
             taken |= {(entry.key, recipe) for recipe in recipes}
     return Table(keys=own, **head)
-
-
-def _included(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for name in names:
-        yield from yaml.safe_load((_FOLDER / f"_{name}.yaml").read_text())
 
 
 def _has(tree: Mapping[str, Any], key: str) -> bool:

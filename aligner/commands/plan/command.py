@@ -168,8 +168,7 @@ def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[Comp
 
 
 def load(name: str, overrides: Sequence[str]) -> JobRun:
-    """The composed config, or the config of the run in the directory `name`, with the configs of models that it names on the Hugging Face
-    Hub. Data need not be named; `loop.epochs` become steps if the data exist."""
+    """The composed config, or that of the run in the directory `name`, with the configs of models of the Hub. Data need not exist."""
     recorded = RunDirectory(Path(name)).config
     config: JobRun = of_run(recorded, overrides) if recorded.is_file() else composed(name, ["data.train=not-read", *overrides])
     fetch_named(config, weights=False, data=False, may_fail=_is_described)
@@ -179,8 +178,7 @@ def load(name: str, overrides: Sequence[str]) -> JobRun:
 
 
 def of_run(recorded: Path, overrides: Sequence[str]) -> JobRun:
-    """The config that a run has recorded in this file, with `overrides`; `cluster=NAME` replaces the recorded machine. Raises ConfigError
-    for unknown settings."""
+    """The config that a run has recorded in this file, with `overrides`; `cluster=NAME` replaces the recorded machine."""
     text = recorded.read_text()
     schema = schema_of([recipe.config for recipe in recipes().values()], text)
     about_cluster = [one for one in overrides if one.startswith(("cluster=", "hydra.searchpath="))]
@@ -198,11 +196,8 @@ def _is_described(section: object) -> bool:
 
 
 def components(config: JobRun, *, checked: bool = True) -> list[Component]:
-    """The components that a run of this config starts, the training one first, with unset lengths as in the run.
-
-    Raises ConfigError for settings that the run would refuse (`JobRun.with_lengths`, `JobRun.check`); layouts and ranks count only if
-    `checked`.
-    """
+    """The components that a run of this config starts, the training one first, with unset lengths as in the run. Raises ConfigError for
+    settings that the run would refuse; layouts and ranks count only if `checked`."""
     models = {key: _own_or_actors(attrgetter(key)(config), config.model) for key in config.readers()}
     contexts = {}
     for key, model in models.items():

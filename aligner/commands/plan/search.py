@@ -74,10 +74,7 @@ def hours(options: PlanOptions) -> float:
 
 
 def search(name: str, overrides: Sequence[str], options: PlanOptions) -> int:
-    """Search, print the tables, write the best job; returns the exit code: 1 if nothing fits, or meets the deadline.
-
-    Raises ConfigError for GPUs that do not fill nodes, a deadline without steps, or settings that a run would refuse in every layout.
-    """
+    """Search, print the tables, write the best job; returns the exit code: 1 if nothing fits, or meets the deadline."""
     deadline = hours(options)
     if options.write is not None:
         check_writable(options.write, name, overrides)
@@ -303,10 +300,8 @@ def check_writable(folder: Path, name: str, overrides: Sequence[str]) -> None:
 
 
 def write(folder: Path, name: str, overrides: Sequence[str], best: Row, *, steps: int) -> str:
-    """Write `<name>_<gpus>_gpus.yaml` and the script of `aligner launch slurm` for it, `.sub`, to `folder`; returns the config's name.
-
-    The config builds on `name`, with `overrides` and the settings that were found. `steps` become its loop.max_steps where it has one.
-    """
+    """Write `<name>_<gpus>_gpus.yaml`, a config on top of `name`, and its Slurm script `.sub` to `folder`; returns the config's name.
+    `steps` become its loop.max_steps where it has one."""
     places, typed = search_path(overrides)
     chosen = f"{name}_{best.gpus}_gpus"
     keys = {text.partition("=")[0] for text in typed}

@@ -9,7 +9,7 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -82,14 +82,6 @@ def judge_clock(context: Context, seen: Mapping[int, float]) -> Finding:
     return (fatal if size >= TOO_FAR_SECONDS else warning)(text, "set the clocks by NTP (chronyc tracking on that node)", figures)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """The links that one rank reports, as JSON."""
-
-    backend: str
-    links: list[dict[str, Any]] = field(default_factory=list)
-
-
 def ensure_group(context: Context) -> None:
     """The process group for items with collectives; the first one makes it."""
     if not dist.is_initialized():
@@ -105,18 +97,19 @@ def ensure_group(context: Context) -> None:
     needs=("versions", "config", "devices"),
     advice="NCCL_DEBUG=INFO, and the interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); or exclude those nodes: --exclude",
 )
-def network(context: Context) -> Measured:
+def network(context: Context) -> list[dict[str, Any]]:
+    """The links that this rank reports, as JSON."""
     ensure_group(context)
-    return Measured(backend=platform.backend(), links=[asdict(link) for link in links.measure(context.allocation.nodes)])
+    return [asdict(link) for link in links.measure(context.allocation.nodes)]
 
 
 @network.judged
-def judge_network(context: Context, seen: Mapping[int, Measured]) -> Finding:
+def judge_network(context: Context, seen: Mapping[int, list[dict[str, Any]]]) -> Finding:
     """Warning if a link has less than half of its class's median, or (on GPUs) a class a quarter of the cluster file's rate."""
-    found = [_link(raw) for measured in seen.values() for raw in measured.links]
+    found = [Link(**raw | {"span": Span(raw["span"]), "nodes": tuple(raw["nodes"])}) for links in seen.values() for raw in links]
     if not found:
         return ok("one rank: nothing to measure")
-    lines, figures, slow = [f"{seen[0].backend} all-reduce, bus bandwidth"], {}, []
+    lines, figures, slow = [f"{platform.backend()} all-reduce, bus bandwidth"], {}, []
     for span in Span:
         of_span = [link for link in found if link.span is span]
         if not of_span:
@@ -149,10 +142,6 @@ def _against_plan(span: Span, typical: float, cluster: ClusterConfig) -> list[st
     if typical >= POOR * planned * 1e9:
         return []
     return [f"{span.value} {typical / 1e9:.1f} GB/s, and cluster.{name}={planned:g}"]
-
-
-def _link(raw: Mapping[str, Any]) -> Link:
-    return Link(**dict(raw) | {"span": Span(raw["span"]), "nodes": tuple(raw["nodes"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

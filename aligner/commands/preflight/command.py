@@ -38,13 +38,9 @@ def chosen(options: PreflightOptions) -> list[framework.Item]:
 
 
 def preflight(name: str, overrides: Sequence[str], options: PreflightOptions, *, end: Callable[[int], Any] = os._exit) -> int:
-    """Check the requirements of the config `name` with `overrides` on the started ranks; 0 if the job may start.
-
-    Every rank calls it. Rank 0 prints a row of the table as soon as an item has ended, so that the log of a killed job has it too. Raises
-    ConfigError (exit code 2) with the fatal findings; if a normal exit could block for ever (a check hangs in an uninterruptible call,
-    another rank may hang in a collective), rank 0 prints the same and `end` is called with the code. Raises LaunchError if rank 0 is
-    unreachable.
-    """
+    """Check the requirements of the config `name` on the started ranks; 0 if the job may start. Rank 0 prints a row as soon as an item has
+    ended, so that the log of a killed job has it too. Raises ConfigError with the fatal findings; if a normal exit could block for ever (a
+    check hangs in an uninterruptible call, another rank in a collective), rank 0 prints the same and `end` is called with the code."""
     items = chosen(options)
     here = allocation.join(options.timeout or ranks.meet.timeout_seconds, os.environ)
     context = Context(allocation=here, name=name, overrides=tuple(overrides))

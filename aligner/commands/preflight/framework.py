@@ -97,11 +97,8 @@ ok, warning, fatal = (partial(_finding, level) for level in (Level.ok, Level.war
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """One check: some ranks `observe`, alone or collectively, and rank 0 judges the observations, by rank.
-
-    `observe` returns a JSON value or a dataclass of such values, or raises; any exception is fatal and reported with its ranks. An item is
-    skipped if one that it `needs` was fatal or skipped for that reason.
-    """
+    """One check: some ranks `observe`, and rank 0 judges the observations, by rank. `observe` returns a JSON value or a dataclass of such
+    values; any exception is fatal. An item is skipped if one that it `needs` was fatal or skipped for that reason."""
 
     name: str  # for --only
     where: Where

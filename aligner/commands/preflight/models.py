@@ -10,12 +10,11 @@ from pathlib import Path
 
 from aligner.commands.preflight.framework import Context, Finding, Where, agree, fatal, item, ok, warning
 from aligner.data.messages import Message
-from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from aligner.data.vision import Vision
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.hf_files import stored_tensors
-from aligner.models.config import HFArchitecture, SeeingArchitecture
+from aligner.models.config import HFArchitecture
 from aligner.models.modules.scalar_head import HF_HEADS
 from aligner.planner.config import Device
 from aligner.run.settings import JobRun
@@ -37,16 +36,10 @@ class Tokens:
 
 def tokenizer_of(model: UsedModel) -> Tokenizer:
     """The tokenizer of a model, checked against the model's vocabulary. Raises ConfigError or CheckpointError naming the component."""
-    from aligner.jobs.parts import tokenizer_directory  # Megatron-Core comes with it
-    from aligner.models.create import read_architecture, source_directory
+    from aligner.jobs.parts import load_model_files  # Megatron-Core comes with it
 
     with in_section(model.key.rpartition(".")[0]):
-        tokenizer = load_tokenizer(str(tokenizer_directory(model.config)), source_directory(model.config))
-        architecture = read_architecture(model.config, vocab_size=tokenizer.vocab_size)
-        check_vocabulary(tokenizer, architecture.vocab_size)
-        if isinstance(architecture, (HFArchitecture, SeeingArchitecture)):
-            tokenizer = tokenizer.seeing(Vision.of([source_directory(model.config), tokenizer_directory(model.config)], None))
-    return tokenizer
+        return load_model_files(model.config)[0]
 
 
 @item("tokenizer", Where.every_node, seconds=180.0, needs=("config", "hub"))
@@ -107,23 +100,16 @@ def judge_tokenizer(context: Context, seen: Mapping[int, Tokens]) -> Finding:
     return ok("\n".join([found, *first.notes]))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Readable:
-    """One node's reading of the models' files: component -> a few words; notes are warnings."""
-
-    described: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
 @item("weights", Where.every_node, seconds=180.0, needs=("tokenizer",), advice="copy or convert that model again, or name another path")
-def weights(context: Context) -> Readable:
+def weights(context: Context) -> tuple[dict[str, str], list[str]]:
+    """(a few words by component, warnings) on the files of all models, as this node sees them."""
     described, notes = {}, []
     for model in context.config.models():
         described[model.component], found = check_model(model)
         notes += found
     for name, folder in resumed_from(context.config).items():
         described[f"resumes {name}"] = check_checkpoint(folder)[0]
-    return Readable(described=described, notes=notes)
+    return described, notes
 
 
 def check_model(model: UsedModel) -> tuple[str, list[str]]:
@@ -183,11 +169,11 @@ def check_checkpoint(directory: Path) -> tuple[str, str]:
 
 
 @weights.judged
-def judge_weights(context: Context, seen: Mapping[int, Readable]) -> Finding:
+def judge_weights(context: Context, seen: Mapping[int, tuple[dict[str, str], list[str]]]) -> Finding:
     """Unreadable files have already raised."""
-    first = seen[0]
-    found = "\n".join(f"{component}: {words}" for component, words in first.described.items())
-    return warning(found, "; ".join(first.notes) + ": right only for a trial") if first.notes else ok(found)
+    described, notes = seen[0]
+    found = "\n".join(f"{component}: {words}" for component, words in described.items())
+    return warning(found, "; ".join(notes) + ": right only for a trial") if notes else ok(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

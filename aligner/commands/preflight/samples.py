@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aligner.commands.preflight.cluster import ensure_group
 from aligner.commands.preflight.framework import Context, Finding, Where, agree, fatal, item, ok, warning
@@ -20,11 +20,7 @@ from aligner.errors import DataError, EngineError
 from aligner.online.config import OnlineRun
 from aligner.protocols import RewardModel
 from aligner.run.settings import JobRun
-from aligner.types import FinishReason, LogprobKind, Prompt, Rollout
-
-if TYPE_CHECKING:
-    from aligner.models.training.policy import MegatronPolicy
-    from aligner.protocols import RolloutEngine
+from aligner.types import FinishReason, Rollout
 
 NUM_RECORDS = 200  # an even number: some formats have pairs of lines
 MANY_LEFT_OUT = 0.5  # part of the sample
@@ -217,80 +213,45 @@ def engine(context: Context) -> Trial:
 
     Log-probs that follow prove that the engine samples from the weights that it was sent.
     """
-    from aligner.models import create  # Megatron-Core comes with it
+    from aligner.commands.gap import built, recomputed, samples  # Megatron-Core comes with it
+    from aligner.jobs.parts import load_model_files
     from aligner.parallel import topology
     from aligner.rollout.builtin.refit import negated
-    from aligner.rollout.create import create_engine
 
     config = context.config
     if not isinstance(config, OnlineRun):
         return Trial()
     ensure_group(context)
     started = time.monotonic()
-    tokenizer = tokenizer_of(config.models()[0])
-    prompts = load_sample(config, config.data.train, tokenizer)[0]
+    tokenizer, architecture = load_model_files(config.model)
+    records = load_sample(config, config.data.train, tokenizer)[0]
     layout = topology.initialize(config.parallel, seed=config.run.seed)
-    architecture = create.read_architecture(config.model, vocab_size=tokenizer.vocab_size)
-    rollout = config.rollout
-    how = {"replay_routes": rollout.replays_routes, "vision": tokenizer.vision}
-    training = create.training(config.model, None, temperature=rollout.sampling.temperature, **how)
-    policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
-    built_engine = create_engine(policy, config.rollout, tokenizer=tokenizer)
-    built = time.monotonic()
-    probe = _Probe(built_engine, policy, config, list(islice(cycle(prompts), max(NUM_PROMPTS, layout.dp_size))), tokenizer.pad_id)
-    refit_seconds, gap = probe.refit_and_compare(1)
-    with negated(policy.chunks):
-        _, negated_gap = probe.refit_and_compare(2)
-    _, restored_gap = probe.refit_and_compare(3)
-    built_engine.shutdown()
-    return Trial(
-        build_seconds=built - started,
-        refit_seconds=refit_seconds,
-        num_tokens=probe.num_tokens,
-        gap=gap,
-        refitted_gap=max(negated_gap, restored_gap),
-    )
+    prompts = list(islice(cycle(records), max(NUM_PROMPTS, layout.dp_size)))
+    sampling = replace(config.rollout.sampling, min_response_length=0, max_response_length=NUM_TOKENS)
+    policy, sampler = built(config, layout, tokenizer, architecture, sampling.temperature)
+    build_seconds = time.monotonic() - started
 
-
-class _Probe:
-    """Samples a few tokens with the engine, as a run would. Collective."""
-
-    def __init__(self, engine: RolloutEngine, policy: MegatronPolicy, config: OnlineRun, prompts: list[Prompt], pad_id: int) -> None:
-        self._engine = engine
-        self._policy = policy
-        self._sampling = replace(config.rollout.sampling, min_response_length=0, max_response_length=NUM_TOKENS)
-        self._prompts = prompts
-        self._pad_id = pad_id
-        self.num_tokens = 0  # of the last sampling, on all replicas
-
-    def refit_and_compare(self, version: int) -> tuple[float, float]:
-        """(seconds of the refit, largest difference between the engine's log-probs and the policy's) with the policy's current weights."""
-        from aligner.commands.gap import samples
-
-        self._engine.sleep()
+    def refitted(version: int) -> tuple[float, int, float]:
+        """(seconds of a refit with the policy's current weights, sampled tokens, largest difference between both sides' log-probs)."""
+        sampler.sleep()
         started = time.monotonic()
-        self._engine.refit(version)
-        self._engine.wake()
+        sampler.refit(version)
+        sampler.wake()
         seconds = time.monotonic() - started
-        rollouts = samples(self._engine, self._prompts, self._sampling)
-        self.num_tokens = sum(len(rollout.response) for rollout in rollouts)
-        return seconds, _gap(self._policy, rollouts, self._pad_id)
+        rollouts = samples(sampler, prompts, sampling)
+        batch, logprobs = recomputed(policy, rollouts, tokenizer.pad_id)
+        gap = float((logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max())
+        if not math.isfinite(gap):
+            raise EngineError("log-probs of the generated tokens are not finite: the weights are damaged, or the precision is too low")
+        return seconds, sum(len(rollout.response) for rollout in rollouts), gap
 
-
-def _gap(policy: MegatronPolicy, rollouts: list[Rollout], pad_id: int) -> float:
-    """Largest difference between the sampler's and the policy's log-probs. Collective. Raises EngineError for one that is not finite."""
-    from aligner.data.collate import rollout_batch
-
-    batch = rollout_batch(rollouts, pad_id)
-    temperature = policy.temperature
-    if rollouts[0].logprob_kind is LogprobKind.raw:
-        policy.temperature = 1.0
-    found = policy.logprobs(batch)
-    policy.temperature = temperature
-    gap = float((found - batch.rollout_logprobs)[batch.loss_mask].abs().max())
-    if not math.isfinite(gap):
-        raise EngineError("log-probs of the generated tokens are not finite: the weights are damaged, or the precision is too low")
-    return gap
+    refit_seconds, _, gap = refitted(1)
+    with negated(policy.chunks):
+        _, _, negated_gap = refitted(2)
+    _, num_tokens, restored_gap = refitted(3)
+    sampler.shutdown()
+    refitted_gap = max(negated_gap, restored_gap)
+    return Trial(build_seconds=build_seconds, refit_seconds=refit_seconds, num_tokens=num_tokens, gap=gap, refitted_gap=refitted_gap)
 
 
 @engine.judged

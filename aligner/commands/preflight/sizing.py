@@ -24,14 +24,13 @@ from aligner.commands.preflight.models import tokenizer_of
 from aligner.commands.programs import programs, share_out
 from aligner.errors import ConfigError
 from aligner.loop.loop import NEWEST_BY_TIME
-from aligner.models.checkpoint.files import free_bytes
+from aligner.models.checkpoint.files import GIB, free_bytes
 from aligner.models.config import Dtype
 from aligner.parallel import platform
 from aligner.planner.config import Device
 from aligner.run.session import see_own_gpus
 from aligner.run.settings import JobRun
 
-GIB = 2**30
 LEAST_FREE = 0.9  # part of a GPU's memory that should be free: less means that another job is using it
 LEAST_SHARED_GIB = 1.0  # of /dev/shm: NCCL and Triton exchange data there
 TIGHT = 0.92  # part of the memory above which a plan is called tight
@@ -86,10 +85,8 @@ def host_bytes(limits: tuple[str, ...] = _CGROUP_LIMITS) -> int:
 
 @devices.judged
 def judge_devices(context: Context, seen: Mapping[int, Machine]) -> Finding:
-    """Fatal: no GPU although the config is for GPUs, more ranks than GPUs, two on one, several kinds of GPU. Warning: memory is in use.
-
-    Raises ConfigError if the machine has too few GPUs for all components of a run that is not a Slurm job.
-    """
+    """Fatal: no GPU although the config is for GPUs, more ranks than GPUs, two on one, several kinds of GPU, too few for all components of
+    a run that is not a Slurm job. Warning: memory is in use."""
     allocation, first = context.allocation, seen[0]
     without = [rank for rank, machine in seen.items() if not machine.gpus]
     figures = {"host_gib": min(machine.host_bytes for machine in seen.values()) / GIB}

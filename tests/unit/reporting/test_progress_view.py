@@ -64,11 +64,11 @@ def test_plain_lines_are_aligned_and_missing_metrics_left_out() -> None:
     clock, stream = _Clock(), io.StringIO()
     view = PlainView(_COLUMNS, Pace(total_steps=200, start_step=8, clock=clock), 80, stream)
     clock.now = 3.0
-    view.step(9, {"reward/mean": -0.5, "rollout/tokens_per_second": 950.0, "time/generate": 1.9, "time/train": 0.1, "time/step": 2.5})
+    view.log(9, {"reward/mean": -0.5, "rollout/tokens_per_second": 950.0, "time/generate": 1.9, "time/train": 0.1, "time/step": 2.5})
     clock.now = 6.0
-    view.step(10, {"reward/mean": 0.25, "validation/accuracy": 0.5, "rollout/tokens_per_second": 1234.0, "time/step": 2.5})
+    view.log(10, {"reward/mean": 0.25, "validation/accuracy": 0.5, "rollout/tokens_per_second": 1234.0, "time/step": 2.5})
     clock.now = 9.0
-    view.step(11, {"reward/mean": 0.25, "rollout/tokens_per_second": 12345.0, "time/step": 2.5})
+    view.log(11, {"reward/mean": 0.25, "rollout/tokens_per_second": 12345.0, "time/step": 2.5})
     assert stream.getvalue().splitlines() == [
         "step   9/200  reward -0.50  950 tok/s  2.5 s  (generate 1.9 s, train 100 ms)  ETA 9m33s",
         "step  10/200  reward  0.25  accuracy 50.0%  1.2k tok/s  2.5 s  ETA 9m30s",
@@ -80,7 +80,7 @@ def test_a_step_without_its_own_time_shows_the_clocks() -> None:
     clock, stream = _Clock(), io.StringIO()
     view = PlainView((), Pace(total_steps=2, start_step=0, clock=clock), 80, stream)
     clock.now = 3.0
-    view.step(1, {})
+    view.log(1, {})
     assert stream.getvalue() == "step 1/2  3.0 s  ETA 3.0 s\n"
 
 
@@ -94,7 +94,7 @@ def test_auto_is_plain_in_a_batch_log_and_off_is_silent() -> None:
     view = _open(Progress.auto, stream)
     assert isinstance(view, PlainView)
     off = _open(Progress.off, stream)
-    off.step(1, {"reward/mean": 1.0})
+    off.log(1, {"reward/mean": 1.0})
     off.note("hello")
     off.close()
     assert stream.getvalue() == ""
@@ -108,7 +108,7 @@ def test_live_view_shows_metrics_phases_samples_and_notes(monkeypatch: pytest.Mo
     view = _open(Progress.live, stream)
     view.note("[bold]resumed[/bold] at step 3")
     for step in range(1, 9):
-        view.step(step, {"reward/mean": step / 10, "rollout/tokens_per_second": 1234.0, "time/generate": 3.0, "time/train": 1.0})
+        view.log(step, {"reward/mean": step / 10, "rollout/tokens_per_second": 1234.0, "time/generate": 3.0, "time/train": 1.0})
     view.table(8, [SampleRow(prompt="2+2=", response="4", reward=1.0, finish_reason=FinishReason.stop)])
     view.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
