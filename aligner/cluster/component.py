@@ -21,10 +21,8 @@ _FIRST_PORT, _LAST_PORT, _NUM_TRIES = 15000, 32768, 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """`env` is added to the environment of every rank; the run ends when the `main` components have ended.
-
-    `terminal`: if the launcher's output is a terminal, rank 0 draws on it directly, and the other processes write only to their logs.
-    """
+    """`env` is added to the environment of every rank; the run ends when the `main` components have ended. On a terminal rank 0 of the one
+    with `terminal` draws directly, and the other processes write only to their logs."""
 
     name: str
     command: tuple[str, ...]
@@ -117,10 +115,8 @@ def rank_environment(component: Component, rank: int, port: int, base: Mapping[s
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct TCP ports that are free now, below those that Linux hands out to outgoing connections (32768 and up).
-
-    Another program can take one before a rank binds it; that rank then reports it and fails. Raises LaunchError if too few are free.
-    """
+    """Distinct TCP ports that are free now, below those that Linux hands out to outgoing connections. Another program can take one before a
+    rank binds it; that rank then fails. Raises LaunchError if too few are free."""
     found: list[int] = []
     for port in random.SystemRandom().sample(range(_FIRST_PORT, _LAST_PORT), _NUM_TRIES):
         with socket.socket() as probe:

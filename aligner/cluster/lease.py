@@ -45,10 +45,8 @@ class LeaseRecord:
 
 
 def read_lease(path: Path) -> tuple[LeaseRecord, int] | None:
-    """The lease and its last sign of life (mtime, ns); None without one. Raises LaunchError for a file of another kind.
-
-    Opens the file although `stat` would do: network file systems refresh attributes when a file is opened.
-    """
+    """The lease and its last sign of life (mtime, ns); None without one. Raises LaunchError for a file of another kind. Opens the file
+    although `stat` would do: network file systems refresh attributes when a file is opened."""
     try:
         with path.open() as file:
             return LeaseRecord(**json.load(file)), os.fstat(file.fileno()).st_mtime_ns

@@ -67,11 +67,7 @@ class Comparison:
 
 
 def lengths(directory: Path) -> list[str]:
-    """The settings `plan.*` for the lengths of a run's sequences. Raises DataError without a run.
-
-    Responses follow from the metrics (medians of the steps: the mean, the spread by the longest), prompts from the mean of the requests in
-    the trace, sequences of data from their tokens.
-    """
+    """The settings `plan.*` for the lengths of a run's sequences, from its metrics and its trace. Raises DataError without a run."""
     steps = timed_steps(directory)
 
     def typical(name: str) -> float | None:

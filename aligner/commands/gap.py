@@ -220,8 +220,7 @@ def most_different(rollouts: Sequence[Rollout], batch: RolloutBatch, gaps: torch
 
 
 def trace_paths(engine: PhasedEngine, policy: MegatronPolicy, config: OnlineRun, traced: Traced) -> dict[str, list[Difference]]:
-    """The differences of all operations by path; none unless the engine is the built-in one, and for rows with images, which its passes for
-    traces do not read. Collective."""
+    """The differences of all operations by path; none unless the engine is the built-in one and no row has images. Collective."""
     built_in = engine.engine
     if not isinstance(built_in, MegatronEngine) or any(images_in(rollout.all_extras) for rollout in traced.rollouts):
         return {}

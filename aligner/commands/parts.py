@@ -47,10 +47,8 @@ def add(
     options: type[Any] | None = None,
     kind: type[Command] = Command,
 ) -> None:
-    """Add the command `name = module:function`, whose function in this package is imported when the command runs.
-
-    The function gets the parameters by name; the fields of the dataclass `options` are further options, and reach it as `options`.
-    """
+    """Add the command `name = module:function`, imported when it runs. The function gets the parameters by name; the fields of the
+    dataclass `options` are further options, and reach it as `options`."""
     name, module, function = re.split(" = |:", place)
     declared = () if options is None else fields(options)
 

@@ -128,11 +128,9 @@ def load_sets(
 def load_model_files(
     config: ModelConfig, data: Any = None, session: Session | None = None, *, run: RunFiles | None = None
 ) -> tuple[Tokenizer, Architecture]:
-    """The tokenizer and the architecture of a model, checked against each other; with the chat template that `data` names, and with the
-    model's image processor if it sees, for the images of the session's run, or of `run`; of neither: kept until the process ends.
-
-    A template that writes the date gets that of the first day of the session's run, or today's.
-    """
+    """The tokenizer and the architecture of a model, checked against each other; with the chat template that `data` names (a date in it is
+    the first day of the session's run, or today), and with the image processor of a model that sees. Images are kept in the session's run
+    or `run`, else until the process ends."""
     tokenizer = load_tokenizer(str(tokenizer_directory(config)), create.source_directory(config))
     if data is not None:
         tokenizer = tokenizer.chatting(data, day=session.directory.first_day() if session else None)
@@ -317,12 +315,9 @@ def export_at_end(
 
 
 def name_special_tokens(directory: Path, own: Mapping[str, Any] | None = None) -> None:
-    """Put begin, end and padding ids into an exported config.json: the model's own where it has them, else the tokenizer's. The
-    tokenizer's end token, which ends what was trained on, is always among them: `generate` of other tools stops there.
-
-    If one token both ends and pads, a model that scores sequences gets no padding token: transformers scores the last token that is
-    not padding, which would be the one before the end token. Such a model takes one sequence at a time.
-    """
+    """Put begin, end and padding ids into an exported config.json: the model's own where it has them, else the tokenizer's. The tokenizer's
+    end token is always among the ends: `generate` of other tools stops there. A model that scores gets no padding token that is also the
+    end: transformers scores the last token that is not padding. Such a model takes one sequence at a time."""
     tokenizer = load_tokenizer(str(directory))
     path = directory / "config.json"
     config = json.loads(path.read_text())

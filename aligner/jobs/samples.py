@@ -161,11 +161,8 @@ class OnlineJob(Generic[C]):
         return frozen
 
     def task(self, *, with_reference: bool, num_prompts: int, load: Load | None = None) -> OnlineTask:
-        """Prompts, engine, rewards and validation; `num_prompts` a step. The policy is in `policy` then.
-
-        Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights. `load`: the source of
-        training and validation prompts, if not records of prompts.
-        """
+        """Prompts, engine, rewards and validation; `num_prompts` a step. The policy is in `policy` then. Data first (bad lines are found in
+        seconds), then models, then the engine on the policy's own weights. `load` replaces records of prompts."""
         session, sampling = self.session, self.config.rollout.sampling
         if reshaping := sampling.reshaping():
             session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/rollouts.md)")
@@ -283,10 +280,8 @@ class OnlineJob(Generic[C]):
     def rollout_source(
         self, task: OnlineTask, *, group_size: int = 1, greedy: bool = False, critic: Critic | None = None, takes_more: bool = False
     ) -> AsyncRolloutSource | None:
-        """The rounds of an asynchronous run; None for an on-policy run: its algorithm samples when it needs rollouts.
-
-        `greedy`: a response of that kind per prompt is needed too. `critic` gives the values. `takes_more`: a step may take several rounds.
-        """
+        """The rounds of an asynchronous run; None for an on-policy run. `greedy`: a response of that kind per prompt is needed too.
+        `critic` gives the values. `takes_more`: a step may take several rounds."""
         config, settings = self.config, self.config.rollout.asynchronous
         if not settings.max_staleness:
             return None

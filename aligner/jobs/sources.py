@@ -56,9 +56,8 @@ def _pin(record: Path, role: str, model: ModelConfig) -> str:
 
 
 def model_digest(source: Path | None) -> str:
-    """A digest that changes with the weights. For a checkpoint: of its marker (which has the digest of every file). For a Hugging
-    Face model: of its config and its weight files' names, sizes and times (reading them takes minutes); one of the Hub's cache has its
-    commit for that. Empty for random weights."""
+    """A digest that changes with the weights; empty for random ones. For a checkpoint: of its marker, which has every file's digest. For a
+    Hugging Face model: of its config and its weight files' names, sizes and times; in the Hub's cache of its commit."""
     if source is None:
         return ""
     if (name := name_of(source)) is not None:

@@ -88,10 +88,8 @@ class _Part:
 
 
 class WithReference(Sequence[Example]):
-    """The examples, from number `first` of the parts on, with their stored log-probs, read on access.
-
-    All have equally many rows. Raises DataError if a file is damaged or holds other rows.
-    """
+    """The examples, from number `first` of the parts on, with their stored log-probs, read on access; all have equally many rows. Raises
+    DataError if a file is damaged or holds other rows."""
 
     def __init__(self, examples: Sequence[Example], parts: Parts, first: int) -> None:
         self.mixture: Mixture | None = getattr(examples, "mixture", None)

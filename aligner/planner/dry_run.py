@@ -41,10 +41,7 @@ from aligner.planner.workload import BlockBytes, Component, Head, Parameter
 
 @contextmanager
 def fake_world(parallel: ParallelConfig, *, stage: int = 0) -> Iterator[None]:
-    """The first rank of a pipeline stage in the smallest world of this layout.
-
-    Raises AlignerError if this process is already part of a world: only one is possible.
-    """
+    """The first rank of a pipeline stage in the smallest world of this layout. Raises AlignerError if this process is part of a world."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -329,10 +329,8 @@ def lay_out(parameters: Sequence[Parameter], *, distributed: bool, shards: int, 
 
 
 def state_bytes(parameters: Sequence[Parameter], replication: Replication, *, dp_rank: int | None = None) -> StateBytes:
-    """Bytes of one chunk's training state on the rank with this data-parallel rank; None: the fullest rank.
-
-    Parameters in 4 bytes are their own main weights.
-    """
+    """Bytes of a chunk's training state on the rank with this data-parallel rank; None: the fullest. Parameters in 4 bytes are their own
+    main weights."""
     total = frozen_bytes([p for p in parameters if p.is_frozen])
     trained = [p for p in parameters if not p.is_frozen]
     kinds = sorted(trained, key=lambda p: (p.is_expert, p.itemsize))  # stable: the module's order within a kind

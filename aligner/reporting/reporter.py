@@ -30,10 +30,7 @@ _SHOWN = 8  # steps that a message lists
 
 class Reporter:
     """Rank 0's reporter. `start_step`: last step of the checkpoint resumed from, 0 for a new run. `lost`: a warning if an earlier start
-    left metrics but no checkpoint.
-
-    Raises ConfigError for a logger that is not installed or cannot start, DataError for a damaged metrics.jsonl.
-    """
+    left metrics but no checkpoint. Raises ConfigError for a logger that cannot start, DataError for a damaged metrics.jsonl."""
 
     lost = ""
 

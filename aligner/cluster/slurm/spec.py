@@ -67,8 +67,7 @@ class GpuRequest(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class SlurmConfig:
-    """Read by `aligner launch slurm` and by the conductor in the batch script. Numbers of ranks and of GPUs per node are elsewhere
-    (`num_processes`, `cluster.gpus_per_node`)."""
+    """Read by `aligner launch slurm` and by the conductor in the batch script. Ranks and GPUs per node are set elsewhere."""
 
     partition: str = ""  # empty, here and below: Slurm's default
     account: str = ""  # that the job is charged to (sbatch --account)
@@ -244,10 +243,8 @@ fi
 def render(
     config: str, spec: JobSpec, *, title: str, overrides: Sequence[str] = (), path: str = "", variables: Mapping[str, str] | None = None
 ) -> str:
-    """The script of a config with `overrides`. `title` describes it; `path` is where it is kept (empty: nowhere).
-
-    `variables` have these values unless the submitter sets others: at sites that export nothing (`--export=NONE`) nobody could set them.
-    """
+    """The script of a config with `overrides`; `path` is where it is kept (empty: nowhere). `variables` have these values unless the
+    submitter sets others: at sites that export nothing (`--export=NONE`) nobody could set them."""
     made = f"aligner launch slurm {shlex.join([config, *overrides])}" + (f" --output {path}" if path else "")
     lines = ["#!/bin/bash", f"# {title}", f"# Made by `{made}`: the numbers are those of the config {config}."]
     if path:

@@ -28,13 +28,10 @@ _OPERATORS |= {ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv}
 
 
 def commands(text: str, folder: Path, variables: dict[str, str] | None = None) -> Iterator[list[str]]:
-    """The words of each command of a script, in order, with its variables filled in; `export` and assignments are not commands.
-
-    A variable that the script does not set stays (`${HOME}/x`), as does an argument (`${1}`); `"$@"` is empty. Among branches only
-    `if [ -z "$NAME" ]` (also `"$NAME" == ""`) is followed; other assignments in branches count as if the branch were taken. The commands
-    of `bash -c "..."` and of a script in `folder` that this one sources or runs count as if they were written here; if that script does not
-    exist, the words are `source NAME`.
-    """
+    """The words of each command of a script, in order, with its variables filled in; an unknown one stays (`${HOME}/x`, `${1}`), `"$@"` is
+    empty. Among branches only `if [ -z "$NAME" ]` (also `"$NAME" == ""`) is followed; other branches count as taken. Commands of
+    `bash -c`, and of a script in `folder` that this one sources or runs, count as if they were written here; if there is no such script,
+    the words are `source NAME`."""
     variables = {} if variables is None else variables
     if nodes := _DIRECTIVE.search(text):
         variables |= dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes[1])

@@ -171,10 +171,7 @@ def wandb_key(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def warmup_share_online(entry: Entry, value: Any, context: Context) -> Meaning:
-    """OpenRLHF's share of all updates.
-
-    entry.factors: prompts of a step, responses of an update, responses of a prompt, episodes, epochs.
-    """
+    """OpenRLHF's share of all updates. entry.factors: prompts of a step, responses of an update and of a prompt, episodes, epochs."""
     if not value:
         return to_ours(entry, 0)
     if not context.examples:

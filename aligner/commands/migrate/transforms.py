@@ -249,10 +249,8 @@ def every(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def warmup_share(entry: Entry, value: Any, context: Context, *, whole: Callable[[float], int] = math.ceil, updates: int = 1) -> Meaning:
-    """A share of the run's steps as a number of optimizer steps; entry.factors: as for `epochs`.
-
-    `whole` rounds as the framework does, and a step there has `updates` optimizer steps.
-    """
+    """A share of the run's steps as a number of optimizer steps, of which a step has `updates`; entry.factors: as for `epochs`. `whole`
+    rounds as the framework does."""
     if not isinstance(value, int | float) or value == 0:
         return to_ours(entry, 0)
     total = next((context.number(key) for key in ("max_steps", "trainer.total_training_steps") if context.number(key) > 0), 0)
