@@ -142,7 +142,8 @@ def _described(model: str, *, dtype: Dtype, context: int, images: bool) -> tuple
         rank, alpha = settings.get("r"), settings.get("lora_alpha")
         if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):
             raise ConfigError(f"{path / CONFIG_FILE}: r={rank}, lora_alpha={alpha}, expected the rank and the scaling of an adapter")
-        lora = LoraConfig(rank=rank, alpha=float(alpha), rslora=bool(settings.get("use_rslora")), path=str(path))
+        kinds = {"rslora": bool(settings.get("use_rslora")), "dora": bool(settings.get("use_dora"))}
+        lora = LoraConfig(rank=rank, alpha=float(alpha), path=str(path), **kinds)
     elif (path / LATEST).exists() or is_complete(path):
         marker = read_marker(path := resolve(path))
         base = path

@@ -116,6 +116,7 @@ class LoraConfig:
     rank: int = 0  # rank of the adapters; 0: no adapters, every weight is trained
     alpha: float = 16.0  # scaling = alpha / rank
     rslora: bool = False  # scaling = alpha / sqrt(rank) (2312.03732)
+    dora: bool = False  # learn the magnitude of each output apart from its direction (2402.09353); model.lora.dropout must be 0
     dropout: float = 0.0  # dropout of the adapters' inputs, in training
     targets: list[LoraTarget] = field(default_factory=_default_targets)  # linear layers that get adapters (docs/lora.md)
     parts: list[Part] = field(default_factory=lambda: [Part.text])  # parts that get them, of a model that sees: text, vision, projector
@@ -128,6 +129,12 @@ class LoraConfig:
         require(self, "model.lora", POSITIVE, "alpha")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.lora.dropout={self.dropout}: must be in [0, 1)")
+        if self.dora and self.dropout:
+            raise ConfigError(
+                f"model.lora.dropout={self.dropout}: must be 0 with model.lora.dora=true, which scales the layer's own product too"
+            )
+        if self.dora and LoraTarget.experts in self.targets:
+            raise ConfigError("model.lora.targets: PEFT has no DoRA of experts; allowed with model.lora.dora=true: the other targets")
         if not self.targets:
             raise ConfigError(f"model.lora.targets=[]: name at least one; allowed: {', '.join(LoraTarget.__members__)}")
         if not self.parts:

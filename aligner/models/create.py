@@ -31,7 +31,7 @@ from aligner.models.modules.layers import attention_of, feed_forward_of
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import check_divisible, resolve_dtype
 from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
-from aligner.models.modules.peft import load_peft, targets_in_wrapper
+from aligner.models.modules.peft import load_peft, peft_config, targets_in_wrapper
 from aligner.models.modules.scalar_head import VALUES, ScalarHead, read_head
 from aligner.models.training.guard import Guard, GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
@@ -329,7 +329,7 @@ def _start_adapters(chunks: Sequence[Chunk], config: ModelConfig, seed: int) -> 
     for chunk in chunks:
         chunk.base, chunk.base_digest = "" if source is None else wrapper.named(source), digest
     initialise_adapters(chunks, seed)
-    targets_in_wrapper(chunks[0])  # refused before it is trained
+    peft_config(chunks[0].architecture, config.lora, base="") | targets_in_wrapper(chunks[0])  # refused before it is trained
     if not config.lora.path:
         return
     path = Path(config.lora.path)

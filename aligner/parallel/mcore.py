@@ -53,7 +53,16 @@ with warnings.catch_warnings():
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import Adam, ChainedOptimizer, OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
+    from megatron.core.optimizer import (
+        Adam,
+        ChainedOptimizer,
+        OptimizerConfig,
+        ParamKey,
+        clip_grads,
+        distrib_optimizer,
+        get_megatron_optimizer,
+        get_standard_config_overrides,
+    )
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

@@ -100,7 +100,8 @@ def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple
             )
         )
         if lora.is_on and has_adapter(f"{PREFIX}{name}", architecture, lora):
-            pair = Parameter(name=f"{name}{ADAPTER}", numel=lora.rank * sum(parameter.shape), itemsize=itemsize, is_adapter=True)
+            numel = lora.rank * sum(parameter.shape) + (parameter.shape[0] if lora.dora else 0)
+            pair = Parameter(name=f"{name}{ADAPTER}", numel=numel, itemsize=itemsize, is_adapter=True)
             found.append(pair)
     return tuple(found)
 

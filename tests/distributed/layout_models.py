@@ -141,6 +141,8 @@ def write_adapter(spec: Spec) -> None:
         inputs = inner if kind in ("down_proj", "w2") else hidden
         tensors[f"base_model.model.{one.name}.lora_A.weight"] = torch.randn(lora.rank, inputs, generator=generator) * 0.2
         tensors[f"base_model.model.{one.name}.lora_B.weight"] = torch.randn(rows.get(kind, inner), lora.rank, generator=generator) * 0.2
+        if lora.dora:
+            tensors[f"base_model.model.{one.name}.lora_magnitude_vector"] = 0.5 + torch.rand(rows.get(kind, inner), generator=generator)
     directory = Path(lora.path)
     directory.mkdir()
     save_file(tensors, directory / WEIGHTS_FILE)

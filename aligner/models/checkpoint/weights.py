@@ -219,6 +219,8 @@ def to_marker(chunk: Chunk) -> dict[str, Any]:
     if not lora.is_on:
         return {}
     described = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": [target.value for target in lora.targets]}
+    if lora.dora:
+        described["dora"] = True
     if lora.parts != LoraConfig().parts:
         described["parts"] = [part.value for part in lora.parts]
     return {LORA: described, "base": chunk.base, "base_digest": chunk.base_digest}

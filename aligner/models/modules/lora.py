@@ -1,13 +1,18 @@
 """Low-rank adapters on Megatron-Core's linear layers (LoRA; Hu et al. 2021, 2106.09685): W x becomes W x + scaling B A x, and only A and B
 learn. B starts at zero; A's entries are uniform in +-1 / sqrt(inputs), as PEFT's.
 
+With `model.lora.dora` (Liu et al. 2024, 2402.09353) it becomes m (W + scaling B A) x / ||W + scaling B A||, with the norm of each row of
+the sum: A and B give the direction of a row, and the magnitude m of each output, at first ||W||, learns too. The norm gets no gradient, as
+in the paper (section 4.3) and in PEFT. Without dropout: what scales the layer's own product would have to see dropped inputs, too.
+
 A layer that holds several of Hugging Face's projections (query, key and value; gate and up) has a pair for each of them, so that an adapter
 is one of PEFT's, too. The A's lie one below the other and are one product; each B gives its own rows of the fused output.
 
 Tensor parallelism splits the pairs as it splits W, and only [tokens, rank] is exchanged. Where W's output is split, A is on every rank and
 B is split: A x is gathered from the parts of a sequence, or its gradient is summed. Where W's input is split, A is split and A x is summed
 (reduce-scattered under sequence parallelism), and B is on every rank. An expert's tokens are exchanged outside of it, for adapter and
-weight together; there the gradients of what is on every rank are summed instead.
+weight together; there the gradients of what is on every rank are summed instead. A magnitude lies as its B does; the squares of a row that
+is split are summed.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ _LINEAR = re.compile(
     rf"({'|'.join(_ALL_PARTS)})\.weight"
 )
 _FEED_FORWARD = {"linear_fc1": {LoraTarget.fc1, LoraTarget.gate, LoraTarget.up}, "linear_fc2": {LoraTarget.fc2}}
+LORA_B = "is_lora_b"  # the attribute of a B, which LoRA+ finds it by
 MERGED_ROWS = 1024  # of a weight that get their adapter at a time
 _WHOLE = "out"  # the one part of a layer that is one projection
 _PARTS = {
@@ -91,7 +97,10 @@ class AdapterSite:
 
 
 class Adapter(torch.nn.Module):
-    """The pairs of one linear layer: `a` [pairs * rank, in] and `b` by part, [rows, rank]; this rank's shares of them."""
+    """The pairs of one linear layer: `a` [pairs * rank, in] and `b` by part, [rows, rank]; with DoRA the magnitudes `m` by part, [rows, 1].
+
+    All are this rank's shares.
+    """
 
     def __init__(
         self, site: AdapterSite, lora: LoraConfig, process_groups: mcore.ProcessGroupCollection, *, sequence_parallel: bool
@@ -107,9 +116,12 @@ class Adapter(torch.nn.Module):
         options = {"dtype": site.weight.dtype, "device": site.weight.device}
         self.a = torch.nn.Parameter(torch.empty(len(self.pairs.projections) * lora.rank, site.weight.shape[1], **options))
         self.b = torch.nn.ParameterDict({part: torch.zeros(site.sizes[part], lora.rank, **options) for part in self.pairs.trained})
+        self.m = torch.nn.ParameterDict({part: torch.ones(len(b), 1, **options) for part, b in self.b.items()} if lora.dora else {})
         self._mark(self.a, split_dim=None if self.pairs.splits_output else 1)
-        for matrix in self.b.values():
+        for matrix in (*self.b.values(), *self.m.values()):
             self._mark(matrix, split_dim=0 if self.pairs.splits_output else None)
+        for b in self.b.values():
+            setattr(b, LORA_B, True)
 
     def _mark(self, parameter: torch.nn.Parameter, *, split_dim: int | None) -> None:
         # A whole parameter counts in gradient norms on the first tensor-parallel rank alone; of unsplit experts each rank has others.
@@ -125,16 +137,58 @@ class Adapter(torch.nn.Module):
         hidden = self._exchanged(hidden)
         return self._expanded(hidden, {part: self._complete(b) if whole_b else b for part, b in self.b.items()})
 
+    def added(self, x: Tensor, product: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output from its input and its own product; `bias` is what the product has of one."""
+        if not self.m:
+            return product + self(x)
+        if bias is None:
+            return self._scales() * (product + self(x))
+        return self._scales() * (product - bias + self(x)) + bias
+
     @torch.no_grad()
     def merged(self, weight: LinearWeight) -> Tensor:
-        """`weight` with the adapter in it, dense and in its dtype, added up in float32. No communication: the shares fit."""
+        """`weight` with the adapter in it, dense and in its dtype, added up in float32. The shares fit; only DoRA's norms of split rows
+        are summed over the tensor-parallel ranks, which all call this."""
+        merged = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        scales = self._scales(weight).float()[:, None] if self.m else None
+        for part, rows in self._sums(weight):
+            merged[part] = rows if scales is None else rows * scales[part]
+        return merged
+
+    def _sums(self, weight: LinearWeight) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, W + scaling B A of them in float32): no whole matrix exists in float32."""
         one = torch.eye(self.a.shape[0], device=weight.device)
         fused = self._expanded(one, {part: b.float() for part, b in self.b.items()}).t() * self.scaling  # [rows, pairs * rank]
-        merged, a = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), self.a.float()
-        for rows in range(0, len(merged), MERGED_ROWS):  # no whole matrix exists in float32
-            part = slice(rows, rows + MERGED_ROWS)
-            merged[part] = torch.addmm(weight.read(torch.float32, part), fused[part], a)
-        return merged
+        a = self.a.float()
+        for first in range(0, weight.shape[0], MERGED_ROWS):
+            part = slice(first, first + MERGED_ROWS)
+            yield part, torch.addmm(weight.read(torch.float32, part), fused[part], a)
+
+    @torch.no_grad()
+    def norms(self, weight: LinearWeight) -> Tensor:
+        """||W + scaling B A|| of each row of this rank's fused output, in the magnitudes' dtype. Every tensor-parallel rank calls it."""
+        squares = torch.cat([rows.square().sum(dim=1) for _, rows in self._sums(weight)])
+        if not self.pairs.splits_output and self.group.size() > 1:
+            dist.all_reduce(squares, group=self.group)
+        norms = squares.sqrt().to(self.a.dtype)
+        return norms.clamp_min(torch.finfo(norms.dtype).tiny)  # a row of zeros stays one
+
+    def _scales(self, weight: LinearWeight | None = None) -> Tensor:
+        """What each of the outputs is multiplied by, [rows]: m / ||W + scaling B A||; 1 where a part has no pair."""
+        magnitudes = {part: (m if self.pairs.splits_output else self._complete(m))[:, 0] for part, m in self.m.items()}
+        absent = 1 - self._fused({part: torch.ones_like(m) for part, m in magnitudes.items()})
+        return self._fused(magnitudes) / self.norms(weight or self.site.weight) + absent
+
+    @torch.no_grad()
+    def start_magnitudes(self) -> None:
+        """Give every output its row's norm as its magnitude, with which the adapter changes nothing else."""
+        if not self.m:
+            return
+        blocks = self.norms(self.site.weight).unflatten(0, (self.site.groups, -1))
+        shares = [size // self.site.groups for size in self.site.sizes.values()]
+        for part, own in zip(self.site.sizes, blocks.split(shares, dim=1), strict=True):
+            if part in self.m:
+                self.m[part].copy_(own.reshape(-1, 1))
 
     def _dropped(self, x: Tensor) -> Tensor:
         if not (self.training and self.dropout):
@@ -165,10 +219,14 @@ class Adapter(torch.nn.Module):
     def _expanded(self, hidden: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
         """[..., rows of the fused output on this rank]; zeros where a part has no pair."""
         blocks = [hidden] * len(matrices) if self.pairs.shares_a else hidden.split(self.rank, dim=-1)
-        outputs = {part: F.linear(block, matrices[part]) for part, block in zip(self.pairs.trained, blocks, strict=True)}
+        return self._fused({part: F.linear(block, matrices[part]) for part, block in zip(self.pairs.trained, blocks, strict=True)})
+
+    def _fused(self, outputs: Mapping[str, Tensor]) -> Tensor:
+        """[..., rows] of each part as [..., rows of the fused output]."""
         if len(self.site.sizes) == 1:
             return outputs[_WHOLE]
-        every = [outputs[p] if p in outputs else hidden.new_zeros(*hidden.shape[:-1], size) for p, size in self.site.sizes.items()]
+        one = next(iter(outputs.values()))
+        every = [outputs[p] if p in outputs else one.new_zeros(*one.shape[:-1], size) for p, size in self.site.sizes.items()]
         return torch.cat([part.unflatten(-1, (self.site.groups, -1)) for part in every], dim=-1).flatten(-2)
 
 
@@ -270,9 +328,9 @@ def attach(chunk: Any, lora: LoraConfig) -> None:
 
 def _add(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
     if isinstance(output, Tensor):  # torch's linear layer
-        return output + module.adapter(inputs[0])
-    product, bias = output
-    return product + module.adapter(inputs[0]), bias
+        return module.adapter.added(inputs[0], output, module.bias)
+    product, bias = output  # a bias that is returned is not in the product
+    return module.adapter.added(inputs[0], product, module.bias if bias is None else None), bias
 
 
 def named_adapters(chunk: Any) -> Iterator[tuple[str, Adapter]]:
@@ -283,7 +341,10 @@ def named_adapters(chunk: Any) -> Iterator[tuple[str, Adapter]]:
 
 
 def initialise_adapters(chunks: Sequence[Any], seed: int) -> None:
-    """Fill the A's: each drawn whole by a generator of its own and then cut, so that every layout starts from the same ones."""
+    """Fill the A's: each drawn whole by a generator of its own and then cut, so that every layout starts from the same ones.
+
+    With DoRA the magnitudes become the norms of the weights' rows: then every tensor-parallel rank calls it, after loading the weights.
+    """
     for chunk in chunks:
         for name, adapter in named_adapters(chunk):
             _fill(adapter, global_name(chunk, name), seed)
@@ -299,6 +360,7 @@ def _fill(adapter: Adapter, unique: str, seed: int) -> None:
         own.copy_(upload(whole if pairs.splits_output else whole.chunk(group.size(), dim=1)[group.rank()], own.device), non_blocking=True)
     for matrix in adapter.b.values():
         matrix.zero_()
+    adapter.start_magnitudes()
 
 
 class MergedWeights(Mapping[str, Tensor]):

@@ -29,12 +29,12 @@ from aligner.models.weights import all_places, gathered, named_shards, places_ev
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_MAGNITUDE = "lora_magnitude_vector"  # [outputs]
 _USUAL_HEADS = ("classifier", "score")  # PEFT names both for a model that classifies, which has one of them
 # What makes an adapter compute something else than W x + scaling B A x, with the value that does not. Fields that are absent are neutral.
 _OTHER_KINDS = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_dora": (False,),
     "lora_bias": (False,),
     "use_qalora": (False,),
     "rank_pattern": ({},),
@@ -60,6 +60,11 @@ class Projection:
     block: int
     b: tuple[str, ...]  # Megatron's parameters, whose rows one after the other are the B
 
+    @property
+    def m(self) -> tuple[str, ...]:
+        """Megatron's parameters that together are the projection's magnitudes, if the adapters have those."""
+        return tuple(f"{prefix}{ADAPTER}m.{part}" for prefix, part in (name.split(f"{ADAPTER}b.") for name in self.b))
+
 
 def projections(architecture: Architecture, lora: LoraConfig) -> list[Projection]:
     """Every projection of the whole model that has a pair, in Hugging Face's order."""
@@ -73,7 +78,7 @@ def projections(architecture: Architecture, lora: LoraConfig) -> list[Projection
 
 
 def export_adapters(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
-    """(PEFT's name, full tensor) of a head's parameters and of every A and B. Collective: every rank consumes it to its end."""
+    """(PEFT's name, full tensor) of a head's parameters and of every A, B and magnitude. Collective: every rank consumes it to its end."""
     chunk = chunks[0]
     own = {part.place.name: part for part in named_shards(chunks, adapters=True)}
     places = {place.name: place for place in places_everywhere(chunks, [part.place for part in own.values()])}
@@ -91,6 +96,8 @@ def export_adapters(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
         name = _module(chunk, one.name)
         yield f"{_PREFIX}{name}.lora_A.weight", whole(one.a).split(chunk.lora.rank)[one.block]
         yield f"{_PREFIX}{name}.lora_B.weight", torch.cat([whole(name) for name in one.b])
+        if chunk.lora.dora:
+            yield f"{_PREFIX}{name}.{_MAGNITUDE}", torch.cat([whole(name) for name in one.m])[:, 0]
 
 
 def save_peft(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
@@ -121,6 +128,7 @@ def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,  # PEFT's is an int
         "lora_dropout": lora.dropout if plain else 0.0,
         "use_rslora": lora.rslora and plain,
+        "use_dora": lora.dora,
         **targets,
         "alpha_pattern": {both: 2 * alpha for both in targets["rank_pattern"]},
         "fan_in_fan_out": architecture.family is Family.gpt2,  # its layers are Conv1D
@@ -144,6 +152,11 @@ def _targets(architecture: Architecture, lora: LoraConfig) -> dict[str, Any]:
     modules = {name for name in trained if _ending(name, 1) not in called}
     fused = [f"experts.{name}" for name in ("gate_up_proj", "down_proj") if trained & experts]
     parameters = [f"{name}.weight" for name in sorted(trained - modules - experts)] + fused
+    if lora.dora and parameters:
+        raise ConfigError(
+            f"model.lora.targets: PEFT takes {parameters[0]} of family {architecture.family.value} for an expert's, of which it has no "
+            "DoRA; allowed with model.lora.dora=true: qkv, q, k, v, proj"
+        )
     return {
         "target_modules": sorted({_ending(name, 2 if _ending(name, 1) in ambiguous else 1) for name in modules}),
         **({"target_parameters": parameters} if parameters else {}),
@@ -200,7 +213,8 @@ def load_peft(chunks: Sequence[Chunk], directory: Path) -> None:
     for one in projections(chunk.architecture, chunk.lora):
         wanted.setdefault(one.a, []).append(one)
     named = [f"{_PREFIX}{_module(chunk, one.name)}" for group in wanted.values() for one in group]
-    names = {f"{name}.lora_{kind}.weight" for name in named for kind in "AB"} | heads.keys()
+    kinds = ("lora_A.weight", "lora_B.weight", *([_MAGNITUDE] if chunk.lora.dora else []))
+    names = {f"{name}.{kind}" for name in named for kind in kinds} | heads.keys()
     if difference := sorted(stored.keys() ^ names):
         where = "there and in no adapter of the model" if difference[0] in stored else "missing there"
         raise CheckpointError(f"model.lora.path={directory}: {difference[0]} is {where} (model.lora.targets); {len(difference)} differ")
@@ -255,6 +269,11 @@ def check_peft_config(config: Mapping[str, Any], architecture: Architecture, lor
             raise ConfigError(
                 f"model.lora.path={directory}: {name}={value} is not supported; allowed: {', '.join(str(one) for one in allowed)}"
             )
+    if bool(config.get("use_dora")) is not lora.dora:
+        raise ConfigError(
+            f"model.lora.dora={str(lora.dora).lower()}: the adapter at model.lora.path={directory} has use_dora={not lora.dora}; "
+            "allowed: that"
+        )
     if config["r"] != lora.rank:
         raise ConfigError(f"model.lora.rank={lora.rank}: the adapter at model.lora.path={directory} has r={config['r']}; allowed: that")
     scaling = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
@@ -277,8 +296,12 @@ def _fill(chunk: Chunk, adapter: Adapter, found: Sequence[Projection], stored: d
         sizes = [adapter.b[part].shape[0] * (ranks if splits_output else 1) for part in parts]
         if whole_b.shape[0] != sum(sizes):
             raise CheckpointError(f"{directory}: lora_B of {one.name} has {whole_b.shape[0]} rows, the model's layer has {sum(sizes)}")
-        for part, rows in zip(parts, whole_b.split(sizes), strict=True):
-            _copy(adapter.b[part], rows.chunk(ranks)[index] if splits_output else rows, directory, one.name)
+        stacks = [(adapter.b, whole_b)]
+        if adapter.m:
+            stacks.append((adapter.m, stored[f"{_PREFIX}{_module(chunk, one.name)}.{_MAGNITUDE}"][:, None]))
+        for ours, whole in stacks:
+            for part, rows in zip(parts, whole.split(sizes), strict=True):
+                _copy(ours[part], rows.chunk(ranks)[index] if splits_output else rows, directory, one.name)
 
 
 def _copy(target: Tensor, source: Tensor, directory: Path, name: str) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.errors import ConfigError
+from aligner.models.modules.lora import LORA_B
 from aligner.models.training.offload import LockedMemory
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel import mcore
@@ -131,8 +133,14 @@ def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dt
     if config.cpu_offload:  # set afterwards: Megatron-Core asks for Transformer Engine's version first, which this does without
         settings.use_precision_aware_optimizer = settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         settings.store_param_remainders = False
+    overrides = mcore.get_standard_config_overrides(settings)
+    if config.loraplus_ratio > 1:
+        if not runners[0].module.lora.is_on:
+            raise ConfigError(f"optimizer.loraplus_ratio={config.loraplus_ratio:g}: is of adapters; needs model.lora.rank above 0")
+        faster = {name: getattr(config, name.removeprefix("max_")) * config.loraplus_ratio for name in ("max_lr", "min_lr")}
+        overrides[mcore.ParamKey(attr=LORA_B)] = faster
     with mcore.hybrid_optimizer(HostAdam):
-        optimizer = mcore.get_megatron_optimizer(settings, runners, use_gloo_process_groups=False)
+        optimizer = mcore.get_megatron_optimizer(settings, runners, config_overrides=overrides, use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:
         if isinstance(part, mcore.DistributedOptimizer) and not part.is_stub_optimizer:
             _number_as_grouped(part)

@@ -35,6 +35,7 @@ class OptimizerConfig:
     beta1: float = 0.9  # decay of the mean of gradients (Adam)
     beta2: float = 0.98  # decay of the mean of squared gradients (Adam)
     eps: float = 1e-8  # added to the root of the mean of squared gradients (Adam)
+    loraplus_ratio: float = 1.0  # learning rate of adapters' B's over that of their A's (LoRA+, 2402.12354, takes 16); 1: the same
     clip_grad: float = 1.0  # longest gradient (global L2 norm); a longer one is scaled down to it; 0: off
     distributed: bool = True  # shard the optimizer's state over data-parallel ranks
     precision_aware: bool = False  # moments in bfloat16 (needs Transformer Engine)
@@ -48,6 +49,10 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not (0 < self.lr <= MAX_LR and 0 <= self.min_lr <= self.lr):
             raise ConfigError(f"optimizer.lr={self.lr}, min_lr={self.min_lr}: need 0 <= min_lr <= lr and 0 < lr <= {MAX_LR:g}")
+        if not 1 <= self.loraplus_ratio <= MAX_LR / self.lr:
+            raise ConfigError(f"optimizer.loraplus_ratio={self.loraplus_ratio}: must be at least 1, and at most {MAX_LR:g} / lr")
+        if self.loraplus_ratio > 1 and not self.distributed:
+            raise ConfigError("optimizer.loraplus_ratio: needs optimizer.distributed=true")
         if self.warmup_steps < -1:
             raise ConfigError(f"optimizer.warmup_steps={self.warmup_steps}: must not be negative (-1: use optimizer.warmup_fraction)")
         require(self, "optimizer", FINITE, "decay_steps", "clip_grad")

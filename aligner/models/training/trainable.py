@@ -285,7 +285,7 @@ class TrainableModel:
             chunk.settle()
 
     def _optimizer_metrics(self, grad_norm: float | None, *, overflowed: bool = False) -> dict[str, Metric]:
-        rate = {"optim/lr": Max(maximum=self.optimizer.param_groups[0]["lr"])}
+        rate = {"optim/lr": Max(maximum=min(group["lr"] for group in self.optimizer.param_groups))}  # LoRA+ has a higher one too
         if self.loss_scale.is_on:
             rate |= {LOSS_SCALE: Max(maximum=self.loss_scale.value), OVERFLOWS: Sum(total=int(overflowed))}
         if grad_norm is not None:

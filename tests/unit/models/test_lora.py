@@ -77,6 +77,7 @@ def hf_logprobs(model, batch) -> torch.Tensor:
 def test_only_adapters_are_trained_and_new_ones_change_nothing(make_policy, load_policy, hf_directory):
     policy, plain, batch = make_policy(optimizer=adam()), load_policy(hf_directory("qwen2")), make_batch()
     assert torch.equal(policy.logprobs(batch), plain.logprobs(batch))
+    assert torch.equal(make_policy(dora=True, targets=ALL[:4]).logprobs(batch), plain.logprobs(batch))
     base, adapters = weights(policy, adapters=False), weights(policy, adapters=True)
     losses = train(policy, 3)
     assert losses[2] < losses[0] - 0.2
@@ -206,8 +207,11 @@ OPTIONS = {
     "experts": {"targets": [LoraTarget.experts]},
     "experts, rslora": {"targets": [LoraTarget.experts], "rslora": True, "rank": 3},
     "attention and experts": {"targets": [LoraTarget.qkv, LoraTarget.experts], "dropout": 0.1},
+    "dora": {"targets": ALL[:4], "dora": True, "rank": 3},
+    "queries and up, dora": {"targets": [LoraTarget.q, LoraTarget.up], "dora": True, "rslora": True},
     "all, rslora": {"targets": ALL, "rslora": True, "rank": 2, "alpha": 7.0},
 }
+DORA = ("dora", "queries and up, dora")
 ABSENT = {"qwen2": ("experts", "experts, rslora"), "mixtral": ("feed-forward", "gate", "up and down")}  # layers that it does not have
 
 
@@ -219,6 +223,10 @@ def test_peft_reads_what_was_trained(name, option, make_policy, hf_directory, tm
     from transformers import AutoModelForCausalLM
 
     options = {"targets": ALL} | OPTIONS[option]
+    if option in DORA and name in ("qwen2_moe", "deepseek_v2", "glm4_moe", "qwen3_moe_dense_layers"):
+        with pytest.raises(ConfigError, match="PEFT takes .* for an expert's, of which it has no DoRA; allowed .*: qkv"):
+            make_policy(name, **options)
+        return
     if option in ABSENT.get(name.replace("qwen3_moe", "mixtral"), ()):
         with pytest.raises(ConfigError, match="the model has no such layer"):
             make_policy(name, **options)
@@ -229,6 +237,8 @@ def test_peft_reads_what_was_trained(name, option, make_policy, hf_directory, tm
         for parameter_name, parameter in policy.module.named_parameters():
             if ".adapter.b" in parameter_name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+            elif ".adapter.m" in parameter_name:
+                parameter *= (0.5 + torch.rand(parameter.shape, generator=generator)).to(parameter.device)
     ours = policy.logprobs(batch)
     assert (ours - before).abs().max() > 0.01
     save_peft(policy.chunks, tmp_path, writer=True)
@@ -249,6 +259,9 @@ def test_projections_that_a_delta_net_has_in_another_order_get_no_adapters(make_
     [
         ("qwen2", ["q_proj", "v_proj", "up_proj"], {"targets": [LoraTarget.q, LoraTarget.v, LoraTarget.up], "rslora": True}),
         ("gpt2", ["attn.c_proj", "c_fc"], {"targets": [LoraTarget.proj, LoraTarget.fc1]}),
+        ("qwen2", ["q_proj", "down_proj", "up_proj"], {"targets": [LoraTarget.q, LoraTarget.up, LoraTarget.fc2], "dora": True}),
+        ("gpt2", ["c_attn", "c_fc"], {"targets": [LoraTarget.qkv, LoraTarget.fc1], "dora": True}),
+        ("phi3", ["qkv_proj", "gate_up_proj"], {"targets": [LoraTarget.qkv, LoraTarget.fc1], "dora": True}),
     ],
 )
 def test_an_adapter_made_by_peft(name, modules, lora, make_policy, hf_directory, tmp_path):
@@ -256,7 +269,8 @@ def test_an_adapter_made_by_peft(name, modules, lora, make_policy, hf_directory,
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    settings = peft.LoraConfig(r=3, lora_alpha=12, use_rslora=lora.get("rslora", False), target_modules=modules, init_lora_weights=False)
+    kinds = {"use_rslora": lora.get("rslora", False), "use_dora": lora.get("dora", False)}
+    settings = peft.LoraConfig(r=3, lora_alpha=12, target_modules=modules, init_lora_weights=False, **kinds)
     settings.fan_in_fan_out, settings.task_type = name == "gpt2", "CAUSAL_LM"
     theirs, batch = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(hf_directory(name)), settings), make_batch()
     theirs.save_pretrained(tmp_path / "theirs")
@@ -270,14 +284,103 @@ def test_an_adapter_made_by_peft(name, modules, lora, make_policy, hf_directory,
     assert json.loads((tmp_path / "ours" / CONFIG_FILE).read_text())["target_modules"] == sorted(modules)
 
 
-def test_a_run_continues_bitwise_from_adapters_alone(make_policy, tmp_path):
-    one = make_policy(optimizer=adam(), dropout=0.3)
+def peft_gradients(model, batch) -> dict[str, torch.Tensor]:
+    """Of the mean cross-entropy of `batch`, by PEFT's names."""
+    logits = model(batch.tokens).logits[:, :-1].float()
+    chosen = torch.log_softmax(logits, dim=-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    (-(chosen * batch.loss_mask[:, 1:]).sum()).backward()
+    return {name.replace(".default", "").removesuffix(".weight"): p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "phi3"])
+def test_gradients_of_dora_equal_pefts(name, make_policy, hf_directory, tmp_path):
+    """The norm is a constant of the backward pass, here as there; biases are not scaled (qwen2 has them)."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    lora = {"dora": True, "rank": 3, "targets": ALL[:4]}
+    policy, batch, generator = make_policy(name, optimizer=adam(), **lora), make_batch(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for adapter in adapters_of(policy).values():
+            for parameter in (*adapter.b.values(), *adapter.m.values()):
+                parameter += 0.3 * torch.rand(parameter.shape, generator=generator).to(parameter.device)
+    save_peft(policy.chunks, tmp_path, writer=True)
+    policy.train_step(batch, sft_loss)
+    ours = {f"{one}.{part}": p.main_grad for one, a in adapters_of(policy).items() for part, p in a.named_parameters()}
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_directory(name)), tmp_path, is_trainable=True)
+    found = peft_gradients(theirs, batch)
+    layer = "base_model.model.model.layers.1."
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj") if name == "qwen2" else ("self_attn.qkv_proj",)
+    fused = torch.cat([found[f"{layer}{one}.lora_magnitude_vector"] for one in qkv])
+    mine = [ours[f"decoder.layers.1.self_attention.linear_qkv.m.{part}"][:, 0] for part in "qkv"]
+    scale = fused.abs().max() / torch.cat(mine).abs().max().cpu()  # one loss is a sum, the other a mean
+    for part, own in (("m", "lora_magnitude_vector"), ("b", "lora_B")):
+        expected = torch.cat([found[f"{layer}{one}.{own}"] for one in qkv]).reshape(-1, 1 if part == "m" else 3)
+        got = torch.cat([ours[f"decoder.layers.1.self_attention.linear_qkv.{part}.{one}"] for one in "qkv"]).cpu() * scale
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    expected = torch.cat([found[f"{layer}{one}.lora_A"] for one in qkv])
+    got = ours["decoder.layers.1.self_attention.linear_qkv.a"].cpu() * scale
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    down = ours["decoder.layers.1.mlp.linear_fc2.m.out"][:, 0].cpu() * scale
+    expected = found[f"{layer}mlp.down_proj.lora_magnitude_vector"]
+    torch.testing.assert_close(down, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_dora_by_hand(make_policy):
+    """Rows with a pair have the length of their magnitude, whatever the adapter adds; the others and the bias are unchanged."""
+    policy = make_policy(rank=2, alpha=6.0, dora=True, targets=[LoraTarget.q])
+    linear = policy.module.decoder.layers[0].self_attention.linear_qkv
+    adapter, generator = linear.adapter, torch.Generator().manual_seed(0)
+    x = torch.randn(3, 1, 32, generator=generator).to(platform.device())
+    rows = [*range(16), *range(32, 48)]  # of the queries in [q q k v] of each of 2 groups
+    with torch.no_grad():
+        weight = linear.weight.clone()
+        torch.testing.assert_close(adapter.m["q"][:, 0], weight[rows].norm(dim=1))
+        adapter.b["q"].copy_(torch.randn(32, 2, generator=generator))
+        adapter.m["q"].copy_(torch.full((32, 1), 0.5))
+        direction = weight[rows] + 3.0 * adapter.b["q"] @ adapter.a
+        weight[rows] = 0.5 * direction / direction.norm(dim=1, keepdim=True)
+        torch.testing.assert_close(adapter.merged(linear_weight(linear.weight)), weight)
+        torch.testing.assert_close(linear(x)[0], x @ weight.t() + linear.bias)
+
+
+def test_the_bs_of_loraplus_learn_faster(make_policy, load_policy, hf_directory, tmp_path):
+    """Adam moves every entry with a gradient by about the learning rate: A by 1e-3, B by 16 times that, and the same after a resume."""
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, weight_decay=0.0, loraplus_ratio=16.0, eps=1e-12, clip_grad=0.0)
+    policy = make_policy(optimizer=optimizer)
+    seen, lrs = [weights(policy, adapters=True)], []
+    for _ in range(2):
+        lrs.append(policy.train_step(make_batch(), sft_loss)["optim/lr"].value())
+        seen.append(weights(policy, adapters=True))
+    for name, before in seen[0].items():
+        one, two = (seen[1][name] - before).abs(), (seen[2][name] - seen[1][name]).abs()
+        if ".b." in name:
+            torch.testing.assert_close(one[one > 0].median(), torch.tensor(16e-3, device=one.device), rtol=0.01, atol=0)
+        else:
+            assert not one.any()  # B was 0
+            torch.testing.assert_close(two[two > 0].max(), torch.tensor(lrs[1], device=two.device), rtol=0.9, atol=0)
+            assert two.max() < 2e-3
+    assert lrs[0] == pytest.approx(1e-3)
+    saved = checkpoint.save(tmp_path, policy.model, checkpoint.SaveRequest(step=2, state={}))
+    again, expected = make_policy(optimizer=optimizer), train(policy, 2)
+    checkpoint.load(again.model, saved)
+    assert train(again, 2) == expected
+    with pytest.raises(ConfigError, match="optimizer.loraplus_ratio=16: is of adapters; needs model.lora.rank above 0"):
+        load_policy(hf_directory("qwen2"), optimizer=optimizer)
+    for fields in ({"loraplus_ratio": 0.5}, {"loraplus_ratio": 1e9}, {"loraplus_ratio": 2.0, "distributed": False}):
+        with pytest.raises(ConfigError, match="optimizer.loraplus_ratio"):
+            OptimizerConfig(**fields)
+
+
+@pytest.mark.parametrize("lora", [{"dropout": 0.3}, {"dora": True, "targets": [LoraTarget.q, LoraTarget.fc2]}])
+def test_a_run_continues_bitwise_from_adapters_alone(lora, make_policy, tmp_path):
+    one = make_policy(optimizer=adam(), **lora)
     train(one, 2)
     saved = checkpoint.save(tmp_path, one.model, checkpoint.SaveRequest(step=2, state={"at": 2}))
     size = sum(path.stat().st_size for path in (saved / "weights").iterdir())
     assert size < sum(tensor.nbytes for tensor in weights(one, adapters=False).values())
     expected = train(one, 2)
-    two = make_policy(optimizer=adam(), dropout=0.3)
+    two = make_policy(optimizer=adam(), **lora)
     assert checkpoint.load(two.model, saved) == {"at": 2}
     assert train(two, 2) == expected
     assert all(same(weights(two, adapters=which), weights(one, adapters=which)) for which in (True, False))
@@ -351,9 +454,9 @@ def test_a_teacher_in_the_same_module_has_no_adapters(make_policy, load_policy, 
     assert torch.equal(student.logprobs(batch), ours)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_the_engine_samples_from_merged_weights(name, make_policy, logprob_gap):
-    policy = make_policy(name, optimizer=adam())
+@pytest.mark.parametrize(("name", "lora"), [("llama", {}), ("mixtral", {}), ("qwen2", {"dora": True, "targets": ALL[:4]})])
+def test_the_engine_samples_from_merged_weights(name, lora, make_policy, logprob_gap):
+    policy = make_policy(name, optimizer=adam(), **lora)
     engine = create_engine(policy, RolloutConfig(verify_refit=VerifyRefit.checksum), eos_id=2, decode=None)
     prompts = [Prompt(id=n, tokens=(3 + n, 7, 9), source="test") for n in range(3)]
     for version in (1, 2):
@@ -422,6 +525,8 @@ def test_what_cannot_be_is_refused(make_policy, hf_directory, tmp_path):
         ({"rank": 2, "alpha": 0.0}, "model.lora.alpha=0.0"),
         ({"rank": 2, "dropout": 1.0}, "model.lora.dropout=1.0"),
         ({"rank": 2, "targets": []}, "model.lora.targets"),
+        ({"rank": 2, "dora": True, "dropout": 0.1}, "model.lora.dropout=0.1: must be 0 with model.lora.dora=true"),
+        ({"rank": 2, "dora": True, "targets": ALL}, "model.lora.targets: PEFT has no DoRA of experts"),
         ({"path": "somewhere"}, "model.lora.path=somewhere: needs model.lora.rank"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -449,7 +554,6 @@ def test_what_cannot_be_is_refused(make_policy, hf_directory, tmp_path):
     config = json.loads(file.read_text())
     for field, value, allowed in (
         ("init_lora_weights", "pissa", "True, False, gaussian, eva, orthogonal"),
-        ("use_dora", True, "False"),
         ("rank_pattern", {"q_proj": 3}, "{}"),
         ("peft_type", "LOHA", "LORA"),
         ("modules_to_save", ["embed_tokens"], "none"),
@@ -457,6 +561,9 @@ def test_what_cannot_be_is_refused(make_policy, hf_directory, tmp_path):
         file.write_text(json.dumps(config | {field: value}))
         with pytest.raises(ConfigError, match=f"{field}=.*is not supported; allowed: {allowed}"):
             load_peft(ours.chunks, tmp_path)
+    file.write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(ConfigError, match="model.lora.dora=false: the adapter at .* has use_dora=True; allowed: that"):
+        load_peft(ours.chunks, tmp_path)
     file.write_text(json.dumps(config)[:-9])
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_peft(ours.chunks, tmp_path)
