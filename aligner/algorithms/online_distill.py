@@ -190,6 +190,7 @@ class TrainOnlineDistillation(OnlineRun):
 
     def __post_init__(self) -> None:
         JobRun.__post_init__(self)
+        self.check_sessions()
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
 
     def traits(self) -> Traits:

@@ -4,6 +4,17 @@ One step: sample responses; reward and values of finished ones are asked for whi
 frozen reference; per-token rewards (minus `kl_coef` times a KL estimate, plus the score on the last token); GAE (1506.02438); advantages
 whitened over the whole batch; the critic trains on the returns in its own process while the policy takes its mini-batch updates.
 
+A session of several rows (`aligner.endpoint.sessions`) is one episode: its tokens are those that it sampled, each in the row in which it is
+the policy's own, and each has one token t' that follows it:
+
+    t' = the next token that the policy sampled in the same row, else the first one of the call that the session sampled next
+    delta[t] = r[t] + gamma * V[t'] - V[t];  A[t] = delta[t] + gamma * lambda * A[t']
+
+with V = A = 0 after the last token of the session's last call, which has the score. So a call is followed by the one that continues it, or
+by the next one if its branch has ended there (an edited history, a sub-agent), and no end of a branch is taken for that of the session.
+However it branches, every token is learnt from once, and its advantage is of the one score (with gamma = lambda = 1: score - V[t], less the
+KL to come). Mini-batches, the policy's and the critic's, are of whole sessions.
+
 Against GRPO (`grpo.py`): a critic gives every token its own advantage from one response per prompt, and the KL is part of the reward.
 """
 
@@ -13,7 +24,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +33,7 @@ from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.errors import ConfigError, check_numbers
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Built, Clock, StepResult
-from aligner.losses.advantages import gae, outcome_rewards, whiten
+from aligner.losses.advantages import gae_over_rows, outcome_rewards, whiten
 from aligner.losses.kl import adapt_kl_coef, kl_estimate
 from aligner.losses.shaping import Moments
 from aligner.losses.value import explained_variance
@@ -30,7 +41,15 @@ from aligner.models.config import Architecture, ModelConfig
 from aligner.models.training.guard import judge_reply
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
-from aligner.online.policy_gradient import PolicyGradientConfig, finite_rows, masked_mean, mini_batches, shaped
+from aligner.online.policy_gradient import (
+    PolicyGradientConfig,
+    as_episodes,
+    finite_rows,
+    masked_mean,
+    mini_batches,
+    sampled_next,
+    shaped,
+)
 from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.task import REWARDED, OnlineTask
 from aligner.parallel.collectives import from_rank_0
@@ -111,13 +130,14 @@ class PPO(OnlineAlgorithm[PPOConfig]):
                 self._await_critic()
         with clock.phase("train"):
             epochs = 0 if self._is_warming_up(step) else self.config.num_epochs
-            parts = mini_batches(policy_batch, self.config.mini_batch_size, epochs, key=f"{task.seed}/{step}")
+            key, episodes = f"{task.seed}/{step}", collected.episodes
+            parts = mini_batches(policy_batch, self.config.mini_batch_size, epochs, key=key, episodes=episodes)
             policy_metrics = merge([self.policy.train_step(part, self.loss) for part in parts])
         self.sample_again()
         self.moments = rewarded.moments
         used_kl_coef, mean_kl = self.kl_coef, masked_mean(kl, batch.loss_mask)
         if self.config.kl_target and not self._is_warming_up(step) and math.isfinite(mean_kl):
-            self.kl_coef = adapt_kl_coef(self.kl_coef, mean_kl, self.config.kl_target, self.config.kl_horizon, len(collected.rollouts))
+            self.kl_coef = adapt_kl_coef(self.kl_coef, mean_kl, self.config.kl_target, self.config.kl_horizon, len(collected.episodes))
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | values(policy_metrics) | critic_metrics
         metrics |= {"policy/kl": mean_kl, "policy/kl_coef": used_kl_coef} | dict(rewarded.metrics) | task.shares(collected.rollouts)
         # The critic's batch: while it warms up it is the only one that learns.
@@ -135,10 +155,10 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         for row, own in enumerate(collected.values):
             old_values[row, : own.shape[0]] = own
         rows = collected.episodes
-        long_mask, scores = rows.joined(mask), rows.per_episode(collected.rewards)
-        rewards = outcome_rewards(scores, long_mask, rows.per_episode(collected.valid)) - rows.joined(self.kl_coef * kl * mask)
-        advantages, returns = gae(rewards, rows.joined(old_values), long_mask, config.gamma, config.gae_lambda)
-        advantages, returns = rows.split(advantages), rows.split(returns)
+        scores = outcome_rewards(rows.per_episode(collected.rewards), rows.joined(mask), rows.per_episode(collected.valid))
+        rewards = rows.split(scores) - self.kl_coef * kl * mask
+        following = sampled_next(collected.rollouts, rows, mask.shape[1])
+        advantages, returns = gae_over_rows(rewards, old_values, mask, following, config.gamma, config.gae_lambda)
         finite = finite_rows(returns, self.task.guard, "the returns")
         advantages, returns = (torch.where(finite[:, None], x, 0.0) for x in (advantages, returns))
         mask = mask & (collected.valid & finite)[:, None]
@@ -152,7 +172,8 @@ class PPO(OnlineAlgorithm[PPOConfig]):
             advantages=whiten(advantages, mask),
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
         )
-        return policy_batch, of_kind(ValueBatch, batch, loss_mask=mask, old_values=old_values, returns=returns)
+        value_batch = of_kind(ValueBatch, batch, loss_mask=mask, old_values=old_values, returns=returns)
+        return as_episodes(policy_batch, rows), value_batch if rows.are_single else replace(value_batch, episodes=rows.owner)
 
     def finish(self) -> None:
         """Wait for the critic; raises its error on every rank."""
@@ -211,6 +232,7 @@ COLUMNS = (
 class TrainPPO(OnlineRun):
     """PPO with its critic and reward components (conf/ppo/ppo.yaml)."""
 
+    plays_sessions: ClassVar[bool] = True
     algorithm: PPOConfig = field(default_factory=PPOConfig)  # settings of PPO; defaults are NeMo-Aligner's where it has them
     critic: CriticConfig = field(default_factory=CriticConfig)
 

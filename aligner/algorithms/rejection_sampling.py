@@ -5,6 +5,8 @@ One step: sample `group_size` responses to each prompt; score them; the `keep` b
 
     loss = -sum over kept response tokens of log pi / their number.
 
+A session of several rows is one response: all of its rows are kept, or none.
+
 Against GRPO (`grpo.py`): the rest is thrown away instead of being pushed down, so that neither old nor reference log-probs are needed and
 a stale sampler does no harm; against SFT (`sft.py`): the data are the policy's own and move with it.
 """
@@ -12,7 +14,7 @@ a stale sampler does no harm; against SFT (`sft.py`): the data are the policy's 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.traits import Traits
-from aligner.types import LabeledBatch, RolloutBatch
+from aligner.types import EpisodeRows, LabeledBatch, RolloutBatch
 from aligner.types.batches import of_kind
 from aligner.types.rows import take_rows
 
@@ -84,49 +86,55 @@ class RejectionSampling(OnlineAlgorithm[RejectionSamplingConfig]):
         metrics |= self.account(kept, batch, collected)
         if len(kept):
             with clock.phase("train"):
-                metrics |= self.update(self.examples(batch, kept), self.loss, step)
+                rows = collected.episodes.rows_of(kept)
+                metrics |= self.update(self.examples(batch, rows), self.loss, step, collected.episodes.take(rows))
         return self.result(collected, metrics)
 
     def select(self, batch: RolloutBatch, collected: ScoredRollouts) -> Tensor:
-        """The rows, int64 and ascending, that are trained on."""
-        config, allowed = self.config, collected.valid
-        if config.require_spread:
-            allowed = allowed & with_spread(collected.rewards, collected.valid, config.group_size)
+        """The episodes (where each is one row: the rows), int64 and ascending, that are trained on."""
+        config, rows = self.config, collected.episodes
+        rewards, valid = rows.per_episode(collected.rewards), rows.per_episode(collected.valid)
+        allowed = valid & with_spread(rewards, valid, config.group_size) if config.require_spread else valid
         if config.drop_truncated:
-            allowed = allowed & ~batch.truncated
-        return best_rows(collected.rewards, allowed, group_size=config.group_size, keep=config.keep, min_reward=config.min_reward)
+            allowed = allowed & ~self._cut(batch, rows)
+        return best_rows(rewards, allowed, group_size=config.group_size, keep=config.keep, min_reward=config.min_reward)
 
     def examples(self, batch: RolloutBatch, kept: Tensor) -> LabeledBatch:
-        """The kept responses with their prompts; the policy's own tokens are trained on."""
+        """The kept rows with their prompts; the policy's own tokens are trained on."""
         rows = take_rows(batch, kept)
         return of_kind(LabeledBatch, rows, rollout_logprobs=rows.rollout_logprobs if self.task.compares_logprobs else None)
 
     def kept_metrics(self, kept: Tensor, batch: RolloutBatch, collected: ScoredRollouts) -> dict[str, float]:
         """How much was kept, and of it the mean reward and length; those of nothing are left out."""
-        with_any = (kept // self.config.group_size).unique().numel()
+        with_any, rows = (kept // self.config.group_size).unique().numel(), collected.episodes
         metrics = {
-            "kept/fraction": len(kept) / len(collected.rollouts),
+            "kept/fraction": len(kept) / len(rows),
             "kept/prompts_without_any": 1 - with_any / self.config.prompts_per_step,
         }
         if len(kept):
-            metrics["kept/reward"] = collected.rewards[kept].double().mean().item()
-            metrics["kept/response_length"] = batch.loss_mask[kept].sum(dim=1).double().mean().item()
+            metrics["kept/reward"] = rows.per_episode(collected.rewards)[kept].double().mean().item()
+            metrics["kept/response_length"] = rows.total(batch.loss_mask.sum(dim=1))[kept].double().mean().item()
         return metrics
 
     def account(self, kept: Tensor, batch: RolloutBatch, collected: ScoredRollouts) -> dict[str, float]:
         """The responses trained on, and why the rest was not."""
-        config, learnt = self.config, torch.zeros(len(collected.rollouts), dtype=torch.bool)
-        learnt[kept] = True
+        config, rows = self.config, collected.episodes
+        learnt = rows.per_row(torch.isin(torch.arange(len(rows)), kept))
+        spread = with_spread(rows.per_episode(collected.rewards), rows.per_episode(collected.valid), config.group_size)
         never = torch.zeros_like(learnt)
         return of_rows(
             batch.loss_mask & learnt[:, None],
             batch.loss_mask,
             no_reward=~collected.valid,
-            truncated=batch.truncated if config.drop_truncated else never,
-            no_signal=~with_spread(collected.rewards, collected.valid, config.group_size) if config.require_spread else never,
+            truncated=rows.per_row(self._cut(batch, rows)) if config.drop_truncated else never,
+            no_signal=~rows.per_row(spread) if config.require_spread else never,
             below_min_reward=never if config.min_reward is None else collected.rewards < config.min_reward,
             not_best=~never,
         )
+
+    def _cut(self, batch: RolloutBatch, rows: EpisodeRows) -> Tensor:
+        """The episodes of which a row was cut, bool."""
+        return rows.total(batch.truncated.long()) > 0
 
 
 COLUMNS = (
@@ -141,6 +149,7 @@ COLUMNS = (
 class TrainRejectionSampling(OnlineRun):
     """Supervised fine-tuning on the best of the policy's own samples (conf/rejection_sampling/rejection_sampling.yaml)."""
 
+    plays_sessions: ClassVar[bool] = True
     algorithm: RejectionSamplingConfig = field(default_factory=RejectionSamplingConfig)
 
     def traits(self) -> Traits:

@@ -182,6 +182,29 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda:
 
 
 @torch.no_grad()
+def gae_over_rows(
+    rewards: Tensor, values: Tensor, mask: Tensor, following: Tensor, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """`gae`, where t' of a row's last masked token may be a token of another row.
+
+    `following` int64 [B] says which: its place among the B * S tokens of all rows, one row behind the other; -1: V = A = 0 after the row's
+    last one. No row may follow itself, however indirectly.
+    """
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    is_done = torch.zeros_like(following, dtype=torch.bool)
+    while not is_done.all():
+        ready = ~is_done & ((following < 0) | is_done[following // mask.shape[1]])
+        if not ready.any():
+            raise ValueError(f"following is {following.tolist()}: rows {(~is_done).nonzero().flatten().tolist()} follow each other")
+        after = following[ready].clamp(min=0)
+        later = gamma * values.flatten()[after] + gamma * gae_lambda * advantages.flatten()[after]
+        own = rewards[ready].scatter_add(1, _last(mask[ready]), torch.where(following[ready] < 0, 0.0, later)[:, None])
+        advantages[ready], returns[ready] = gae(own, values[ready], mask[ready], gamma, gae_lambda)
+        is_done |= ready
+    return advantages, returns
+
+
+@torch.no_grad()
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) with mean and uncorrected variance over all masked entries; 0 outside the mask. Shapes [B, S].
 

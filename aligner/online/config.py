@@ -96,8 +96,7 @@ class OnlineRun(JobRun):
         JobRun.__post_init__(self)
         if self.rollout.sampling.temperature == 0:
             raise ConfigError("rollout.sampling.temperature=0: training rollouts need a positive temperature")
-        if self.environment.asks_endpoint:
-            self._check_sessions()
+        self.check_sessions()
         if self.placement is Placement.colocated:
             self._check_colocated()
             self.rollout.offload = True  # what the next phase does not need has to make room anyway
@@ -108,13 +107,15 @@ class OnlineRun(JobRun):
         missing = "" if self.validation.scorer.path else "; accuracy, mean@n and pass@k need validation.scorer.path"
         check_best_metric(self.checkpoint, self.loop, reports=reports, validation=self.data.validation, missing=missing)
 
-    def _check_sessions(self) -> None:
-        kind = self.environment.kind.value
-        if not self.plays_sessions:
+    def check_sessions(self) -> None:
+        """Raise ConfigError for sessions in a run that does not learn from them."""
+        if self.environment.asks_endpoint and not self.plays_sessions:
             raise ConfigError(
-                f"environment.kind={kind}: a session may be several rows, which grpo and its variants learn from; allowed: grpo"
+                f"environment.kind={self.environment.kind.value}: a session may be several rows, which this recipe does not learn from; "
+                "allowed: with grpo, ppo, rejection_sampling"
             )
-        if self.model.images:
+        if self.environment.asks_endpoint and self.model.images:
+            kind = self.environment.kind.value
             raise ConfigError(f"environment.kind={kind}: model.images=true: what is trained on has no images of sessions; allowed: false")
 
     def _check_colocated(self) -> None:

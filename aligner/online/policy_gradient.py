@@ -176,6 +176,18 @@ def turns_of(rollouts: Sequence[Rollout], rows: EpisodeRows, mask: Tensor) -> Tu
     return Turns(number=rows.joined(number), rewards=rewards, states=states)
 
 
+def sampled_next(rollouts: Sequence[Rollout], rows: EpisodeRows, width: int) -> Tensor:
+    """`following` of `gae_over_rows`, int64 [B], for rows of `width` columns: after a row's last turn comes the one sampled next in its
+    session, in whichever row it is the policy's own. Rows without marks are one turn each, in their order."""
+    starts: dict[tuple[int, int], int] = {}
+    ends = []
+    for row, (owner, one) in enumerate(zip(rows.owner.tolist(), rollouts, strict=True)):
+        own = {mark.number: mark.start for mark in one.turns} or {row: 0}
+        starts |= {(owner, number): row * width + len(one.prompt.tokens) + start for number, start in own.items()}
+        ends.append((owner, max(own)))
+    return torch.tensor([starts.get((owner, number + 1), -1) for owner, number in ends])
+
+
 def masked_mean(x: Tensor, mask: Tensor) -> float:
     """Mean of x [B, S] over the mask; 0 if that is empty."""
     return masked(x.double(), mask).sum().item() / max(int(mask.sum()), 1)

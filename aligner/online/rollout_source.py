@@ -22,7 +22,7 @@ from aligner.online.selection import SampledT, updates_of
 from aligner.online.task import OnlineTask
 from aligner.protocols import Critic, Loss, Policy
 from aligner.telemetry.metrics import merge, values
-from aligner.types import Prompt, RolloutBatch
+from aligner.types import EpisodeRows, Prompt, RolloutBatch
 
 Config = TypeVar("Config")
 
@@ -153,11 +153,11 @@ class OnlineAlgorithm(Generic[Config]):
         collected = self.rollout_source.take(step, clock)
         return collected, rollout_batch(collected.rollouts, self.task.pad_id)
 
-    def update(self, examples: SampledT, loss: Loss[SampledT], step: int) -> dict[str, float]:
+    def update(self, examples: SampledT, loss: Loss[SampledT], step: int, episodes: EpisodeRows | None = None) -> dict[str, float]:
         """Train on the examples, of which there may be any number (`updates_of`); the metrics of all updates."""
         config, task = cast(Any, self.config), self.task
         key, least = f"{task.seed}/{step}", task.topology.dp_size
-        parts = updates_of(examples, config.mini_batch_size, config.num_epochs, key=key, least=least)
+        parts = updates_of(examples, config.mini_batch_size, config.num_epochs, key=key, least=least, episodes=episodes)
         return values(merge([self.policy.train_step(part, loss) for part in parts]))
 
     def sample_again(self) -> None:

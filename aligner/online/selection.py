@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from aligner.types import PreferenceBatch
+from aligner.types import EpisodeRows, PreferenceBatch
 from aligner.types.batches import SampledBatch
 from aligner.types.rows import num_rows, take_rows
 
@@ -101,8 +101,8 @@ def num_compared(pairing: Pairing, group_size: int) -> int:
     return group_size * (group_size - 1) // 2 if pairing is Pairing.all else 1
 
 
-def updates_of(batch: SampledT, size: int, num_epochs: int, *, key: str, least: int) -> list[SampledT]:
-    """The updates of one step on examples (rows, or pairs of rows) whose number is not known before.
+def updates_of(batch: SampledT, size: int, num_epochs: int, *, key: str, least: int, episodes: EpisodeRows | None = None) -> list[SampledT]:
+    """The updates of one step on examples (rows, pairs of rows, or `episodes`) whose number is not known before.
 
     In each epoch all of them, shuffled by `key` from the second epoch on, are cut into as few parts of at most `size` as they need, none
     more than one example larger than another: a small last part would weigh its examples more than the others. A part of fewer than
@@ -110,7 +110,8 @@ def updates_of(batch: SampledT, size: int, num_epochs: int, *, key: str, least: 
     rollout_logprobs: from the second on the policy is not the one that sampled.
     """
     unit = 2 if isinstance(batch, PreferenceBatch) else 1
-    count = num_rows(batch) // unit
+    rows = EpisodeRows(torch.arange(num_rows(batch)) // unit) if episodes is None else episodes
+    count = len(rows)
     num_parts = -(-count // size)
     parts: list[SampledT] = []
     for epoch in range(num_epochs):
@@ -118,15 +119,14 @@ def updates_of(batch: SampledT, size: int, num_epochs: int, *, key: str, least: 
         if epoch:
             random.Random(f"{key}/{epoch}").shuffle(order)
         bounds = [part * count // num_parts for part in range(num_parts + 1)]
-        parts += [_take(batch, order[start:stop], unit, least) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        parts += [_take(batch, rows, order[start:stop], least) for start, stop in zip(bounds, bounds[1:], strict=False)]
     return [*parts[:1], *(replace(part, rollout_logprobs=None) for part in parts[1:])]
 
 
-def _take(batch: SampledT, examples: list[int], unit: int, least: int) -> SampledT:
-    fill = max(0, least - len(examples))
-    numbers = torch.tensor(examples + examples[:1] * fill)
-    part = take_rows(batch, (numbers[:, None] * unit + torch.arange(unit)).flatten())
-    learnt = torch.arange(num_rows(part)) < len(examples) * unit
+def _take(batch: SampledT, rows: EpisodeRows, examples: list[int], least: int) -> SampledT:
+    own, fill = rows.rows_of(torch.tensor(examples)), examples[:1] * (least - len(examples))
+    part = take_rows(batch, torch.cat([own, rows.rows_of(torch.tensor(fill))]) if fill else own)
+    learnt = torch.arange(num_rows(part)) < len(own)
     return replace(part, loss_mask=part.loss_mask & learnt[:, None])
 
 

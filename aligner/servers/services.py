@@ -17,7 +17,7 @@ from aligner.servers.payloads import CriticStatus, SaveRequest, StatusRequest, T
 from aligner.servers.wire import CRITIC_INFER, CRITIC_SAVE, CRITIC_STATUS, CRITIC_TRAIN, REWARD_MODEL, RewardRequest, RewardTexts
 from aligner.settings.user_code import calling
 from aligner.telemetry.metrics import Metric, merge, values
-from aligner.types import TokenBatch
+from aligner.types import EpisodeRows, TokenBatch
 from aligner.types.rows import num_rows, select_rows
 
 
@@ -32,9 +32,9 @@ class ValueModel(Trainable, Protocol):
 class CriticService:
     """The operations of a critic. Every rank constructs one around its part of the model.
 
-    A train request is split in order into mini-batches of `mini_batch_size` rows (the last may be smaller), each one optimizer step, and
-    this `num_epochs` times. Each request is applied once: `ledger` records which. `save(request)` writes a checkpoint with the ledger and
-    returns its path; it raises `ledger.Refused` for a request that means another critic. `loss_metric` is reported as `loss_mean`.
+    A train request is split in order into mini-batches of `mini_batch_size` episodes (the last may be smaller), each one optimizer step,
+    and this `num_epochs` times. Each request is applied once: `ledger` records which. `save(request)` writes a checkpoint with the ledger
+    and returns its path; it raises `ledger.Refused` for a request that means another critic. `loss_metric` is reported as `loss_mean`.
     """
 
     model: ValueModel
@@ -63,12 +63,13 @@ class CriticService:
         recorded = self.ledger.find(request.identity)
         if recorded is not None:
             return recorded
-        rows = num_rows(request.batch)
+        batch = request.batch
+        rows = EpisodeRows.single(num_rows(batch)) if batch.episodes is None else EpisodeRows(batch.episodes)
         parts: list[dict[str, Metric]] = []
         for _ in range(self.num_epochs):
-            for start in range(0, rows, self.mini_batch_size):
-                batch = select_rows(request.batch, start, min(start + self.mini_batch_size, rows))
-                parts.append(self.model.train_step(batch, self.loss))
+            for part in torch.arange(len(rows)).split(self.mini_batch_size):
+                own = rows.rows_of(part)
+                parts.append(self.model.train_step(select_rows(batch, int(own[0]), int(own[-1]) + 1), self.loss))
         numbers = values(merge(parts))
         reply = TrainReply(loss_mean=numbers[self.loss_metric], metrics=numbers)
         self.ledger.record(request.identity, reply)

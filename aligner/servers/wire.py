@@ -163,6 +163,7 @@ def encode_value_batch(batch: ValueBatch) -> dict[str, np.ndarray]:
         "returns": batch.returns.cpu().numpy(),
         "prev_values": batch.old_values.cpu().numpy(),
         "mask": batch.loss_mask.cpu().numpy().astype(np.float32),
+        **({} if batch.episodes is None else {"episodes": batch.episodes.cpu().numpy().reshape(-1, 1)}),
     }
 
 
@@ -196,6 +197,9 @@ def decode_train(arrays: Arrays, limits: RequestLimits) -> TrainRequest:
         raise ValueError(f"mask: 1 in the padding of row {row}; it must be 0 from sequence_lengths ({int(tokens.lengths[row])}) on")
     if not mask.any():
         raise ValueError("mask: 0 everywhere; at least one token must be trained on")
+    episodes = torch.from_numpy(arrays["episodes"].reshape(-1).copy()) if "episodes" in arrays else None
+    if episodes is not None and (episodes[0] or not torch.isin(episodes.diff(), torch.arange(2)).all()):
+        raise ValueError(f"episodes: {episodes.tolist()}; it must begin at 0 and stay or grow by 1 from row to row")
     batch = ValueBatch(
         tokens=tokens.tokens,
         lengths=tokens.lengths,
@@ -203,6 +207,7 @@ def decode_train(arrays: Arrays, limits: RequestLimits) -> TrainRequest:
         loss_mask=torch.from_numpy(mask > 0),
         old_values=torch.from_numpy(arrays["prev_values"].copy()),
         returns=torch.from_numpy(arrays["returns"].copy()),
+        episodes=episodes,
     )
     identity = TrainIdentity(**_unpacked(arrays))
     found = digest_of({name: array for name, array in arrays.items() if name in {*VALUE_BATCH, *_sent()}})
@@ -311,7 +316,11 @@ _TOKENS = (
 _STEP = TensorSpec(name="step", dtype="int64", shape=(1,))
 _AFTER = TensorSpec(name="after", dtype="bytes", shape=(1,), optional=True)
 _RUN = TensorSpec(name="run", dtype="bytes", shape=(1,))
-_VALUE_BATCH = (*_TOKENS, *(TensorSpec(name=name, dtype="float32", shape=("B", "S")) for name in ("returns", "prev_values", "mask")))
+_VALUE_BATCH = (
+    *_TOKENS,
+    *(TensorSpec(name=name, dtype="float32", shape=("B", "S")) for name in ("returns", "prev_values", "mask")),
+    TensorSpec(name="episodes", dtype="int64", shape=("B", 1), optional=True),
+)
 VALUE_BATCH = tuple(spec.name for spec in _VALUE_BATCH)
 
 CRITIC_INFER = Endpoint(

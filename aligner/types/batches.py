@@ -26,7 +26,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     **{"tokens": (torch.int64, "BS"), "lengths": (torch.int64, "B"), "loss_mask": (torch.bool, "BS")},
     **{"prompt_ids": (torch.int64, "B"), "truncated": (torch.bool, "B"), "margins": (torch.float32, "P"), "labels": (torch.float32, "BK")},
     **{"teacher_tokens": (torch.int64, "BSK"), "teacher_logprobs": (torch.float32, "BSK")},
-    **{"episode_tokens": (torch.int64, "B"), "leads": (torch.bool, "B")},
+    **{"episodes": (torch.int64, "B"), "episode_tokens": (torch.int64, "B"), "leads": (torch.bool, "B")},
     **dict.fromkeys(_PER_TOKEN, (torch.float32, "BS")),
 }
 
@@ -119,10 +119,12 @@ class PolicyBatch(SampledBatch):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueBatch(MaskedBatch):
-    """What the value loss reads: float32 [B, S] old_values, returns."""
+    """What the value loss reads: float32 [B, S] old_values, returns. `episodes` int64 [B]: which rows, next to each other, are one
+    episode (`EpisodeRows.owner`); None: each is one."""
 
     old_values: Tensor
     returns: Tensor
+    episodes: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""GRPO on the episodes of a program of 30 lines that asks the policy over HTTP, as a user has it: it learns; it samples what the same
+"""Runs on the episodes of a program of 30 lines that asks the policy over HTTP, as a user has it: it learns; it samples what the same
 environment samples in process; and runs go on after a kill."""
 
 from __future__ import annotations
@@ -7,7 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from training_jobs import Job, grpo_settings, kill, run_job, series, train, without_times
+from training_jobs import (
+    Job,
+    grpo_settings,
+    kill,
+    launcher,
+    metrics_of,
+    ppo_settings,
+    run_job,
+    series,
+    tiny_settings,
+    train,
+    without_times,
+)
 
 pytestmark = pytest.mark.timeout(900)
 AGENT = """
@@ -113,6 +125,34 @@ def test_branches_failures_and_functions(task: Path) -> None:
     assert max(series(run, "rollout/sessions_branches")) > 1 - min(shares)
     assert max(series(run, "rollout/sessions_tokens_changed")) > 0
     assert min(series(run, "rollout/reward")) > 0
+
+
+def test_ppo_and_its_critic_learn_from_sessions_of_several_rows(task: Path) -> None:
+    """The critic is a server; its mini-batches, as the policy's, are of 16 sessions with up to three rows each."""
+    sizes = ["algorithm.rollouts_per_step=32", "algorithm.mini_batch_size=16", "critic.mini_batch_size=16", "reward.serve=false"]
+    lengths = [f"rollout.sampling.max_response_length={ROOM}", "loop.table_every=0", "run.export_hf=false", "loop.max_steps=8"]
+    run_job(launcher("ppo"), task / "ppo", [*ppo_settings(task), *agent(task, BRANCHING, "branching.py"), *sizes, *lengths])
+    run = task / "ppo"
+    assert max(series(run, "rollout/sessions_branches")) > 1.5 and series(run, "rollout/sessions_failed") == [0.0] * 8
+    assert series(run, "optim/updates") == [2.0] * 8
+    learnt = [step.values for step in metrics_of(run)[1:]]  # the critic's part of a step comes with the next one
+    assert [step["critic/optim_updates"] for step in learnt] == [2.0] * 7
+    assert max(series(run, "rollout/logprob_gap")) < 1e-4
+    rewards, losses = series(run, "rollout/reward"), [step["critic/loss"] for step in learnt]
+    assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3]), rewards
+    assert sum(losses[-3:]) < sum(losses[:3]), losses
+
+
+def test_the_best_sessions_are_imitated_with_all_their_rows(task: Path) -> None:
+    sizes = ["algorithm.prompts_per_step=4", "algorithm.group_size=4", "algorithm.mini_batch_size=4", "algorithm.drop_truncated=false"]
+    lengths = [f"rollout.sampling.max_response_length={ROOM}", "loop.table_every=0", "run.export_hf=false", "loop.max_steps=8"]
+    run_job(train("rejection_sampling"), task / "best", [*tiny_settings(task), *agent(task, BRANCHING, "branching.py"), *sizes, *lengths])
+    run = task / "best"
+    assert series(run, "kept/fraction") == [0.25] * 8 and series(run, "rollout/sessions_failed") == [0.0] * 8
+    assert max(series(run, "learnt/samples")) > 4  # rows of 4 sessions
+    assert max(series(run, "rollout/logprob_gap")) < 1e-4
+    rewards = series(run, "rollout/reward")
+    assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3]), rewards
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(task: Path) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import pytest
 
 from aligner.algorithms.grpo import TrainGRPO
+from aligner.algorithms.online_distill import TrainOnlineDistillation
+from aligner.algorithms.online_dpo import TrainOnlineDPO
 from aligner.algorithms.ppo import TrainPPO
+from aligner.algorithms.rejection_sampling import TrainRejectionSampling
 from aligner.environments.config import EnvironmentConfig, EnvironmentKind
 from aligner.errors import ConfigError
-from aligner.models.config import ModelConfig
+
+PLAYED = {"environment": EnvironmentConfig(kind=EnvironmentKind.command, command=["agent"])}
 
 
-def test_who_learns_from_sessions() -> None:
-    played = {"environment": EnvironmentConfig(kind=EnvironmentKind.command, command=["agent"])}
-    assert TrainGRPO(**played).environment.asks_endpoint
-    with pytest.raises(
-        ConfigError, match="environment.kind=command: a session may be several rows, which grpo .* learn from; allowed: grpo"
-    ):
-        TrainPPO(**played)
-    with pytest.raises(ConfigError, match="environment.kind=command: model.images=true: .*; allowed: false"):
-        TrainGRPO(model=ModelConfig(images=True), **played)
+@pytest.mark.parametrize("recipe", [TrainGRPO, TrainPPO, TrainRejectionSampling])
+def test_who_learns_from_sessions(recipe: type) -> None:
+    assert recipe(**PLAYED).environment.asks_endpoint
+
+
+@pytest.mark.parametrize("recipe", [TrainOnlineDPO, TrainOnlineDistillation])
+def test_who_does_not(recipe: type) -> None:
+    said = "environment.kind=command: a session may be several rows, .* allowed: with grpo, ppo, rejection_sampling"
+    with pytest.raises(ConfigError, match=said):
+        recipe(**PLAYED)

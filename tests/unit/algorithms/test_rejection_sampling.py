@@ -11,8 +11,9 @@ from aligner.errors import ConfigError
 from aligner.loop.loop import Clock
 from aligner.losses.sft import sft_loss
 from aligner.online.collect import ScoredRollouts
+from aligner.online.selection import updates_of
 from aligner.telemetry.metrics import values
-from aligner.types import TokenOutputs
+from aligner.types import Episode, TokenOutputs
 
 
 def sampler(fakes, task, log=None, **config) -> RejectionSampling:
@@ -58,6 +59,32 @@ def test_examples_and_metrics_by_hand(fakes, make_task) -> None:
     metrics = algorithm.kept_metrics(kept, batch, given)
     expected = {"fraction": 2 / 6, "prompts_without_any": 1 / 3, "reward": 1.5, "response_length": 2.5}
     assert metrics == pytest.approx({f"kept/{name}": value for name, value in expected.items()})
+
+
+def test_sessions_are_kept_with_all_their_rows(fakes, make_task) -> None:
+    """Of two sessions each, the second of two rows is the best; then the first of three, one of which was cut: the other is kept."""
+
+    def session(number: int, reward: float, *responses: tuple[int, ...]) -> Episode:
+        return Episode(rollouts=tuple(fakes.rollout(fakes.prompt(number), *own) for own in responses), reward=reward, group=number)
+
+    end = fakes.EOS
+    episodes = [session(0, 1.0, (1, end)), session(0, 2.0, (2, 2, end), (3, end))]
+    episodes += [session(1, 5.0, (4, end), (5, 5), (6, end)), session(1, 3.0, (7, end), (8, 8, end))]
+    given = ScoredRollouts.of_episodes(episodes)
+    algorithm, batch = sampler(fakes, make_task([])), rollout_batch(given.rollouts, 9)
+    kept = algorithm.select(batch, given)
+    rows = given.episodes.rows_of(kept)
+    assert kept.tolist() == [1, 3] and rows.tolist() == [1, 2, 6, 7]
+    assert algorithm.kept_metrics(kept, batch, given) == {
+        **{"kept/fraction": 0.5, "kept/prompts_without_any": 0.0, "kept/reward": 2.5, "kept/response_length": 5.0}
+    }
+    account = algorithm.account(kept, batch, given)
+    assert (account["learnt/samples"], account["left_out/truncated"], account["left_out/not_best"]) == (4, 3, 1)
+    parts = updates_of(algorithm.examples(batch, rows), 1, 2, key="k", least=2, episodes=given.episodes.take(rows))
+    first = [[2, 3], [7, 8]]
+    seen = [part.tokens[part.loss_mask][part.tokens[part.loss_mask] != end].unique().tolist() for part in parts]
+    assert seen[:2] == first and sorted(seen[2:]) == first  # a session is never cut, and what fills a part up is not learnt from
+    assert [part.tokens.shape[0] for part in parts] == [4] * 4
 
 
 def test_a_step(fakes, make_task) -> None:

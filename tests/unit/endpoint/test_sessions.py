@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from fake_endpoint import FakeEndpoint, post
-from fake_parts import FakePolicy
+from fake_parts import FakeCritic, FakePolicy
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig
+from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.data.collate import rollout_batch
+from aligner.data.epochs import EpochSampler
 from aligner.endpoint.calls import Call, SessionClosed
 from aligner.endpoint.sessions import KeptSessions, Trace
 from aligner.losses.aggregation import Aggregation
-from aligner.online.collect import ScoredRollouts
+from aligner.losses.value import value_loss
+from aligner.online.collect import ScoredRollouts, Scorers
 from aligner.online.policy_gradient import mini_batches
+from aligner.online.task import OnlineTask, Validation
+from aligner.protocols import Loss
 from aligner.rollout.engine import GenResult
 from aligner.rollout.engine.episodes import turn_seed
-from aligner.types import Episode, FinishReason, LogprobKind, Prompt, Rollout, SamplingConfig, TokenOutputs
+from aligner.servers import wire
+from aligner.servers.config import RequestLimits
+from aligner.servers.ledger import Ledger
+from aligner.servers.payloads import TrainIdentity, digest_of
+from aligner.servers.services import CriticService
+from aligner.telemetry.metrics import Metric
+from aligner.types import (
+    Episode,
+    FinishReason,
+    LogprobKind,
+    LossOutput,
+    PolicyBatch,
+    Prompt,
+    Rollout,
+    SamplingConfig,
+    TokenOutputs,
+    ValueBatch,
+)
 
 PROMPT = Prompt(id=3, tokens=(99, 98), source="tasks.jsonl:4", text="a task", answer="7")
 
@@ -134,75 +161,197 @@ def split(rollout: Rollout, at: int) -> tuple[Rollout, Rollout]:
     return one, Rollout(prompt=prompt, response=rollout.response[at:], logprobs=rollout.logprobs[at:], **fields)
 
 
-@pytest.mark.parametrize("aggregation", list(Aggregation))
-@pytest.mark.parametrize(
-    "settings", [{}, {"advantage_estimator": "rloo"}, {"advantage_estimator": "per_turn"}, {"mini_batch_size": 2}], ids=str
-)
-def test_a_session_of_two_rows_weighs_as_one(make_session_task, aggregation: Aggregation, settings: dict) -> None:
-    """The gradient of every sampled token, its own ones' and all others', through experience, mini-batches and loss of GRPO."""
-
-    def gradients(episodes: list[Episode]) -> dict[float, float]:
-        config = {"prompts_per_step": 2, "group_size": 2, "mini_batch_size": 4, "kl_coef": 0.0, "entropy_coef": 0.1} | settings
-        algorithm = GRPO(GRPOConfig(aggregation=aggregation, **config), FakePolicy([]), make_session_task())
-        collected = ScoredRollouts.of_episodes(episodes)
-        batch = rollout_batch(collected.rollouts, pad_id=0)
-        whole = algorithm.experience(batch, collected, batch.rollout_logprobs, None)
-        found: dict[float, float] = {}
-        parts = mini_batches(whole, config["mini_batch_size"], 1, key="k", episodes=collected.episodes)
-        assert len(parts) == 4 // config["mini_batch_size"]
-        for part in parts:
-            logprobs = part.rollout_logprobs.clone().requires_grad_()
-            loss = algorithm.loss()(TokenOutputs(logprobs=logprobs, entropy=-logprobs), part)
-            (loss.total / loss.count).backward()
-            names, slopes = part.rollout_logprobs[part.loss_mask].tolist(), logprobs.grad[part.loss_mask].tolist()
-            assert not found.keys() & set(names)
-            found |= dict(zip(names, slopes, strict=True))
-        return found
-
+def four_sessions(count: Callable[[], int]) -> list[Episode]:
+    """Of one row each, in two groups; `count` numbers the sampled tokens, whose log-probs tell them apart."""
     draw = random.Random(4)
-    rewards = [1.0, 0.0, 0.25, 0.5]
-    episodes, number = [], 0
-    for place, reward in enumerate(rewards):
+    episodes = []
+    for place, reward in enumerate([1.0, 0.0, 0.25, 0.5]):
         length = draw.randint(3, 6)
-        logprobs = tuple(-0.01 * (number := number + 1) for _ in range(length))
+        logprobs = tuple(-0.01 * count() for _ in range(length))
         fields = {"finish_reason": FinishReason.stop, "policy_version": 0, "seed": place}
         prompt = Prompt(id=place // 2, tokens=(1, 2), source="x")
         rollout = Rollout(prompt=prompt, response=(3,) * length, logprobs=logprobs, **fields)
         episodes.append(Episode(rollouts=(rollout,), reward=reward, group=place // 2))
-    whole = gradients(episodes)
+    return episodes
+
+
+def each_split(episodes: list[Episode]) -> Iterator[list[Episode]]:
+    """The same sessions, one of them in two rows: at every token of each."""
     for place, episode in enumerate(episodes):
         (rollout,) = episode.rollouts
         for at in range(1, len(rollout.response)):
-            parts = [
-                *episodes[:place],
-                Episode(rollouts=split(rollout, at), reward=episode.reward, group=episode.group),
-                *episodes[place + 1 :],
-            ]
-            assert gradients(parts) == pytest.approx(whole, rel=1e-5, abs=1e-9) and len(whole) == number
+            yield [*episodes[:place], replace(episode, rollouts=split(rollout, at)), *episodes[place + 1 :]]
 
 
-@pytest.fixture
-def make_session_task():
+def slopes_of(loss: Callable[[torch.Tensor], LossOutput], names: torch.Tensor, mask: torch.Tensor) -> dict[float, float]:
+    """The gradient with regard to the output of each sampled token, by its log-prob."""
+    outputs = names.clone().requires_grad_()
+    found = loss(outputs)
+    (found.total / found.count).backward()
+    return dict(zip(names[mask].tolist(), outputs.grad[mask].tolist(), strict=True))
+
+
+def update_slopes(loss: Loss, part: PolicyBatch) -> dict[float, float]:
+    def of(logprobs: torch.Tensor) -> LossOutput:
+        return loss(TokenOutputs(logprobs=logprobs, entropy=-logprobs), part)
+
+    return slopes_of(of, part.rollout_logprobs, part.loss_mask)
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+@pytest.mark.parametrize(
+    "settings", [{}, {"advantage_estimator": "rloo"}, {"advantage_estimator": "per_turn"}, {"mini_batch_size": 2}], ids=str
+)
+def test_a_session_of_two_rows_weighs_as_one(aggregation: Aggregation, settings: dict) -> None:
+    """The gradient of every sampled token, its own ones' and all others', through experience, mini-batches and loss of GRPO."""
+
+    def gradients(episodes: list[Episode]) -> dict[float, float]:
+        config = {"prompts_per_step": 2, "group_size": 2, "mini_batch_size": 4, "kl_coef": 0.0, "entropy_coef": 0.1} | settings
+        algorithm = GRPO(GRPOConfig(aggregation=aggregation, **config), FakePolicy([]), make_task())
+        collected = ScoredRollouts.of_episodes(episodes)
+        batch = rollout_batch(collected.rollouts, pad_id=0)
+        whole = algorithm.experience(batch, collected, batch.rollout_logprobs, None)
+        parts = mini_batches(whole, config["mini_batch_size"], 1, key="k", episodes=collected.episodes)
+        assert len(parts) == 4 // config["mini_batch_size"]
+        return joined([update_slopes(algorithm.loss(), part) for part in parts])
+
+    numbers = itertools.count(1)
+    episodes = four_sessions(lambda: next(numbers))
+    whole = gradients(episodes)
+    for parts in each_split(episodes):
+        assert gradients(parts) == pytest.approx(whole, rel=1e-5, abs=1e-9) and len(whole) == next(copy(numbers)) - 1
+
+
+def joined(parts: list[dict[float, float]]) -> dict[float, float]:
+    """Of parts that have no token in common."""
+    found = {name: slope for part in parts for name, slope in part.items()}
+    assert len(found) == sum(map(len, parts))
+    return found
+
+
+@pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+def test_a_session_of_two_rows_weighs_as_one_in_ppo_and_for_its_critic(aggregation: Aggregation, size: int) -> None:
+    """As above, with values and a KL of each token: gradients of the policy's updates, and of the critic's as its server cuts them."""
+
+    def gradients(episodes: list[Episode]) -> tuple[dict[float, float], dict[float, float]]:
+        config = {"rollouts_per_step": 4, "mini_batch_size": size, "kl_coef": 0.1, "gamma": 0.9, "gae_lambda": 0.8, "entropy_coef": 0.1}
+        algorithm = PPO(PPOConfig(aggregation=aggregation, **config), FakePolicy([]), make_task(), FakeCritic([]))
+        collected = ScoredRollouts.of_episodes(episodes)
+        batch = rollout_batch(collected.rollouts, pad_id=0)
+        names = batch.rollout_logprobs
+        whole, values = algorithm.experience(batch, replace(collected, values=list(torch.sin(50 * names))), names, torch.cos(70 * names))
+        critic = CriticSlopes()
+        service = CriticService(critic, partial(value_loss, clip=0.2), Ledger("r"), mini_batch_size=size, num_epochs=1, save=str)
+        arrays = wire.encode_value_batch(replace(values, old_values=names))  # by which its tokens are known
+        identity = TrainIdentity(run="r", step=1, part=0, digest=digest_of(arrays), previous="start")
+        limits = RequestLimits(vocab_size=100, max_sequence_length=100)
+        service.train(wire.CRITIC_TRAIN.payload(arrays | wire.encode_fields(identity), limits))
+        parts = mini_batches(whole, size, 1, key="k", episodes=collected.episodes)
+        assert len(parts) == len(critic.found) == 4 // size
+        return joined([update_slopes(algorithm.loss, part) for part in parts]), joined(critic.found)
+
+    numbers = itertools.count(1)
+    episodes = four_sessions(lambda: next(numbers))
+    whole = gradients(episodes)
+    for parts in each_split(episodes):
+        for found, wanted in zip(gradients(parts), whole, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-8) and len(wanted) == next(copy(numbers)) - 1
+
+
+class CriticSlopes:
+    """A value model that learns nothing, and keeps the gradient of each update."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[float, float]] = []
+
+    def train_step(self, part: ValueBatch, loss: Loss) -> dict[str, Metric]:
+        self.found.append(slopes_of(lambda values: loss(TokenOutputs(values=values), part), part.old_values, part.loss_mask))
+        return dict(loss(TokenOutputs(values=part.old_values), part).metrics)
+
+
+def returns_of(trace: Trace, values: dict[float, float], gamma: float, gae_lambda: float, reward: float = 1.0) -> dict[float, float]:
+    """PPO's returns of a session's tokens by their log-probs, and of one of a single token; the values of which are given."""
+    sessions = (trace, Trace(calls=(call([1], [2], first=0.5),)))
+    rollouts = [one.rows(PROMPT, seed=place, version=0) for place, one in enumerate(sessions)]
+    collected = ScoredRollouts.of_episodes([Episode(rollouts=rows, reward=reward, group=0) for rows in rollouts])
+    batch = rollout_batch(collected.rollouts, pad_id=0)
+    names, mask = batch.rollout_logprobs, batch.loss_mask
+    # What a critic says of tokens that are not the policy's own must not matter.
+    given = [torch.tensor([values.get(-name, 0.0) if own else 99.0 for name, own in zip(*row, strict=True)]) for row in both(names, mask)]
+    settings = PPOConfig(rollouts_per_step=2, mini_batch_size=2, kl_coef=0.0, gamma=gamma, gae_lambda=gae_lambda)
+    algorithm = PPO(settings, FakePolicy([]), make_task(), FakeCritic([]))
+    found = algorithm.experience(batch, replace(collected, values=given), names, torch.zeros_like(names))[1]
+    assert torch.equal(found.loss_mask, mask) and found.returns[~mask].eq(0).all()
+    return {-name: value for name, value in zip(names[mask].tolist(), found.returns[mask].tolist(), strict=True)}
+
+
+def both(names: torch.Tensor, mask: torch.Tensor) -> list[tuple[list[float], list[bool]]]:
+    return list(zip(names.tolist(), mask.tolist(), strict=True))
+
+
+def test_advantages_of_a_session_of_two_rows_by_hand() -> None:
+    """gamma and lambda 0.5, reward 1 on the last of three tokens, values 0.5, 0.25 | 0.75; its history lacks the second one.
+
+    The last:   delta = advantage = 1 - 0.75 = 0.25; return 1
+    the second: delta = 0.5 * 0.75 - 0.25 = 0.125; advantage 0.125 + 0.25 * 0.25 = 0.1875; return 0.4375
+    the first:  delta = 0.5 * 0.25 - 0.5 = -0.375; advantage -0.375 + 0.25 * 0.1875 = -0.328125; return 0.171875
+    """
+    trace = Trace(calls=(call([1], [5, 6], first=1), call([1, 5, 2], [7], first=10)))
+    assert len(trace.rows(PROMPT, seed=5, version=0)) == 2
+    found = returns_of(trace, {1: 0.5, 2: 0.25, 10: 0.75}, 0.5, 0.5)
+    assert found == pytest.approx({1: 0.171875, 2: 0.4375, 10: 1.0, 0.5: 1.0})
+
+
+def test_a_call_is_followed_by_the_one_that_continues_it_and_a_branch_by_the_next_call() -> None:
+    """Call 2 continues call 0 while call 1 is a sub-agent's: 0 and 1 are both followed by 2, which begins in the middle of a row.
+
+    Advantages (gamma and lambda 0.5; values 0.5 | 0.25 | 0.75): 2: 0.25; 1: 0.375 - 0.25 + 0.25 * 0.25; 0: 0.375 - 0.5 + 0.25 * 0.25.
+    """
+    trace = Trace(calls=(call([1], [5], first=1), call([8], [6], first=10), call([1, 5, 2], [7], first=20)))
+    assert [row.response for row in trace.rows(PROMPT, seed=5, version=0)] == [(6,), (5, 2, 7)]
+    found = returns_of(trace, {1: 0.5, 10: 0.25, 20: 0.75}, 0.5, 0.5)
+    assert found == pytest.approx({1: 0.4375, 10: 0.4375, 20: 1.0, 0.5: 1.0})
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_returns_of_random_sessions_are_those_of_the_equation(seed: int) -> None:
+    """Token by token, from the last call to the first; without discounts every token's return is the reward, however a session branches."""
+    draw = random.Random(seed)
+    trace = random_trace(draw)
+    names = [[-logprob for logprob in call.result.logprobs] for call in trace.calls]
+    values = {name: draw.uniform(-1, 1) for own in names for name in own}
+    assert returns_of(trace, values, 1.0, 1.0) == pytest.approx(dict.fromkeys([*values, 0.5], 1.0), abs=1e-5)
+    following = {}
+    for row in trace.rows(PROMPT, seed=5, version=0):
+        own = [mark.number for mark in row.turns]
+        following |= dict(zip(own, [*own[1:], own[-1] + 1], strict=True))
+    gamma, decay = 0.9, 0.9 * 0.7
+    advantages: dict[float, float] = {}
+    for number in reversed(range(len(names))):
+        after = names[following[number]][0] if following[number] < len(names) else None
+        for name in reversed(names[number]):
+            reward = float(after is None)
+            later = 0.0 if after is None else gamma * values[after] + decay * advantages[after]
+            advantages[name], after = reward + later - values[name], name
+    wanted = {name: advantages[name] + values[name] for name in values} | {0.5: 1.0}
+    assert returns_of(trace, values, gamma, 0.7) == pytest.approx(wanted, abs=1e-5)
+
+
+def make_task() -> OnlineTask:
     """A task whose reward, engine and prompts nobody asks for."""
-    from aligner.data.epochs import EpochSampler
-    from aligner.online.collect import Scorers
-    from aligner.online.task import OnlineTask, Validation
-
-    def make() -> OnlineTask:
-        return OnlineTask(
-            engine=None,
-            reference=None,
-            judges=Scorers(reward=None),
-            validation=Validation(),
-            topology=None,
-            train=[PROMPT] * 2,
-            order=EpochSampler(2, 2, seed=1, shuffle=False),
-            decode=str,
-            seed=3,
-            max_response_length=8,
-        )
-
-    return make
+    return OnlineTask(
+        engine=None,
+        reference=None,
+        judges=Scorers(reward=None),
+        validation=Validation(),
+        topology=None,
+        train=[PROMPT] * 2,
+        order=EpochSampler(2, 2, seed=1, shuffle=False),
+        decode=str,
+        seed=3,
+        max_response_length=8,
+    )
 
 
 def test_keys_and_seeds() -> None:

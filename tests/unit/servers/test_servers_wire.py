@@ -50,6 +50,7 @@ def test_the_wire_has_the_published_names_and_dtypes() -> None:
         "returns": ("float32", ("B", "S")),
         "prev_values": ("float32", ("B", "S")),
         "mask": ("float32", ("B", "S")),
+        "episodes": ("int64", ("B", 1)),
         "step": ("int64", (1,)),
         "part": ("int64", (1,)),
         "run": ("bytes", (1,)),
@@ -61,7 +62,7 @@ def test_the_wire_has_the_published_names_and_dtypes() -> None:
         {spec.name for spec in endpoint.inputs if spec.optional}
         for endpoint in (wire.CRITIC_TRAIN, wire.CRITIC_INFER, wire.CRITIC_SAVE, wire.CRITIC_STATUS)
     ]
-    assert optional == [{"extras.images"}, {"after", "extras.images"}, {"after", "wait"}, {"adopt"}]
+    assert optional == [{"episodes", "extras.images"}, {"after", "extras.images"}, {"after", "wait"}, {"adopt"}]
     assert wire.CRITIC_INFER.output_names == ("values",)
     assert wire.REWARD_MODEL.output_names == ("rewards",)
 
@@ -90,6 +91,10 @@ def test_the_wire_has_the_published_names_and_dtypes() -> None:
             r"mask: 1 in the padding of row 1; it must be 0 from sequence_lengths \(2\) on",
         ),
         ("mask", np.zeros((2, 3), np.float32), r"mask: 0 everywhere; at least one token must be trained on"),
+        ("episodes", np.array([0, 1]), r"episodes: got int64 \[2\], expected int64 \[B, 1\]"),
+        ("episodes", np.array([[0], [2]]), r"episodes: \[0, 2\]; it must begin at 0 and stay or grow by 1 from row to row"),
+        ("episodes", np.array([[1], [1]]), r"episodes: \[1, 1\]; it must begin at 0"),
+        ("episodes", np.array([[0], [0]]), r"digest: [0-9a-f]{64}, but that of the tensors is [0-9a-f]{64}"),
         ("step", np.array([-1]), r"step: -1; it must be 0 or more"),
         ("part", np.array([-1]), r"part: -1; it must be 0 or more"),
         ("returns", np.ones((2, 3), np.float32), r"digest: [0-9a-f]{64}, but that of the tensors is [0-9a-f]{64}"),
