@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aiohttp import web
+from torch import Tensor
 
 from aligner.errors import AlignerError
 from aligner.rollout.engine import GenResult
-from aligner.types import SamplingConfig
+from aligner.types import Images, SamplingConfig
 
 SESSION = web.RequestKey("SESSION", str)  # of a request's key or header; "" for the endpoint's own key without the header
 
@@ -32,7 +33,13 @@ class Call:
     result: GenResult  # its tokens include an end token and what completes a stop string
     seed: int  # of this choice
     sampling: SamplingConfig
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # the prompt's (`aligner.types.extras`)
     messages: Sequence[Mapping[str, Any]] | None = None  # as the client sent them, in its own interface's form; None: it sent none
+
+    @property
+    def images(self) -> list[str]:
+        """The digests of the prompt's images, in their order."""
+        return Images.digests(self.extras[Images.name]) if Images.name in self.extras else []
 
 
 class Sessions(Protocol):

@@ -173,7 +173,7 @@ class Generation:
             choice.result = choice.future.result()
             if self.sessions is not None:
                 about = {"session": self.session, "prompt": choice.prompt, "seed": choice.seed, "sampling": self.ask.sampling}
-                self.sessions.record(Call(**about, result=choice.result, messages=self.ask.messages))
+                self.sessions.record(Call(**about, result=choice.result, extras=self.ask.extras, messages=self.ask.messages))
         except BaseException as error:
             if not isinstance(error, AlignerError):
                 traceback.print_exc(file=sys.stderr)

@@ -25,7 +25,7 @@ from aligner.errors import ConfigError, DataError
 from aligner.rollout.live import LiveEngine
 from aligner.servers.gateway import Refusal
 from aligner.types import SamplingConfig
-from aligner.types.extras import Images
+from aligner.types.extras import MOST_IMAGES, Images
 
 MOST_CHOICES = 1024  # of one request: its prompts times `n`
 MOST_STOPS = 64
@@ -233,6 +233,8 @@ class Model:
         else:
             prompt = tuple(tokenizer.apply_chat_template(said, add_generation_prompt=False))
         self.check(prompt, "messages", images=bool(images))
+        if len(images) > MOST_IMAGES:
+            raise BadRequest(f"messages hold {len(images)} images; at most {MOST_IMAGES} are allowed", "messages")
         extras = {Images.name: Images.of(images)} if images else {}
         return {"prompts": [prompt], "extras": extras, "tools": offered, "thinks": THOUGHT in tokenizer.chat_template, "messages": turns}
 

@@ -1,8 +1,9 @@
 """Sessions: the calls that one agent makes, as a tree of token segments, and the rewards that it posts.
 
-A call's prompt is what its client sent back. Where it begins with the whole prompt and response of an earlier call, token for token, it
-continues that call; if it does not (another template, an edited history, a stripped thought, a sub-agent), the trace branches. Each leaf
-is a row of tokens to learn from, and a sampled token that several rows hold is the policy's own in the first of them alone.
+A call's prompt is what its client sent back. Where it begins with the whole prompt and response of an earlier call, token for token and
+image for image, it continues that call; if it does not (another template, an edited history, a stripped thought, a sub-agent), the trace
+branches. Each leaf is a row of tokens to learn from, and a sampled token that several rows hold is the policy's own in the first of them
+alone.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Trace:
             longest, parent = 0, -1
             for earlier in range(number - 1, -1, -1):
                 size = self._size(earlier)
-                if longest < size <= len(call.prompt) and self._begins(call.prompt, earlier):
+                if longest < size <= len(call.prompt) and self._begins(call, earlier):
                     longest, parent = size, earlier
             found.append(parent)
         return found
@@ -61,7 +62,7 @@ class Trace:
         """Sampled tokens that a client has sent back otherwise, or not at all, where it sent back the prompt before them and more."""
         total = 0
         for number, call in enumerate(self.calls):
-            known = [one for one in range(number) if len(self.calls[one].prompt) < len(call.prompt) and self._begins(call.prompt, one, 0)]
+            known = [one for one in range(number) if len(self.calls[one].prompt) < len(call.prompt) and self._begins(call, one, 0)]
             deepest = max((len(self.calls[one].prompt) for one in known), default=0)
             lost = [self._lost(call.prompt, one) for one in known if len(self.calls[one].prompt) == deepest]
             total += min(lost, default=0)
@@ -93,16 +94,17 @@ class Trace:
         start = len(first.prompt)
         response = (*last.prompt[start:], *last.result.tokens)
         logprobs, written, turns = [0.0] * len(response), [False] * len(response), []
-        seen, oldest = 0, last.result.weight_version
+        seen, shown, oldest = 0, 0, last.result.weight_version
         for number in path:
             call = self.calls[number]
             begin, end = len(call.prompt) - start, self._size(number) - start
             if number not in held:
                 logprobs[begin:end], written[begin:end] = call.result.logprobs, [True] * (end - begin)
-                state, reward = hash(call.prompt[seen:]), self.turn_rewards.get(number, 0.0)
+                heard = (*call.prompt[seen:], *(int(digest, 16) for digest in call.images[shown:]))  # numbers: equal in every process
+                state, reward = hash(heard), self.turn_rewards.get(number, 0.0)
                 turns.append(TurnMark(start=begin, end=end, number=number, state=state, reward=reward))
                 oldest = min(oldest, *(version for _, version in call.result.versions), call.result.weight_version)
-            seen = self._size(number)
+            seen, shown = self._size(number), len(call.images)
         return Rollout(
             prompt=replace(prompt, tokens=first.prompt, extras={}),
             response=response,
@@ -114,18 +116,19 @@ class Trace:
             logprob_kind=last.result.kind,
             num_turns=len(turns),
             turns=tuple(turns),
-            extras=continued([self.calls[number].result.extras for number in path]),
+            extras={**continued([self.calls[number].result.extras for number in path]), **last.extras},
             **whole,
         )
 
     def _size(self, number: int) -> int:
         return len(self.calls[number].prompt) + len(self.calls[number].result.tokens)
 
-    def _begins(self, tokens: Sequence[int], number: int, sampled: int | None = None) -> bool:
-        """Whether `tokens` begin with a call's prompt, and (so many of) the tokens sampled for it."""
-        call = self.calls[number]
+    def _begins(self, later: Call, number: int, sampled: int | None = None) -> bool:
+        """Whether a call's prompt begins with that of an earlier one, and (so many of) the tokens sampled for it."""
+        call, tokens = self.calls[number], later.prompt
         start, own = len(call.prompt), call.result.tokens[:sampled]
-        return tokens[start : start + len(own)] == own and tokens[:start] == call.prompt
+        is_same = tokens[start : start + len(own)] == own and tokens[:start] == call.prompt
+        return is_same and later.images[: len(call.images)] == call.images
 
     def _lost(self, tokens: Sequence[int], number: int) -> int:
         call = self.calls[number]

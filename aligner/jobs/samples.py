@@ -441,7 +441,8 @@ def open_endpoint(live: LiveEngine, sessions: KeptSessions, *, session: Session,
         max_request_bytes=64 * MIB,
         max_pending_bytes=1024 * MIB,
     )
-    model = Model(name=MODEL, tokenizer=tokenizer, live=live, sampling=config.rollout.sampling, seed=config.run.seed)
+    settings = {"sampling": config.rollout.sampling, "seed": config.run.seed, "max_pixels": config.data.images.max_pixels}
+    model = Model(name=MODEL, tokenizer=tokenizer, live=live, **settings)
     endpoint = Endpoint(model, Access.for_server(session.directory.secret, server), server, sessions=sessions)
     session.say(f"the policy answers at {endpoint.url}/v1")
     return endpoint

@@ -114,9 +114,6 @@ class OnlineRun(JobRun):
                 f"environment.kind={self.environment.kind.value}: a session may be several rows, which this recipe does not learn from; "
                 "allowed: with grpo, ppo, rejection_sampling"
             )
-        if self.environment.asks_endpoint and self.model.images:
-            kind = self.environment.kind.value
-            raise ConfigError(f"environment.kind={kind}: model.images=true: what is trained on has no images of sessions; allowed: false")
 
     def _check_colocated(self) -> None:
         if self.rollout.asynchronous.max_staleness:

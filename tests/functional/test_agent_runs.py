@@ -3,6 +3,8 @@ environment samples in process; and runs go on after a kill."""
 
 from __future__ import annotations
 
+import base64
+import io
 import sys
 from pathlib import Path
 
@@ -19,7 +21,9 @@ from training_jobs import (
     tiny_settings,
     train,
     without_times,
+    write_rows,
 )
+from vision_models import picture, write_seeing
 
 pytestmark = pytest.mark.timeout(900)
 AGENT = """
@@ -153,6 +157,53 @@ def test_the_best_sessions_are_imitated_with_all_their_rows(task: Path) -> None:
     assert max(series(run, "rollout/logprob_gap")) < 1e-4
     rewards = series(run, "rollout/reward")
     assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3]), rewards
+
+
+LOOKS = """
+import json, os, sys, urllib.request
+
+task = json.load(sys.stdin)
+parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + one}} for one in task["record"]["shown"]]
+messages, text = [], ""
+for part in parts:
+    messages.append({"role": "user", "content": [part, {"type": "text", "text": "what?"}]})
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": 6}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode())
+    request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    messages.append({"role": "assistant", "content": text})
+    if task["id"] % 2:
+        messages[0]["content"][0] = parts[-1]  # the history has another picture
+print(json.dumps({"reward": len(set(text)) / 6}))
+"""
+
+
+def test_images_that_a_program_shows(tmp_path: Path) -> None:
+    """A picture in each of two turns: rows are trained on with the log-probs that they were sampled with, of a policy that saw them."""
+    write_seeing("qwen3_vl", tmp_path / "model", num_hidden_layers=3)
+    shown = []
+    for number in range(3):
+        stream = io.BytesIO()
+        picture(24, 24, seed=number).save(stream, format="PNG")
+        shown.append(base64.b64encode(stream.getvalue()).decode())
+    rows = [{"prompt": "look", "shown": [shown[number % 3], shown[(number + 1) % 3]]} for number in range(4)]
+    data = write_rows(tmp_path / "prompts.jsonl", rows)
+    model = [
+        f"model.path={tmp_path / 'model'}",
+        "model.images=true",
+        "model.dtype=float32",
+        "optimizer.lr=1e-2",
+    ]
+    sizes = ["algorithm.prompts_per_step=4", "algorithm.group_size=2", "algorithm.mini_batch_size=8", "algorithm.kl_coef=0"]
+    lengths = ["data.max_prompt_length=200", "rollout.sampling.max_response_length=56", "loop.table_every=0", "loop.max_steps=3"]
+    lengths += ["run.export_hf=false", "logging.tensorboard=false", "checkpoint.asynchronous=false", f"data.train={data}"]
+    run_job(train("grpo"), tmp_path / "run", [*model, *agent(tmp_path, LOOKS), *sizes, *lengths])
+    run = tmp_path / "run"
+    assert series(run, "rollout/sessions_calls") == [2.0] * 3 and series(run, "rollout/sessions_failed") == [0.0] * 3
+    assert all(1.5 <= branches < 2 for branches in series(run, "rollout/sessions_branches"))  # those with another picture in their history
+    assert max(series(run, "rollout/logprob_gap")) < 1e-4
+    assert len(list((run / "images").iterdir())) == 3
+    assert max(series(run, "learnt/samples")) > 8  # rows of 8 sessions
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(task: Path) -> None:

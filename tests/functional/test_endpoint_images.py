@@ -66,6 +66,8 @@ def test_images(tmp_path: Path, topology: Any) -> None:
                 with pytest.raises(openai.BadRequestError, match=why):
                     image = [{"type": "image_url", "image_url": {"url": url}}]
                     client.chat.completions.create(model="", messages=[{"role": "user", "content": image}])
+            with pytest.raises(openai.BadRequestError, match="messages hold 17 images; at most 16 are allowed"):
+                client.chat.completions.create(model="", messages=[{"role": "user", "content": [part] * 17}])
             with pytest.raises(openai.BadRequestError, match="holds tokens that stand for images"):
                 client.completions.create(model="", prompt=list(ids))
             for one in (client, claude):

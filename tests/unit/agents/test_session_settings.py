@@ -11,13 +11,14 @@ from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.rejection_sampling import TrainRejectionSampling
 from aligner.environments.config import EnvironmentConfig, EnvironmentKind
 from aligner.errors import ConfigError
+from aligner.models.config import ModelConfig
 
 PLAYED = {"environment": EnvironmentConfig(kind=EnvironmentKind.command, command=["agent"])}
 
 
 @pytest.mark.parametrize("recipe", [TrainGRPO, TrainPPO, TrainRejectionSampling])
 def test_who_learns_from_sessions(recipe: type) -> None:
-    assert recipe(**PLAYED).environment.asks_endpoint
+    assert recipe(model=ModelConfig(images=True), **PLAYED).environment.asks_endpoint
 
 
 @pytest.mark.parametrize("recipe", [TrainOnlineDPO, TrainOnlineDistillation])

@@ -37,6 +37,7 @@ from aligner.telemetry.metrics import Metric
 from aligner.types import (
     Episode,
     FinishReason,
+    Images,
     LogprobKind,
     LossOutput,
     PolicyBatch,
@@ -102,6 +103,24 @@ def test_two_calls_that_continue_one() -> None:
     one, other = rows(start, left, right)
     assert one.written == (True, True, False, True) and other.written == (False, False, False, True)
     assert other.logprobs == (0, 0, 0, -20) and [mark.number for mark in other.turns] == [2] and other.num_turns == 1
+
+
+def test_images() -> None:
+    """They are part of what is compared, and of a row; equal tokens with another image are another prompt, and another state."""
+    one, other = "01" * 32, "02" * 32
+
+    def seen(made: Call, *images: str) -> Call:
+        return replace(made, extras={Images.name: Images.of(images)})
+
+    first, second = call([1, 4], [5]), call([1, 4, 5, 4], [7], first=10)
+    (row,) = rows(seen(first, one), seen(second, one, other))
+    assert row.response == (5, 4, 7) and Images.digests(row.all_extras[Images.name]) == [one, other]
+    assert row.extras["routes"].flatten().tolist() == [0, 1, 2, 3]
+    found = rows(seen(first, one), seen(second, other, other))
+    assert [Images.digests(row.extras[Images.name]) for row in found] == [[one], [other, other]]
+    assert Trace(calls=(seen(first, one), seen(second, other, other))).changed() == 0
+    states = [rows(seen(first, one), seen(second, one, last))[0].turns[1].state for last in (one, other)]
+    assert len({*states, rows(first, second)[0].turns[1].state}) == 3
 
 
 def test_weights_that_change_within_a_session() -> None:
