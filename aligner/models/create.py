@@ -23,8 +23,9 @@ from aligner.models.families import architecture_from_hf, architecture_to_hf, ha
 from aligner.models.families.own_modules import hf_architecture
 from aligner.models.families.wrappers import around, can_see, has_images, seeing
 from aligner.models.modules.build import build_language_model, build_scalar_model
-from aligner.models.modules.chunk import Chunk, LanguageChunk, WholeChunk
+from aligner.models.modules.chunk import Chunk, WholeChunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
+from aligner.models.modules.heads import combine_outputs
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.hf_probe import probe
 from aligner.models.modules.layers import attention_of, feed_forward_of
@@ -179,7 +180,7 @@ def create_policy(
     _check(config, architecture, parallel, topology, is_scalar=False)
     if config.batch_invariant:
         check_arithmetic(platform.device())
-    chunks: Sequence[LanguageChunk]
+    chunks: Sequence[Chunk]
     if isinstance(architecture, HFArchitecture):
         chunks = _own_modules(architecture, config, topology)
     else:
@@ -211,7 +212,7 @@ def create_value_model(
     chunks = _scalar_chunks(architecture, config, parallel, topology, head)
     load_source(chunks, config)
     for chunk in chunks:
-        chunk.combine_outputs(output_weights if head.num_outputs > 1 else (1.0,), VALUES)
+        combine_outputs(chunk, output_weights if head.num_outputs > 1 else (1.0,), VALUES)
     _start_adapters(chunks, config, topology.seed)
     return MegatronValueModel(TrainableModel(chunks, topology, training))
 

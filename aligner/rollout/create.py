@@ -26,7 +26,7 @@ from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.config import Architecture, HFArchitecture, SeeingArchitecture
 from aligner.models.families import architecture_to_hf
 from aligner.models.families.own_modules import hf_config
-from aligner.models.modules.chunk import LanguageChunk
+from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.linear import weight_storage
 from aligner.models.training.offload import HostMemory
@@ -169,7 +169,7 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
 
 
 def _foreign(
-    config: RolloutConfig, chunk: LanguageChunk, directory: Path, sizes: Architecture, *, tp: int, eos_id: int, weight_bytes: int
+    config: RolloutConfig, chunk: Chunk, directory: Path, sizes: Architecture, *, tp: int, eos_id: int, weight_bytes: int
 ) -> ForeignEngine:
     given = {"path": directory, "dtype": chunk.config.params_dtype, "max_sequence_length": chunk.max_sequence_length}
     if config.engine == EngineKind.tensorrt_llm:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import copy
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.data.vision import Vision
 from aligner.errors import ConfigError
 from aligner.models.architecture import rope
 from aligner.models.architecture.divisible import fp8_token_multiple
@@ -28,8 +26,8 @@ from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, La
 from aligner.models.families.wrappers import TOWER
 from aligner.models.modules.attention import split_for_checkpoint
 from aligner.models.modules.batch_invariant import INVARIANT
-from aligner.models.modules.chunk import WeightGather, global_name
-from aligner.models.modules.heads import combined_head, linear_head
+from aligner.models.modules.chunk import Chunk, global_name
+from aligner.models.modules.heads import linear_head
 from aligner.models.modules.latent_attention import WholeLinear
 from aligner.models.modules.layers import KINDS, ORDINARY, SPLIT_INPUTS, block_spec, finish_transformer_engine
 from aligner.models.modules.linear import is_split
@@ -40,8 +38,6 @@ from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
 from aligner.models.modules.vision import Sight, features, freeze, in_slots, look, make_tower, sees_frozen
 from aligner.models.training.placement import Splits, input_shape
 from aligner.parallel import mcore, platform
-from aligner.parallel.exact import EXACT
-from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
 from aligner.parallel.topology import ParallelConfig
 from aligner.types import Batch
 
@@ -131,15 +127,9 @@ def _naming_norms(config: mcore.TransformerConfig, architecture: Architecture) -
         config.qk_layernorm = has_norms
 
 
-class Transformer(mcore.GPTModel):
-    """A GPTModel that ends at the hidden states; the output layer holds weights only. A `chunk.Chunk`."""
+class Transformer(Chunk, mcore.GPTModel):
+    """A GPTModel that ends at the hidden states; the output layer holds weights only."""
 
-    head: ScalarHead | None = None
-    base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
-    base_digest = ""  # distinguishes these weights from others
-    wrapper: Mapping[str, str] = MappingProxyType({})
-    vision: Vision | None = None  # reads the images of rows
-    trains_vision = False
     _sight: tuple[Sight, Tensor | None] | None = None  # of the pass, with the tower's features on the first stage
 
     def __init__(
@@ -158,7 +148,6 @@ class Transformer(mcore.GPTModel):
         self.logits_chunk_size = model.logits_chunk_size
         self.batch_invariant, self.float32_logits = model.batch_invariant, model.float32_logits and not model.batch_invariant
         self.lora = model.lora
-        self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
         # Recomputed layers give no gradient if their input requires none, as the output of a frozen embedding.
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
@@ -217,7 +206,6 @@ class Transformer(mcore.GPTModel):
         freeze(self, architecture, model.freeze)
 
     def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Sight | None:
-        """What `forward` takes as `images`: those of the rows of a micro-batch on the host, for this rank's slots; None if none has any."""
         if not isinstance(self.architecture, SeeingArchitecture):
             kind = self.architecture.family.value
             raise ConfigError(f"model.images=false: a {kind} model reads no images; allowed: true, or model.implementation=transformers")
@@ -228,7 +216,6 @@ class Transformer(mcore.GPTModel):
         return (seen if self.pre_process else replace(seen, pixels=seen.pixels[:0])).to(platform.device())
 
     def forward(self, *args: Any, images: Sight | None = None, **options: Any) -> Tensor:
-        """See `chunk.Chunk`; `images` are those of the slots."""
         if images is None:
             return super().forward(*args, **options)
         found = features(self.visual, images) if self.pre_process else None
@@ -285,36 +272,13 @@ class Transformer(mcore.GPTModel):
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return self.output_projection(hidden_states) if self.post_process and self.architecture.embedding_size else hidden_states
 
-    def settle(self) -> None:
-        """Wait for weights that an update has left under way between the replicas; whatever reads weights beside `forward` calls it."""
-        if self.gather is not None:
-            self.gather.finish()
-
-    def whole_sequences(self, hidden: Tensor, *, grads_are_partial: bool) -> Tensor:
-        """[S, B, H] without the split of sequence parallelism; `grads_are_partial` where ranks contribute parts of the gradient."""
-        if not self.config.sequence_parallel:
-            return hidden
-        return mcore.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=grads_are_partial)
-
 
 class LanguageModel(Transformer):
     """A policy: the output layer is the embedding's transpose or a matrix of its own."""
 
     @property
     def output_parameter(self) -> Tensor:
-        """The output layer's weight with its padding; for the last stage."""
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """That of the output layer."""
-        return EXACT if self.batch_invariant else FAST if self.float32_logits else ROUNDED
-
-    def vocabulary_weight(self) -> tuple[Tensor, int]:
-        """(this rank's rows of the output layer without padding [V_local, H], the token id of the first row); for the last stage."""
-        weight = self.output_parameter
-        start = self.pg_collection.tp.rank() * weight.shape[0]
-        return weight[: max(0, min(weight.shape[0], self.architecture.vocab_size - start))], start
 
 
 class ScalarModel(Transformer):
@@ -328,12 +292,6 @@ class ScalarModel(Transformer):
         device = self.output_layer.weight.device
         self.output_layer = None  # nothing is projected onto the vocabulary
         self.score_head = linear_head(head, architecture.vocabulary_width, device, residual=architecture.hidden_size)
-
-    def combine_outputs(self, weights: Sequence[float], head: ScalarHead) -> None:
-        """Replace the head by `head`, whose one output is the weighted sum of all outputs."""
-        several, self.head = self.head, head
-        if self.post_process:
-            self.score_head = combined_head(self.score_head, several, weights, head)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         # GPTModel's and LanguageModule's versions expect an output layer.

@@ -1,5 +1,5 @@
-"""What training, weights, checkpoints and heads require of a chunk: this rank's part of a model, whoever made its layers. And what holds
-of every chunk: its parameters' names in the whole model, and the exchange of updated weights.
+"""This rank's part of a model, whoever made its layers: what training, weights, checkpoints and heads require of it, the names of its
+parameters in the whole model, and the exchange of updated weights.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from aligner.data.vision import Vision
 from aligner.models.config import Architecture, LoraConfig
 from aligner.models.modules.scalar_head import ScalarHead
-from aligner.parallel.logprobs import Arithmetic
-from aligner.parallel.mcore import ProcessGroupCollection, TransformerConfig
+from aligner.parallel.exact import EXACT
+from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
+from aligner.parallel.mcore import MegatronModule, ProcessGroupCollection, gather_from_sequence_parallel_region
 from aligner.types import Batch
 
 _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12]\.)(weight|bias)(\d+)")
@@ -26,37 +28,28 @@ _FUSED_NORMS = {
 }
 
 
-class Chunk(Protocol):
-    """A torch module whose `forward` gives hidden states; the model is a pipeline of chunks."""
+class Chunk(MegatronModule):
+    """A module whose `forward` gives hidden states; the model is a pipeline of chunks."""
 
-    config: TransformerConfig
     architecture: Architecture
     lora: LoraConfig
-    head: ScalarHead | None  # of a value or reward model; None for a language model
-    base: str  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
-    base_digest: str  # distinguishes these weights from others
-    wrapper: Mapping[str, str]  # of a text part: what a marker says of the model around it, which exports restore; empty: there is none
-    vision: Vision | None  # reads the images of rows
-    trains_vision: bool  # whether a parameter is trained that only rows with images have a gradient for
-    gather: WeightGather | None  # of updated weights between replicas; None if updates wait for it
+    head: ScalarHead | None = None  # of a value or reward model; None for a language model
+    score_head: torch.nn.Linear  # in float32, in its last chunk
+    base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
+    base_digest = ""  # distinguishes these weights from others
+    wrapper: Mapping[str, str] = MappingProxyType({})  # of a text part: what a marker says of the model around it, which exports restore
+    vision: Vision | None = None  # reads the images of rows
+    trains_vision = False  # whether a parameter is trained that only rows with images have a gradient for
+    gather: WeightGather | None = None  # of updated weights between replicas; None if updates wait for it
     pre_process: bool  # holds the embedding
     post_process: bool  # holds the final norm and the head
     share_embeddings_and_output_weights: bool
     pg_collection: ProcessGroupCollection
     decoder: Any  # `layers`: each has `layer_number`, from 1 in the whole model, and `mlp`, with a `router` in mixtures
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
-
-    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]: ...
-
-    def get_submodule(self, target: str) -> torch.nn.Module: ...
-
-    def get_parameter(self, target: str) -> torch.nn.Parameter: ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any: ...
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """For checkpoints: every parameter with its place in the whole model."""
+    output_parameter: Tensor  # the output layer's weight with its padding, in a language model's last chunk
+    logits_chunk_size: int  # tokens whose logits exist at a time
+    batch_invariant: bool
+    float32_logits: bool
 
     def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Any:
         """What `forward` takes as `images`, from the `Images` of a micro-batch's rows on the host: for slots of the model's input that hold
@@ -64,48 +57,42 @@ class Chunk(Protocol):
 
         Raises ConfigError if the model cannot see, DataError if an image cannot be read.
         """
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait for weights that an update has left under way between the replicas; whatever reads weights beside `forward` calls it."""
+        if self.gather is not None:
+            self.gather.finish()
 
     def whole_sequences(self, hidden: Tensor, *, grads_are_partial: bool) -> Tensor:
         """[S, B, H] without the split of sequence parallelism; `grads_are_partial`: ranks contribute parts of the gradient."""
+        if not self.config.sequence_parallel:
+            return hidden
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=grads_are_partial)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """That of the output layer."""
+        return EXACT if self.batch_invariant else FAST if self.float32_logits else ROUNDED
+
+    def vocabulary_weight(self) -> tuple[Tensor, int]:
+        """(this rank's rows of the output layer without padding [V_local, H], the token id of the first row); for the last stage."""
+        weight = self.output_parameter
+        start = self.pg_collection.tp.rank() * weight.shape[0]
+        return weight[: max(0, min(weight.shape[0], self.architecture.vocab_size - start))], start
 
 
-@runtime_checkable
-class WholeChunk(Chunk, Protocol):
+class WholeChunk(Chunk):
     """A chunk that is the whole model on every rank, and knows how its files are read and written."""
 
     def read_files(self, directory: Path, *, with_head: bool) -> None:
         """Fill the chunk from the files of a Hugging Face directory; a head that they lack keeps its initialisation, and every head does
         without `with_head`."""
+        raise NotImplementedError
 
     def file_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name in Hugging Face's files, tensor) of the whole model with its adapters merged; the head's, by our names, last."""
-
-
-class LanguageChunk(Chunk, Protocol):
-    """A chunk of a policy; the last stage's chunk has the output layer."""
-
-    logits_chunk_size: int  # tokens whose logits exist at a time
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """That of the output layer."""
-
-    @property
-    def output_parameter(self) -> Tensor:
-        """The output layer's weight with its padding."""
-
-    def vocabulary_weight(self) -> tuple[Tensor, int]:
-        """(this rank's rows of the output layer without padding [V_local, H], the token id of the first row)."""
-
-
-class ScalarChunk(Chunk, Protocol):
-    """A chunk of a value or reward model; the last stage's chunk has the linear head, in float32."""
-
-    head: ScalarHead
-    score_head: torch.nn.Linear
+        raise NotImplementedError
 
 
 def global_name(chunk: Chunk, name: str) -> str:

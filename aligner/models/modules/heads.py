@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aligner.models.modules.chunk import LanguageChunk, ScalarChunk
+from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.models.training.placement import Placement
 from aligner.parallel.context import sum_over_ranks
@@ -22,9 +22,7 @@ from aligner.types import TokenOutputs
 from aligner.types.rows import upload
 
 
-def token_outputs(
-    module: LanguageChunk, hidden: Tensor, placement: Placement, *, tokens: Tensor, mask: Tensor, temperature: float
-) -> TokenOutputs:
+def token_outputs(module: Chunk, hidden: Tensor, placement: Placement, *, tokens: Tensor, mask: Tensor, temperature: float) -> TokenOutputs:
     """Log-prob and entropy of the tokens that `mask` selects, from `forward`'s hidden states.
 
     Args:
@@ -41,7 +39,7 @@ def token_outputs(
 
 
 def named_outputs(
-    module: LanguageChunk, hidden: Tensor, placement: Placement, *, tokens: Tensor, named: Tensor, mask: Tensor, temperature: float
+    module: Chunk, hidden: Tensor, placement: Placement, *, tokens: Tensor, named: Tensor, mask: Tensor, temperature: float
 ) -> TokenOutputs:
     """As `token_outputs` without entropy, and besides topk_logprobs float32 [B, S, K] of the tokens that `named` (int64 [B, S, K]) has for
     each position. One projection serves both."""
@@ -54,7 +52,7 @@ def named_outputs(
 
 
 def topk_outputs(
-    module: LanguageChunk, hidden: Tensor, placement: Placement, *, mask: Tensor, k: int, below: int, temperature: float
+    module: Chunk, hidden: Tensor, placement: Placement, *, mask: Tensor, k: int, below: int, temperature: float
 ) -> TokenOutputs:
     """The `k` likeliest tokens (ids less than `below`) in place of each that `mask` selects, and their log-probs: [B, S, k], likeliest
     first. No gradient."""
@@ -65,12 +63,12 @@ def topk_outputs(
     )
 
 
-def value_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
+def value_outputs(module: Chunk, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
     """Value of the state in which each token that `mask` selects was chosen: float32 [B, S], 0 elsewhere. Position 0 must be False."""
     return TokenOutputs(values=_scored(module, hidden, placement.next_token_of, mask))
 
 
-def score_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, lengths: Tensor, width: int) -> TokenOutputs:
+def score_outputs(module: Chunk, hidden: Tensor, placement: Placement, *, lengths: Tensor, width: int) -> TokenOutputs:
     """Scores of each sequence, as the head pools: float32 [B, K]. `width` is the S of the batch; int64 `lengths` [B] are on the CPU.
 
     The mean over tokens averages their scores, which equals the score of their mean: context-parallel ranks' parts add up.
@@ -87,12 +85,12 @@ def score_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, 
     return TokenOutputs(scores=sum_over_ranks(whole.index_put((rows,), scores, accumulate=is_mean), module.pg_collection.cp))
 
 
-def step_outputs(module: ScalarChunk, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
+def step_outputs(module: Chunk, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
     """Score of the step that ends at each token in `mask`, from that token's own hidden state: float32 [B, S], 0 elsewhere."""
     return TokenOutputs(step_scores=_scored(module, hidden, placement.token_of, mask))
 
 
-def _scored(module: ScalarChunk, hidden: Tensor, index: Tensor, mask: Tensor) -> Tensor:
+def _scored(module: Chunk, hidden: Tensor, index: Tensor, mask: Tensor) -> Tensor:
     """The head's first output, [B, S], where `_select` selects."""
     selected, places = _select(module.whole_sequences(hidden, grads_are_partial=False), index, mask)
     return _scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape)
@@ -111,19 +109,22 @@ def linear_head(head: ScalarHead, size: int, device: torch.device, *, residual: 
     return made
 
 
-def combined_head(old: torch.nn.Linear, several: ScalarHead, weights: Sequence[float], head: ScalarHead) -> torch.nn.Linear:
-    """The linear layer of `head`, whose one output is the weighted sum of the outputs of `several`."""
-    made = linear_head(head, old.weight.shape[1], old.weight.device)
+def combine_outputs(module: Chunk, weights: Sequence[float], head: ScalarHead) -> None:
+    """Replace a module's head by `head`, whose one output is the weighted sum of all outputs."""
+    several, module.head = module.head, head
+    if not module.post_process:
+        return
+    old = module.score_head
+    module.score_head = made = linear_head(head, old.weight.shape[1], old.weight.device)
     factors = torch.tensor([list(weights)], dtype=torch.float32, device=old.weight.device)
     with torch.no_grad():
         made.weight.copy_(factors @ old.weight)
         if head.has_bias and several.has_bias:
             made.bias.copy_(factors[0] @ old.bias)
-    return made
 
 
 def _for_vocabulary(
-    module: LanguageChunk, hidden: Tensor, placement: Placement, mask: Tensor, temperature: float
+    module: Chunk, hidden: Tensor, placement: Placement, mask: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Projection]:
     """As `_select`; and this rank's rows of the output layer, and how they are applied."""
     hidden = module.whole_sequences(hidden, grads_are_partial=True)
@@ -134,7 +135,7 @@ def _for_vocabulary(
     return selected, places, *_projection(module, temperature)
 
 
-def _projection(module: LanguageChunk, temperature: float) -> tuple[Tensor, Projection]:
+def _projection(module: Chunk, temperature: float) -> tuple[Tensor, Projection]:
     weight, start = module.vocabulary_weight()
     return weight, Projection(
         vocab_start=start,
@@ -155,7 +156,7 @@ def _select(hidden: Tensor, index: Tensor, mask: Tensor) -> tuple[Tensor, Tensor
     return hidden.transpose(0, 1)[tuple(upload(part, device) for part in slots)], upload(index[chosen], device)
 
 
-def _scatter(module: LanguageChunk | ScalarChunk, selected: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+def _scatter(module: Chunk, selected: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     """[B, S, ...] with the rows of `selected` [N, ...] in these places of `shape` [B, S], 0 elsewhere."""
     rest = selected.shape[1:]
     flat = torch.zeros(shape.numel(), *rest, dtype=selected.dtype, device=selected.device).index_put((places,), selected)

@@ -21,27 +21,26 @@ from megatron.core.enums import ModelType
 from safetensors import safe_open
 from torch import Tensor
 
-from aligner.data.vision import Vision
 from aligner.errors import ConfigError, DataError, ModelFilesError
 from aligner.models.checkpoint.files import MARKER
 from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import HFArchitecture, ModelConfig, Part, Recompute
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, layer_of, part_of
-from aligner.models.modules.chunk import WeightGather
-from aligner.models.modules.heads import combined_head, linear_head
+from aligner.models.modules.chunk import WholeChunk
+from aligner.models.modules.heads import linear_head
 from aligner.models.modules.lora import Adapter, MergedWeights, attach
 from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead
-from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic, shaped
-from aligner.parallel.mcore import MegatronModule, ProcessGroupCollection, ShardedTensor, TransformerConfig, parallel_state
+from aligner.parallel.logprobs import shaped
+from aligner.parallel.mcore import ProcessGroupCollection, ShardedTensor, TransformerConfig, parallel_state
 from aligner.types import Batch, Images
 
 NOT_PACKED = "model.packing=true: transformers' own modules compute rows with images side by side; allowed: false"
 
 
-class HFChunk(MegatronModule):
-    """A `chunk.Chunk` around a `transformers` model, with the numbers of the Hugging Face files in `source`; random ones if that is a
+class HFChunk(WholeChunk):
+    """A chunk around a `transformers` model, with the numbers of the Hugging Face files in `source`; random ones if that is a
     checkpoint, which fills the chunk afterwards.
 
     Raises ModelFilesError if a file is missing or damaged, lacks a tensor, or has one of another shape.
@@ -66,9 +65,6 @@ class HFChunk(MegatronModule):
         self.architecture, self.lora, self.head = architecture, model.lora, head
         self.logits_chunk_size, self.float32_logits = model.logits_chunk_size, model.float32_logits
         self.batch_invariant, self.share_embeddings_and_output_weights = False, False
-        self.gather: WeightGather | None = None
-        self.base = self.base_digest = ""
-        self.wrapper: dict[str, str] = {}
         self.max_sequence_length = model.seq_length or architecture.max_position_embeddings
         self.pre_process = self.post_process = True
         self.vp_stage, self.model_type = None, ModelType.encoder_or_decoder
@@ -87,8 +83,6 @@ class HFChunk(MegatronModule):
         self.always_evaluates = False  # `probe` found that training mode has other numbers
         _keep_buffers(self.hf)
         self._backbone = [self.hf.get_decoder() if is_multimodal(self.hf) else self.hf.base_model]  # in a list: no second name
-        self.vision: Vision | None = None  # reads the images of rows
-        self.trains_vision = False
         for name, parameter in self.hf.named_parameters() if is_multimodal(self.hf) else ():
             part = part_of(name, self.hf)
             parameter.requires_grad_(parameter.requires_grad and part is not None and part not in model.freeze)
@@ -133,7 +127,6 @@ class HFChunk(MegatronModule):
         return hidden.transpose(0, 1).contiguous()
 
     def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Tensor:
-        """See `chunk.Chunk`."""
         return images
 
     def seen(self, tokens: Tensor, images: Tensor) -> dict[str, Any]:
@@ -158,28 +151,9 @@ class HFChunk(MegatronModule):
     def set_input_tensor(self, tensor: Any) -> None:
         """For Megatron-Core's schedules; there is no stage before."""
 
-    def settle(self) -> None:
-        """See `chunk.Chunk`."""
-        if self.gather is not None:
-            self.gather.finish()
-
-    def whole_sequences(self, hidden: Tensor, *, grads_are_partial: bool) -> Tensor:
-        """See `chunk.Chunk`; nothing is split."""
-        return hidden
-
     @property
     def output_parameter(self) -> Tensor:
-        """The output layer's weight."""
         return self.hf.get_output_embeddings().weight
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """That of the output layer."""
-        return FAST if self.float32_logits else ROUNDED
-
-    def vocabulary_weight(self) -> tuple[Tensor, int]:
-        """See `chunk.LanguageChunk`."""
-        return self.output_parameter[: self.architecture.vocab_size], 0
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, H] -> float32 logits [N, V], as the log-probs of training have them."""
@@ -215,10 +189,6 @@ class HFChunk(MegatronModule):
             parameter.copy_(theirs[name])
         return sum(parameter.nbytes for parameter in self.parameters())
 
-    def combine_outputs(self, weights: Any, head: ScalarHead) -> None:
-        """Replace the head by `head`, whose one output is the weighted sum of all outputs."""
-        self.score_head, self.head = combined_head(self.score_head, self.head, weights, head), head
-
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
         """For checkpoints: every parameter but adapters', whole, with the number of its copy."""
         number = (0, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True))
@@ -226,7 +196,7 @@ class HFChunk(MegatronModule):
         return {name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=number) for name, parameter in own.items()}
 
     def read_files(self, directory: Path, *, with_head: bool) -> None:
-        """See `chunk.WholeChunk`. What was read when the module was made is not read twice."""
+        """As `WholeChunk`'s. What was read when the module was made is not read twice."""
         if self._fresh_from != directory:
             read = _from_files(self._made_by, directory, self.config.params_dtype, needs_output=self.head is None)
             _keep_buffers(read)
@@ -247,7 +217,6 @@ class HFChunk(MegatronModule):
                     parameter.copy_(handle.get_tensor(theirs))
 
     def file_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in Hugging Face's files, tensor) of the whole model with its adapters merged, the head's last."""
         self.settle()
         own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
         yield from self._in_files(MergedWeights(own, [self]))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.models.modules import heads
-from aligner.models.modules.chunk import LanguageChunk
+from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.scalar_head import ScalarHead
 from aligner.models.training.forward import MicroBatch
 from aligner.models.training.offload import LockedMemory
@@ -57,12 +57,12 @@ class MegatronPolicy(_Trained):
         self.temperature = temperature
 
     @property
-    def module(self) -> LanguageChunk:
+    def module(self) -> Chunk:
         """The whole model of a rank that holds it in one chunk."""
         return self.model.module
 
     @property
-    def chunks(self) -> list[LanguageChunk]:
+    def chunks(self) -> list[Chunk]:
         """This rank's parts of the model."""
         return self.model.chunks
 
@@ -148,7 +148,7 @@ class ReferencePolicy:
         """Freeze the policy's current weights instead."""
         self._keep()
 
-    def restore(self, load: Callable[[Sequence[LanguageChunk]], None]) -> None:
+    def restore(self, load: Callable[[Sequence[Chunk]], None]) -> None:
         """Freeze the weights that `load` fills the module with instead; the policy's own are untouched. Collective where `load` is."""
         with self._in_place():
             load(self._policy.chunks)

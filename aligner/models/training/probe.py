@@ -16,7 +16,7 @@ from torch import Tensor
 from aligner.models.architecture import rope
 from aligner.models.config import Architecture
 from aligner.models.modules.build import rounded_scale
-from aligner.models.modules.chunk import LanguageChunk
+from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.layers import attention_of
 from aligner.models.training import forward as passes
 from aligner.models.training.placement import Placement
@@ -54,7 +54,7 @@ class _Look:
     """Where the tokens of one micro-batch lie, and what becomes of outputs that are in the order of its slots."""
 
     def __init__(self, model: TrainableModel, placement: Placement, rows: list[int], *, width: int, own_width: int, trace: Trace) -> None:
-        self._chunk: LanguageChunk = model.chunks[-1]  # type: ignore[assignment]
+        self._chunk: Chunk = model.chunks[-1]
         self._tp = self._chunk.pg_collection.tp
         self._trace = trace
         own = placement.token_of
@@ -84,7 +84,7 @@ class _Look:
 
 
 @contextmanager
-def _hooks(chunk: LanguageChunk, tap: Tap) -> Iterator[None]:
+def _hooks(chunk: Chunk, tap: Tap) -> Iterator[None]:
     layers = chunk.decoder.layers
     hooked: list[tuple[int, _Hooked]] = [(layer.layer_number - 1, one) for layer in layers for one in _of_layer(chunk.architecture, layer)]
     if chunk.post_process and chunk.decoder.final_layernorm is not None:
