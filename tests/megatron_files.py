@@ -187,14 +187,13 @@ def pack(archive: Path, weights: Path, config: dict[str, Any], files: dict[str, 
 def chunks_of(path: Path) -> list[Any]:
     from aligner.models.checkpoint.foreign.model import open_weights
     from aligner.models.config import Dtype, ModelConfig
-    from aligner.models.modules.build import build_language_model, build_scalar_model
+    from aligner.models.modules.build import build_model
     from aligner.models.weights import fill
     from aligner.parallel.topology import ParallelConfig
 
     with open_weights(path) as weights:
         found = weights.description
-        build = build_language_model if found.head is None else build_scalar_model
-        own = {"load": True} | ({} if found.head is None else {"head": found.head})
-        chunks = build(found.architecture, ModelConfig(dtype=Dtype.float32, make_vocab_divisible_by=48), ParallelConfig(), **own)
+        config = ModelConfig(dtype=Dtype.float32, make_vocab_divisible_by=48)
+        chunks = build_model(found.architecture, config, ParallelConfig(), load=True, head=found.head)
         fill(chunks, weights)
     return chunks

@@ -72,14 +72,14 @@ class ModelAlone:
 def _logprobs(architecture: Architecture, topology: Any) -> torch.Tensor:
     """Log-probs of fixed tokens by a model whose every weight depends on its name alone."""
     from aligner.models.config import Dtype, ModelConfig
-    from aligner.models.modules.build import LanguageModel
+    from aligner.models.modules.build import build_model
     from aligner.models.training.policy import MegatronPolicy
     from aligner.models.training.trainable import TrainableModel, Training
     from aligner.parallel.topology import ParallelConfig
     from aligner.types import LabeledBatch
 
     config = ModelConfig(dtype=Dtype.float32, make_vocab_divisible_by=2, micro_batch_size=2)
-    module = LanguageModel(architecture, config, ParallelConfig(), load=False)
+    (module,) = build_model(architecture, config, ParallelConfig(), load=False)
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
         parameter.data.copy_(1 + 0.3 * noise if "norm" in name else noise * (0.5 if "bias" in name or "sink" in name else 0.2))

@@ -27,7 +27,7 @@ from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.checkpoint.wrapper import directory_of
 from aligner.models.config import Architecture, Dtype, HFArchitecture, ModelConfig, SeeingArchitecture
 from aligner.models.families.wrappers import can_see
-from aligner.models.modules.build import build_language_model, build_scalar_model
+from aligner.models.modules.build import build_model
 from aligner.models.modules.scalar_head import ScalarHead, read_head
 from aligner.models.training.trainable import TrainableModel
 from aligner.models.weights import save_hf
@@ -124,10 +124,7 @@ def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: 
     if isinstance(source.architecture, HFArchitecture):
         chunks = source.made(parallel, here).chunks
     else:
-        if source.head is not None:
-            chunks = build_scalar_model(source.architecture, source.config, parallel, load=True, head=source.head)
-        else:
-            chunks = build_language_model(source.architecture, source.config, parallel, load=True)
+        chunks = build_model(source.architecture, source.config, parallel, load=True, head=source.head)
         checkpoint.load_source(chunks, source.path)
         create.remember_wrapper(chunks, source.path, is_trained=True)
     save_hf(chunks, target, writer=here.rank == 0)

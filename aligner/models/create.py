@@ -22,7 +22,7 @@ from aligner.models.config import Architecture, HFArchitecture, Implementation, 
 from aligner.models.families import architecture_from_hf, architecture_to_hf, has_layers, weight_names
 from aligner.models.families.own_modules import hf_architecture
 from aligner.models.families.wrappers import around, can_see, has_images, seeing
-from aligner.models.modules.build import build_language_model, build_scalar_model
+from aligner.models.modules.build import build_model
 from aligner.models.modules.chunk import Chunk, WholeChunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
 from aligner.models.modules.heads import combine_outputs
@@ -180,11 +180,7 @@ def create_policy(
     _check(config, architecture, parallel, topology, is_scalar=False)
     if config.batch_invariant:
         check_arithmetic(platform.device())
-    chunks: Sequence[Chunk]
-    if isinstance(architecture, HFArchitecture):
-        chunks = _own_modules(architecture, config, topology)
-    else:
-        chunks = build_language_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
+    chunks = _chunks(architecture, config, parallel, topology, head=None)
     return MegatronPolicy(_ready(chunks, config, topology, training), temperature=training.temperature)
 
 
@@ -209,7 +205,7 @@ def create_value_model(
             f"reward.attribute_weights={list(output_weights)}: the critic starts from a reward model with {head.num_outputs} outputs "
             f"({', '.join(head.outputs)}), allowed: one weight for each"
         )
-    chunks = _scalar_chunks(architecture, config, parallel, topology, head)
+    chunks = _chunks(architecture, config, parallel, topology, head=head)
     load_source(chunks, config)
     for chunk in chunks:
         combine_outputs(chunk, output_weights if head.num_outputs > 1 else (1.0,), VALUES)
@@ -217,16 +213,12 @@ def create_value_model(
     return MegatronValueModel(TrainableModel(chunks, topology, training))
 
 
-def _scalar_chunks(
-    architecture: Architecture, config: ModelConfig, parallel: ParallelConfig, topology: Topology, head: ScalarHead
+def _chunks(
+    architecture: Architecture, config: ModelConfig, parallel: ParallelConfig, topology: Topology, *, head: ScalarHead | None
 ) -> Sequence[Any]:
-    if isinstance(architecture, HFArchitecture):
-        return _own_modules(architecture, config, topology, head=head)
-    return build_scalar_model(architecture, config, parallel, load=bool(config.path), head=head, seed=topology.seed)
-
-
-def _own_modules(architecture: HFArchitecture, config: ModelConfig, topology: Topology, *, head: ScalarHead | None = None) -> list[HFChunk]:
-    """The one chunk of a model of `transformers`' own modules, probed."""
+    """Before their weights are read. The one of a model of `transformers`' own modules is probed."""
+    if not isinstance(architecture, HFArchitecture):
+        return build_model(architecture, config, parallel, load=bool(config.path), head=head, seed=topology.seed)
     chunk = HFChunk(architecture, config, source=source_directory(config), head=head).to(platform.device())
     initialise_adapters([chunk], topology.seed)
     kind = f"{config.path}: {architecture.model_type}: transformers' own modules; parallel.tp, pp, cp and ep must be 1"
@@ -294,7 +286,7 @@ def create_reward_model(
     """A reward model with this head; with that of `config.path` where none is given. Every rank calls it."""
     _check(config, architecture, parallel, topology, is_scalar=True)
     head = head or head_of(config) or ScalarHead()
-    chunks = _scalar_chunks(architecture, config, parallel, topology, head)
+    chunks = _chunks(architecture, config, parallel, topology, head=head)
     return MegatronRewardModel(_ready(chunks, config, topology, training))
 
 

@@ -67,11 +67,12 @@ def fake_world(parallel: ParallelConfig, *, stage: int = 0) -> Iterator[None]:
 def build_chunks(component: Component) -> list[Any]:
     """This (fake) rank's chunks of the component's model, without Transformer Engine, which a planning machine may lack: the parameters are
     the same."""
-    from aligner.models.modules.build import build_language_model, build_scalar_model
+    from aligner.models.modules.build import build_model
+    from aligner.models.modules.scalar_head import VALUES
 
-    build = build_language_model if component.head == Head.language else build_scalar_model
+    head = None if component.head == Head.language else VALUES
     model = replace(component.model, layers=Layers.torch, fp8=False)
-    return build(component.architecture, model, replace(component.parallel, tp_comm_overlap=False), load=True)
+    return build_model(component.architecture, model, replace(component.parallel, tp_comm_overlap=False), load=True, head=head)
 
 
 def shard_parameters(component: Component, stage: int) -> list[tuple[Parameter, ...]]:

@@ -9,7 +9,7 @@ import torch
 
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.create import create_policy, read_architecture
-from aligner.models.modules.build import build_language_model
+from aligner.models.modules.build import build_model
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.trainable import Training
 from aligner.models.weights import save_hf
@@ -35,7 +35,7 @@ def make_inputs() -> dict[str, Any]:
 
 def write_model(architecture: Architecture, directory: Path) -> None:
     """The same weights whatever was built before."""
-    chunks = build_language_model(architecture, ModelConfig(), ParallelConfig(), load=False, seed=3)
+    chunks = build_model(architecture, ModelConfig(), ParallelConfig(), load=False, seed=3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, parameter in chunks[0].named_parameters():

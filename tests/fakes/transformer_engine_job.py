@@ -66,7 +66,7 @@ def eight_bits(folder: str, wanted: list[tuple[list[int], str, dict[str, Any], d
             try:
                 settings = ModelConfig(fp8=True, **model | {"fp8_recipe": Fp8Recipe(model.get("fp8_recipe", "auto"))})
                 sizes = Architecture(vocab_size=64, **SIZES | architecture)
-                config = transformer_config(sizes, settings, ParallelConfig(**parallel), load=True)
+                config = transformer_config(sizes, settings, ParallelConfig(**parallel))
             except ConfigError as error:
                 print(json.dumps(found | {"error": str(error)}), flush=True)
                 continue
@@ -111,15 +111,16 @@ def buffers_asked_for() -> Iterator[None]:
 def compared(component: Any) -> dict[str, Any]:
     """Of one pipeline stage: where the parameters differ, what Megatron-Core was asked for, and how many modules are whose."""
     from aligner.models.config import Layers
-    from aligner.models.modules.build import build_language_model, build_scalar_model
+    from aligner.models.modules.build import build_model
+    from aligner.models.modules.scalar_head import VALUES
     from aligner.planner.workload import Head
 
-    build = build_language_model if component.head == Head.language else build_scalar_model
+    head = None if component.head == Head.language else VALUES
 
     def made(layers: Layers) -> list[Any]:
         overlaps = component.parallel.tp_comm_overlap and layers is not Layers.torch
         parallel = replace(component.parallel, tp_comm_overlap=overlaps)
-        return build(component.architecture, replace(component.model, layers=layers), parallel, load=True)
+        return build_model(component.architecture, replace(component.model, layers=layers), parallel, load=True, head=head)
 
     with claimed_gpu(), buffers_asked_for():  # Megatron-Core's block asks Transformer Engine for streams, whoever's its layers are
         plain, fused = made(Layers.torch), made(Layers.transformer_engine)

@@ -47,7 +47,7 @@ def make_model(topology) -> Callable[..., Any]:
     kind: "policy", "value" or "reward" (with its `head`); others are fields of `Architecture`, `ModelConfig` and `Training`.
     """
     from aligner.models.config import Architecture, Dtype, Family, ModelConfig
-    from aligner.models.modules.build import LanguageModel, ScalarModel
+    from aligner.models.modules.build import build_model
     from aligner.models.modules.scalar_head import VALUES, ScalarHead
     from aligner.models.training.policy import MegatronPolicy, MegatronRewardModel, MegatronValueModel
     from aligner.models.training.trainable import TrainableModel, Training
@@ -58,8 +58,8 @@ def make_model(topology) -> Callable[..., Any]:
         sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "qkv_bias": True} | (architecture or {})
         own = {"dtype": Dtype.float32, "make_vocab_divisible_by": 8, "logits_chunk_size": 16}
         model = ModelConfig(**(own | (config or {})))
-        head = {"value": {"head": VALUES}, "reward": {"head": head or ScalarHead()}}.get(kind, {})
-        module = (ScalarModel if head else LanguageModel)(Architecture(**sizes), model, ParallelConfig(), load=False, **head)
+        head = {"value": VALUES, "reward": head or ScalarHead()}.get(kind)
+        (module,) = build_model(Architecture(**sizes), model, ParallelConfig(), load=False, head=head)
         randomize(module, seed)
         trainable = TrainableModel([module], topology, Training(optimizer=optimizer, **({"total_steps": 10} | (training or {}))))
         if kind == "policy":

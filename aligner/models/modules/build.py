@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from aligner.models.modules.layers import KINDS, ORDINARY, SPLIT_INPUTS, block_s
 from aligner.models.modules.linear import is_split
 from aligner.models.modules.lora import attach
 from aligner.models.modules.megatron_config import transformer_config
-from aligner.models.modules.scalar_head import HEAD, VALUES, ScalarHead
+from aligner.models.modules.scalar_head import HEAD, ScalarHead
 from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
 from aligner.models.modules.vision import Sight, features, freeze, in_slots, look, make_tower, sees_frozen
 from aligner.models.training.placement import Splits, input_shape
@@ -55,11 +56,11 @@ def rounded_scale(scale: float, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Which part of the pipeline a chunk is; the default is all of it."""
+    """Which part of the pipeline a chunk is."""
 
-    vp_stage: int | None = None  # None where the pipeline is not interleaved
-    pre_process: bool = True  # holds the embedding
-    post_process: bool = True  # holds the final norm and the head
+    vp_stage: int | None  # None where the pipeline is not interleaved
+    pre_process: bool  # holds the embedding
+    post_process: bool  # holds the final norm and the head
 
 
 def stages(parallel: ParallelConfig) -> list[Stage]:
@@ -73,9 +74,6 @@ def stages(parallel: ParallelConfig) -> list[Stage]:
         )
         for number in numbers
     ]
-
-
-WHOLE = Stage()
 
 
 def narrow(model: mcore.GPTModel, size: int) -> None:
@@ -137,13 +135,11 @@ class Transformer(Chunk, mcore.GPTModel):
         architecture: Architecture,
         model: ModelConfig,
         parallel: ParallelConfig,
+        config: mcore.TransformerConfig,
+        stage: Stage,
         *,
-        load: bool,
-        stage: Stage = WHOLE,
-        config: mcore.TransformerConfig | None = None,
         has_vocabulary: bool = True,
     ) -> None:
-        config = config or transformer_config(architecture, model, parallel, load=load)
         self.architecture = architecture
         self.logits_chunk_size = model.logits_chunk_size
         self.batch_invariant, self.float32_logits = model.batch_invariant, model.float32_logits and not model.batch_invariant
@@ -284,8 +280,8 @@ class LanguageModel(Transformer):
 class ScalarModel(Transformer):
     """A value or reward model: a linear head in float32 gives as many numbers per position as `head` has outputs."""
 
-    def __init__(self, architecture: Architecture, *args: Any, head: ScalarHead = VALUES, **options: Any) -> None:
-        super().__init__(architecture, *args, has_vocabulary=False, **options)
+    def __init__(self, architecture: Architecture, *args: Any, head: ScalarHead) -> None:
+        super().__init__(architecture, *args, has_vocabulary=False)
         self.head = head
         if not self.post_process:
             return
@@ -362,31 +358,25 @@ def _fill(chunk: Any, name: str, parameter: Tensor, seed: int) -> None:
     parameter.copy_(full)
 
 
-def _build(
-    kind: Any, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, seed: int, **options: Any
+def build_model(
+    architecture: Architecture,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    load: bool,
+    head: ScalarHead | None = None,
+    seed: int = 0,
 ) -> list[Any]:
-    """All chunks share a config. With `parallel.tp_comm_overlap`, first make the buffers that Transformer Engine's layers need."""
-    config = transformer_config(architecture, model, parallel, load=True)
+    """This rank's chunks, with one config, of a policy or, with a `head`, of a value or reward model. Without `load` the weights are
+    random, the same for every layout. With `parallel.tp_comm_overlap`, first make the buffers that Transformer Engine's layers need."""
+    config = transformer_config(architecture, model, parallel)
     if parallel.tp_comm_overlap:
         multiple = fp8_token_multiple(config) if config.fp8 else 1
         splits = Splits(cp_size=parallel.cp, sequence_parallel_size=parallel.tp, packed=True, token_multiple=multiple)
         shape = (input_shape([model.micro_batch_tokens], splits)[1] // parallel.cp, config.hidden_size)
         mcore.initialize_user_buffers(shape, tp=parallel.tp, dtype=config.params_dtype, fp8=bool(config.fp8))
-    chunks = [kind(architecture, model, parallel, load=True, stage=stage, config=config, **options) for stage in stages(parallel)]
+    kind = LanguageModel if head is None else partial(ScalarModel, head=head)
+    chunks = [kind(architecture, model, parallel, config, stage) for stage in stages(parallel)]
     if not load:
         initialise(chunks, seed)
     return chunks
-
-
-def build_language_model(
-    architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, seed: int = 0
-) -> list[LanguageModel]:
-    """This rank's chunks of a policy. Without `load` the weights are random, the same for every layout."""
-    return _build(LanguageModel, architecture, model, parallel, load=load, seed=seed)
-
-
-def build_scalar_model(
-    architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, head: ScalarHead = VALUES, seed: int = 0
-) -> list[ScalarModel]:
-    """This rank's chunks of a value or reward model, as `build_language_model`."""
-    return _build(ScalarModel, architecture, model, parallel, load=load, seed=seed, head=head)

@@ -56,11 +56,10 @@ def resolve_dtype(dtype: Dtype) -> torch.dtype:
     return platform.default_dtype() if dtype == Dtype.auto else getattr(torch, Dtype(dtype).value)
 
 
-def transformer_config(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool) -> TransformerConfig:
-    """Megatron-Core's config. `load` skips random initialisation (weights will be read); never through `perform_initialization=False`,
-    which also leaves out the tensor-parallel attributes and so corrupts gradient norms."""
+def transformer_config(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+    """Megatron-Core's config. It initialises no weight, but not through `perform_initialization=False`, which also leaves out the
+    tensor-parallel attributes and so corrupts gradient norms."""
     check_together(architecture, model, parallel)
-    skip: dict[str, Any] = dict.fromkeys(("init_method", "output_layer_init_method"), lambda weight: weight) if load else {}
     dtype = resolve_dtype(model.dtype)
     fused = fusions(architecture, model, dtype)
     if parallel.tp_comm_overlap and not fused.transformer_engine:
@@ -91,13 +90,13 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         softmax_scale=softmax_scale(architecture),
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        init_method_std=architecture.initializer_range,
+        **dict.fromkeys(("init_method", "output_layer_init_method"), lambda weight: weight),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         calculate_per_token_loss=True,  # gradients of sums; divided once by the global count
-        use_cpu_initialization=not torch.cuda.is_available() or not load,
+        use_cpu_initialization=not torch.cuda.is_available(),
         # Of torch's layers; the output layer, which is never called, would refuse it where Apex is absent. See `fuse_weight_gradients`.
         gradient_accumulation_fusion=not fused.transformer_engine and fused.on(Kernel.weight_gradients),
         masked_softmax_fusion=False,  # of a core attention that is not used
@@ -107,7 +106,6 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         cross_entropy_loss_fusion=False,  # its backward pass is in bfloat16; `aligner.parallel.logprobs` has one of our own
         transformer_impl="transformer_engine" if fused.transformer_engine else "local",
         **_fp8(architecture, model, parallel),
-        **skip,
         **_layout(parallel),
         **_experts(architecture, model, fused),
         **_RECOMPUTATION[model.recompute],

@@ -8,7 +8,7 @@ import torch
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Dtype, Family, ModelConfig
 from aligner.models.create import read_architecture
-from aligner.models.modules.build import LanguageModel, ScalarModel, padded_vocab_size
+from aligner.models.modules.build import build_model, padded_vocab_size
 from aligner.models.modules.megatron_config import check_divisible
 from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.models.training.optimizer import OptimizerConfig
@@ -80,7 +80,7 @@ def test_config_errors_name_field_and_value(kind, values, message):
 
 def test_vocabulary_weight_has_no_padding():
     for tied in (True, False):
-        module = LanguageModel(sizes(tied_embeddings=tied), ModelConfig(), ParallelConfig(), load=False)
+        (module,) = build_model(sizes(tied_embeddings=tied), ModelConfig(), ParallelConfig(), load=False)
         weight, start = module.vocabulary_weight()
         assert module.embedding.word_embeddings.weight.shape == (128, 32)
         assert weight.shape == (61, 32) and start == 0
@@ -91,7 +91,7 @@ def test_vocabulary_weight_has_no_padding():
 def test_scalar_models_have_the_same_float32_head_and_no_output_layer():
     config = ModelConfig(dtype=Dtype.bfloat16)
     head = ScalarHead(outputs=("a", "b", "c"), pooling=Pooling.tokens)
-    one, other = (ScalarModel(sizes(tied_embeddings=False), config, ParallelConfig(), load=False, head=head) for _ in range(2))
+    (one,), (other,) = (build_model(sizes(tied_embeddings=False), config, ParallelConfig(), load=False, head=head) for _ in range(2))
     assert one.score_head.weight.shape == (3, 32) and one.score_head.weight.dtype == torch.float32
     assert torch.equal(one.score_head.weight, other.score_head.weight) and not one.score_head.bias.any()
     assert "output_layer.weight" not in dict(one.named_parameters())

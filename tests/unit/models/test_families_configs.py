@@ -17,7 +17,7 @@ from aligner.models.architecture.divisible import check_divisible, check_togethe
 from aligner.models.config import Activation, Architecture, Layers, ModelConfig, PositionEmbedding
 from aligner.models.create import read_architecture
 from aligner.models.families import architecture_from_hf, architecture_to_hf
-from aligner.models.modules.build import build_language_model
+from aligner.models.modules.build import build_model
 from aligner.models.modules.fusions import choose_layers
 from aligner.models.modules.layers import ZeroCenteredLayerNorm
 from aligner.models.modules.megatron_config import transformer_config
@@ -55,7 +55,7 @@ def shipped(name: str) -> ModelConfig:
 def count(architecture: Architecture) -> int:
     """Parameters of the model that is really built, on the meta device."""
     with torch.device("meta"):
-        chunks = build_language_model(architecture, ModelConfig(make_vocab_divisible_by=1), ParallelConfig(), load=True)
+        chunks = build_model(architecture, ModelConfig(make_vocab_divisible_by=1), ParallelConfig(), load=True)
     return sum(p.numel() for chunk in chunks for p in chunk.parameters())
 
 
@@ -285,7 +285,7 @@ def test_odd_heads_are_allowed_where_nothing_is_rotated():
 
 def settings(parallel: dict | None = None, model: dict | None = None, **architecture):
     sizes = Architecture(**({"vocab_size": 61} | architecture))
-    return transformer_config(sizes, ModelConfig(**(model or {})), ParallelConfig(**(parallel or {})), load=True)
+    return transformer_config(sizes, ModelConfig(**(model or {})), ParallelConfig(**(parallel or {})))
 
 
 def test_pipeline_settings_that_gloo_needs():

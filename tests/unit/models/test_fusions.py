@@ -105,7 +105,7 @@ def test_megatrons_config_asks_for_nothing_that_it_would_refuse(with_te):
     """`gradient_accumulation_fusion` makes Megatron-Core's output layer raise where Apex is absent, whoever's the other layers are."""
     with_te(frozenset())
     model = ModelConfig(dtype=Dtype.bfloat16)
-    config = transformer_config(Architecture(vocab_size=61, **MIXTURE), model, ParallelConfig(), load=True)
+    config = transformer_config(Architecture(vocab_size=61, **MIXTURE), model, ParallelConfig())
     assert config.transformer_impl == "transformer_engine" and config.bias_activation_fusion and config.bias_dropout_fusion
     assert not (config.apply_rope_fusion or config.moe_grouped_gemm or config.moe_permute_fusion or config.cross_entropy_loss_fusion)
     ColumnParallelLinear(128, 64, config=config, init_method=config.init_method, bias=False, skip_bias_add=False, gather_output=False)

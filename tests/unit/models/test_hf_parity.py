@@ -18,7 +18,7 @@ from aligner.models import weights
 from aligner.models.config import ModelConfig
 from aligner.models.families import architecture_from_hf
 from aligner.models.modules import fusions
-from aligner.models.modules.build import ScalarModel
+from aligner.models.modules.build import build_model
 from aligner.models.modules.scalar_head import ScalarHead
 from aligner.models.weights import load_hf, save_hf
 from aligner.parallel import platform
@@ -234,13 +234,13 @@ def test_an_export_to_a_full_disk_names_rank_and_file(hf_directory, load_policy,
 
 def test_score_head_of_the_wrong_width(hf_directory, topology, tmp_path):
     architecture = architecture_from_hf(json.loads((hf_directory("llama_multi_head") / "config.json").read_text()))
-    one, three = (
-        ScalarModel(architecture, ModelConfig(), ParallelConfig(), load=False, head=ScalarHead(outputs=tuple("abc"[:n]))) for n in (1, 3)
+    (one,), (three,) = (
+        build_model(architecture, ModelConfig(), ParallelConfig(), load=False, head=ScalarHead(outputs=tuple("abc"[:n]))) for n in (1, 3)
     )
     save_hf([one], tmp_path, writer=True)
     with pytest.raises(CheckpointError, match="score_head.weight"):
         load_hf([three], tmp_path)
-    again = ScalarModel(architecture, ModelConfig(), ParallelConfig(), load=False, head=ScalarHead())
+    (again,) = build_model(architecture, ModelConfig(), ParallelConfig(), load=False, head=ScalarHead())
     torch.nn.init.zeros_(again.score_head.weight)
     load_hf([again], tmp_path)
     assert torch.equal(again.score_head.weight, one.score_head.weight)

@@ -7,7 +7,7 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Dtype, Fp8Recipe, Layers, ModelConfig, Normalization
-from aligner.models.modules.build import build_language_model
+from aligner.models.modules.build import build_model
 from aligner.models.modules.chunk import global_name
 from aligner.models.modules.megatron_config import transformer_config
 from aligner.parallel import mcore
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("topology")
 def build(seed: int = 5, **sizes):
     fields = {"vocab_size": 61, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "initializer_range": 0.1} | sizes
     divisor = {"make_vocab_divisible_by": 8}
-    (chunk,) = build_language_model(Architecture(**fields), ModelConfig(**divisor), ParallelConfig(), load=False, seed=seed)
+    (chunk,) = build_model(Architecture(**fields), ModelConfig(**divisor), ParallelConfig(), load=False, seed=seed)
     return chunk
 
 
@@ -66,7 +66,7 @@ def test_transformer_engine_is_refused_where_it_is_not():
         (ModelConfig(fp8=True), "model.fp8=true: needs Transformer Engine's layers: there is no GPU"),
     ):
         with pytest.raises(ConfigError, match=message):
-            build_language_model(Architecture(vocab_size=61), model, ParallelConfig(), load=True)
+            build_model(Architecture(vocab_size=61), model, ParallelConfig(), load=True)
     with pytest.raises(ConfigError, match=r"model.fp8=true: needs Transformer Engine's layers; allowed: model.layers=auto"):
         ModelConfig(fp8=True, layers=Layers.torch)
     with pytest.raises(ConfigError, match=r"model.fp8_recipe=delayed: its scales are those of passes before, .* allowed: auto, blockwise,"):
@@ -87,11 +87,11 @@ def test_overlap_of_exchanges_names_what_it_needs(monkeypatch):
         "needs model.packing=true": ModelConfig(micro_batch_tokens=64),
     }.items():
         with pytest.raises(ConfigError, match=f"parallel.tp_comm_overlap=true: {message}"):
-            transformer_config(architecture, model, parallel, load=True)
+            transformer_config(architecture, model, parallel)
     monkeypatch.setattr(mcore, "transformer_engine_problem", lambda: "")
     monkeypatch.setattr(mcore, "transformer_engine_version", lambda: "2.9.0")
     monkeypatch.setattr(mcore, "importable_kernels", lambda: frozenset())
-    assert transformer_config(architecture, ModelConfig(**packed), parallel, load=True).tp_comm_overlap
+    assert transformer_config(architecture, ModelConfig(**packed), parallel).tp_comm_overlap
 
 
 def test_delta_nets_decay_at_different_rates_and_their_norm_is_of_ones():

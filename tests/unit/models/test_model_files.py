@@ -57,7 +57,7 @@ def unbuilt(monkeypatch, load_policy):
     def build(*_: object, **__: object) -> None:
         raise AssertionError("built")
 
-    monkeypatch.setattr(create, "build_language_model", build)
+    monkeypatch.setattr(create, "build_model", build)
 
     def load(directory: Path, kind: type[Exception] = ConfigError) -> str:
         with pytest.raises(kind) as caught:

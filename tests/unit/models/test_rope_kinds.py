@@ -17,7 +17,7 @@ from hf_models import SIZES
 from aligner.models.architecture import rope
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf
-from aligner.models.modules.build import LanguageModel
+from aligner.models.modules.build import build_model
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.builtin.decode_layers import Rotary
 
@@ -121,7 +121,7 @@ def test_tables_are_those_of_transformers(name: str) -> None:
 def test_the_trainer_rotates_as_the_engine(name: str, topology: Any) -> None:
     """The frequencies in the built model; the factor on cosines and sines may be one on scores there (`rope.factor_of_scores`)."""
     architecture = architecture_from_hf(hf_file(name), where="x")
-    module = LanguageModel(architecture, ModelConfig(dtype=Dtype.float32), ParallelConfig(), load=False)
+    (module,) = build_model(architecture, ModelConfig(dtype=Dtype.float32), ParallelConfig(), load=False)
     torch.testing.assert_close(module.rotary_pos_emb.inv_freq.float().cpu(), rope.frequencies(architecture), rtol=1e-6, atol=0)
     if architecture.rope_local_theta:
         plain = 1 / architecture.rope_local_theta ** (torch.arange(0, architecture.rotated, 2) / architecture.rotated)

@@ -25,7 +25,7 @@ from aligner.models import create
 from aligner.models.architecture.divisible import check_together
 from aligner.models.config import Dtype, HFArchitecture, LoraConfig, LoraTarget, ModelConfig, Part, Recompute, SeeingArchitecture
 from aligner.models.families import weight_names
-from aligner.models.modules.build import LanguageModel
+from aligner.models.modules.build import LanguageModel, build_model
 from aligner.models.modules.fusions import Kernel, fusions
 from aligner.models.modules.peft import load_peft, save_peft
 from aligner.models.modules.shared_prompts import prompt_keys
@@ -213,7 +213,7 @@ def test_deep_features_need_their_layers_on_the_first_stage(directory) -> None:
     assert isinstance(architecture, SeeingArchitecture)
     assert (architecture.deep_layers, architecture.rope_sections, architecture.rope_mixed) == (2, [2, 3, 3], True)
     with pytest.raises(ConfigError, match=r"1 layers on the first stage: its first 2 layers add features of images"):
-        LanguageModel(replace(architecture, num_layers=1), ModelConfig(), ParallelConfig(), load=True)
+        build_model(replace(architecture, num_layers=1), ModelConfig(), ParallelConfig(), load=True)
 
 
 def test_settings_that_images_cannot_have_are_refused(directory) -> None:

@@ -11,7 +11,7 @@ from aligner.losses.sft import sft_loss
 from aligner.losses.value import value_loss
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.modules.attention import shared_attention
-from aligner.models.modules.build import LanguageModel
+from aligner.models.modules.build import build_model
 from aligner.models.modules.shared_prompts import Segment, segments_of
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.placement import Splits, input_shape, place
@@ -153,7 +153,7 @@ def test_refusals(topology):
     with pytest.raises(ConfigError, match=r"auxiliary losses are means over tokens"):
         ModelConfig(**packed, router_z_loss_coef=0.1)
     with pytest.raises(ConfigError, match=r"split over parallel.cp=2 ranks cannot share prompts; allowed: cp=1"):
-        LanguageModel(Architecture(vocab_size=9), ModelConfig(**packed), ParallelConfig(cp=2), load=False)
+        build_model(Architecture(vocab_size=9), ModelConfig(**packed), ParallelConfig(cp=2), load=False)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
