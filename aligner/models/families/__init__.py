@@ -34,7 +34,7 @@ def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> A
         config.check_classes()
         config.check_quantization()
         family = FAMILIES[Family[model_type]]
-        config.only({key: values for key, values in UNCHANGED.items() if key not in family.computed})
+        config.only({key: values for key, values in UNCHANGED.items() if key not in family.computed} | family.fixed)
         return family.from_hf(config)
     except ConfigError as error:
         other = "" if wrapper is None else "; or model.implementation=transformers"
@@ -54,7 +54,8 @@ def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
     if isinstance(architecture, SeeingArchitecture):
         return wrapped_config(architecture.hf, architecture)
     family = FAMILIES[architecture.family]
-    return family.to_hf(architecture) | {"architectures": [family.hf_class]}
+    fixed = {key: value for key, (value, *_) in family.fixed.items()}
+    return fixed | family.to_hf(architecture) | {"model_type": architecture.family.value, "architectures": [family.hf_class]}
 
 
 def weight_names(architecture: Architecture) -> NameTable:

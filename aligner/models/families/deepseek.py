@@ -26,10 +26,10 @@ _EXPANDED = {
     "self_attention.kv_layernorm.weight": rule("self_attn.kv_a_layernorm.weight"),
     "self_attention.linear_kv_up_proj.weight": rule("self_attn.kv_b_proj.weight"),
 }
-_FIXED = {"attention_bias": (False,), "moe_layer_freq": (1,)}
-_V2_FIXED = {"norm_topk_prob": (False,), "scoring_func": ("softmax",), "mlp_bias": (False,)}
+_FIXED = llama.UNBIASED | {"moe_layer_freq": (1,)}
+_V2_FIXED = _FIXED | {"norm_topk_prob": (False,), "scoring_func": ("softmax",), "mlp_bias": (False,)}
 _V2_GROUPED = {"greedy": False, "group_limited_greedy": True}
-_V3_FIXED = {"norm_topk_prob": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+_V3_FIXED = _FIXED | {"norm_topk_prob": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _ROUTER_BIAS = {"mlp.router.expert_bias": rule("mlp.gate.e_score_correction_bias")}
 
 
@@ -87,8 +87,7 @@ def _names(architecture: Architecture) -> NameTable:
     return mixture_names(architecture, queries | _EXPANDED | mapping.ATTENTION_OUT)
 
 
-def _common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing: dict[str, Any]) -> Architecture:
-    hf.only(_FIXED)
+def _common_from_hf(hf: HFConfig, *, interleaved: bool, routing: dict[str, Any]) -> Architecture:
     rotated, values = hf.size("qk_rope_head_dim"), hf.size("v_head_dim")
     head_dim = hf.size("qk_nope_head_dim") + rotated
     if values > head_dim:
@@ -96,7 +95,7 @@ def _common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing:
     whole = hf.part(head_dim=head_dim, num_key_value_heads=hf.size("num_attention_heads"))
     scaling = hf.value("rope_scaling") or hf.value("rope_parameters") or {}
     return replace(
-        llama.common_from_hf(whole, family, rope=hf.rope(kinds=("yarn",)) | {"rotary_fraction": 1.0}),
+        llama.common_from_hf(whole, rope=hf.rope(kinds=("yarn",)) | {"rotary_fraction": 1.0}),
         rotary_fraction=rotated / head_dim,
         rotary_interleaved=interleaved,
         rope_score_scale=hf.checked("mscale_all_dim", scaling.get("mscale_all_dim") or 0),
@@ -108,61 +107,57 @@ def _common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing:
 
 
 def _common_to_hf(a: Architecture) -> dict[str, Any]:
-    hf = llama.common_to_hf(replace(a, rotary_fraction=1.0)) | mixture_to_hf(a) | {name: value for name, (value,) in _FIXED.items()}
-    return hf | {
-        "head_dim": a.rotated,
-        "qk_rope_head_dim": a.rotated,
-        "qk_nope_head_dim": a.head_dim - a.rotated,
-        "v_head_dim": a.value_head_dim,
-        "kv_lora_rank": a.latent_size,
-        "q_lora_rank": a.query_latent_size or None,
-    }
+    return (
+        llama.common_to_hf(replace(a, rotary_fraction=1.0))
+        | mixture_to_hf(a)
+        | {
+            "head_dim": a.rotated,
+            "qk_rope_head_dim": a.rotated,
+            "qk_nope_head_dim": a.head_dim - a.rotated,
+            "v_head_dim": a.value_head_dim,
+            "kv_lora_rank": a.latent_size,
+            "q_lora_rank": a.query_latent_size or None,
+        }
+    )
 
 
 def _v2_from_hf(hf: HFConfig) -> Architecture:
-    hf.only(_V2_FIXED)
     groups = hf.size("n_group") if hf.choice("topk_method", _V2_GROUPED, "greedy") else 0
     routing = mixture_from_hf(hf, groups=groups, best=1, dense=0, scale=1.0, sigmoid=False)
-    return _common_from_hf(hf, Family.deepseek_v2, interleaved=True, routing=routing)
+    return _common_from_hf(hf, interleaved=True, routing=routing)
 
 
 def _v2_to_hf(a: Architecture) -> dict[str, Any]:
     method = next(name for name, grouped in _V2_GROUPED.items() if grouped == bool(a.router_groups))
-    return _common_to_hf(a) | {"topk_method": method} | {name: value for name, (value,) in _V2_FIXED.items()}
+    return _common_to_hf(a) | {"topk_method": method}
 
 
 def _v3_from_hf(hf: HFConfig) -> Architecture:
-    hf.only(_V3_FIXED)
     routing = mixture_from_hf(hf, groups=hf.size("n_group"), best=2, dense=3, scale=2.5, sigmoid=True)
-    return _common_from_hf(hf, Family.deepseek_v3, interleaved=hf.flag("rope_interleave", True), routing=routing)
+    return _common_from_hf(hf, interleaved=hf.flag("rope_interleave", True), routing=routing)
 
 
 # GLM-4.5 (2508.06471): GLM-4's heads, DeepSeek-V3's mixture of experts.
-_GLM_FIXED = {"norm_topk_prob": (True,)}
-
-
-def _glm_names(architecture: Architecture) -> NameTable:
-    biases = mapping.QKV_BIAS if architecture.qkv_bias else {}
-    norms = mapping.QK_NORM if architecture.qk_norm else {}
-    return mixture_names(architecture, mapping.QKV | biases | norms | mapping.ATTENTION_OUT)
-
-
 def _glm_from_hf(hf: HFConfig) -> Architecture:
-    hf.only(_GLM_FIXED)
-    common = llama.common_from_hf(hf, Family.glm4_moe, key_value_heads=8, norm_eps=1e-5, fraction=0.5)
+    common = llama.common_from_hf(hf, key_value_heads=8, norm_eps=1e-5, fraction=0.5)
     routing = mixture_from_hf(hf, groups=hf.size("n_group", absent=1), best=2, dense=1, scale=1.0, sigmoid=True)
     return replace(common, qkv_bias=hf.flag("attention_bias", False), qk_norm=hf.flag("use_qk_norm", False), **routing)
 
 
 FAMILIES = {
-    Family.deepseek_v2: HFFamily("DeepseekV2ForCausalLM", _names, _v2_from_hf, _v2_to_hf),
+    Family.deepseek_v2: HFFamily("DeepseekV2ForCausalLM", _names, _v2_from_hf, _v2_to_hf, _V2_FIXED),
     Family.deepseek_v3: HFFamily(
         "DeepseekV3ForCausalLM",
         _names,
         _v3_from_hf,
-        lambda a: _common_to_hf(a) | {"rope_interleave": a.rotary_interleaved} | {name: value for name, (value,) in _V3_FIXED.items()},
+        lambda a: _common_to_hf(a) | {"rope_interleave": a.rotary_interleaved},
+        _V3_FIXED,
     ),
     Family.glm4_moe: HFFamily(
-        "Glm4MoeForCausalLM", _glm_names, _glm_from_hf, lambda a: glm_to_hf(a) | mixture_to_hf(a) | {"use_qk_norm": a.qk_norm}
+        "Glm4MoeForCausalLM",
+        lambda a: mixture_names(a, mapping.attention(a)),
+        _glm_from_hf,
+        lambda a: glm_to_hf(a) | mixture_to_hf(a) | {"use_qk_norm": a.qk_norm},
+        llama.DROPOUT | {"norm_topk_prob": (True,)},
     ),
 }

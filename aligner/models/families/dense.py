@@ -11,34 +11,29 @@ from aligner.models.config import Activation, Architecture, Family, Normalizatio
 from aligner.models.families import llama, mapping
 from aligner.models.families.hf_config import WINDOWED, HFConfig, layer_types, two_ropes_to_hf
 from aligner.models.families.llama import HFFamily
-from aligner.models.families.mapping import Layout, NameTable, Rule, rule
+from aligner.models.families.mapping import NameTable, rule
 
 # Gemma without images. 2 (2408.00118): norms around attention and the feed-forward layer, capped scores and logits, windows in every other
 # layer. 3 (2503.19786): norms on queries and keys instead of caps, and a rotary base of their own for layers with a window.
 _GEMMA_COMPUTED = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 _ACTIVATIONS = {"gelu_pytorch_tanh": Activation.gelu_tanh, "gelu_new": Activation.gelu_tanh, "gelu": Activation.gelu}
 _LOCAL_THETA = 1e4
-_GEMMA_FIXED = {"attention_bias": (False,), "use_bidirectional_attention": (None, False)}
 
 
-def _gemma_names(attention: Mapping[str, Rule]) -> NameTable:
-    layer = mapping.INPUT_NORM | mapping.QKV | dict(attention) | mapping.ATTENTION_OUT | mapping.SANDWICH_NORMS | mapping.MLP
-    return NameTable(layer=layer)
+def _gemma_names(a: Architecture) -> NameTable:
+    return NameTable(layer=mapping.INPUT_NORM | mapping.attention(a) | mapping.SANDWICH_NORMS | mapping.MLP)
 
 
 def _gemma_from_hf(
     hf: HFConfig,
-    family: Family,
     has_window: Callable[[int], Any],
     *,
     caps: tuple[float, float],
     rope: Mapping[str, Any] | None = None,
 ) -> Architecture:
     """What Gemma 2 and 3 share. `has_window` and `caps` (on scores and logits) are defaults."""
-    hf.only(_GEMMA_FIXED)
-    common = llama.common_from_hf(
-        hf, family, key_value_heads=4, head_dim=256, tied=True, activation=("hidden_activation", _ACTIVATIONS), rope=rope
-    )
+    hf.only({"use_bidirectional_attention": (None, False)})
+    common = llama.common_from_hf(hf, key_value_heads=4, head_dim=256, tied=True, activation=("hidden_activation", _ACTIVATIONS), rope=rope)
     scalar = hf.size("query_pre_attn_scalar", absent=256)
     scores, logits = (hf.optional_number(key, cap) for key, cap in zip(_GEMMA_COMPUTED, caps, strict=False))
     return replace(
@@ -56,7 +51,6 @@ def _gemma_from_hf(
 def _gemma_to_hf(a: Architecture) -> dict[str, Any]:
     return {key: value for key, value in llama.common_to_hf(a).items() if key != "hidden_act"} | {
         "hidden_activation": next(name for name, activation in _ACTIVATIONS.items() if activation == a.activation),
-        "attention_bias": False,
         "query_pre_attn_scalar": round(a.attention_scale**-2) if a.attention_scale else a.head_dim,
         "attn_logit_softcapping": a.attention_softcap or None,
         "final_logit_softcapping": a.logits_softcap or None,
@@ -68,7 +62,7 @@ def _gemma_to_hf(a: Architecture) -> dict[str, Any]:
 def _gemma3_from_hf(hf: HFConfig) -> Architecture:
     pattern = hf.size("sliding_window_pattern", absent=6)
     everywhere, local = hf.two_ropes(theta=1e6, local_theta=_LOCAL_THETA, local_name="rope_local_base_freq")
-    common = _gemma_from_hf(hf, Family.gemma3_text, lambda number: (number + 1) % pattern, caps=(0.0, 0.0), rope=everywhere)
+    common = _gemma_from_hf(hf, lambda number: (number + 1) % pattern, caps=(0.0, 0.0), rope=everywhere)
     return replace(common, qk_norm=True, rope_local_theta=local if common.sliding_window else 0.0)
 
 
@@ -84,43 +78,35 @@ _NAMES = NameTable(layer=mapping.QKV | mapping.QK_NORM | mapping.ATTENTION_OUT |
 _THETA = 5e5  # OLMo 3's default
 
 
-def _olmo2_from_hf(hf: HFConfig, family: Family = Family.olmo2, rope: Mapping[str, Any] | None = None) -> Architecture:
-    hf.only({"attention_bias": (False,)})
-    common = llama.common_from_hf(hf, family, norm_eps=1e-5, rope=rope)
+def _olmo2_from_hf(hf: HFConfig, rope: Mapping[str, Any] | None = None) -> Architecture:
+    common = llama.common_from_hf(hf, norm_eps=1e-5, rope=rope)
     return replace(common, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_whole=True)
-
-
-def _olmo2_to_hf(a: Architecture) -> dict[str, Any]:
-    return llama.common_to_hf(a) | {"attention_bias": False}
 
 
 def _olmo3_from_hf(hf: HFConfig) -> Architecture:
     fields, local = hf.two_ropes(theta=_THETA, local_theta=_THETA, local_name="")
-    common = _olmo2_from_hf(hf, Family.olmo3, fields)
+    common = _olmo2_from_hf(hf, fields)
     seen = hf.windows(hf.optional_size("sliding_window", absent=4096), lambda number: (number + 1) % 4)
     return replace(common, **seen, rope_local_theta=local if seen else 0.0)
 
 
 def _olmo3_to_hf(a: Architecture) -> dict[str, Any]:
-    hf = two_ropes_to_hf(_olmo2_to_hf(a), a.rope_local_theta or _THETA)
+    hf = two_ropes_to_hf(llama.common_to_hf(a), a.rope_local_theta or _THETA)
     return hf | {"sliding_window": a.sliding_window or 4096, "layer_types": layer_types(a)}
 
 
 # Cohere's Command R: attention and feed-forward layer side by side behind one norm, LayerNorm without biases, scaled logits. Cohere 2
 # (Command R7B, Command A; 2504.00698): also windows in three of four layers, and positions in those alone.
-_QK_NORM = {f"self_attention.{one}_layernorm.weight": rule(f"self_attn.{one}_norm.weight", layout=Layout.by_head) for one in "qk"}
 _COHERE_COMPUTED = ("logit_scale",)
 
 
-def _cohere_names(architecture: Architecture) -> NameTable:
-    norms = _QK_NORM if architecture.qk_norm else {}
-    return NameTable(layer=mapping.INPUT_NORM | mapping.QKV | norms | mapping.ATTENTION_OUT | mapping.MLP)
+def _cohere_names(a: Architecture) -> NameTable:
+    return NameTable(layer=mapping.INPUT_NORM | mapping.attention(a) | mapping.MLP)
 
 
-def _cohere_common_from_hf(hf: HFConfig, family: Family, *, theta: float) -> Architecture:
+def _cohere_common_from_hf(hf: HFConfig, *, theta: float) -> Architecture:
     """What Cohere 1 and 2 share; `theta`: the default."""
-    hf.only({"attention_bias": (False,)})
-    common = llama.common_from_hf(hf, family, theta=theta, norm_eps=1e-5, eps_name="layer_norm_eps", tied=True)
+    common = llama.common_from_hf(hf, theta=theta, norm_eps=1e-5, eps_name="layer_norm_eps", tied=True)
     return replace(
         common,
         normalization=Normalization.layer_norm_no_bias,
@@ -132,12 +118,12 @@ def _cohere_common_from_hf(hf: HFConfig, family: Family, *, theta: float) -> Arc
 
 def _cohere_to_hf(architecture: Architecture) -> dict[str, Any]:
     hf = {key: value for key, value in llama.common_to_hf(architecture).items() if key != "rms_norm_eps"}
-    return hf | {"layer_norm_eps": architecture.norm_eps, "logit_scale": architecture.logits_scale, "attention_bias": False}
+    return hf | {"layer_norm_eps": architecture.norm_eps, "logit_scale": architecture.logits_scale}
 
 
 def _cohere_from_hf(hf: HFConfig) -> Architecture:
     normed = hf.value("use_qk_norm") is not None and hf.flag("use_qk_norm", False)
-    return replace(_cohere_common_from_hf(hf, Family.cohere, theta=5e5), qk_norm=normed, qk_norm_by_head=normed)
+    return replace(_cohere_common_from_hf(hf, theta=5e5), qk_norm=normed, qk_norm_by_head=normed)
 
 
 def _cohere2_from_hf(hf: HFConfig) -> Architecture:
@@ -145,7 +131,7 @@ def _cohere2_from_hf(hf: HFConfig) -> Architecture:
     seen = hf.windows(hf.optional_size("sliding_window", absent=4096), lambda number: (number + 1) % pattern)
     if not seen:
         raise hf.refusal("layer_types", hf.value("layer_types"), f'at least one "{WINDOWED}": no other layer has positions')
-    common = _cohere_common_from_hf(hf, Family.cohere2, theta=1e4)
+    common = _cohere_common_from_hf(hf, theta=1e4)
     return replace(common, no_rope_layers=seen["full_attention_layers"], **seen)
 
 
@@ -154,14 +140,13 @@ _POST_ATTENTION = {"post_attention_layernorm.weight": rule("post_self_attn_layer
 _POST_MLP = {"post_mlp_layernorm.weight": rule("post_mlp_layernorm.weight")}
 
 
-def _glm_names(architecture: Architecture) -> NameTable:
-    biases = mapping.QKV_BIAS if architecture.qkv_bias else {}
-    attention = mapping.INPUT_NORM | mapping.QKV | biases | mapping.ATTENTION_OUT | _POST_ATTENTION
+def _glm_names(a: Architecture) -> NameTable:
+    attention = mapping.INPUT_NORM | mapping.attention(a) | _POST_ATTENTION
     return NameTable(layer=attention | mapping.MLP_NORM | mapping.PACKED_MLP | _POST_MLP)
 
 
 def _glm_from_hf(hf: HFConfig) -> Architecture:
-    common = llama.common_from_hf(hf, Family.glm4, key_value_heads=2, head_dim=128, norm_eps=1.5625e-07, fraction=0.5)
+    common = llama.common_from_hf(hf, key_value_heads=2, head_dim=128, norm_eps=1.5625e-07, fraction=0.5)
     return replace(common, qkv_bias=hf.flag("attention_bias", True), post_norms=True, rotary_interleaved=True)
 
 
@@ -173,22 +158,29 @@ def glm_to_hf(a: Architecture) -> dict[str, Any]:
 FAMILIES = {
     Family.gemma2: HFFamily(
         "Gemma2ForCausalLM",
-        _gemma_names({}),
-        lambda hf: _gemma_from_hf(hf, Family.gemma2, lambda number: number % 2 == 0, caps=(50.0, 30.0)),
+        _gemma_names,
+        lambda hf: _gemma_from_hf(hf, lambda number: number % 2 == 0, caps=(50.0, 30.0)),
         _gemma_to_hf,
+        llama.UNBIASED,
         _GEMMA_COMPUTED,
     ),
-    Family.gemma3_text: HFFamily("Gemma3ForCausalLM", _gemma_names(mapping.QK_NORM), _gemma3_from_hf, _gemma3_to_hf, _GEMMA_COMPUTED),
-    Family.olmo2: HFFamily("Olmo2ForCausalLM", _NAMES, _olmo2_from_hf, _olmo2_to_hf),
-    Family.olmo3: HFFamily("Olmo3ForCausalLM", _NAMES, _olmo3_from_hf, _olmo3_to_hf),
+    Family.gemma3_text: HFFamily("Gemma3ForCausalLM", _gemma_names, _gemma3_from_hf, _gemma3_to_hf, llama.UNBIASED, _GEMMA_COMPUTED),
+    Family.olmo2: HFFamily("Olmo2ForCausalLM", _NAMES, _olmo2_from_hf, llama.common_to_hf, llama.UNBIASED),
+    Family.olmo3: HFFamily("Olmo3ForCausalLM", _NAMES, _olmo3_from_hf, _olmo3_to_hf, llama.UNBIASED),
     Family.cohere: HFFamily(
-        "CohereForCausalLM", _cohere_names, _cohere_from_hf, lambda a: _cohere_to_hf(a) | {"use_qk_norm": a.qk_norm}, _COHERE_COMPUTED
+        "CohereForCausalLM",
+        _cohere_names,
+        _cohere_from_hf,
+        lambda a: _cohere_to_hf(a) | {"use_qk_norm": a.qk_norm},
+        llama.UNBIASED,
+        _COHERE_COMPUTED,
     ),
     Family.cohere2: HFFamily(
         "Cohere2ForCausalLM",
         _cohere_names,
         _cohere2_from_hf,
         lambda a: _cohere_to_hf(a) | {"sliding_window": a.sliding_window, "layer_types": layer_types(a)},
+        llama.UNBIASED,
         _COHERE_COMPUTED,
     ),
     Family.glm4: HFFamily(

@@ -17,11 +17,11 @@ _SIZES = {name: (name,) for name in ("hidden_size", "num_attention_heads", "voca
 _SIZES["num_layers"] = ("num_hidden_layers",)  # our names -> the file's, the one that is written first
 
 
-def _common_from_hf(hf: HFConfig, family: Family, *, sizes: Mapping[str, tuple[str, ...]] = _SIZES, tied: bool) -> dict[str, Any]:
+def _common_from_hf(hf: HFConfig, *, sizes: Mapping[str, tuple[str, ...]] = _SIZES, tied: bool) -> dict[str, Any]:
     """Fields that GPT-2, OPT and GPT-NeoX share: LayerNorm, biases everywhere, no grouped queries. `tied`: the default."""
     found = {name: hf.size(*keys) for name, keys in sizes.items()}
     return found | {
-        "family": family,
+        "family": Family[hf.model_type],
         "num_key_value_heads": found["num_attention_heads"],
         "tied_embeddings": hf.flag("tie_word_embeddings", tied),
         "gated_mlp": False,
@@ -30,11 +30,9 @@ def _common_from_hf(hf: HFConfig, family: Family, *, sizes: Mapping[str, tuple[s
     }
 
 
-def _common_to_hf(a: Architecture, *, sizes: Mapping[str, tuple[str, ...]] = _SIZES, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse, with the first values of `fixed`."""
-    written = {keys[0]: getattr(a, name) for name, keys in sizes.items()}
-    named = {"model_type": a.family.value, "tie_word_embeddings": a.tied_embeddings}
-    return {key: value for key, (value, *_) in fixed.items()} | written | named
+def _common_to_hf(a: Architecture, *, sizes: Mapping[str, tuple[str, ...]] = _SIZES) -> dict[str, Any]:
+    """The inverse."""
+    return {keys[0]: getattr(a, name) for name, keys in sizes.items()} | {"tie_word_embeddings": a.tied_embeddings}
 
 
 # GPT-2, and GPT-3 as far as its paper describes it: learned positions, LayerNorm, biases everywhere, tied embeddings. Its Hugging Face
@@ -71,16 +69,16 @@ _GPT2_SIZES = {
 }
 # What else of a GPT-2 config changes the numbers, and the only values of it that are computed here. Dropout is not, but every file of GPT-2
 # itself has 0.1.
+_GPT2_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _GPT2_FIXED = {
     "reorder_and_upcast_attn": (False, True),  # the order of the same sums
     "add_cross_attention": (False,),
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), (0.1, 0.0)),
+    **dict.fromkeys(_GPT2_DROPOUT, (0.1, 0.0)),
 }
 
 
 def _gpt2_from_hf(hf: HFConfig) -> Architecture:
-    hf.only(_GPT2_FIXED)
-    common = _common_from_hf(hf, Family.gpt2, sizes=_GPT2_SIZES, tied=True)
+    common = _common_from_hf(hf, sizes=_GPT2_SIZES, tied=True)
     return Architecture(
         **common,
         ffn_hidden_size=hf.size("n_inner", absent=4 * common["hidden_size"], null=4 * common["hidden_size"]),
@@ -94,7 +92,7 @@ def _gpt2_from_hf(hf: HFConfig) -> Architecture:
 
 
 def _gpt2_to_hf(a: Architecture) -> dict[str, Any]:
-    return _common_to_hf(a, sizes=_GPT2_SIZES, fixed=_GPT2_FIXED) | {
+    return _common_to_hf(a, sizes=_GPT2_SIZES) | {
         "scale_attn_weights": not a.attention_scale,
         "scale_attn_by_inverse_layer_idx": a.attention_scale_by_layer,
         "n_inner": a.ffn_hidden_size,
@@ -102,9 +100,7 @@ def _gpt2_to_hf(a: Architecture) -> dict[str, Any]:
         "layer_norm_epsilon": a.norm_eps,
         "initializer_range": a.initializer_range,
         "activation_function": next(name for name, activation in _GPT2_ACTIVATIONS.items() if activation == a.activation),
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
+        **dict.fromkeys(_GPT2_DROPOUT, 0.0),
     }
 
 
@@ -154,8 +150,7 @@ _OPT_FIXED = {
 
 
 def _opt_from_hf(hf: HFConfig) -> Architecture:
-    hf.only(_OPT_FIXED)
-    common, before = _common_from_hf(hf, Family.opt, tied=True), hf.flag("do_layer_norm_before", True)
+    common, before = _common_from_hf(hf, tied=True), hf.flag("do_layer_norm_before", True)
     width = hf.optional_size("word_embed_proj_dim", absent=None) or common["hidden_size"]
     return Architecture(
         **common,
@@ -172,7 +167,7 @@ def _opt_from_hf(hf: HFConfig) -> Architecture:
 
 
 def _opt_to_hf(a: Architecture) -> dict[str, Any]:
-    return _common_to_hf(a, fixed=_OPT_FIXED) | {
+    return _common_to_hf(a) | {
         "do_layer_norm_before": a.pre_norms,
         "word_embed_proj_dim": a.vocabulary_width,
         "ffn_dim": a.ffn_hidden_size,
@@ -209,8 +204,8 @@ _NEOX_FIXED = {"attention_bias": (True,), "attention_dropout": (0.0,), "hidden_d
 
 
 def _neox_from_hf(hf: HFConfig) -> Architecture:
-    common, parallel = _common_from_hf(hf, Family.gpt_neox, tied=False), hf.flag("use_parallel_residual", True)
-    hf.only(_NEOX_FIXED | {"head_dim": (None, common["hidden_size"] // common["num_attention_heads"])})
+    common, parallel = _common_from_hf(hf, tied=False), hf.flag("use_parallel_residual", True)
+    hf.only({"head_dim": (None, common["hidden_size"] // common["num_attention_heads"])})
     return Architecture(
         **common,
         ffn_hidden_size=hf.size("intermediate_size"),
@@ -224,7 +219,7 @@ def _neox_from_hf(hf: HFConfig) -> Architecture:
 
 def _neox_to_hf(a: Architecture) -> dict[str, Any]:
     rope = rope_to_hf(a)
-    return _common_to_hf(a, fixed=_NEOX_FIXED) | {
+    return _common_to_hf(a) | {
         "intermediate_size": a.ffn_hidden_size,
         "rotary_pct": a.rotary_fraction,
         "rotary_emb_base": a.rope_theta,
@@ -239,7 +234,6 @@ def _neox_to_hf(a: Architecture) -> dict[str, Any]:
 
 # gpt-oss (2508.10925): attention sinks, windows in every other layer, and experts with biases and cut activations, all of a layer in one
 # tensor of its files. Published ones are in MXFP4, which is read; exports are not quantised.
-_SINKS = {"self_attention.core_attention.sinks": rule("self_attn.sinks")}
 _OSS_EXPERT = "mlp.experts.local_experts.{expert}."
 _OSS_EXPERTS = affine("mlp.router", "mlp.router") | {
     f"{_OSS_EXPERT}linear_fc1.weight": rule("mlp.experts.gate_up_proj", layout=Layout.alternating_gate_up, transposed=True),
@@ -249,24 +243,17 @@ _OSS_EXPERTS = affine("mlp.router", "mlp.router") | {
 }
 # Files have "silu"; the model computes another one whatever they have.
 _OSS_ACTIVATION = "hidden_act", MappingProxyType({"silu": Activation.quick_gelu})
-_OSS_FIXED = {"swiglu_alpha": (1.702,)}
+_OSS_FIXED = llama.DROPOUT | {"swiglu_alpha": (1.702,)}
 _OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
-def _oss_names(architecture: Architecture) -> NameTable:
-    biases = architecture.attention_out_bias
-    out = (mapping.ATTENTION_OUT_BIAS if biases else {}) | _SINKS
-    return llama_like(attention=mapping.QKV_BIAS if biases else {}, out=out, mlp=_OSS_EXPERTS)
-
-
 def _oss_from_hf(hf: HFConfig) -> Architecture:
-    hf.only(_OSS_FIXED)
     if not (limit := hf.number("swiglu_limit", 7.0)):
         raise hf.refusal("swiglu_limit", limit, "a number > 0")
     seen = hf.windows(hf.optional_size("sliding_window", absent=128), lambda number: number % 2 == 0)
     scaled = hf if hf.value("rope_scaling") or hf.value("rope_parameters") is not None else hf.part(rope_parameters=_OSS_ROPE)
     common = llama.common_from_hf(
-        hf, Family.gpt_oss, key_value_heads=8, head_dim=64, norm_eps=1e-5, activation=_OSS_ACTIVATION, rope=scaled.rope(theta=150000.0)
+        hf, key_value_heads=8, head_dim=64, norm_eps=1e-5, activation=_OSS_ACTIVATION, rope=scaled.rope(theta=150000.0)
     )
     return replace(
         common,
@@ -285,7 +272,6 @@ def _oss_from_hf(hf: HFConfig) -> Architecture:
 def _oss_to_hf(a: Architecture) -> dict[str, Any]:
     return llama.common_to_hf(a) | {
         "attention_bias": a.attention_out_bias,
-        "swiglu_alpha": 1.702,
         "swiglu_limit": a.glu_limit,
         "num_local_experts": a.num_experts,
         "num_experts_per_tok": a.experts_per_token,
@@ -295,8 +281,8 @@ def _oss_to_hf(a: Architecture) -> dict[str, Any]:
 
 
 FAMILIES = {
-    Family.gpt2: HFFamily("GPT2LMHeadModel", _GPT2_NAMES, _gpt2_from_hf, _gpt2_to_hf),
-    Family.opt: HFFamily("OPTForCausalLM", _opt_names, _opt_from_hf, _opt_to_hf),
-    Family.gpt_neox: HFFamily("GPTNeoXForCausalLM", _NEOX_NAMES, _neox_from_hf, _neox_to_hf),
-    Family.gpt_oss: HFFamily("GptOssForCausalLM", _oss_names, _oss_from_hf, _oss_to_hf),
+    Family.gpt2: HFFamily("GPT2LMHeadModel", _GPT2_NAMES, _gpt2_from_hf, _gpt2_to_hf, _GPT2_FIXED),
+    Family.opt: HFFamily("OPTForCausalLM", _opt_names, _opt_from_hf, _opt_to_hf, _OPT_FIXED),
+    Family.gpt_neox: HFFamily("GPTNeoXForCausalLM", _NEOX_NAMES, _neox_from_hf, _neox_to_hf, _NEOX_FIXED),
+    Family.gpt_oss: HFFamily("GptOssForCausalLM", lambda a: llama_like(a, mlp=_OSS_EXPERTS), _oss_from_hf, _oss_to_hf, _OSS_FIXED),
 }

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 from aligner.models.config import Activation, Architecture, Family, Normalization
 from aligner.models.families import mapping
 from aligner.models.families.hf_config import FULL, LONGROPE, UNFACTORED, HFConfig, layer_types, rope_to_hf
-from aligner.models.families.mapping import ATTENTION_OUT_BIAS, BIASED_MLP, MLP, QKV_BIAS, Layout, NameTable, llama_like, rule
+from aligner.models.families.mapping import Layout, NameTable, llama_like, rule
+
+DROPOUT = {"attention_dropout": (0.0, None)}
+UNBIASED = DROPOUT | {"attention_bias": (False,)}
 
 
 class HFFamily(NamedTuple):
@@ -20,31 +23,20 @@ class HFFamily(NamedTuple):
     names: NameTable | Callable[[Architecture], NameTable]  # a function if the architecture decides which weights there are
     from_hf: Callable[[HFConfig], Architecture]  # raises ConfigError for variants that are not computed here
     to_hf: Callable[[Architecture], dict[str, Any]]
+    fixed: Mapping[str, tuple[Any, ...]] = MappingProxyType(DROPOUT)  # the values that are computed: the default, which is written, first
     computed: tuple[str, ...] = ()  # keys of `UNCHANGED` that it computes
 
 
 SILU = {"silu": Activation.silu, "swish": Activation.silu}
-# What else changes the numbers of Llama and of its descendants, and the only values of it that are computed here.
-DROPOUT = {"attention_dropout": (0.0, None)}
-BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
-
-
-def _llama_names(architecture: Architecture) -> NameTable:
-    return llama_like(
-        attention=QKV_BIAS if architecture.qkv_bias else {},
-        out=ATTENTION_OUT_BIAS if architecture.attention_out_bias else {},
-        mlp=BIASED_MLP if architecture.mlp_bias else MLP,
-    )
 
 
 def _llama_from_hf(hf: HFConfig) -> Architecture:
     attention, mlp = hf.flag("attention_bias", False), hf.flag("mlp_bias", False)
-    return replace(common_from_hf(hf, Family.llama), qkv_bias=attention, attention_out_bias=attention, mlp_bias=mlp)
+    return replace(common_from_hf(hf), qkv_bias=attention, attention_out_bias=attention, mlp_bias=mlp)
 
 
 def common_from_hf(
     hf: HFConfig,
-    family: Family,
     *,
     key_value_heads: int = 0,
     head_dim: int = 0,
@@ -64,13 +56,12 @@ def common_from_hf(
     heads are rotated whole, and other values are refused. `activation`: its key, and its names, the
     first is the default. `rope`: the rotary embedding's fields; None: they are read.
     """
-    hf.only(DROPOUT)
     heads = hf.size("num_attention_heads")
     rope = hf.rope(theta=theta, fraction=fraction or 1.0, kinds=rope_kinds) if rope is None else rope
     if rope["rotary_fraction"] != 1 and not fraction:
         raise hf.refusal("partial_rotary_factor", rope["rotary_fraction"], "1.0")
     return Architecture(
-        family=family,
+        family=Family[hf.model_type],
         num_layers=hf.size("num_hidden_layers"),
         hidden_size=hf.size("hidden_size"),
         num_attention_heads=heads,
@@ -90,7 +81,6 @@ def common_from_hf(
 def common_to_hf(a: Architecture, *, always_fraction: bool = False) -> dict[str, Any]:
     """The inverse of `common_from_hf`; `always_fraction` as for `rope_to_hf`."""
     return {
-        "model_type": a.family.value,
         "num_hidden_layers": a.num_layers,
         "hidden_size": a.hidden_size,
         "num_attention_heads": a.num_attention_heads,
@@ -104,29 +94,27 @@ def common_to_hf(a: Architecture, *, always_fraction: bool = False) -> dict[str,
         "tie_word_embeddings": a.tied_embeddings,
         "hidden_act": "silu",
         "initializer_range": a.initializer_range,
-        "attention_dropout": 0.0,
     }
 
 
 # Mistral 7B (2310.06825) and its successors: layers that may all see a window only. Layers that differ are `ministral`'s (Ministral 8B).
 def _mistral_from_hf(hf: HFConfig) -> Architecture:
     hf.only({"layer_types": (None,)})
-    return replace(common_from_hf(hf, Family.mistral, key_value_heads=8), **hf.window_everywhere(absent=4096))
+    return replace(common_from_hf(hf, key_value_heads=8), **hf.window_everywhere(absent=4096))
 
 
 def _ministral_from_hf(hf: HFConfig) -> Architecture:
     window = hf.optional_size("sliding_window", absent=4096)
-    return replace(common_from_hf(hf, Family.ministral, key_value_heads=8), **hf.windows(window, lambda _: window is not None))
+    return replace(common_from_hf(hf, key_value_heads=8), **hf.windows(window, lambda _: window is not None))
 
 
 # Mixtral: a mixture of experts in every layer; the chosen experts' weights sum to 1 (2401.04088, section 2.1). No noise in the router.
-_MIXTRAL_FIXED = {"router_jitter_noise": (0.0,)}
+_MIXTRAL_EXPERTS = mapping.experts("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def _mixtral_from_hf(hf: HFConfig) -> Architecture:
-    hf.only(_MIXTRAL_FIXED)
     return replace(
-        common_from_hf(hf, Family.mixtral, key_value_heads=8, theta=1e6, norm_eps=1e-5),
+        common_from_hf(hf, key_value_heads=8, theta=1e6, norm_eps=1e-5),
         num_experts=hf.size("num_local_experts", "num_experts", absent=8),
         experts_per_token=hf.size("num_experts_per_tok", absent=2),
         expert_ffn_hidden_size=hf.size("intermediate_size"),
@@ -140,7 +128,6 @@ def _mixtral_to_hf(a: Architecture) -> dict[str, Any]:
         "num_local_experts": a.num_experts,
         "num_experts_per_tok": a.experts_per_token,
         "sliding_window": a.sliding_window or None,
-        "router_jitter_noise": 0.0,
     }
 
 
@@ -148,14 +135,13 @@ def _mixtral_to_hf(a: Architecture) -> dict[str, Any]:
 # embedding, stretches the context of some.
 _PHI3_NAMES = NameTable(layer=mapping.INPUT_NORM | mapping.PACKED_QKV | mapping.ATTENTION_OUT | mapping.MLP_NORM | mapping.PACKED_MLP)
 _ORIGINAL_LENGTH = 4096  # default of absent keys
-_PHI3_FIXED = {"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)}
+_PHI3_FIXED = DROPOUT | {"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)}
 
 
 def _phi3_from_hf(hf: HFConfig) -> Architecture:
-    hf.only(_PHI3_FIXED)
     original = hf.size("original_max_position_embeddings", absent=_ORIGINAL_LENGTH)
     hf = hf.part(original_max_position_embeddings=original)
-    common = common_from_hf(hf, Family.phi3, norm_eps=1e-5, fraction=1.0, rope_kinds=LONGROPE)
+    common = common_from_hf(hf, norm_eps=1e-5, fraction=1.0, rope_kinds=LONGROPE)
     return replace(common, **hf.window_everywhere(absent=None))
 
 
@@ -163,8 +149,6 @@ def _phi3_to_hf(a: Architecture) -> dict[str, Any]:
     return common_to_hf(a) | {
         "sliding_window": a.sliding_window or None,
         "original_max_position_embeddings": a.rope_original_length if a.rope_long_factors else _ORIGINAL_LENGTH,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
         "pad_token_id": None,
     }
 
@@ -183,16 +167,16 @@ _NEMOTRON_NAMES = NameTable(
 def _nemotron_from_hf(hf: HFConfig) -> Architecture:
     rope, activation = hf.rope(fraction=0.5, kinds=()), ("hidden_act", {"relu2": Activation.squared_relu})
     # Nemotron-4's own files have `rope_percent` too, which transformers does not read.
-    hf.only(BIASES | DROPOUT | {"rope_percent": (rope["rotary_fraction"],)})
+    hf.only({"rope_percent": (rope["rotary_fraction"],)})
     own = {"eps_name": "norm_eps", "norm_eps": 1e-5, "initializer_range": 0.0134, "activation": activation, "rope": rope}
-    common = common_from_hf(hf, Family.nemotron, fraction=0.5, **own)
+    common = common_from_hf(hf, fraction=0.5, **own)
     return replace(common, gated_mlp=False, normalization=Normalization.layer_norm_1p)
 
 
 def _nemotron_to_hf(a: Architecture) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": a.rope_theta, "partial_rotary_factor": a.rotary_fraction}
     own = {"norm_eps": a.norm_eps, "hidden_act": "relu2", "rope_parameters": rope}
-    own |= {"partial_rotary_factor": a.rotary_fraction, "attention_bias": False, "mlp_bias": False}
+    own |= {"partial_rotary_factor": a.rotary_fraction}
     return {key: value for key, value in common_to_hf(a).items() if key not in ("rms_norm_eps", "rope_scaling")} | own
 
 
@@ -208,18 +192,11 @@ _LLAMA4_MIXTURE = {
 }
 _LLAMA4_DENSE = mapping.feed_forward("mlp", _LLAMA4_BLOCK)
 _CHUNKED = "chunked_attention"
-_LLAMA4_FIXED = {"num_experts_per_tok": (1,)}
-
-
-def _llama4_names(architecture: Architecture) -> NameTable:
-    biases, out = (QKV_BIAS, ATTENTION_OUT_BIAS) if architecture.qkv_bias else ({}, {})
-    return llama_like(attention=biases, out=out, mlp=_LLAMA4_MIXTURE, dense=_LLAMA4_DENSE)
 
 
 def _llama4_from_hf(hf: HFConfig) -> Architecture:
-    hf.only(_LLAMA4_FIXED)
     layers = range(hf.size("num_hidden_layers"))
-    common = common_from_hf(hf, Family.llama4_text, key_value_heads=8, head_dim=128, theta=5e5, norm_eps=1e-5, rope_kinds=UNFACTORED)
+    common = common_from_hf(hf, key_value_heads=8, head_dim=128, theta=5e5, norm_eps=1e-5, rope_kinds=UNFACTORED)
     biases, step, listed = hf.flag("attention_bias", False), hf.size("interleave_moe_layer_step", absent=1), hf.value("moe_layers")
     experts = list(layers[step - 1 :: step]) if listed is None else listed
     if listed is None and not experts:
@@ -272,7 +249,6 @@ def _llama4_to_hf(a: Architecture) -> dict[str, Any]:
         "attn_scale": a.attention_temperature or 0.1,
         "floor_scale": a.attention_temperature_length,
         "num_local_experts": a.num_experts,
-        "num_experts_per_tok": 1,
         "moe_layers": [layer for layer in layers if a.has_experts(layer)],
     }
 
@@ -280,26 +256,35 @@ def _llama4_to_hf(a: Architecture) -> dict[str, Any]:
 FAMILIES = {
     Family.llama: HFFamily(
         "LlamaForCausalLM",
-        _llama_names,
+        llama_like,
         _llama_from_hf,
         lambda a: common_to_hf(a) | {"attention_bias": a.attention_out_bias, "mlp_bias": a.mlp_bias},
     ),
     Family.mistral: HFFamily(
-        "MistralForCausalLM", llama_like(), _mistral_from_hf, lambda a: common_to_hf(a) | {"sliding_window": a.sliding_window or None}
+        "MistralForCausalLM", llama_like, _mistral_from_hf, lambda a: common_to_hf(a) | {"sliding_window": a.sliding_window or None}
     ),
     Family.ministral: HFFamily(
         "MinistralForCausalLM",
-        llama_like(),
+        llama_like,
         _ministral_from_hf,
         lambda a: common_to_hf(a) | {"sliding_window": a.sliding_window or None, "layer_types": layer_types(a)},
     ),
     Family.mixtral: HFFamily(
         "MixtralForCausalLM",
-        llama_like(mlp=mapping.experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
+        lambda a: llama_like(a, mlp=_MIXTRAL_EXPERTS),
         _mixtral_from_hf,
         _mixtral_to_hf,
+        fixed=DROPOUT | {"router_jitter_noise": (0.0,)},
     ),
-    Family.phi3: HFFamily("Phi3ForCausalLM", _PHI3_NAMES, _phi3_from_hf, _phi3_to_hf),
-    Family.nemotron: HFFamily("NemotronForCausalLM", _NEMOTRON_NAMES, _nemotron_from_hf, _nemotron_to_hf),
-    Family.llama4_text: HFFamily("Llama4ForCausalLM", _llama4_names, _llama4_from_hf, _llama4_to_hf),
+    Family.phi3: HFFamily("Phi3ForCausalLM", _PHI3_NAMES, _phi3_from_hf, _phi3_to_hf, _PHI3_FIXED),
+    Family.nemotron: HFFamily(
+        "NemotronForCausalLM", _NEMOTRON_NAMES, _nemotron_from_hf, _nemotron_to_hf, UNBIASED | {"mlp_bias": (False,)}
+    ),
+    Family.llama4_text: HFFamily(
+        "Llama4ForCausalLM",
+        lambda a: llama_like(a, mlp=_LLAMA4_MIXTURE, dense=_LLAMA4_DENSE),
+        _llama4_from_hf,
+        _llama4_to_hf,
+        DROPOUT | {"num_experts_per_tok": (1,)},
+    ),
 }

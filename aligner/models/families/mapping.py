@@ -265,7 +265,6 @@ def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
     }
 
 
-ATTENTION_OUT_BIAS = {"self_attention.linear_proj.bias": rule("self_attn.o_proj.bias")}
 _MLP_BIAS = feed_forward("mlp", "mlp", kind="bias")
 BIASED_MLP = {
     f"{name}.{kind}": table[f"{name}.{kind}"]
@@ -274,19 +273,23 @@ BIASED_MLP = {
 }
 
 
-def llama_like(
-    *,
-    attention: Mapping[str, Rule] = MappingProxyType({}),
-    out: Mapping[str, Rule] = MappingProxyType({}),
-    mlp: Mapping[str, Rule] = MLP,
-    dense: Mapping[str, Rule] = MappingProxyType({}),
-) -> NameTable:
-    """Llama's table, with more rows for its attention and the layer `out` behind it, and perhaps another feed-forward part, `dense` for a
-    mixture's layers without experts. Biases of query, key and value, and of gate and up, directly follow their weights: tensors that an
-    engine fuses must arrive together.
-    """
-    layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | dict(out) | MLP_NORM | dict(mlp)
-    return NameTable(layer=layer, dense=dense)
+def attention(a: Architecture) -> dict[str, Rule]:
+    """Rows of Llama's attention, with those that the architecture has besides. Biases of query, key and value directly follow their
+    weights: tensors that an engine fuses must arrive together."""
+    norm = Layout.by_head if a.qk_norm_by_head else Layout.plain
+    return {
+        **QKV,
+        **(QKV_BIAS if a.qkv_bias else {}),
+        **{f"self_attention.{one}_layernorm.weight": rule(f"self_attn.{one}_norm.weight", layout=norm) for one in "qk" if a.qk_norm},
+        **ATTENTION_OUT,
+        **({"self_attention.linear_proj.bias": rule("self_attn.o_proj.bias")} if a.attention_out_bias else {}),
+        **({"self_attention.core_attention.sinks": rule("self_attn.sinks")} if a.attention_sinks else {}),
+    }
+
+
+def llama_like(a: Architecture, *, mlp: Mapping[str, Rule] | None = None, dense: Mapping[str, Rule] = MappingProxyType({})) -> NameTable:
+    """Llama's table, perhaps with another feed-forward part, `dense` for a mixture's layers without experts."""
+    return NameTable(layer=INPUT_NORM | attention(a) | MLP_NORM | dict(mlp or (BIASED_MLP if a.mlp_bias else MLP)), dense=dense)
 
 
 class Size(NamedTuple):

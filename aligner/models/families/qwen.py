@@ -16,7 +16,6 @@ from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import Layout, NameTable, Rule, llama_like, rule
 
 _HEADS = 32  # of keys and values, where the key is absent
-_FIXED = {"attention_bias": (False,)}
 
 
 def _switched_windows(hf: HFConfig, has_window: Callable[[int, int], bool] = operator.ge) -> dict[str, Any]:
@@ -30,12 +29,6 @@ def _windows_to_hf(architecture: Architecture) -> dict[str, Any]:
     if not architecture.sliding_window:
         return {"use_sliding_window": False}
     return {"use_sliding_window": True, "sliding_window": architecture.sliding_window, "layer_types": layer_types(architecture)}
-
-
-def _qwen3_from_hf(hf: HFConfig) -> Architecture:
-    hf.only(_FIXED)
-    common = llama.common_from_hf(hf, Family.qwen3, key_value_heads=_HEADS, head_dim=128)
-    return replace(common, qk_norm=True, **_switched_windows(hf))
 
 
 def _mixture(hf: HFConfig, *, normalized: bool = False) -> dict[str, Any]:
@@ -69,13 +62,9 @@ _SHARED_GATE = {"mlp.shared_experts.gate_weight": rule("mlp.shared_expert_gate.w
 _SHARED_EXPERTS = _EXPERTS | mapping.feed_forward("mlp.shared_experts", "mlp.shared_expert") | _SHARED_GATE
 
 
-def _qwen2_moe_names(architecture: Architecture) -> NameTable:
-    return llama_like(attention=mapping.QKV_BIAS if architecture.qkv_bias else {}, mlp=_SHARED_EXPERTS, dense=mapping.MLP)
-
-
 def _qwen2_moe_from_hf(hf: HFConfig) -> Architecture:
     return replace(
-        llama.common_from_hf(hf, Family.qwen2_moe, key_value_heads=16),
+        llama.common_from_hf(hf, key_value_heads=16),
         qkv_bias=hf.flag("qkv_bias", True),
         shared_ffn_hidden_size=hf.size("shared_expert_intermediate_size", absent=5632),
         shared_expert_gate=True,
@@ -91,9 +80,8 @@ def _qwen2_moe_to_hf(a: Architecture) -> dict[str, Any]:
 
 # Qwen3's are in every layer, with a window for all layers or none.
 def _qwen3_moe_from_hf(hf: HFConfig) -> Architecture:
-    hf.only(_FIXED)
     return replace(
-        llama.common_from_hf(hf, Family.qwen3_moe, key_value_heads=4),
+        llama.common_from_hf(hf, key_value_heads=4),
         qk_norm=True,
         **(hf.window_everywhere(absent=4096) if hf.flag("use_sliding_window", False) else {}),
         **_mixture(hf),
@@ -101,7 +89,7 @@ def _qwen3_moe_from_hf(hf: HFConfig) -> Architecture:
 
 
 def _qwen3_moe_to_hf(a: Architecture) -> dict[str, Any]:
-    own = {"use_sliding_window": bool(a.sliding_window), "sliding_window": a.sliding_window or None, "attention_bias": False}
+    own = {"use_sliding_window": bool(a.sliding_window), "sliding_window": a.sliding_window or None}
     return llama.common_to_hf(a) | _mixture_to_hf(a) | own
 
 
@@ -144,10 +132,9 @@ def _next_names(projections: Mapping[str, Rule], mlp: Mapping[str, Rule], dense:
     )
 
 
-def _next_common_from_hf(hf: HFConfig, family: Family, *, key_value_heads: int = 2) -> Architecture:
-    """All but the mixtures. `key_value_heads`: the default. Raises ConfigError for biases on attention, and for YaRN."""
-    hf.only(_FIXED)
-    common = llama.common_from_hf(hf, family, key_value_heads=key_value_heads, head_dim=256, fraction=0.25, rope_kinds=UNFACTORED)
+def _next_common_from_hf(hf: HFConfig, *, key_value_heads: int = 2) -> Architecture:
+    """All but the mixtures. `key_value_heads`: the default. Raises ConfigError for YaRN."""
+    common = llama.common_from_hf(hf, key_value_heads=key_value_heads, head_dim=256, fraction=0.25, rope_kinds=UNFACTORED)
     every = hf.size("full_attention_interval", absent=4)
     linear = [layer for layer, kind in enumerate(hf.layer_types(_LINEAR, lambda layer: (layer + 1) % every)) if kind == _LINEAR]
     return replace(
@@ -166,7 +153,7 @@ def _shared_expert(hf: HFConfig) -> dict[str, Any]:
 
 def _next_common_to_hf(a: Architecture) -> dict[str, Any]:
     own: dict[str, Any] = {key: getattr(a, name) or absent for name, (key, absent) in _SIZES.items()}
-    own |= {"layer_types": [_LINEAR if a.is_linear(layer) else FULL for layer in range(a.num_layers)], "attention_bias": False}
+    own |= {"layer_types": [_LINEAR if a.is_linear(layer) else FULL for layer in range(a.num_layers)]}
     return llama.common_to_hf(a, always_fraction=True) | own
 
 
@@ -176,43 +163,55 @@ def _next_to_hf(a: Architecture) -> dict[str, Any]:
 
 def _qwen3_5_moe_from_hf(hf: HFConfig) -> Architecture:
     whole = hf.part(intermediate_size=hf.size("moe_intermediate_size"), **_UNREAD)  # no layer is dense
-    common = _next_common_from_hf(whole, Family.qwen3_5_moe_text)
-    return replace(common, **_shared_expert(hf), **_mixture(whole))
+    return replace(_next_common_from_hf(whole), **_shared_expert(hf), **_mixture(whole))
 
 
 FAMILIES = {
     Family.qwen2: HFFamily(
         "Qwen2ForCausalLM",
-        llama_like(attention=mapping.QKV_BIAS),
-        lambda hf: replace(llama.common_from_hf(hf, Family.qwen2, key_value_heads=_HEADS), qkv_bias=True, **_switched_windows(hf)),
+        llama_like,
+        lambda hf: replace(llama.common_from_hf(hf, key_value_heads=_HEADS), qkv_bias=True, **_switched_windows(hf)),
         lambda a: llama.common_to_hf(a) | _windows_to_hf(a),
     ),
     Family.qwen3: HFFamily(
         "Qwen3ForCausalLM",
-        llama_like(attention=mapping.QK_NORM),
-        _qwen3_from_hf,
-        lambda a: llama.common_to_hf(a) | {"attention_bias": False} | _windows_to_hf(a),
+        llama_like,
+        lambda hf: replace(llama.common_from_hf(hf, key_value_heads=_HEADS, head_dim=128), qk_norm=True, **_switched_windows(hf)),
+        lambda a: llama.common_to_hf(a) | _windows_to_hf(a),
+        llama.UNBIASED,
     ),
-    Family.qwen2_moe: HFFamily("Qwen2MoeForCausalLM", _qwen2_moe_names, _qwen2_moe_from_hf, _qwen2_moe_to_hf),
+    Family.qwen2_moe: HFFamily(
+        "Qwen2MoeForCausalLM",
+        lambda a: llama_like(a, mlp=_SHARED_EXPERTS, dense=mapping.MLP),
+        _qwen2_moe_from_hf,
+        _qwen2_moe_to_hf,
+    ),
     Family.qwen3_moe: HFFamily(
-        "Qwen3MoeForCausalLM", llama_like(attention=mapping.QK_NORM, mlp=_EXPERTS, dense=mapping.MLP), _qwen3_moe_from_hf, _qwen3_moe_to_hf
+        "Qwen3MoeForCausalLM",
+        lambda a: llama_like(a, mlp=_EXPERTS, dense=mapping.MLP),
+        _qwen3_moe_from_hf,
+        _qwen3_moe_to_hf,
+        llama.UNBIASED,
     ),
     Family.qwen3_next: HFFamily(
         "Qwen3NextForCausalLM",
         _next_names(_TWO_PROJECTIONS, _SHARED_EXPERTS, mapping.MLP),
-        lambda hf: replace(_next_common_from_hf(hf, Family.qwen3_next), **_shared_expert(hf), **_mixture(hf, normalized=True)),
+        lambda hf: replace(_next_common_from_hf(hf), **_shared_expert(hf), **_mixture(hf, normalized=True)),
         _next_to_hf,
+        llama.UNBIASED,
     ),
     Family.qwen3_5_text: HFFamily(
         "Qwen3_5ForCausalLM",
         _next_names(_FOUR_PROJECTIONS, mapping.MLP, {}),
-        lambda hf: _next_common_from_hf(hf, Family.qwen3_5_text, key_value_heads=4),
+        lambda hf: _next_common_from_hf(hf, key_value_heads=4),
         _next_common_to_hf,
+        llama.UNBIASED,
     ),
     Family.qwen3_5_moe_text: HFFamily(
         "Qwen3_5MoeForCausalLM",
         _next_names(_FOUR_PROJECTIONS, _SHARED_EXPERTS, {}),
         _qwen3_5_moe_from_hf,
         lambda a: {key: value for key, value in _next_to_hf(a).items() if key not in ("intermediate_size", *_UNREAD)},
+        llama.UNBIASED,
     ),
 }
