@@ -3,8 +3,6 @@
 Megatron-Core uses `torch.cuda` and `device="cuda"` in many places. `install()` gives every `megatron.*` module its *own* namespace copy of
 `torch` in which `torch.cuda` is a CPU stand-in and the tensor factories map `"cuda"` to the CPU. torch itself and all other packages
 keep the real one. `install()` also replaces some Megatron functions that assume CUDA kernels (gradient clipping, parameter types).
-
-Only `aligner.parallel.mcore` calls this, before it imports Megatron-Core, and only without CUDA.
 """
 
 from __future__ import annotations

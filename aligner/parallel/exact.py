@@ -1,13 +1,12 @@
 """Batch-invariant arithmetic: a row's result does not depend on the other rows of the same call.
 
-In a library's matrix product a row's bits change with its neighbours, since the summation order follows the shape of the whole call. Here
-sums are exact, so their order does not matter. Terms are rounded to integers with few enough bits that every partial sum fits into
-float64's 53 (the idea of Ozaki et al. 2012 and of reproducible summation, Demmel and Nguyen 2013). Their units are powers of two that
-depend on the row alone. So any kernel, blocking, number of threads or ranks, and any order of reduction over tensor-parallel ranks give the
-same bits. Float32 models keep about float32's accuracy: with 512 terms, 22 bits below each row's largest.
+A library's matrix product sums in an order that follows the shape of the whole call. Here sums are exact: terms are rounded to integers
+with few enough bits that every partial sum fits into float64's 53 (Ozaki et al. 2012; Demmel and Nguyen 2013), in units that are powers of
+two and depend on the row alone. So any kernel, number of threads or ranks, and order of reduction gives the same bits. Float32 models keep
+about float32's accuracy: with 512 terms, 22 bits below each row's largest.
 
-An elementwise function is the same at every position of a tensor if torch computes it by one vector function; `check_arithmetic` tests
-that on this machine. (`silu`, `gelu` and `sigmoid` are not: vector loop and scalar tail differ. Here other functions compose them.)
+`check_arithmetic` tests that torch computes elementwise functions alike at every position of a tensor. (Not `silu`, `gelu` and `sigmoid`,
+whose vector loop and scalar tail differ: here other functions compose them.)
 
 `None` as a group means this rank alone.
 """
@@ -101,14 +100,12 @@ EXACT = Arithmetic(project=linear, add_up=weight_totals, again=ROUNDED.project)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension."""
     wide = x.double()
     mean_square = row_totals(wide.square()) / x.shape[-1]
     return (wide / (mean_square + eps).sqrt()).to(x.dtype) * weight
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm over the last dimension."""
     wide = x.double()
     wide = wide - row_totals(wide) / x.shape[-1]
     variance = row_totals(wide.square()) / x.shape[-1]

@@ -1,7 +1,5 @@
 """Collectives of CUDA tensors over the host, for ranks that share a GPU (`run.ranks_per_gpu`): NCCL refuses two ranks of one GPU, and gloo
-sends and receives CPU tensors only (torch's table of backends; a CUDA tensor's address would go to a socket).
-
-Each operator of torch.distributed copies its tensors to the host, runs on the copies, waits, and copies the results back. Only a receive
+sends CPU tensors only. Each operator copies its tensors to the host, runs on the copies, waits, and copies the results back. Only a receive
 does not wait at once, since two ranks that send to each other receive first.
 """
 

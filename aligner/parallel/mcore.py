@@ -135,7 +135,6 @@ def fp8_problem(recipe: str) -> str:
 
 
 def transformer_engine_version() -> str:
-    """Its version. Requires Transformer Engine."""
     return str(importlib.import_module("transformer_engine").__version__)
 
 
@@ -185,7 +184,6 @@ logging.getLogger("megatron.core.optimizer.distrib_optimizer").addFilter(_refuse
 
 
 def sharded_leaves(state: Any) -> Iterator[Any]:
-    """The sharded tensors and their factories in a sharded state."""
     return (value for value in nested_values(state) if isinstance(value, ShardedTensor | ShardedTensorFactory))
 
 

@@ -3,8 +3,7 @@
 The process's one recorder is made by `aligner.run.session` and handed to the loop and the server. `aligner.parallel.watch` writes the
 record to the run directory and notices when it stands still.
 
-`marked` wraps `torch.distributed`'s functions, so that they record every collective. Megatron-Core looks most of them up in
-`torch.distributed` at each call. Those that it bound at import are replaced in its modules. A mark costs about two microseconds.
+`marked` wraps `torch.distributed`'s functions, there and where Megatron-Core bound them at import. A mark costs about two microseconds.
 """
 
 from __future__ import annotations
@@ -111,7 +110,6 @@ class Progress:
             self.enter_phase(before)
 
     def enter_phase(self, name: str) -> None:
-        """From now on this is phase `name`."""
         self._phase, self._phase_since = name, time.time()
         self.heartbeat()
 
@@ -127,7 +125,6 @@ class Progress:
         return self._step
 
     def heartbeat(self) -> None:
-        """Something has been done."""
         self._still_since = time.monotonic()
 
     def enter(self, name: str, group: GroupInfo, peers: tuple[int, ...] = ()) -> None:
@@ -160,7 +157,6 @@ class Progress:
 
     @property
     def still_seconds(self) -> float:
-        """Seconds since the last progress."""
         return time.monotonic() - self._still_since
 
     def snapshot(self) -> Snapshot:

@@ -30,7 +30,6 @@ class Sharding:
     shards: tuple[tuple[Interval, ...], ...]
 
     def held_by(self, index: int) -> tuple[Interval, ...]:
-        """The intervals of rank `index`."""
         return self.shards[index if len(self.shards) > 1 else 0]
 
     @property
@@ -107,7 +106,6 @@ class Move:
 
     @property
     def dim(self) -> int:
-        """The dimension of the cuts."""
         return self.source.dim
 
     @property
@@ -121,7 +119,6 @@ class Move:
         return math.prod(self.shape) // self.shape[self.dim] * self.dtype.itemsize
 
     def target_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of target rank `index`'s part."""
         return (*self.shape[: self.dim], self.target.size(index), *self.shape[self.dim + 1 :])
 
 
@@ -201,7 +198,6 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one rank's source part."""
         return self.num_items * self.first.dtype.itemsize
 
 

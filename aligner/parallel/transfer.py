@@ -1,9 +1,8 @@
 """Executes a resharding plan: buckets are broadcast to the ranks that lack them, gathered if the split changes, and cut.
 
 Every rank calls these functions with the same plan. The stage that holds a bucket broadcasts it over the pipeline group (each rank its
-tensor-parallel part); an expert's bucket is then broadcast over the expert-parallel group. If the number of tensor-parallel ranks changes,
-the parts are gathered over the old tensor-parallel group. Parts that a rank already holds are copied without a bucket. So a rank never
-holds more than the weights it trains, the weights it needs and one bucket (two on a GPU: one in transfer while the other is cut).
+tensor-parallel part), and an expert's over the expert-parallel group; parts that a rank already holds are copied without a bucket. So a
+rank never holds more than the weights it trains, the weights it needs and one bucket (on a GPU two: one in transfer, one being cut).
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Lanes:
         return self.pp.rank() == move.stage and move.expert_rank in (None, self.ep.rank())
 
     def splits(self, move: Move) -> dist.ProcessGroup:
-        """The ranks over which the tensor is split."""
         return self.tp if move.expert_rank is None else self.expert_tp
 
 

@@ -4,16 +4,12 @@
     <run>/stacks/<component>.<rank>.<time>.txt      every thread's stack, written at a stall
     <run>/stacks/<component>.report.txt             which ranks held up which others
 
-It also writes the pending spans of the run's trace (`aligner.telemetry.recording`), so that a process that hangs or is killed leaves most
-of them.
+It also writes the pending spans of the run's trace, so that a process that hangs or is killed leaves most of them.
 
 The first rank without progress for the configured time creates a file that asks the others to write their stacks too. Then each rank
-reads all health files, reports which ranks hold up the component, and exits with status 1. No collective is used, since ranks may be stuck
-in one.
-
-The report follows from the records alone (`diagnose`). A rank inside a collective waits for the members of the group that have not entered
-it; a rank in a point-to-point operation waits for its peers. A rank is slow if others wait for it and it waits for nobody, or if its
-process does not run.
+reads all health files, reports which ranks hold up the component, and exits with status 1; no collective is used. A rank inside a
+collective waits for the members of the group that have not entered it, one in a point-to-point operation for its peers. A rank is slow if
+others wait for it and it waits for nobody, or if its process does not run.
 """
 
 from __future__ import annotations
@@ -194,7 +190,6 @@ class Watch:
         os._exit(1)
 
     def _dump(self) -> None:
-        """Every thread's stack, below the rank's record."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         with (self.stacks / f"{self.place.component}.{self.place.rank}.{stamp}.txt").open("w") as file:
             file.write(json.dumps(self._content(dumped=True)) + "\n\n")

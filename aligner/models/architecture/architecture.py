@@ -36,7 +36,6 @@ class Normalization(str, Enum):
 
     @property
     def has_bias(self) -> bool:
-        """Whether something is added to what is normalised."""
         return self in (Normalization.layer_norm, Normalization.layer_norm_1p)
 
 
@@ -237,7 +236,6 @@ class Architecture:
             check(self)
 
     def wrong(self, name: str, why: str) -> ConfigError:
-        """The error for the value of a field."""
         value = getattr(self, name)
         return ConfigError(f"architecture.{name}={getattr(value, 'value', value)}: {why}")
 
@@ -262,7 +260,6 @@ class Architecture:
         return self.embedding_size or self.hidden_size
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, is a mixture of experts."""
         return bool(self.num_experts) and layer not in self.dense_layers
 
     @property
@@ -315,7 +312,6 @@ class HFArchitecture(Architecture):
 
     @property
     def model_type(self) -> str:
-        """`transformers`' name of the kind of model."""
         return str(self.hf.get("model_type"))
 
     def arithmetic(self) -> dict[str, Any]:

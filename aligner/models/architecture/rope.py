@@ -58,7 +58,6 @@ def local(architecture: Architecture) -> Architecture:
 
 
 def is_scaled(architecture: Architecture) -> bool:
-    """Whether the frequencies are others than the base gives."""
     own = ("rope_linear_factor", "rope_llama3_factor", "rope_yarn_factor", "rope_long_factors")
     return any(getattr(architecture, name) for name in own)
 

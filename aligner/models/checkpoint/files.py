@@ -47,7 +47,6 @@ def complete_steps(checkpoints: Path) -> dict[int, Path]:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether this directory is a published checkpoint."""
     return (directory / MARKER).exists()
 
 
@@ -258,5 +257,4 @@ def explain(error: Exception, directory: Path) -> str:
 
 
 def size_text(number: int) -> str:
-    """A number of bytes for people."""
     return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / 2**20:.1f} MiB"

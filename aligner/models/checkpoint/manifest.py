@@ -26,7 +26,6 @@ class Digest:
 
 
 def digest(path: Path) -> Digest:
-    """Read a file and return its digest."""
     sha256, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

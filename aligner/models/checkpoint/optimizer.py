@@ -1,10 +1,9 @@
 """The optimizer's part of a checkpoint, in a layout-independent form.
 
 Megatron-Core's distributed optimizer keeps float32 weights and moments in flat buffers that are cut over the data-parallel ranks: a rank
-holds a range of each parameter's flattened elements (`param_range_map["param"]`). It writes and reads its ranges under the parameter's
-name. A range of a tensor of n dimensions is at most 2n - 1 boxes, and each box is a shard of the whole model's tensor: nothing is gathered,
-and no offset in a buffer is used. (Upstream's `fully_reshardable` form, with the same names, shapes and types in the files, gathers
-everything on every rank and, up to 0.19, cuts at the wrong places behind a bucket that ends in padding: Megatron-LM pull request 5077.)
+holds a range of each parameter's flattened elements. A range of a tensor of n dimensions is at most 2n - 1 boxes, and each box is a shard
+of the whole model's tensor: nothing is gathered, and no offset in a buffer is used. (Upstream's `fully_reshardable`, with the same files,
+gathers everything on every rank and, up to 0.19, cuts at the wrong places behind a bucket that ends in padding: pull request 5077.)
 
 The only parameter-group state that the run's config does not give is the number of steps taken: the model's version.
 """

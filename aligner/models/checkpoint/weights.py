@@ -33,7 +33,6 @@ from aligner.parallel.mcore import NEEDS_COMMON_FILE, ShardedTensor, dist_checkp
 
 
 def kind_of(chunks: Sequence[Chunk]) -> str:
-    """The kind of model that a marker records."""
     return "scalar" if chunks[0].head is not None else "language"
 
 

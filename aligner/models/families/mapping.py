@@ -3,8 +3,6 @@
 Megatron fuses q, k and v into one matrix whose rows are ordered by key-value group, `[q..q k v] [q..q k v] ...`, so that a tensor-parallel
 shard holds whole groups; and gate and up into one matrix `[gate; up]` of which each shard holds `[gate_r; up_r]`. The vocabulary is padded.
 Megatron names here are global: `decoder.layers.7.mlp.experts.local_experts.5...` is expert 5 of the model's layer 7, wherever it is.
-
-Llama's descendants share weight names: the rows from which their families' `NameTable`s are put together (`llama_like`).
 """
 
 from __future__ import annotations

@@ -126,7 +126,6 @@ class OwnNames(NameTable):
     """The names of a model whose parameters are called and stored as in its module."""
 
     def find(self, name: str) -> Rule:
-        """The rule of a parameter: itself."""
         return rule(name.removeprefix(PREFIX))
 
     def names(self, architecture: Architecture) -> Iterator[str]:

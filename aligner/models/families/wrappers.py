@@ -194,7 +194,6 @@ class SeeingNames(NameTable):
     kind: _Seeing
 
     def find(self, name: str) -> Rule:
-        """See `NameTable`."""
         return rule(self.stored(name)) if name.startswith(TOWER) else NameTable.find(self, name)
 
     def stored(self, name: str) -> str:

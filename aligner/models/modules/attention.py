@@ -1,9 +1,8 @@
 """Core attention where Transformer Engine is absent: causal, grouped queries, packed sequences, context parallelism.
 
 Padded rows need no mask: padding comes after every real token. Packed rows are attended one segment at a time; one that continues a shared
-prompt (`aligner.models.modules.shared_prompts`) attends to all of that too. Where segments begin is known on the host, once for all layers
-(`SegmentedPackedSeqParams`). Under context parallelism each rank gathers the keys and values of its group; its two chunks of queries attend
-to everything before the chunk, and causally to the chunk itself (`aligner.parallel.context` defines the chunks).
+prompt attends to all of that too. Under context parallelism each rank gathers the keys and values of its group; its two chunks of queries
+attend to everything before the chunk, and causally to the chunk itself (`aligner.parallel.context`).
 
 The CPU kernel gives each part's output and log-sum-exp, which are combined as in ring attention (Liu et al. 2023, 2310.01889). Given the
 combined ones, its backward pass over a part gives that part's share of the gradients. On a GPU, in 16 bits, FlashAttention takes all runs

@@ -109,7 +109,6 @@ class ProjectedEmbedding(mcore.VocabParallelEmbedding):
         return F.linear(super().forward(input_), self.projection.weight)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """For checkpoints: the rows by their rank's share, and the projection."""
         projection = split_for_checkpoint({"projection.weight": self.projection.weight}, prefix, sharded_offsets, splits=False)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | projection
 

@@ -117,12 +117,11 @@ def global_name(chunk: Chunk, name: str) -> str:
 class WeightGather:
     """Updated weights travel between data-parallel replicas while the next batch is prepared and the first layers already compute.
 
-    With a distributed optimizer (ZeRO stage 1; Rajbhandari et al. 2020, 1910.02054) a rank updates its share of each bucket of weights, and
-    an all-gather exchanges the shares. Here `start` issues it for all buckets in the order in which a forward pass needs them, a layer
-    waits for its own buckets, and everything else that reads weights calls `finish` first (`Chunk.settle`). All ranks issue the same
-    collectives in the same order; the numbers are those of the synchronous exchange. Megatron-Core's own hooks would leave the others
-    waiting for a replica without rows in a validation batch, and miss what is read without a module's call: the output layer's weight, an
-    adapter's B. `runner`: the chunk's DistributedDataParallel, made with `overlap_param_gather`.
+    With a distributed optimizer (ZeRO stage 1, 1910.02054) a rank updates its share of each bucket of weights. `start` issues all gathers
+    in the order in which a forward pass needs them, a layer waits for its own, and everything else that reads weights calls
+    `finish` first (`Chunk.settle`). Megatron-Core's own hooks would leave the others waiting for a replica without rows in a validation
+    batch, and miss what is read without a module's call: the output layer's weight, an adapter's B. `runner`: the chunk's
+    DistributedDataParallel, made with `overlap_param_gather`.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -50,7 +50,6 @@ class Fusions:
     kernels: Mapping[Kernel, Fusion]
 
     def on(self, kernel: Kernel) -> bool:
-        """Whether it is fused."""
         return not self.kernels[kernel].off
 
 

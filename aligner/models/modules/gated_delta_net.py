@@ -6,10 +6,9 @@ convolution's channels too, are ordered by key head ([query, key, values, gates]
 state and an empty window of the convolution, and a row that continues a shared prompt with the prompt's.
 
 The gated delta rule: every head has a state S [K, V]. A token with key k, value v, decay g <= 0 and rate b changes it to
-S' = exp(g) S + b k (v - exp(g) k S)^T; its output is q S'. Tokens are taken a chunk at a time: within a chunk the changes are the solution
-of one triangular system (the paper's section 3.3), from chunk to chunk the state is handed on. All sequences advance together, so a row of
-packed sequences takes as many steps as its longest one has chunks, and no state crosses from one sequence to the next. All is computed in
-float32; the formulation is that of transformers' `torch_chunk_gated_delta_rule`.
+S' = exp(g) S + b k (v - exp(g) k S)^T; its output is q S'. Within a chunk of tokens the changes are the solution of one triangular system
+(the paper's section 3.3), from chunk to chunk the state is handed on, of all sequences at once. All is in float32, as transformers'
+`torch_chunk_gated_delta_rule` does.
 """
 
 from __future__ import annotations
@@ -294,7 +293,6 @@ class GatedDeltaNet(mcore.MegatronModule):
         return out, tails, states
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """For checkpoints: its own parameters by the rank's share."""
         shares = split_for_checkpoint({name: getattr(self, name) for name in _BY_HEAD}, prefix, sharded_offsets)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | shares
 

@@ -63,7 +63,6 @@ class UnitNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> the same shape."""
         return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
@@ -170,7 +169,6 @@ class NormOfHeads(torch.nn.Module):
         self.weight = split_parameter(torch.ones(self.size // self.ranks, **placed(config)))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """For checkpoints: the weight by its rank's share."""
         return split_for_checkpoint({"weight": self.weight}, prefix, sharded_offsets)
 
 
@@ -178,7 +176,6 @@ class WholeNorm(NormOfHeads):
     """RMSNorm over the heads of the queries, or of the keys, together (OLMo 2, 2501.00656)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., heads, D] of this rank."""
         flat = x.flatten(-2).float()
         squares = flat.square().sum(dim=-1, keepdim=True)
         if self.ranks > 1:  # every rank's output depends on the sum of all: it is summed forward, and its gradient backward
@@ -191,7 +188,6 @@ class HeadNorm(NormOfHeads):
     """LayerNorm without biases over each head, which has weights of its own (Cohere's Command R+)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., heads, D] of this rank."""
         normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
         return (normed * self.weight.float().view(x.shape[-2:])).to(x.dtype)
 

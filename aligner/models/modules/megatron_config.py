@@ -52,7 +52,6 @@ def _gated(inner: Tensor, *, activation: Callable[[Tensor], Tensor], limit: floa
 
 
 def resolve_dtype(dtype: Dtype) -> torch.dtype:
-    """The torch dtype that a config asks for."""
     return platform.default_dtype() if dtype == Dtype.auto else getattr(torch, Dtype(dtype).value)
 
 

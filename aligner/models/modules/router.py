@@ -1,20 +1,17 @@
-"""The experts' router with auxiliary losses that keep their weight under this project's token counts.
+"""The experts' router with auxiliary losses that keep their weight under this project's token counts, and replay of a sampler's choice.
 
-Gradients here are sums over micro-batches and ranks that are divided once, by the loss's own count: response tokens, pairs or sequences.
-Megatron-Core's router scales its auxiliary losses for a division by *all* tokens. Here each micro-batch's auxiliary loss is multiplied by
-the number of its real tokens, on whatever ranks they are, and `AuxiliaryLosses.weigh` turns the later division by the loss's count into one
-by the tokens of the whole batch. So whatever the layout, the objective is
+Gradients are sums over micro-batches and ranks, divided once by the loss's count (tokens, pairs or sequences); Megatron-Core's router
+scales its auxiliary losses for a division by *all* tokens. Here each micro-batch's is multiplied by its number of real tokens, and
+`AuxiliaryLosses.weigh` turns the division by the count into one by the tokens of the whole batch. So the objective is, whatever the layout,
 
     main loss per count  +  coefficient * (mean over the batch's tokens of their micro-batch's auxiliary loss).
 
-(A load-balancing loss is quadratic in a micro-batch's routing: it does depend on which rows share a micro-batch.) Load balancing:
-2101.03961, equation 4; z-loss: 2202.08906, equation 5.
+Load balancing (2101.03961, equation 4) is quadratic in a micro-batch's routing: it depends on which rows share one. z-loss: 2202.08906, 5.
 
-The experts that a sampler chose can be replayed in training (R3: Ma et al. 2025, 2510.11370), or compared with the router's own choice:
-small differences of arithmetic send some tokens to other experts, which changes their log-probs far more than the rounding did. The choice
-alone is replayed: gate scores are the trainer's, at the sampler's experts, so gradients reach the router. Tokens that the sampler computed
-nothing after (the last of each row) and padding go where the router sends them. Megatron-Core's hook is used, not its `RouterReplay`: that
-learns from outside whether a pass recomputes, once for all routers of the process, and in a pipeline some do while others do not.
+Replay (R3: 2510.11370): small differences of arithmetic send some tokens to other experts, which changes their log-probs far more than the
+rounding did. The choice alone is replayed: gate scores are the trainer's, so gradients reach the router. The last token of a row, and
+padding, go where the router sends them. Megatron-Core's `RouterReplay` is not used: it learns from outside whether a pass recomputes, once
+for all routers of the process, and in a pipeline some do while others do not.
 """
 
 from __future__ import annotations

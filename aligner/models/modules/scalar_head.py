@@ -43,7 +43,6 @@ class ScalarHead:
         return self.pooling is not Pooling.last
 
     def to_marker(self) -> dict[str, Any]:
-        """For a checkpoint's marker."""
         return {"outputs": list(self.outputs), "num_outputs": self.num_outputs, "pooling": self.pooling.value}
 
     def to_hf(self, language_class: str) -> dict[str, Any]:

@@ -47,7 +47,6 @@ class KeySpans:
     most_keys: int
 
     def to(self, device: torch.device) -> KeySpans:
-        """The same on `device`."""
         return replace(self, **{one.name: upload(x, device) for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)})
 
 

@@ -39,7 +39,6 @@ class Sight:
         return replace(self, feature_of=features, positions=self.positions.flatten(1)[:, flat])
 
     def to(self, device: torch.device) -> Sight:
-        """The same on `device`."""
         return Sight(**{name: upload(getattr(self, name), device) for name in self.__slots__})
 
 

@@ -2,10 +2,9 @@
 trainer's and the engine's.
 
 A token of a layer with window W attends to itself and the W - 1 tokens before it (Beltagy et al. 2020, 2004.05150), one of a layer
-with chunks of C positions to itself and those before it in its chunk: positions 0 to C - 1 are the first one (Llama 4). Capped scores are
-cap * tanh(score / cap) (Gemma 2, 2408.00118). A sink is a learned score of a head that counts in its softmax and has no value behind it
-(gpt-oss, 2508.10925). Queries are taken a block at a time, each with the keys that its window can reach: work
-and memory grow with length times window.
+with chunks of C positions to itself and those before it in its chunk (Llama 4). Capped scores are cap * tanh(score / cap) (Gemma 2,
+2408.00118). A sink is a learned score of a head that counts in its softmax and has no value behind it (gpt-oss, 2508.10925). Queries are
+taken a block at a time, each with the keys that its window can reach.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Form:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing differs."""
         return not (self.window or self.chunk or self.softcap or self.sinks)
 
     def within(self, length: int) -> Form:

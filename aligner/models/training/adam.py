@@ -187,10 +187,9 @@ class LossScale:
     """The loss scale of a float16 model, the same on every rank: losses are multiplied by it before the backward pass, and gradients
     divided by it afterwards. It has no effect for other models.
 
-    float16 has three more bits of mantissa than bfloat16, so the log-probs of sampler and trainer differ by far less (2510.26788); but it
-    holds nothing below 6e-8 nor above 65504. The scale keeps small gradients from vanishing: it is halved when a gradient overflows, and
-    that update is left out; it doubles after a number of updates without an overflow (Micikevicius et al. 2017, 1710.03740, section 3.2).
-    It is a power of two, so that scaling rounds nothing. Losses are sums over tokens here, so it is smaller than for means.
+    float16 has three more bits of mantissa than bfloat16, so the log-probs of sampler and trainer differ by far less (2510.26788), but
+    nothing below 6e-8: the scale keeps small gradients from vanishing. It is halved when a gradient overflows, and that update is left out;
+    it doubles after a number of updates without an overflow (1710.03740, section 3.2). A power of two, it rounds nothing.
     """
 
     def __init__(self, optimizer: Any = None) -> None:

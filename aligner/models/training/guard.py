@@ -1,12 +1,11 @@
 """The response to a loss, a gradient or a reward that is not finite.
 
-A bad update never reaches the weights. `stop` ends the run after its last whole step. `skip` leaves the update out. `roll_back` ends every
-component; the restarted run resumes from the last checkpoint of all components, without the training step of the bad batch. A critic behind
-a server leaves its update out whatever the setting, and reports that in its reply: the actor decides for both.
+`stop` ends the run after its last whole step. `skip` leaves the update out. `roll_back` ends every component; the restarted run resumes
+from the last checkpoint of all components, without the training step of the bad batch. A critic behind a server leaves its update out
+whatever the setting, and reports that in its reply: the actor decides for both.
 
-An update with finite loss and gradient is made. If it still leaves non-finite or absurdly large parameters (the learning rate, a hardware
-fault), it cannot be left out, since no copy of main weights and moments is kept: `skip` acts as `roll_back`. Neither those weights nor any
-later ones are saved.
+An update with finite loss and gradient that leaves non-finite or absurdly large parameters cannot be taken back, since no copy of main
+weights and moments is kept: `skip` acts as `roll_back`, and none of those weights are saved.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class GapStatistic(str, Enum):
 
     @property
     def metric(self) -> str:
-        """Its name among the metrics."""
         return "rollout/logprob_gap" + ("" if self is GapStatistic.mean else f"_{self.value}")
 
 
@@ -82,7 +80,6 @@ class LogprobGapConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether the alarm is enabled."""
         return bool(self.warn or self.stop)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -84,23 +85,17 @@ def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None)
     """Lay a micro-batch out. `shape` is that of the whole input where it must not depend on the batch (pipelines send fixed shapes)."""
     segments = segments_of(batch, share=splits.share_prompts) if splits.packed else []
     rows, length = shape or input_shape(input_lengths(batch, splits), splits)
-    whole = _packed_slots(batch, segments, splits, length) if splits.packed else _padded_slots(batch, rows, length)
+    bounds = _packed_bounds([segment.size for segment in segments], splits, length) if splits.packed else [0, length]
+    spans = list(pairwise(bounds))
+    whole = _packed_slots(batch, segments, spans) if splits.packed else _padded_slots(batch, rows, length)
     token_of, next_token_of, positions = whole
+    if splits.cp_size > 1:
+        slots = torch.cat([start + local_slots(stop - start, splits.cp_rank, splits.cp_size) for start, stop in spans]).to(token_of.device)
+        token_of, next_token_of, positions = (x[:, slots] for x in (token_of, next_token_of, positions))
     packed = None
     if splits.packed:
-        bounds = _packed_bounds([segment.size for segment in segments], splits, length)
-        parts = [
-            start + local_slots(stop - start, splits.cp_rank, splits.cp_size) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
-        slots = torch.cat(parts)
-    else:
-        slots = local_slots(length, splits.cp_rank, splits.cp_size)
-    if splits.cp_size > 1:
-        slots = slots.to(token_of.device)
-        token_of, next_token_of, positions = (x[:, slots] for x in (token_of, next_token_of, positions))
-    if splits.packed:
         starts = torch.tensor(bounds, dtype=torch.int32, device=batch.tokens.device)
-        longest = max(stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+        longest = max(stop - start for start, stop in spans)
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest)
         if splits.segmented or splits.share_prompts:
             own = local_segments(segments, bounds, splits.cp_size)
@@ -156,13 +151,12 @@ def _padded_slots(batch: Batch, rows: int, length: int) -> tuple[Tensor, Tensor,
     return torch.where(t < lengths[:, None], token_of, -1), next_token_of, t
 
 
-def _packed_slots(batch: Batch, segments: Sequence[Segment], splits: Splits, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    s = batch.tokens.shape[1]
+def _packed_slots(batch: Batch, segments: Sequence[Segment], spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    s, length = batch.tokens.shape[1], spans[-1][1]
     token_of = torch.full((1, length), -1, dtype=torch.int64)
     next_token_of, positions = token_of.clone(), torch.zeros(1, length, dtype=torch.int64)
     lengths = batch.lengths.tolist()
-    bounds = _packed_bounds([segment.size for segment in segments], splits, length)
-    for number, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for number, (start, stop) in enumerate(spans):
         if number == len(segments):  # the filler
             positions[0, start:stop] = torch.arange(stop - start)
             continue

@@ -63,7 +63,6 @@ class MegatronPolicy(_Trained):
 
     @property
     def chunks(self) -> list[Chunk]:
-        """This rank's parts of the model."""
         return self.model.chunks
 
     @property
@@ -127,12 +126,11 @@ class ReferencePolicy:
         self._whole = whole
         self._memory = LockedMemory()
         self._weights = self._memory.like(self._parameters())
-        self._keep()
+        self.renew()
 
     def logprobs(self, batch: MaskedBatch) -> Tensor:
         """As `MegatronPolicy.logprobs`, under the frozen weights."""
-        with self._in_place():
-            return self._policy.logprobs(_own_routes(batch))
+        return self.logprobs_of([batch])[0]
 
     def logprobs_of(self, batches: Sequence[MaskedBatch]) -> list[Tensor]:
         """As `logprobs` of each batch; the frozen weights are brought once."""
@@ -146,18 +144,15 @@ class ReferencePolicy:
 
     def renew(self) -> None:
         """Freeze the policy's current weights instead."""
-        self._keep()
+        for frozen, parameter in zip(self._weights, self._parameters(), strict=True):
+            frozen.copy_(parameter.detach(), non_blocking=True)
+        platform.synchronize()
 
     def restore(self, load: Callable[[Sequence[Chunk]], None]) -> None:
         """Freeze the weights that `load` fills the module with instead; the policy's own are untouched. Collective where `load` is."""
         with self._in_place():
             load(self._policy.chunks)
-            self._keep()
-
-    def _keep(self) -> None:
-        for frozen, parameter in zip(self._weights, self._parameters(), strict=True):
-            frozen.copy_(parameter.detach(), non_blocking=True)
-        platform.synchronize()
+            self.renew()
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -206,7 +201,6 @@ class MegatronRewardModel(_Trained):
 
     @property
     def head(self) -> ScalarHead:
-        """The model's head."""
         return self.model.chunks[-1].head
 
     def scores(self, batch: ScoredBatch) -> Tensor:

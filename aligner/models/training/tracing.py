@@ -54,11 +54,9 @@ class Place(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sorts places in the order of computation."""
         return self.layer, ORDER[self.operation]
 
     def describe(self, num_layers: int) -> str:
-        """For reports."""
         name = self.operation.value.replace("_", " ")
         return f"layer {self.layer}, {name}" if 0 <= self.layer < num_layers else name
 
@@ -85,7 +83,6 @@ class Trace:
 
     @property
     def places(self) -> set[Place]:
-        """The recorded places."""
         return set(self._parts)
 
     def chosen(self, tokens: Tensor) -> Tensor:

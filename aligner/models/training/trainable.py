@@ -77,7 +77,6 @@ def generator_state() -> dict[str, Any]:
 
 
 def set_generator_state(state: dict[str, Any]) -> None:
-    """Restore a result of `generator_state`."""
     torch.set_rng_state(state["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
     if torch.cuda.is_available() and "cuda" in state:

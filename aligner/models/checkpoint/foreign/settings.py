@@ -60,7 +60,6 @@ class _Keys(HFConfig):
     """The keys of one file."""
 
     def refusal(self, key: str, value: Any, allowed: str) -> ConfigError:
-        """The error for a value that is not computed here."""
         return ConfigError(f"{key}={value!r} is not read; allowed: {allowed}")
 
     def checked(self, key: str, value: Any) -> float:

@@ -155,11 +155,9 @@ class TorchDist:
         self._entries, self._storage = metadata.state_dict_metadata, metadata.storage_data
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors."""
         return {name: tuple(entry.size) for name, entry in self._entries.items() if isinstance(entry, TensorStorageMetadata)}
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor."""
         return self._entries[name].properties.dtype
 
     def read(self, name: str, index: tuple[int, ...]) -> Tensor:
@@ -227,18 +225,15 @@ class Zarr:
         self._described: dict[str, dict[str, Any]] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors."""
         return {name: tuple(self._description(name)["shape"]) for name in self._names}
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor."""
         kind = self._description(name)["dtype"]
         if kind not in _ZARR_DTYPES:
             raise CheckpointError(f"{self._where(name)}: dtype={kind!r} is not read; allowed: {', '.join(_ZARR_DTYPES)}")
         return _ZARR_DTYPES[kind]
 
     def read(self, name: str, index: tuple[int, ...]) -> Tensor:
-        """`tensor[index]`."""
         array, dtype = self._description(name), self.dtype(name)
         for key, allowed in _ZARR_FIXED.items():
             if array.get(key, allowed[0]) not in allowed:
