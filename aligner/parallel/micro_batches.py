@@ -7,11 +7,10 @@ that belong together (a preference pair) are one *unit* and stay neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Plan = list[list[list[int]]]  # row numbers by replica and micro-batch
-Fill = Callable[[Sequence[int], Sequence[int], int], list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,23 +30,17 @@ class Family:
     size: int
 
 
-def shard_bounds(num_rows: int, *, shard: int, num_shards: int, unit: int = 1) -> tuple[int, int]:
-    """Rows [start, stop) of one of `num_shards` contiguous, near-equal shards; `unit` rows (a preference pair) stay together."""
-    units = num_rows // unit
-    return units * shard // num_shards * unit, units * (shard + 1) // num_shards * unit
+def shard_bounds(count: int, num_shards: int) -> list[tuple[int, int]]:
+    """[start, stop) of each of `num_shards` contiguous, near-equal shares of `count` things."""
+    return [(count * shard // num_shards, count * (shard + 1) // num_shards) for shard in range(num_shards)]
 
 
 def plan_families(families: Sequence[Family], config: MicroBatching, *, num_replicas: int) -> Plan:
-    """`plan` by tokens and packed, with families for units."""
-    return _filled(families, config, _pack, num_replicas)
-
-
-def _filled(units: Sequence[Family], config: MicroBatching, fill: Fill, num_replicas: int) -> Plan:
-    """Deal the units out, and `fill` each replica's micro-batches."""
-    sizes = [unit.size for unit in units]
+    """`plan` by tokens, with families for units: they are dealt out to the replicas, whose micro-batches are then filled."""
+    sizes, fill = [family.size for family in families], _pack if config.packed else _pad
     bins = [fill(share, sizes, config.tokens) for share in _deal(sizes, num_replicas)]
     ordered = [sorted(sorted(numbers) for numbers in replica) for replica in bins]
-    return [[[row for number in numbers for row in units[number].rows] for numbers in replica] for replica in ordered]
+    return [[[row for number in numbers for row in families[number].rows] for numbers in replica] for replica in ordered]
 
 
 def plan(lengths: Sequence[int], config: MicroBatching, *, num_replicas: int, unit: int = 1, multiple: int = 1) -> Plan:
@@ -59,16 +52,13 @@ def plan(lengths: Sequence[int], config: MicroBatching, *, num_replicas: int, un
         raise ValueError(f"{len(lengths)} rows do not come in units of {unit}")
     units = [range(start, start + unit) for start in range(0, len(lengths), unit)]
     if not config.tokens:
-        bounds = [shard_bounds(len(units), shard=replica, num_shards=num_replicas) for replica in range(num_replicas)]
+        bounds = shard_bounds(len(units), num_replicas)
         slices = [[units[i : min(i + config.rows, stop)] for i in range(start, stop, config.rows)] for start, stop in bounds]
         return [[[row for one in part for row in one] for part in parts] for parts in slices]
     rounded = [-(-length // multiple) * multiple for length in lengths]
-    if config.packed:
-        return plan_families(
-            [Family(rows=tuple(one), size=sum(rounded[row] for row in one)) for one in units], config, num_replicas=num_replicas
-        )
-    padded = [Family(rows=tuple(one), size=unit * max(rounded[row] for row in one)) for one in units]
-    return _filled(padded, config, _pad, num_replicas)
+    sizes = [sum(rounded[row] for row in one) if config.packed else unit * max(rounded[row] for row in one) for one in units]
+    families = [Family(rows=tuple(one), size=size) for one, size in zip(units, sizes, strict=True)]
+    return plan_families(families, config, num_replicas=num_replicas)
 
 
 def _deal(sizes: Sequence[int], num_replicas: int) -> list[list[int]]:

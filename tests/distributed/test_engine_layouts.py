@@ -32,7 +32,7 @@ from aligner.online import collect as rollouts_of
 from aligner.online.async_rollout_source import AsyncRolloutSource
 from aligner.online.collect import Scorers
 from aligner.online.task import OnlineTask, Validation
-from aligner.parallel import collectives, micro_batches
+from aligner.parallel import collectives
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.topology import ParallelConfig
 from aligner.protocols import Replica
@@ -50,8 +50,6 @@ def check_collectives() -> None:
     rows = torch.arange(10).reshape(5, 2)
     for shares in ([[0, 3], [1, 2, 4]], [[4, 1, 0, 2, 3], []], [[], [3, 0, 2, 1, 4]]):  # any assignment, empty shares too
         assert torch.equal(collectives.gather_assigned_rows(rows[shares[rank]], shares, group=world), rows)
-    start, stop = micro_batches.shard_bounds(6, shard=rank, num_shards=2, unit=2)
-    assert (stop - start) == (2, 4)[rank]
     assert collectives.gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
     assert collectives.broadcast_object(rank, src=1) == 1
     assert collectives.all_ranks(True, cpu) and not collectives.all_ranks(rank == 0, cpu)

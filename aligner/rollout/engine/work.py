@@ -95,7 +95,7 @@ def _groups(requests: Sequence[GenRequest], num_replicas: int) -> list[list[GenR
     cut = []
     for group in groups:
         parts = -(-len(group) // largest)
-        bounds = [shard_bounds(len(group), shard=part, num_shards=parts) for part in range(parts)]
+        bounds = shard_bounds(len(group), parts)
         cut += [group[start:stop] for start, stop in bounds]
     return cut
 
