@@ -66,17 +66,6 @@ class HostMemory:
         self._free: dict[int, list[torch.UntypedStorage]] = {}  # host storages that wait for the next move, by size
         self._memory = LockedMemory()
 
-    @classmethod
-    def of_training_state(cls, runners: list[Any], optimizer: Any) -> HostMemory:
-        """The optimizer's state and main weights, and the gradient buffers, of one model; float32 weights of a bfloat16 model (a scalar
-        head's) are trained in place, and stay with the others."""
-
-        def own() -> list[Tensor]:
-            weights = {p.data.untyped_storage().data_ptr() for runner in runners for p in runner.parameters()}
-            return [tensor for tensor in device_tensors(optimizer) if tensor.untyped_storage().data_ptr() not in weights]
-
-        return cls(kept=own, scratch=lambda: gradients(runners))
-
     def move_out(self) -> None:
         """Copy to host memory and free the device's. Does nothing where that has been done."""
         if self._away:

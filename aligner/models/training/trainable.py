@@ -211,7 +211,7 @@ class TrainableModel:
             no_syncs = [runner.no_sync for runner in self.runners]
             self.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         if optimizer.offload:
-            self.host = HostMemory.of_training_state(self.runners, self.optimizer)
+            self.host = HostMemory(kept=self._state, scratch=lambda: gradients(self.runners))
 
     def run(self, batch: Batch, outputs: passes.Outputs, field: str) -> Tensor:
         """The output `field` of every row, on the CPU: [B, S] for a per-token field, [B, K] for scores. Collective."""
@@ -314,6 +314,11 @@ class TrainableModel:
     def wake(self) -> None:
         """Bring back what `sleep` moved. `train_step` and checkpoints call it themselves."""
         self.host.move_in()
+
+    def _state(self) -> list[Tensor]:
+        """The optimizer's; float32 weights of a bfloat16 model (a scalar head's) are trained in place, and stay with the others."""
+        weights = {p.data.untyped_storage().data_ptr() for chunk in self.chunks for p in chunk.parameters()}
+        return [tensor for tensor in device_tensors(self.optimizer) if tensor.untyped_storage().data_ptr() not in weights]
 
     def _kept(self) -> Iterator[Tensor]:
         yield from weight_storage(self.chunks)
