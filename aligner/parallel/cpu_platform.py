@@ -18,7 +18,7 @@ import sys
 import time
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +40,9 @@ def install() -> None:
         raise RuntimeError("megatron.core was imported before aligner.parallel.mcore: import aligner.parallel.mcore first")
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # without CUDA these would only raise
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-    _add_module("megatron.core.jit", _jit_stand_in())
+    # `jit_fuser` is torch.compile: it would import Inductor (3 s) and compile C++ during the first step.
+    unchanged = dict.fromkeys(("jit_fuser", "noop_decorator"), lambda function: function)
+    _add_module("megatron.core.jit", unchanged | dict.fromkeys(("enable_jit_fuser", "disable_jit_fuser"), _nothing))
     if importlib.util.find_spec("triton") is None:  # 0.19 always imports a triton kernel
         _add_module("megatron.core.transformer.moe.ops.paged_stash", {"__getattr__": lambda name: None})
     sys.meta_path.insert(0, _GiveNamespace(_torch_namespace()))
@@ -51,15 +53,6 @@ def _add_module(name: str, contents: dict[str, Any]) -> None:
     module = types.ModuleType(name)
     module.__dict__.update(contents)
     sys.modules[name] = module
-
-
-def _jit_stand_in() -> dict[str, Any]:
-    """`jit_fuser` is torch.compile: it would import Inductor (3 s) and compile C++ during the first step."""
-
-    def identity(function: Callable) -> Callable:
-        return function
-
-    return {"jit_fuser": identity, "noop_decorator": identity, "enable_jit_fuser": lambda: None, "disable_jit_fuser": lambda: None}
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -201,28 +194,20 @@ def _clip_grad_by_total_norm(parameters: Any, max_norm: float, total_norm: float
         torch._foreach_mul_(grads, coefficient)
 
 
-@contextlib.contextmanager
-def _types_say_cuda() -> Iterator[None]:
-    real = torch.Tensor.type
+def _present_cuda_types(optimizer: type) -> None:
+    """Show CUDA type strings to constructors, which sort parameters by `param.type()` and know no others."""
+    construct, real = optimizer.__init__, torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = real(self, *args, **kwargs)
         return result if args or kwargs else result.replace("torch.", "torch.cuda.", 1)
 
-    torch.Tensor.type = type_
-    try:
-        yield
-    finally:
-        torch.Tensor.type = real
-
-
-def _present_cuda_types(optimizer: type) -> None:
-    """Show CUDA type strings to constructors, which sort parameters by `param.type()` and know no others."""
-    construct = optimizer.__init__
-
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _types_say_cuda():
+        torch.Tensor.type = type_
+        try:
             construct(self, *args, **kwargs)
+        finally:
+            torch.Tensor.type = real
 
     optimizer.__init__ = __init__

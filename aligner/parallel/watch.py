@@ -390,7 +390,7 @@ def _groups(by_rank: Mapping[int, RankState], waits: Mapping[int, set[int]]) -> 
 
 def _doing(snapshot: Snapshot, *, with_time: bool = True) -> str:
     place = f"in phase {snapshot.phase} of step {snapshot.step}"
-    at = f" since {_clock(snapshot.last_progress)}" if with_time else ""
+    at = f" since {time.strftime('%H:%M:%S', time.localtime(snapshot.last_progress))}" if with_time else ""
     if snapshot.inside is not None:
         return f"{place} in {_collective_text(snapshot.inside)}{at}"
     last = snapshot.last_left
@@ -404,7 +404,3 @@ def _collective_text(collective: Collective) -> str:
         return f"{collective.name} with {rank_list(collective.peers)}"
     label = f"{collective.group.label} " if collective.group.label else ""
     return f"{collective.name} #{collective.sequence} ({label}group of {len(collective.group.members)})"
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(seconds))

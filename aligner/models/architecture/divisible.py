@@ -40,7 +40,9 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
         stages = uneven_stages(architecture.num_layers, parallel.pp)
         also = f", or {' '.join(f'parallel.{name}={count}' for name, count in stages.items())}" if stages and parallel.vpp == 1 else ""
         _check(parallel, "pp", lambda pp: _problem("num_layers", architecture.num_layers, pp), architecture.num_layers, also=also)
-        _check(parallel, "vpp", lambda vpp: _chunk_problem(architecture, parallel.pp, vpp), architecture.num_layers // parallel.pp)
+        layers = architecture.num_layers // parallel.pp
+        held = f"does not divide the {layers} of the model's num_layers={architecture.num_layers} that each stage holds"
+        _check(parallel, "vpp", lambda vpp: held if layers % vpp else "", layers)
     _check(parallel, "ep", lambda ep: _expert_problem(architecture, "num_experts", ep), max(1, architecture.num_experts))
     if architecture.num_experts and parallel.ep == 1 and parallel.etp != parallel.tp:
         # Megatron-Core then takes experts for ordinary parameters and leaves their gradients unreduced over the tensor-parallel ranks.
@@ -223,11 +225,6 @@ def _expert_problem(architecture: Architecture, name: str, count: int) -> str:
     if not architecture.num_experts:
         return "the model has no experts (num_experts=0)" if count > 1 else ""
     return _problem(name, getattr(architecture, name), count)
-
-
-def _chunk_problem(architecture: Architecture, pp: int, vpp: int) -> str:
-    layers = architecture.num_layers // pp
-    return f"does not divide the {layers} of the model's num_layers={architecture.num_layers} that each stage holds" if layers % vpp else ""
 
 
 def _check_uneven_stages(num_layers: int, parallel: ParallelConfig) -> None:

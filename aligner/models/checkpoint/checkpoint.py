@@ -216,8 +216,6 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer
-
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt")
 TOKENIZER_FILES += ("added_tokens.json", "chat_template.jinja")
 _NOT_CARRIED = {*TOKENIZER_FILES, CONFIG_FILE, "README.md", "adapter_config.json"}

@@ -46,12 +46,17 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelFilesError(describe_os_error(error, path)) from error
     if data.startswith(_LFS_POINTER):
         raise ModelFilesError(f"{path} {_POINTER}")
+    return json_object(data, path)
+
+
+def json_object(data: bytes, where: Path | str) -> dict[str, Any]:
+    """The object in a JSON file's content. Raises ModelFilesError, which calls the file `where`, if it has none."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ModelFilesError(f"{path} is not valid JSON: {error}") from error
+        raise ModelFilesError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ModelFilesError(f"{path} is damaged: a JSON {type(content).__name__}, expected an object")
+        raise ModelFilesError(f"{where} is damaged: a JSON {type(content).__name__}, expected an object")
     return content
 
 

@@ -68,7 +68,8 @@ class HFWeights:
         self.directory = directory
         found = stored_tensors(directory)[0] if tensors is None else tensors
         stored = {name: one for name, one in found.items() if not re.fullmatch(table.ignored, name)}
-        wrapper = self._wrapper_config()
+        config = read_json(directory / CONFIG_FILE) if (directory / CONFIG_FILE).exists() else {}
+        wrapper = {} if wrapper_of(config) is None else config  # of a model of images and text
         sees = isinstance(table, SeeingNames)  # then all tensors are the model's
         self._images = {name: one for name, one in stored.items() if is_of_images(name)} if wrapper and not sees else {}
         further = [name for name in stored if re.fullmatch(table.further, name)] if any(map(_FURTHER.fullmatch, stored)) else []
@@ -92,12 +93,6 @@ class HFWeights:
         self._cuts: dict[str, _Cut] = {}
         if wrapper and any("{expert}" in name for rule in table.layer.values() for name in rule.hf_names):
             self._cut_stacks(text_part(wrapper)["hidden_size"])
-
-    def _wrapper_config(self) -> dict[str, Any]:
-        """The config of a model of images and text; empty for another one."""
-        file = self.directory / CONFIG_FILE
-        hf = read_json(file) if file.exists() else {}
-        return hf if wrapper_of(hf) is not None else {}
 
     def _cut_stacks(self, width: int) -> None:
         """Find the tensors of single experts in those of all experts of a layer: [experts, gate and up, width] and [experts, width, inner],

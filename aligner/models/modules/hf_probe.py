@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,8 +87,8 @@ def _find_head(chunk: HFChunk, tokens: Tensor, hidden: Tensor, where: str) -> No
     wanted = chunk.hf(input_ids=tokens, use_cache=False).logits[0].float()
     plain = hidden.float() @ chunk.vocabulary_weight()[0].float().t()
     wanted = wanted[:, : plain.shape[1]]
-    config = chunk.hf.config.get_text_config()
-    numbers = _numbers(config)
+    config = chunk.hf.config.get_text_config().to_dict()
+    numbers = {name: float(value) for name, value in config.items() if type(value) in (int, float) and value > 0}
     limits = {number for name, number in numbers.items() if "cap" in name and "attn" not in name}
     found = min((_shaped(wanted, plain, softcap, list(numbers.values())) for softcap in (0.0, *sorted(limits))), key=lambda one: one[0])
     off, chunk.architecture.logits_scale, chunk.architecture.logits_softcap = found
@@ -105,11 +104,6 @@ def _shaped(wanted: Tensor, plain: Tensor, softcap: float, numbers: list[float])
     scale = _named(float((before * plain).sum() / plain.square().sum()), numbers)
     logits = softcap * torch.tanh(plain * scale / softcap) if softcap else plain * scale
     return float((logits - wanted).abs().max()), scale, softcap
-
-
-def _numbers(config: Any) -> dict[str, float]:
-    """The numbers of a config by name."""
-    return {name: float(value) for name, value in config.to_dict().items() if type(value) in (int, float) and value > 0}
 
 
 def _named(scale: float, numbers: list[float]) -> float:

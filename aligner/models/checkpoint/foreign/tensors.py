@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
-import json
 import math
 import os
 import shutil
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from aligner.errors import CheckpointError, describe_os_error
 from aligner.files import is_plain_name
 from aligner.models.checkpoint import safe_pickle
+from aligner.models.checkpoint.hf_files import json_object
 
 _GZIP = b"\x1f\x8b"
 
@@ -66,13 +66,7 @@ class Files:
 
     def json(self, name: str) -> dict[str, Any]:
         """The object in a JSON file. Raises CheckpointError where it is missing or damaged."""
-        try:
-            content = json.loads(self.read(name))
-        except ValueError as error:
-            raise CheckpointError(f"{self.where(name)} is not valid JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{self.where(name)} is damaged: a JSON {type(content).__name__}, expected an object")
-        return content
+        return json_object(self.read(name), self.where(name))
 
     def where(self, name: str) -> str:
         """What messages call a file."""
