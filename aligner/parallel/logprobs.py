@@ -115,15 +115,10 @@ WHOLE = Projection()
 
 
 def linear_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection = WHOLE) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of each position's target token.
+    """Log-probability and entropy, float32 [N], of each position's target, a global token id; the same on every rank of the group.
 
-    Args:
-        hidden: [N, H] hidden states, the same on every rank of the group; their gradient is this rank's part of a sum over the group.
-        weight: [V_local, H], this rank's rows of the output layer, vocabulary padding removed (a rank may be left with none).
-        targets: int64 [N], global token ids.
-
-    Returns:
-        (logprobs, entropy), float32 [N], the same on every rank of the group.
+    `hidden` [N, H] are the same on every rank; their gradient is this rank's part of a sum over the group. `weight` [V_local, H] are this
+    rank's rows of the output layer, vocabulary padding removed (a rank may be left with none).
     """
     return _LinearLogprobs.apply(hidden, weight, targets, projection)
 

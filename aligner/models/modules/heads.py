@@ -23,15 +23,10 @@ from aligner.types.rows import upload
 
 
 def token_outputs(module: Chunk, hidden: Tensor, placement: Placement, *, tokens: Tensor, mask: Tensor, temperature: float) -> TokenOutputs:
-    """Log-prob and entropy of the tokens that `mask` selects, from `forward`'s hidden states.
+    """Log-prob and entropy, float32 [B, S], of the `tokens` [B, S] that `mask` selects, 0 elsewhere.
 
-    Args:
-        hidden: what the last stage returned, [L, rows, H] (or this rank's part of L under sequence parallelism).
-        tokens: int64 [B, S].
-        mask: bool [B, S] on the CPU; only these positions are projected onto the vocabulary. Position 0 must be False.
-
-    Returns:
-        logprobs and entropy, float32 [B, S], 0 where the mask is False.
+    `hidden` is what the last stage returned, [L, rows, H] (or this rank's part of L under sequence parallelism). `mask` is bool [B, S] on
+    the CPU, False at position 0; only where it selects is projected onto the vocabulary.
     """
     selected, places, weight, projection = _for_vocabulary(module, hidden, placement, mask, temperature)
     logprobs, entropy = linear_logprobs(selected, weight, tokens.reshape(-1)[places], projection)
