@@ -21,7 +21,7 @@ from aligner.hub.names import HubName
 from aligner.jobs.parts import name_special_tokens
 from aligner.models import create
 from aligner.models.architecture.divisible import check_divisible
-from aligner.models.checkpoint import checkpoint
+from aligner.models.checkpoint import checkpoint, files, weights
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.checkpoint.wrapper import directory_of
@@ -74,7 +74,7 @@ def convert(options: ConvertOptions) -> int:
         others = "; --push-to-hub with --to-hf, or with --from-hf alone" if push_to else ""
         raise AlignerError(f"convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf{others}")
     if to_megatron is not None:
-        _check_empty("--to-megatron", to_megatron, checkpoint.LATEST, "checkpoint")
+        _check_empty("--to-megatron", to_megatron, files.LATEST, "checkpoint")
     if to_hf is not None:
         _check_empty("--to-hf", to_hf, CONFIG_FILE, "model")
     if from_hf is not None and to_megatron is None:
@@ -125,7 +125,7 @@ def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: 
         chunks = source.made(parallel, here).chunks
     else:
         chunks = build_model(source.architecture, source.config, parallel, load=True, head=source.head)
-        checkpoint.load_source(chunks, source.path)
+        weights.load_source(chunks, source.path)
         create.remember_wrapper(chunks, source.path, is_trained=True)
     save_hf(chunks, target, writer=here.rank == 0)
     from_rank_0(lambda: _write_tokenizer(source.tokenizer, target))

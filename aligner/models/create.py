@@ -13,8 +13,8 @@ import torch
 from aligner.data.vision import Vision
 from aligner.errors import ConfigError
 from aligner.models.architecture import rope
-from aligner.models.architecture.divisible import check_together
-from aligner.models.checkpoint import checkpoint, wrapper
+from aligner.models.architecture.divisible import check_divisible, check_together
+from aligner.models.checkpoint import checkpoint, files, weights, wrapper
 from aligner.models.checkpoint.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, has_weights, read_json
 from aligner.models.checkpoint.hf_weights import HFWeights, described
@@ -30,7 +30,7 @@ from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.hf_probe import probe
 from aligner.models.modules.layers import attention_of, feed_forward_of
 from aligner.models.modules.lora import initialise_adapters
-from aligner.models.modules.megatron_config import check_divisible, resolve_dtype
+from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from aligner.models.modules.peft import load_peft, peft_config, targets_in_wrapper
 from aligner.models.modules.scalar_head import VALUES, ScalarHead, read_head
@@ -52,7 +52,7 @@ def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
     if not config.path:
         return None
     path = Path(config.path)
-    if path.is_file() and path.name in (checkpoint.LATEST, checkpoint.BEST):
+    if path.is_file() and path.name in (files.LATEST, files.BEST):
         return checkpoint.resolve(path)
     if is_foreign(path):
         if config.lora.is_on:
@@ -63,7 +63,7 @@ def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
         return path
     if not path.is_dir():
         raise ConfigError(f"{key}.path={config.path}: no such directory")
-    if (path / checkpoint.LATEST).exists() or (path / checkpoint.MARKER).exists():
+    if (path / files.LATEST).exists() or (path / files.MARKER).exists():
         return checkpoint.resolve(path)
     if (path / ADAPTER_CONFIG_FILE).exists():
         adapter = read_json(path / ADAPTER_CONFIG_FILE)
@@ -75,7 +75,7 @@ def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
         )
     if not (path / CONFIG_FILE).exists():
         raise ConfigError(
-            f"{key}.path={config.path}: neither a Hugging Face model ({CONFIG_FILE}) nor a checkpoint ({checkpoint.MARKER}; of Megatron-LM "
+            f"{key}.path={config.path}: neither a Hugging Face model ({CONFIG_FILE}) nor a checkpoint ({files.MARKER}; of Megatron-LM "
             f"{METADATA}; of NeMo {NEMO_CONFIG})"
         )
     return path
@@ -92,7 +92,7 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
         architecture, hf = described(source), read_json(source / CONFIG_FILE)
         if config.images:
             architecture = seeing(architecture, hf, where=str(source / CONFIG_FILE))
-        elif can_see(hf) and (source / checkpoint.MARKER).exists():
+        elif can_see(hf) and (source / files.MARKER).exists():
             raise ConfigError(f"model.images=false: the checkpoint in {source} is of a model that reads images; allowed: true")
     elif config.implementation is Implementation.transformers:
         raise ConfigError("model.implementation=transformers: needs model.path, whose config.json describes the model")
@@ -129,8 +129,8 @@ def _has_own_modules(config: ModelConfig, source: Path) -> bool:
         if asked is Implementation.transformers:
             raise ConfigError(f"{key}: {source} was written by Megatron-LM or NeMo; allowed: auto, megatron")
         return False
-    if (source / checkpoint.MARKER).exists():
-        saved = Implementation(checkpoint.read_marker(source).get(checkpoint.IMPLEMENTATION, Implementation.megatron.value))
+    if (source / files.MARKER).exists():
+        saved = Implementation(files.read_marker(source).get(checkpoint.IMPLEMENTATION, Implementation.megatron.value))
         if asked not in (Implementation.auto, saved):
             raise ConfigError(f"{key}: the checkpoint in {source} is of the other one; allowed: auto, {saved.value}, or `aligner convert`")
         return saved is Implementation.transformers
@@ -326,7 +326,7 @@ def _start_adapters(chunks: Sequence[Chunk], config: ModelConfig, seed: int) -> 
     if not config.lora.path:
         return
     path = Path(config.lora.path)
-    if (path / checkpoint.MARKER).exists():
+    if (path / files.MARKER).exists():
         checkpoint.load_same(chunks, path)
     else:
         load_peft(chunks, path)
@@ -336,5 +336,5 @@ def load_source(chunks: Sequence[Chunk], config: ModelConfig) -> None:
     """Fill the chunks from `config.path`, where there is one; adapters that they have add nothing afterwards."""
     source = source_directory(config)
     if source is not None:
-        checkpoint.load_source(chunks, source)
+        weights.load_source(chunks, source)
     initialise_adapters(chunks, seed=0)

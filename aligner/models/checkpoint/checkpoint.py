@@ -33,15 +33,9 @@ from aligner.errors import CheckpointError, ConfigError, describe_os_error
 from aligner.models.checkpoint import async_save, files, manifest, safe_pickle
 from aligner.models.checkpoint import optimizer as checkpoint_optimizer
 from aligner.models.checkpoint import sums as checkpoint_sums
-from aligner.models.checkpoint.files import BEST as BEST
-from aligner.models.checkpoint.files import LATEST as LATEST
-from aligner.models.checkpoint.files import MARKER as MARKER
-from aligner.models.checkpoint.files import read_marker as read_marker
-from aligner.models.checkpoint.files import resolve, step_directory
+from aligner.models.checkpoint.files import MARKER, read_marker, resolve, step_directory
 from aligner.models.checkpoint.hf_files import CONFIG_FILE
 from aligner.models.checkpoint.weights import kind_of, load_same, read, sharded_state
-from aligner.models.checkpoint.weights import load_source as load_source
-from aligner.models.checkpoint.weights import load_weights as load_weights
 from aligner.models.checkpoint.weights import to_marker as adapters_to_marker
 from aligner.models.checkpoint.wrapper import WRAPPER
 from aligner.models.config import HFArchitecture, Implementation

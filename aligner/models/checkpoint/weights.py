@@ -19,7 +19,6 @@ from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.checkpoint.wrapper import same_weights
-from aligner.models.checkpoint.wrapper import weights_digest as weights_digest
 from aligner.models.config import HFArchitecture, LoraConfig, LoraTarget, Part
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER

@@ -13,16 +13,13 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.models.architecture import rope
-from aligner.models.architecture.divisible import FP8_FORMATS, check_divisible, check_fp8, check_together, fp8_recipe
+from aligner.models.architecture.divisible import FP8_FORMATS, check_fp8, check_together, fp8_recipe
 from aligner.models.config import Activation, Architecture, Dtype, ModelConfig, Normalization, Recompute
 from aligner.models.modules import batch_invariant
 from aligner.models.modules.fusions import Fusions, Kernel, fusions
 from aligner.parallel import mcore, platform
 from aligner.parallel.mcore import TransformerConfig
 from aligner.parallel.topology import ParallelConfig
-
-__all__ = ["check_divisible", "resolve_dtype", "transformer_config"]
-
 
 # The non-linearities of feed-forward layers, the trainer's and the engine's.
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {

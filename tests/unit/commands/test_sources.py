@@ -18,13 +18,13 @@ def session(path: Path):
 
 def checkpoints(folder: Path, *steps: int) -> Path:
     """A folder of complete checkpoints as far as finding them goes; `latest` is the last of `steps`."""
-    from aligner.models.checkpoint import checkpoint, files
+    from aligner.models.checkpoint import files
 
     folder.mkdir(exist_ok=True)
     for step in steps:
         own = files.step_directory(folder, step)
         own.mkdir()
-        (own / checkpoint.MARKER).write_text("{}")
+        (own / files.MARKER).write_text("{}")
     files.point(folder, files.LATEST, files.step_directory(folder, steps[-1]))
     return folder
 

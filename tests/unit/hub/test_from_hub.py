@@ -133,7 +133,8 @@ def test_an_argument_of_a_command(hub, tmp_path):
 
 
 def test_adapters_name_the_commit_of_their_base(hub, tmp_path, monkeypatch):
-    from aligner.models.checkpoint.weights import base_of, weights_digest
+    from aligner.models.checkpoint.weights import base_of
+    from aligner.models.checkpoint.wrapper import weights_digest
     from aligner.models.config import Architecture, LoraConfig
     from aligner.models.modules.peft import peft_config
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
+from aligner.models.architecture.divisible import check_divisible
 from aligner.models.config import Architecture, Dtype, Family, ModelConfig
 from aligner.models.create import read_architecture
 from aligner.models.modules.build import build_model, padded_vocab_size
-from aligner.models.modules.megatron_config import check_divisible
 from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig

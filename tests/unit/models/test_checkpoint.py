@@ -10,7 +10,7 @@ import torch
 from model_steps import adam, make_batch, same, save, train, weights_of
 
 from aligner.errors import CheckpointError
-from aligner.models.checkpoint import checkpoint
+from aligner.models.checkpoint import checkpoint, files, weights
 from aligner.models.checkpoint import optimizer as checkpoint_optimizer
 from aligner.models.config import Dtype
 from aligner.types import TokenBatch
@@ -66,7 +66,7 @@ def test_layout_of_a_checkpoint(make_model, tmp_path):
     assert (path / "config.yaml").read_text() == "a: 1\n" and json.loads((path / "config.json").read_text())["model_type"] == "qwen2"
     state = json.loads((path / "state.json").read_text())
     assert (state["step"], state["version"], state["loop"]) == (7, 2, {"epoch": 1})
-    marker = checkpoint.read_marker(path)
+    marker = files.read_marker(path)
     assert (marker["format"], marker["kind"], marker["step"]) == (2, "language", 7)
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_000007"
     assert checkpoint.resolve(path) == checkpoint.resolve(path.parent) == path
@@ -76,7 +76,7 @@ def test_a_frozen_model_saves_no_optimizer(make_model, tmp_path):
     reward = make_model("reward")
     path = save(reward, tmp_path)
     assert not (path / "optimizer").exists()
-    assert checkpoint.read_marker(path)["num_outputs"] == 1
+    assert files.read_marker(path)["num_outputs"] == 1
     other = make_model("reward", seed=5)
     checkpoint.load(other.model, path)
     assert same(weights_of(other), weights_of(reward))
@@ -102,12 +102,12 @@ def test_a_value_model_starts_from_a_reward_or_a_language_model(make_model, tmp_
     reward, policy = make_model("reward", seed=1), make_model("policy", seed=2)
     value = make_model("value", seed=3)
     bias = value.model.module.score_head.bias.clone()
-    checkpoint.load_weights(value.model.chunks, save(reward, tmp_path / "reward"))
+    weights.load_weights(value.model.chunks, save(reward, tmp_path / "reward"))
     assert same(weights_of(value), weights_of(reward) | {"score_head.bias": bias})  # which a reward model does not have
     assert torch.isfinite(value.values(batch)).all()
     value = make_model("value", seed=3)
     head = value.model.module.score_head.weight.clone()
-    checkpoint.load_weights(value.model.chunks, save(policy, tmp_path / "policy"))
+    weights.load_weights(value.model.chunks, save(policy, tmp_path / "policy"))
     loaded, source = weights_of(value), weights_of(policy)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in source.items() if not name.startswith("output_layer"))
     assert torch.equal(loaded["score_head.weight"], head)

@@ -98,10 +98,10 @@ def test_missing_files_and_several_damaged_ones(folder, model):
 def test_weights_alone_are_verified_without_the_optimizer(folder, make_model):
     chunks = make_model("policy").model.chunks
     (folder / "step_000002" / "optimizer" / "__0_0.distcp").unlink()
-    checkpoint.load_weights(chunks, folder)
+    checkpoint_weights.load_weights(chunks, folder)
     (folder / "step_000002" / "weights" / "__0_0.distcp").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="weights/__0_0.distcp is damaged"):
-        checkpoint.load_weights(chunks, folder)
+        checkpoint_weights.load_weights(chunks, folder)
 
 
 def test_a_checkpoint_of_a_later_megatron_is_refused_by_name(folder, model, monkeypatch):

@@ -97,7 +97,7 @@ def test_a_save_that_is_killed_before_any_of_its_operations(make_model, tmp_path
         assert same(weights_of(fresh), before if step == 1 else after)
         if step == 2:
             shutil.rmtree(path)
-            checkpoint_files.point(tmp_path, checkpoint.LATEST, old)
+            checkpoint_files.point(tmp_path, checkpoint_files.LATEST, old)
         checkpoint_files.clean([tmp_path])
         assert sorted(p.name for p in tmp_path.iterdir() if p.name != ".latest") == ["latest", "step_000001"]
     assert new.name == "step_000002" and newest == sorted(newest) and newest.count(2) >= 3 and newest.count(1) > 20

@@ -17,6 +17,7 @@ from aligner.losses.sft import sft_loss
 from aligner.losses.value import value_loss
 from aligner.models import create
 from aligner.models.checkpoint import checkpoint
+from aligner.models.checkpoint import weights as checkpoint_weights
 from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Recompute
 from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.lora import initialise_adapters
@@ -482,7 +483,7 @@ def test_a_reward_model_trains_adapters_and_its_head(make_model, tmp_path):
     checkpoint.load(again.model, saved)
     assert torch.equal(again.scores(pairs), ours)
     with pytest.raises(CheckpointError, match="its adapters belong to random weights"):
-        checkpoint.load_weights(again.model.chunks, saved)
+        checkpoint_weights.load_weights(again.model.chunks, saved)
     save_peft(reward.model.chunks, tmp_path / "adapter", writer=True)
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForSequenceClassification
