@@ -166,7 +166,11 @@ def shutdown() -> None:
         with contextlib.suppress(RuntimeError):  # a rank that failed meanwhile reports that itself
             gloo.settle(timedelta(seconds=SETTLE_SECONDS))
         dist.destroy_process_group()
-    finalize_mpi()
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        if MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.Finalize()
 
 
 def _keep_local_traffic_local(world: World) -> None:
@@ -338,7 +342,7 @@ def join_mpi(environ: Mapping[str, str]) -> World:
     try:
         import mpi4py
 
-        # A rank that dies of an exception must not wait in MPI_Finalize for the others; the launcher then stops them. See `finalize_mpi`.
+        # A rank that dies of an exception must not wait in MPI_Finalize for the others; the launcher then stops them. See `shutdown`.
         mpi4py.rc.finalize = False
         mpi4py.rc.initialize = False
         from mpi4py import MPI
@@ -421,13 +425,3 @@ def reachable_address(place: World) -> str:
         except OSError as error:
             raise LaunchError(f"{socket.gethostname()} has no address for the other nodes ({error}); set ALIGNER_MASTER_ADDR") from error
     return address
-
-
-def finalize_mpi() -> None:
-    """Leave MPI, if this process joined it. Collective, except after an error."""
-    if "mpi4py.MPI" not in sys.modules:
-        return
-    from mpi4py import MPI
-
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()

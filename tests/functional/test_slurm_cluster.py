@@ -22,7 +22,7 @@ try:
     place = launch.join_mpi(os.environ)
     heard = launch.broadcast_text(launch.reachable_address(place) if place.rank == 0 else "", timeout_seconds=30)
     print(f"rank {place.rank}/{place.world_size}, here {place.local_rank}/{place.local_world_size}, rank 0 is at {heard}", flush=True)
-    launch.finalize_mpi()
+    launch.shutdown()
 except LaunchError as error:
     print(f"LaunchError: {error}", flush=True)
 """
