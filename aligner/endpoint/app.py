@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -28,15 +26,14 @@ from aligner.endpoint import anthropic, openai, responses
 from aligner.endpoint.calls import SESSION, Sessions
 from aligner.endpoint.generation import RETRY, Generation, Inbox
 from aligner.endpoint.requests import Ask, BadRequest, Fields, Model
-from aligner.errors import AlignerError, ConfigError, DataError, ServerError
+from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.servers import gateway
-from aligner.servers.access import Access, advertised_host, listen
+from aligner.servers.access import Access, advertised_host
 from aligner.servers.config import ServerConfig
-from aligner.servers.gateway import Refusal, Seats
+from aligner.servers.gateway import HttpThread, Refusal
 
 LARGE_BYTES = 1 << 16  # a request of more is read beside the event loop
 WRITE_SECONDS = 60.0  # for a client to read what is ready for it
-DRAIN_SECONDS = 30.0  # for running requests, when it ends
 SESSION_HEADER, VERSION_HEADER = "X-Session-ID", "X-Weight-Version"
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
@@ -63,68 +60,37 @@ INTERFACES = {
 _COUNTS = {"/v1/messages/count_tokens": anthropic.count_tokens, "/tokenize": openai.tokenize, "/detokenize": openai.detokenize}
 
 
-class Endpoint:
+class Endpoint(HttpThread):
     """`model` behind HTTP. A context: it answers within, and `url` is where. `config`: as a server's, without its transport."""
 
+    name = "endpoint"
+    drain_seconds = 30.0
+
     def __init__(self, model: Model, access: Access, config: ServerConfig, *, sessions: Sessions | None = None) -> None:
-        """Raises ServerError if the address or port cannot be used, ConfigError if max_connections exceeds the limit of open files."""
-        if problem := gateway.allow_files(config.max_connections):
-            raise ConfigError(f"server.max_connections={config.max_connections}: {problem}")
-        self.model, self._access, self._config, self._sessions = model, access, config, sessions
-        self._listener = listen(config.host, config.port)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
+        super().__init__(config, access)
+        self.model, self._sessions = model, sessions
         self.url = f"{access.scheme}://{advertised_host(config, os.environ)}:{self.port}"
-        self._seats = Seats(config.max_connections, access.tls)
         self._running: dict[int, int] = {}  # requests, by `id`: the bytes of their bodies until these are read
         self._is_ending = False
-        self._started = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
 
     def __enter__(self) -> Endpoint:
-        self._thread.start()
-        if not self._started.wait(gateway.START_SECONDS) or self._error is not None:
-            raise ServerError(f"the endpoint on port {self.port} did not start: {self._error or f'waited {gateway.START_SECONDS:.0f} s'}")
+        self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Refuse new requests, let running ones end, then close everything."""
-        if self._thread.is_alive():
-            with suppress(RuntimeError):  # the loop has just ended
-                self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(DRAIN_SECONDS + 10.0)
-        self._listener.close()
+        self.stop()
 
-    def failure(self) -> str | None:
-        """Why it no longer answers; None while all is well."""
-        return None if self._thread.is_alive() else f"the endpoint ended: {self._error}"
-
-    # ---- the event loop's thread
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:
-            self._error = error
-            traceback.print_exc(file=sys.stderr)
-        finally:
-            self._started.set()
-
-    async def _serve(self) -> None:
-        self._loop, self._stopping, self._inbox = asyncio.get_running_loop(), asyncio.Event(), Inbox()
+    async def _open(self, **settings: Any) -> web.Server:
+        self._inbox = Inbox()
         if self.model.tokenizer.has_chat_template:  # a template is tried out before its first use, which takes a second
             with suppress(DataError, ConfigError):
                 self.model.tokenizer.apply_chat_template([Message(role="user", content="Hello")], add_generation_prompt=True)
-        logger = logging.getLogger("aligner.endpoint")
-        logger.setLevel(logging.CRITICAL)  # errors of requests go to their senders, and our own are printed here
-        app = web.Application(middlewares=[self._guarded], client_max_size=self._config.max_request_bytes, logger=logger)
+        app = web.Application(middlewares=[self._guarded], client_max_size=self._config.max_request_bytes, logger=settings["logger"])
         app.add_routes(self._routes())
-        settings = {"access_log": None, "logger": logger, "keepalive_timeout": gateway.IDLE_CONNECTION_SECONDS}
-        settings |= {"lingering_time": gateway.LINGER_SECONDS, "auto_decompress": False, "handler_cancellation": True}
-        runner = web.AppRunner(app, shutdown_timeout=gateway.ANSWER_SECONDS, **settings)
-        await runner.setup()
-        server = runner.server
+        self._runner = web.AppRunner(app, shutdown_timeout=gateway.ANSWER_SECONDS, handler_cancellation=True, **settings)
+        await self._runner.setup()
+        server = self._runner.server
         assert server is not None
         ended = server.connection_lost
 
@@ -133,18 +99,14 @@ class Endpoint:
             self._seats.leave(handler)
 
         server.connection_lost = left  # type: ignore[method-assign]
-        accepting = self._loop.create_task(self._seats.accept(self._listener, server))
-        accepting.add_done_callback(lambda _: self._stopping.set())  # it ends only after an error of ours
-        self._started.set()
-        await self._stopping.wait()
-        if accepting.done():
-            accepting.result()
-        accepting.cancel()
+        return server
+
+    async def _close(self, server: web.Server) -> None:
         self._is_ending = True
-        until = time.monotonic() + DRAIN_SECONDS
+        until = time.monotonic() + self.drain_seconds
         while self._running and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        await runner.cleanup()
+        await self._runner.cleanup()
         self._inbox.close()
 
     def _routes(self) -> list[web.RouteDef]:

@@ -195,57 +195,52 @@ class Refusal(Exception):
         self.headers = headers or {}
 
 
-class Gateway:
-    """The HTTP server of one critic or reward server. It answers once started; requests are accepted after `connect`."""
+class HttpThread:
+    """An HTTP server in a thread with an event loop of its own, which it shares with nothing else: `name` in messages."""
 
-    def __init__(self, config: ServerConfig, access: Access, endpoints: Sequence[Endpoint], limits: RequestLimits, health: Health) -> None:
+    name: str
+    drain_seconds = ANSWER_SECONDS  # for what is under way, when it ends
+
+    def __init__(self, config: ServerConfig, access: Access) -> None:
         """Raises ServerError if the address or port cannot be used, ConfigError if max_connections exceeds the limit of open files."""
         if problem := allow_files(config.max_connections):
             raise ConfigError(f"server.max_connections={config.max_connections}: {problem}")
-        self._config = config
-        self._access = access
-        self._limits = limits
-        self._health = health
-        self._routes = self._make_routes(endpoints)
-        self._upstream: Upstream | None = None
-        self._waiting = 0
-        self._pending_bytes = 0
-        self._sent: dict[object, float] = {}  # when each request that is not answered was passed on
-        self._refused, self._reported_at = 0, float("-inf")
+        self._config, self._access = config, access
         self._listener = listen(config.host, config.port)
         self._listener.setblocking(False)
-        self._seats = Seats(config.max_connections, access.tls)
         self.port: int = self._listener.getsockname()[1]
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
+        self._seats = Seats(config.max_connections, access.tls)
         self._started = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
     def start(self) -> None:
         """Return when it answers. Raises ServerError if it cannot."""
         self._thread.start()
         if not self._started.wait(START_SECONDS) or self._error is not None:
-            raise ServerError(f"the gateway on port {self.port} did not start: {self._error or f'waited {START_SECONDS:.0f} s'}")
-
-    def connect(self, upstream: Upstream) -> None:
-        """Accept requests from now on, for `upstream`, which is closed with this."""
-        self._upstream = upstream
+            raise ServerError(f"the {self.name} on port {self.port} did not start: {self._error or f'waited {START_SECONDS:.0f} s'}")
 
     def failure(self) -> str | None:
-        """Why it no longer answers, or no request gets through; None while all is well. Called from the supervisor's thread."""
-        if not self._thread.is_alive():
-            return f"the gateway ended: {self._error}"
-        return self._health.stuck(self._oldest_seconds())
+        """Why it no longer answers; None while all is well. From any thread."""
+        return None if self._thread.is_alive() else f"the {self.name} ended: {self._error}"
 
     def stop(self) -> None:
         """Send the answers that are ready, then close everything. Callable more than once."""
         if self._started.is_set() and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(timeout=ANSWER_SECONDS + 5.0)
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(self.drain_seconds + 5.0)
         self._listener.close()
 
-    # ---- the event loop's thread -------------------------------------------------------------------------------------------------
+    # ---- the event loop's thread
+
+    async def _open(self, **settings: object) -> web.Server:
+        """The server that handles requests, whose connections leave their seats when they end."""
+        raise NotImplementedError
+
+    async def _close(self, server: web.Server) -> None:
+        """Let what is under way end, and close the server."""
+        raise NotImplementedError
 
     def _run(self) -> None:
         try:
@@ -258,11 +253,9 @@ class Gateway:
 
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        logger = logging.getLogger("aligner.gateway")
+        logger = logging.getLogger(f"aligner.{self.name}")
         logger.setLevel(logging.CRITICAL)  # errors of requests go to their senders, and our own are printed here
-        server = Server(
-            self._handle,
-            self._seats.leave,
+        server = await self._open(
             access_log=None,
             logger=logger,
             keepalive_timeout=IDLE_CONNECTION_SECONDS,
@@ -276,6 +269,37 @@ class Gateway:
         if accepting.done():
             accepting.result()
         accepting.cancel()
+        await self._close(server)
+
+
+class Gateway(HttpThread):
+    """The HTTP server of one critic or reward server. It answers once started; requests are accepted after `connect`."""
+
+    name = "gateway"
+
+    def __init__(self, config: ServerConfig, access: Access, endpoints: Sequence[Endpoint], limits: RequestLimits, health: Health) -> None:
+        super().__init__(config, access)
+        self._limits = limits
+        self._health = health
+        self._routes = self._make_routes(endpoints)
+        self._upstream: Upstream | None = None
+        self._waiting = 0
+        self._pending_bytes = 0
+        self._sent: dict[object, float] = {}  # when each request that is not answered was passed on
+        self._refused, self._reported_at = 0, float("-inf")
+
+    def connect(self, upstream: Upstream) -> None:
+        """Accept requests from now on, for `upstream`, which is closed with this."""
+        self._upstream = upstream
+
+    def failure(self) -> str | None:
+        """As above, or why no request gets through."""
+        return super().failure() or self._health.stuck(self._oldest_seconds())
+
+    async def _open(self, **settings: object) -> web.Server:
+        return Server(self._handle, self._seats.leave, **settings)
+
+    async def _close(self, server: web.Server) -> None:
         await server.shutdown(ANSWER_SECONDS)
         if self._upstream is not None:
             await self._upstream.close()
