@@ -8,6 +8,7 @@ in the file that ALIGNER_TASK_FILE names. Its reward is the last line of its sta
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import selectors
@@ -22,7 +23,6 @@ from typing import Any
 
 from aligner.agents import AgentOutcome, SessionAccess
 from aligner.cluster import processes
-from aligner.endpoint.sessions import is_number
 from aligner.types import Prompt
 
 KEPT_BYTES = 64 * 2**10  # of either output: its end
@@ -142,11 +142,16 @@ class CommandAgents:
         if not isinstance(found, dict) or "reward" not in found:
             return AgentOutcome()
         reward, counts = found["reward"], found.get("counts") or {}
-        if not (reward is None or is_number(reward)):
+        if not (reward is None or _is_number(reward)):
             return AgentOutcome(failed=f"it printed reward={reward!r:.100}: must be a finite number, or null for none")
-        if not isinstance(counts, dict) or not all(map(is_number, counts.values())):
+        if not isinstance(counts, dict) or not all(map(_is_number, counts.values())):
             return AgentOutcome(failed=f"it printed counts={counts!r:.100}: must be numbers by name")
         return AgentOutcome(reward=reward, counts=counts)
+
+
+def _is_number(x: object) -> bool:
+    """Whether a value of JSON is a finite number."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def _mark(session: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
-from aligner.endpoint.generation import Generation
-from aligner.endpoint.requests import Ask, BadRequest, Fields, Model, tools_of
-from aligner.endpoint.text import CALL, CONTENT, Piece
+from aligner.endpoint.generation import Choice, Edge, Generation
+from aligner.endpoint.requests import Ask, BadRequest, Fields, Model, objects, tools_of
+from aligner.endpoint.text import CALL, CONTENT, REASONING, Piece
 
+_DELTAS = {CALL: ("input_json_delta", "partial_json"), CONTENT: ("text_delta", "text"), REASONING: ("thinking_delta", "thinking")}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -37,28 +39,25 @@ def _conversation(model: Model, fields: Fields) -> dict[str, Any]:
     turns: list[dict[str, Any]] = []
     if system := fields.take("system", (str, list)):
         turns.append({"role": "system", "content": _parts(system, "system")})
-    for place, given in enumerate(messages := fields.require("messages", list)):
-        turns += _turns(Fields(given, f"messages[{place}]"), f"messages[{place}].content")
+    for message in objects(messages := fields.require("messages", list), "messages"):
+        turns += _turns(message)
     if messages and turns[-1]["role"] == "assistant":
         raise BadRequest("messages: the last one is the assistant's, expected the user's: no response is begun for the model", "messages")
     offered = []
-    for place, given in enumerate(tools_of(fields) or ()):
-        own = Fields(given, f"tools[{place}]")
+    for own in objects(tools_of(fields) or (), "tools"):
         own.only("type", ("custom",), "tools are the client's own")
         schema = {"name": own.require("name", str), "description": own.take("description", str, "")}
         offered.append({"type": "function", "function": schema | {"parameters": own.require("input_schema", dict)}})
         own.ignore(("cache_control", "strict", "input_examples"))
-        own.end()
     return model.conversation(turns, offered)
 
 
-def _turns(message: Fields, where: str) -> list[dict[str, Any]]:
+def _turns(message: Fields) -> list[dict[str, Any]]:
     """A message in OpenAI's form: the results of tools are messages of their own there, in front of what the user says."""
     role, content = message.require("role", str), message.require("content", (str, list))
-    message.end()
     if role not in ("user", "assistant"):
         raise message.bad("role", role, "user or assistant")
-    turn: dict[str, Any] = {"role": role, "content": _parts(content, where, "thinking", "tool_use", "tool_result")}
+    turn: dict[str, Any] = {"role": role, "content": _parts(content, f"{message.where}.content", "thinking", "tool_use", "tool_result")}
     parts = turn["content"]
     results = [part for part in parts if part.get("role") == "tool"]
     calls = [part for part in parts if "function" in part]
@@ -73,8 +72,7 @@ def _turns(message: Fields, where: str) -> list[dict[str, Any]]:
 def _parts(content: Any, where: str, *more: str) -> list[dict[str, Any]]:
     """Blocks as OpenAI's parts; a tool's call and its result as what they are in messages there."""
     found: list[dict[str, Any]] = []
-    for place, given in enumerate([{"type": "text", "text": content}] if isinstance(content, str) else content):
-        block = Fields(given, f"{where}[{place}]")
+    for block in objects([{"type": "text", "text": content}] if isinstance(content, str) else content, where):
         kind = block.require("type", str)
         if kind not in ("text", "image", *more):
             raise block.bad("type", kind, ", ".join(("text", "image", *more)))
@@ -82,7 +80,7 @@ def _parts(content: Any, where: str, *more: str) -> list[dict[str, Any]]:
         if kind in ("text", "thinking"):
             found.append({"type": kind, kind: block.require(kind, str)})
         elif kind == "image":
-            source = Fields(block.require("source", dict), f"{where}[{place}].source")
+            source = Fields(block.require("source", dict), f"{block.where}.source")
             source.only("type", ("base64",), "nothing is loaded from elsewhere")
             url = f"data:{source.require('media_type', str)};base64,{source.require('data', str)}"
             found.append({"type": "image_url", "image_url": {"url": url}})
@@ -91,9 +89,8 @@ def _parts(content: Any, where: str, *more: str) -> list[dict[str, Any]]:
             found.append({"id": block.require("id", str), "type": "function", "function": function})
         else:
             block.ignore(("is_error",))
-            said = _parts(block.take("content", (str, list), ""), f"{where}[{place}].content")
+            said = _parts(block.take("content", (str, list), ""), f"{block.where}.content")
             found.append({"role": "tool", "tool_call_id": block.require("tool_use_id", str), "content": said})
-        block.end()
     return found
 
 
@@ -103,51 +100,44 @@ def _block(piece: Piece) -> dict[str, Any]:
     return {"type": "text", "text": piece.text} if piece.kind == CONTENT else {"type": "thinking", "thinking": piece.text, "signature": ""}
 
 
-def _message(model: Model, ask: Ask, generation: Generation, *, ended: bool) -> dict[str, Any]:
-    (choice,), (asked, said) = generation.choices, generation.usage()
-    message = {"id": f"msg_{ask.id}", "type": "message", "role": "assistant", "model": model.name, "content": []}
-    message |= {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": asked, "output_tokens": said}}
-    message |= {"weight_version": generation.version}
-    if ended and choice.result is not None:
-        message |= {"content": [_block(piece) for piece in choice.reply.pieces], **_end(choice)}
-        message |= {"prompt_token_ids": list(choice.prompt), "token_ids": list(choice.result.tokens)} if ask.ids else {}
-    return message
-
-
-def _end(choice: Any) -> dict[str, Any]:
+def _end(choice: Choice) -> dict[str, Any]:
     stopped = choice.reply.stopped
     reason = "stop_sequence" if stopped and not choice.reply.has_called else _STOP_REASONS[choice.finish_reason]
     return {"stop_reason": reason, "stop_sequence": stopped or None}
 
 
-async def whole(model: Model, ask: Ask, generation: Generation) -> dict[str, Any]:
-    async for _ in generation.steps():
-        pass
-    return _message(model, ask, generation, ended=True)
-
-
-async def stream(model: Model, ask: Ask, generation: Generation) -> AsyncIterator[dict[str, Any]]:
-    yield {"type": "message_start", "message": _message(model, ask, generation, ended=False)}
-    place, kind = -1, ""
+def _ids(generation: Generation) -> dict[str, Any]:
     (choice,) = generation.choices
-    async for step in generation.steps():
-        for piece in step.pieces:
-            if piece.kind != kind or kind == CALL:
-                if kind:
-                    yield {"type": "content_block_stop", "index": place}
-                place, kind = place + 1, piece.kind
-                empty = _block(Piece(kind, name=piece.name, arguments="{}", id=piece.id))
-                yield {"type": "content_block_start", "index": place, "content_block": empty}
-            delta = {CALL: ("input_json_delta", "partial_json"), CONTENT: ("text_delta", "text")}.get(kind, ("thinking_delta", "thinking"))
-            yield {
-                "type": "content_block_delta",
-                "index": place,
-                "delta": {"type": delta[0], delta[1]: piece.arguments if kind == CALL else piece.text},
-            }
-    if kind:
-        yield {"type": "content_block_stop", "index": place}
-    end: dict[str, Any] = {"type": "message_delta", "delta": _end(choice), "usage": {"output_tokens": choice.reply.num_tokens}}
-    if ask.ids and choice.result is not None:
-        end |= {"prompt_token_ids": list(choice.prompt), "token_ids": list(choice.result.tokens)}
-    yield end | {"weight_version": generation.version}
+    if not generation.ask.ids or choice.result is None:
+        return {}
+    return {"prompt_token_ids": list(choice.prompt), "token_ids": list(choice.result.tokens)}
+
+
+def _begun(generation: Generation) -> dict[str, Any]:
+    asked, said = generation.usage()
+    message = {"id": f"msg_{generation.ask.id}", "type": "message", "role": "assistant", "model": generation.model.name, "content": []}
+    message |= {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": asked, "output_tokens": said}}
+    return message | {"weight_version": generation.version}
+
+
+def whole(generation: Generation) -> dict[str, Any]:
+    (choice,) = generation.choices
+    content = [_block(piece) for piece in choice.reply.pieces]
+    return _begun(generation) | {"content": content} | _end(choice) | _ids(generation)
+
+
+async def stream(generation: Generation) -> AsyncIterator[dict[str, Any]]:
+    (choice,) = generation.choices
+    yield {"type": "message_start", "message": _begun(generation)}
+    async for edge, index, piece in generation.blocks():
+        if edge is Edge.begin:
+            yield {"type": "content_block_start", "index": index, "content_block": _block(replace(piece, arguments="{}"))}
+        elif edge is Edge.end:
+            yield {"type": "content_block_stop", "index": index}
+        else:
+            kind, name = _DELTAS[piece.kind]
+            delta = {"type": kind, name: piece.arguments if piece.kind == CALL else piece.text}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+    end = {"type": "message_delta", "delta": _end(choice), "usage": {"output_tokens": choice.reply.num_tokens}}
+    yield end | _ids(generation) | {"weight_version": generation.version}
     yield {"type": "message_stop"}

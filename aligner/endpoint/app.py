@@ -23,9 +23,9 @@ from aiohttp import web
 
 from aligner.data.messages import Message
 from aligner.endpoint import anthropic, openai, responses
-from aligner.endpoint.calls import SESSION, Sessions
 from aligner.endpoint.generation import RETRY, Generation, Inbox
-from aligner.endpoint.requests import Ask, BadRequest, Fields, Model
+from aligner.endpoint.requests import Ask, BadRequest, Fields, Model, reward_of
+from aligner.endpoint.sessions import KeptSessions
 from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.servers import gateway
 from aligner.servers.access import Access, advertised_host
@@ -34,6 +34,7 @@ from aligner.servers.gateway import HttpThread, Refusal
 
 LARGE_BYTES = 1 << 16  # a request of more is read beside the event loop
 WRITE_SECONDS = 60.0  # for a client to read what is ready for it
+SESSION = web.RequestKey("SESSION", str)  # of a request's key or header; "" for the endpoint's own key without the header
 SESSION_HEADER, VERSION_HEADER = "X-Session-ID", "X-Weight-Version"
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
@@ -43,8 +44,8 @@ class Interface:
     """How one path reads a request, and writes its responses as a whole and as a stream; `named`: the stream's events have names."""
 
     parse: Callable[[Model, Fields], Ask]
-    whole: Callable[[Model, Ask, Generation], Awaitable[dict[str, Any]]]
-    stream: Callable[[Model, Ask, Generation], AsyncIterator[dict[str, Any]]]
+    whole: Callable[[Generation], dict[str, Any]]
+    stream: Callable[[Generation], AsyncIterator[dict[str, Any]]]
     named: bool = False
 
 
@@ -66,7 +67,7 @@ class Endpoint(HttpThread):
     name = "endpoint"
     drain_seconds = 30.0
 
-    def __init__(self, model: Model, access: Access, config: ServerConfig, *, sessions: Sessions | None = None) -> None:
+    def __init__(self, model: Model, access: Access, config: ServerConfig, *, sessions: KeptSessions | None = None) -> None:
         super().__init__(config, access)
         self.model, self._sessions = model, sessions
         self.url = f"{access.scheme}://{advertised_host(config, os.environ)}:{self.port}"
@@ -128,7 +129,7 @@ class Endpoint(HttpThread):
         routes = [web.get("/health", health), web.get("/v1/models", models), web.get("/tokenizer_info", tokenizer)]
         routes += [web.post(path, partial(self._generate, one)) for path, one in INTERFACES.items()]
         routes += [web.post(path, partial(self._count, one)) for path, one in _COUNTS.items()]
-        return routes + (self._sessions.routes() if self._sessions is not None else [])
+        return routes + ([web.post("/sessions/{session}/reward", self._reward)] if self._sessions is not None else [])
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
@@ -218,17 +219,25 @@ class Endpoint(HttpThread):
     async def _count(self, count: Callable[[Model, Fields], dict[str, Any]], request: web.Request) -> web.StreamResponse:
         return _json(await self._parsed(request, count) | {"weight_version": self.model.live.version})
 
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        session = request.match_info["session"]
+        if self._sessions is None or request[SESSION] not in ("", session):
+            raise Refusal(403, f"this key is not that of session {session[:64]!r}")
+        posted = await self._parsed(request, lambda _, fields: reward_of(fields))
+        return _json({"session": session, "calls": self._sessions.reward(session, **posted)})
+
     async def _generate(self, interface: Interface, request: web.Request) -> web.StreamResponse:
         ask: Ask = await self._parsed(request, interface.parse)
         own = {"inbox": self._inbox, "sessions": self._sessions, "session": request[SESSION]}
         async with Generation(model=self.model, ask=ask, **own) as generation:
             if not ask.stream:
-                return _json(await interface.whole(self.model, ask, generation))
+                await generation.end()
+                return _json(interface.whole(generation))
             answer = web.StreamResponse(headers=_headers(generation.version) | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
             answer.content_type, answer.charset = "text/event-stream", "utf-8"
             await answer.prepare(request)
             try:
-                async for event in interface.stream(self.model, ask, generation):
+                async for event in interface.stream(generation):
                     await _send(answer, event, named=interface.named)
             except Refusal as error:  # too late for a status
                 failure = _error(request.path, error.status, str(error))

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
-from aligner.endpoint.calls import Call, SessionClosed, Sessions
-from aligner.endpoint.requests import Ask, BadRequest, Model
-from aligner.endpoint.text import Piece, Reply
+from aligner.endpoint.requests import Ask, Likeliest, Model
+from aligner.endpoint.sessions import Call, KeptSessions
+from aligner.endpoint.text import CALL, Piece, Reply
 from aligner.errors import AlignerError, EngineError
 from aligner.rollout.engine import GenResult
 from aligner.rollout.live import LiveRequest
@@ -76,7 +77,12 @@ class Choice:
     reply: Reply
     future: Future[GenResult] | None = None
     result: GenResult | None = None
-    prompt_index: int = 0
+    known: tuple[list[float], list[Likeliest]] | None = None  # of prompt and response but its first token, if they are asked for
+
+    @property
+    def tops(self) -> list[Likeliest]:
+        """The likeliest tokens in the places of the response's."""
+        return [] if self.known is None else self.known[1][len(self.prompt) - 1 :]
 
     @property
     def finish_reason(self) -> str:
@@ -94,6 +100,12 @@ class Step:
     is_last: bool
 
 
+class Edge(Enum):
+    """What happens to a block of a response."""
+
+    begin, grow, end = range(3)
+
+
 @dataclass(kw_only=True, eq=False)
 class Generation:
     """A context: leaving it drops the responses that are not finished. Raises Refusal."""
@@ -101,7 +113,7 @@ class Generation:
     model: Model
     ask: Ask
     inbox: Inbox
-    sessions: Sessions | None = None
+    sessions: KeptSessions | None = None
     session: str = ""
     choices: list[Choice] = field(default_factory=list)
     _arrived: deque[tuple[Choice, Sequence[int], Sequence[float], bool]] = field(default_factory=deque)
@@ -115,7 +127,7 @@ class Generation:
         if self.sessions is not None and self.session:
             ask.sampling = self.sessions.settings(self.session, ask.sampling)
         try:
-            for place, prompt in enumerate(ask.prompts):
+            for prompt in ask.prompts:
                 given = self.sessions.begin(self.session, prompt) if self.sessions is not None and self.session else None
                 seed = ask.seed if given is None else given
                 seed = self._own_seed() if seed is None else seed
@@ -128,13 +140,9 @@ class Generation:
                         has_tools=bool(ask.tools),
                         skip_special=ask.skip_special,
                     )
-                    own = {"index": len(self.choices), "prompt": prompt, "prompt_index": place}
-                    self.choices.append(Choice(**own, seed=choice_seed(seed, number), reply=reply))
+                    self.choices.append(Choice(index=len(self.choices), prompt=prompt, seed=choice_seed(seed, number), reply=reply))
             for choice in self.choices if ask.samples else ():
                 self._submit(choice)
-        except SessionClosed as error:
-            await self.__aexit__()
-            raise BadRequest(str(error), status=410 if error.gone else 409) from error
         except EngineError as error:
             await self.__aexit__()
             raise Refusal(503, str(error), RETRY) from error
@@ -198,6 +206,31 @@ class Generation:
                 pieces = choice.reply.close(choice.result)
                 left -= 1
                 yield Step(choice, choice.result.tokens[known:], choice.result.logprobs[known:], pieces, True)
+
+    async def end(self) -> None:
+        """Wait until all have ended, and look up the log-probs that were not drawn. Raises Refusal if the engine fails."""
+        async for _ in self.steps():
+            pass
+        if self.model.score is not None and (self.ask.top or self.ask.echo and self.ask.logprobs):
+            rows = [(*one.prompt, *(one.result.tokens if one.result is not None else ())) for one in self.choices]
+            found = await self.inbox.compute(self.model.score, rows, max(1, self.ask.top))
+            for choice, *known in zip(self.choices, *found, strict=True):
+                choice.known = tuple(known)
+
+    async def blocks(self) -> AsyncIterator[tuple[Edge, int, Piece]]:
+        """The only response in blocks: where one begins, what it grows by, and at its end the whole, each with the block's number."""
+        number, whole = -1, Piece("")
+        async for step in self.steps():
+            for piece in step.pieces:
+                if piece.kind != whole.kind or piece.kind == CALL:
+                    if whole.kind:
+                        yield Edge.end, number, whole
+                    number, whole = number + 1, replace(piece, text="")
+                    yield Edge.begin, number, whole
+                whole = replace(whole, text=whole.text + piece.text)
+                yield Edge.grow, number, piece
+        if whole.kind:
+            yield Edge.end, number, whole
 
     @property
     def version(self) -> int:

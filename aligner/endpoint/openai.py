@@ -7,7 +7,7 @@ from typing import Any
 
 from aligner.data.messages import text_of
 from aligner.endpoint.generation import Choice, Generation
-from aligner.endpoint.requests import MOST_CHOICES, Ask, BadRequest, Fields, Model, tools_of
+from aligner.endpoint.requests import MOST_CHOICES, ONLY_DRAWN, Ask, BadRequest, Fields, Likeliest, Model, tools_of
 from aligner.endpoint.text import CALL, CONTENT, REASONING, Piece
 
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -17,7 +17,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False, True), ""),
     "truncate_prompt_tokens": ((), "prompts are never cut"),
 }
-_ONLY_CHOSEN = "the engine gives the log-probs of the tokens that it drew"
+_TEXTS = {CONTENT: "content", REASONING: "reasoning_content"}
 
 
 def _fixed(fields: Fields, *names: str) -> None:
@@ -35,15 +35,19 @@ def _streamed(fields: Fields, ask: Ask) -> Ask:
     return ask
 
 
-def _envelope(model: Model, ask: Ask, generation: Generation, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
-    about = {"id": f"{prefix}-{ask.id}", "object": kind, "created": ask.created, "model": model.name, "choices": choices}
+def _envelope(generation: Generation, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    prefix, ask = "chatcmpl" if kind.startswith("chat") else "cmpl", generation.ask
+    about = {"id": f"{prefix}-{ask.id}", "object": kind, "created": ask.created, "model": generation.model.name, "choices": choices}
     return about | {"weight_version": generation.version} | more
 
 
 def _usage(generation: Generation) -> dict[str, int]:
     asked, said = generation.usage()
     return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+
+
+def _name(model: Model, token: int) -> str:
+    return model.tokenizer.decode([token], skip_special=False)
 
 
 # ---- POST /inference/v1/generate
@@ -55,7 +59,7 @@ def parse_generate(model: Model, fields: Fields) -> Ask:
     stream = fields.take("stream", bool, False)
     own = model.settings(params, limits=("max_tokens",))
     n = model.choices(params)
-    params.only("logprobs", (0, 1, True), _ONLY_CHOSEN)
+    params.only("logprobs", (0, 1, True), ONLY_DRAWN)
     for name in ("prompt_logprobs", "truncate_prompt_tokens"):
         params.only(name, (), "not of prompts")
     params.ignore(("spaces_between_special_tokens", "include_stop_str_in_output", "detokenize", "routed_experts_prompt_start"))
@@ -71,29 +75,24 @@ def _token_content(ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, A
     return {"content": [{"token": f"token_id:{one}", "logprob": p} for one, p in zip(ids, logprobs, strict=True)]}
 
 
-async def whole_generate(model: Model, ask: Ask, generation: Generation) -> dict[str, Any]:
+def whole_generate(generation: Generation) -> dict[str, Any]:
     choices = []
-    for choice in await _ended(generation):
+    for choice in generation.choices:
         result = choice.result
         own = {"index": choice.index, "token_ids": list(result.tokens), "finish_reason": result.finish_reason.value, "seed": choice.seed}
         own |= {"logprobs": _token_content(result.tokens, result.logprobs), "weight_version": result.weight_version}
         choices.append(own | ({"weight_versions": [list(one) for one in result.versions]} if result.versions else {}))
-    return {"request_id": f"gen-{ask.id}", "choices": choices, "usage": _usage(generation), "weight_version": generation.version}
+    about = {"usage": _usage(generation), "weight_version": generation.version}
+    return {"request_id": f"gen-{generation.ask.id}", "choices": choices, **about}
 
 
-async def stream_generate(model: Model, ask: Ask, generation: Generation) -> AsyncIterator[dict[str, Any]]:
+async def stream_generate(generation: Generation) -> AsyncIterator[dict[str, Any]]:
     async for step in generation.steps():
         if step.ids or step.is_last:
             own = {"index": step.choice.index, "token_ids": list(step.ids), "logprobs": _token_content(step.ids, step.logprobs)}
             reason = step.choice.result.finish_reason.value if step.is_last and step.choice.result else None
             choices = [own | {"finish_reason": reason}]
-            yield {"request_id": f"gen-{ask.id}", "choices": choices, "weight_version": generation.version}
-
-
-async def _ended(generation: Generation) -> list[Choice]:
-    async for _ in generation.steps():
-        pass
-    return generation.choices
+            yield {"request_id": f"gen-{generation.ask.id}", "choices": choices, "weight_version": generation.version}
 
 
 # ---- POST /v1/completions
@@ -103,18 +102,15 @@ def parse_completions(model: Model, fields: Fields) -> Ask:
     given = fields.require("prompt", (str, list))
     rows = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     special = fields.take("add_special_tokens", bool, True)
-    logprobs = fields.take("logprobs", int)
-    if logprobs is not None and not 0 <= logprobs <= 1:
-        raise BadRequest(f"logprobs={logprobs}: {_ONLY_CHOSEN}; allowed: 0, 1", "logprobs")
     echo = fields.take("echo", bool, False)
     samples = not (echo and fields.peek("max_tokens") == 0)
     if not samples:
         fields.take("max_tokens", int)
     own = model.settings(fields, limits=("max_tokens",), usual=16)
-    n = model.choices(fields)
+    n, top = model.choices(fields), model.alternatives(fields, "logprobs", own, drawn=1)
     if echo and own["stream"]:
         raise BadRequest("echo: not with stream; allowed: one of them", "echo")
-    if echo and logprobs is not None and model.score is None:
+    if echo and top is not None and model.score is None:
         raise BadRequest("echo: the log-probs of prompts are not known here; allowed: without logprobs", "echo")
     _fixed(fields, "logit_bias", "suffix", "response_format", "truncate_prompt_tokens")
     if not rows or len(rows) * n > MOST_CHOICES:
@@ -122,7 +118,7 @@ def parse_completions(model: Model, fields: Fields) -> Ask:
     prompts = [_prompt(model, row, special) for row in rows]
     for prompt in prompts:
         model.check(prompt, "prompt", room=int(samples))
-    return _streamed(fields, Ask(**own, prompts=prompts, n=n, logprobs=logprobs is not None, echo=echo, samples=samples))
+    return _streamed(fields, Ask(**own, prompts=prompts, n=n, logprobs=top is not None, top=top or 0, echo=echo, samples=samples))
 
 
 def _prompt(model: Model, row: object, special: bool) -> tuple[int, ...]:
@@ -131,66 +127,59 @@ def _prompt(model: Model, row: object, special: bool) -> tuple[int, ...]:
     return tuple(model.tokenizer.encode(text_of(row, "prompt", empty=True), add_special=special))
 
 
-def _legacy(model: Model, ids: Iterable[int], logprobs: Iterable[float | None], tops: Iterable[Any], offset: int = 0) -> dict[str, Any]:
-    """The form of log-probs in completions."""
-    tokens = [model.tokenizer.decode([one], skip_special=False) for one in ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": list(tops), "text_offset": offsets}
+def _legacy(model: Model, drawn: Iterable[tuple[int, float | None]], tops: Iterable[Likeliest]) -> dict[str, Any]:
+    """The form of log-probs in completions: of each token, and by name of it and of the likeliest in its place."""
+    found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    offset = 0
+    for (token, p), likeliest in zip(drawn, tops, strict=True):
+        name = _name(model, token)
+        found["tokens"].append(name)
+        found["token_logprobs"].append(p)
+        found["top_logprobs"].append(None if p is None else {_name(model, one): q for one, q in reversed(likeliest)} | {name: p})
+        found["text_offset"].append(offset)
+        offset += len(name)
+    return found
 
 
-def _completion(model: Model, ask: Ask, choice: Choice, scored: Any) -> dict[str, Any]:
-    """`scored`: the log-probs of the prompt, if they are asked for."""
-    result = choice.result
-    ids, drawn = (result.tokens, result.logprobs) if result is not None else ((), ())
-    text, logprobs = choice.reply.joined(CONTENT), None
-    names = [model.tokenizer.decode([one], skip_special=False) for one in ids] if ask.logprobs else []
-    tops: list[dict[str, float] | None] = [{name: one} for name, one in zip(names, drawn, strict=False)]
+def _completion(generation: Generation, choice: Choice) -> dict[str, Any]:
+    model, ask, result, prompt = generation.model, generation.ask, choice.result, choice.prompt
+    text = choice.reply.joined(CONTENT)
+    drawn: list[tuple[int, float | None]] = [] if result is None else list(zip(result.tokens, result.logprobs, strict=True))
+    tops = choice.tops if ask.top else [[]] * len(drawn)
     if ask.echo:
-        text = model.tokenizer.decode(choice.prompt, skip_special=False) + text
-    if ask.echo and ask.logprobs:
-        own, best = scored
-        before: list[dict[str, float] | None] = [None]
-        for token, p, (likeliest, most) in zip(choice.prompt[1:], own, best, strict=True):
-            other = {} if likeliest == token else {model.tokenizer.decode([likeliest], skip_special=False): most}
-            before.append({model.tokenizer.decode([token], skip_special=False): p} | other)  # clients compare with the largest
-        logprobs = _legacy(model, (*choice.prompt, *ids), [None, *own, *drawn], [*before, *tops])
-    elif ask.logprobs:
-        logprobs = _legacy(model, ids, drawn, tops)
-    found = {"index": choice.index, "text": text, "finish_reason": choice.finish_reason, "logprobs": logprobs}
-    found |= {"stop_reason": choice.reply.stopped or None}
-    return found | ({"token_ids": list(ids), "prompt_token_ids": list(choice.prompt)} if ask.ids else {})
+        text = model.tokenizer.decode(prompt, skip_special=False) + text
+    if ask.echo and choice.known is not None:
+        own, likeliest = (one[: len(prompt) - 1] for one in choice.known)
+        drawn = [(prompt[0], None), *zip(prompt[1:], own, strict=True), *drawn]
+        tops = [[], *likeliest, *tops]
+    found = {"index": choice.index, "text": text, "finish_reason": choice.finish_reason, "stop_reason": choice.reply.stopped or None}
+    found |= {"logprobs": _legacy(model, drawn, tops) if ask.logprobs else None}
+    return found | ({"token_ids": [] if result is None else list(result.tokens), "prompt_token_ids": list(prompt)} if ask.ids else {})
 
 
-async def whole_completions(model: Model, ask: Ask, generation: Generation) -> dict[str, Any]:
-    choices = await _ended(generation)
-    scored: list[Any] = [None] * len(ask.prompts)
-    if ask.echo and ask.logprobs and model.score is not None:
-        scored = list(zip(*await generation.inbox.compute(model.score, ask.prompts), strict=True))
-    found = [_completion(model, ask, choice, scored[choice.prompt_index]) for choice in choices]
-    return _envelope(model, ask, generation, "text_completion", found, usage=_usage(generation))
+def whole_completions(generation: Generation) -> dict[str, Any]:
+    found = [_completion(generation, choice) for choice in generation.choices]
+    return _envelope(generation, "text_completion", found, usage=_usage(generation))
 
 
-async def stream_completions(model: Model, ask: Ask, generation: Generation) -> AsyncIterator[dict[str, Any]]:
-    begun: set[int] = set()
+async def stream_completions(generation: Generation) -> AsyncIterator[dict[str, Any]]:
+    ask, begun = generation.ask, set[int]()
     async for step in generation.steps():
         text = "".join(piece.text for piece in step.pieces)
         if not text and not step.is_last and not (ask.ids or ask.logprobs):
             continue
         own: dict[str, Any] = {"index": step.choice.index, "text": text, "logprobs": None}
         if ask.logprobs:
-            names = [model.tokenizer.decode([one], skip_special=False) for one in step.ids]
-            own["logprobs"] = _legacy(model, step.ids, step.logprobs, [{name: p} for name, p in zip(names, step.logprobs, strict=True)])
+            drawn = list(zip(step.ids, step.logprobs, strict=True))
+            own["logprobs"] = _legacy(generation.model, drawn, [[]] * len(drawn))
         own |= {"finish_reason": step.choice.finish_reason if step.is_last else None}
         if ask.ids:
             first = {} if step.choice.index in begun else {"prompt_token_ids": list(step.choice.prompt)}
             own |= {"token_ids": list(step.ids)} | first
             begun.add(step.choice.index)
-        yield _envelope(model, ask, generation, "text_completion", [own])
+        yield _envelope(generation, "text_completion", [own])
     if ask.usage:
-        yield _envelope(model, ask, generation, "text_completion", [], usage=_usage(generation))
+        yield _envelope(generation, "text_completion", [], usage=_usage(generation))
 
 
 # ---- POST /v1/chat/completions
@@ -201,59 +190,67 @@ def parse_chat(model: Model, fields: Fields) -> Ask:
     own = model.settings(fields, limits=("max_completion_tokens", "max_tokens"))
     n = model.choices(fields)
     logprobs = fields.take("logprobs", bool, False)
-    fields.only("top_logprobs", (0,), _ONLY_CHOSEN)
+    top = model.alternatives(fields, "top_logprobs", own) or 0
+    if top and not logprobs:
+        raise BadRequest(f"top_logprobs={top}: beside log-probs only; allowed: with logprobs=true", "top_logprobs")
     fields.only("modalities", (["text"],), "the model answers with text")
     fields.only("reasoning_effort", (), "how long the model thinks is its own")
     _fixed(fields, "logit_bias", "response_format", "store", "truncate_prompt_tokens")
-    return _streamed(fields, Ask(**own, **model.conversation(messages, tools), n=n, logprobs=logprobs))
+    return _streamed(fields, Ask(**own, **model.conversation(messages, tools), n=n, logprobs=logprobs, top=top))
 
 
-def chat_logprobs(model: Model, ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
-    """The form of log-probs in chats, of the tokens that were drawn."""
-    names = [model.tokenizer.decode([one], skip_special=False) for one in ids]
-    return [
-        {"token": name, "logprob": p, "bytes": list(name.encode()), "top_logprobs": []} for name, p in zip(names, logprobs, strict=True)
+def chat_logprobs(model: Model, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Likeliest] = ()) -> list[dict[str, Any]]:
+    """The form of log-probs in chats: of the tokens that were drawn, and of the likeliest in their places."""
+
+    def about(token: int, p: float) -> dict[str, Any]:
+        return {"token": (name := _name(model, token)), "logprob": p, "bytes": list(name.encode())}
+
+    each = zip(ids, logprobs, tops or [[]] * len(ids), strict=True)
+    return [about(token, p) | {"top_logprobs": [about(*one) for one in likeliest]} for token, p, likeliest in each]
+
+
+def _said(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """What pieces add to a message; of each kind what there is."""
+    texts = {name: "".join(piece.text for piece in pieces if piece.kind == kind) for kind, name in _TEXTS.items()}
+    calls = [
+        {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": piece.arguments}}
+        for piece in pieces
+        if piece.kind == CALL
     ]
+    return {name: text for name, text in texts.items() if text} | ({"tool_calls": calls} if calls else {})
 
 
-def _call(piece: Piece) -> dict[str, Any]:
-    return {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": piece.arguments}}
-
-
-async def whole_chat(model: Model, ask: Ask, generation: Generation) -> dict[str, Any]:
-    choices = []
-    for choice in await _ended(generation):
-        result, reply = choice.result, choice.reply
-        calls, thought = [_call(piece) for piece in reply.pieces if piece.kind == CALL], reply.joined(REASONING)
-        message: dict[str, Any] = {"role": "assistant", "content": reply.joined(CONTENT) or (None if calls else ""), "refusal": None}
-        message |= ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thought} if thought else {})
-        own = {"index": choice.index, "message": message, "finish_reason": choice.finish_reason, "stop_reason": reply.stopped or None}
-        own["logprobs"] = {"content": chat_logprobs(model, result.tokens, result.logprobs), "refusal": None} if ask.logprobs else None
-        choices.append(own | ({"token_ids": list(result.tokens)} if ask.ids else {}))
+def whole_chat(generation: Generation) -> dict[str, Any]:
+    model, ask, choices = generation.model, generation.ask, []
+    for choice in generation.choices:
+        result, said = choice.result, _said(choice.reply.pieces)
+        message = {"role": "assistant", "content": None if "tool_calls" in said else "", "refusal": None} | said
+        own = {"index": choice.index, "message": message, "finish_reason": choice.finish_reason, "logprobs": None}
+        own |= {"stop_reason": choice.reply.stopped or None} | ({"token_ids": list(result.tokens)} if ask.ids else {})
+        if ask.logprobs:
+            content = chat_logprobs(model, result.tokens, result.logprobs, choice.tops if ask.top else ())
+            own["logprobs"] = {"content": content, "refusal": None}
+        choices.append(own)
     more = {"prompt_token_ids": list(ask.prompts[0])} if ask.ids else {}
-    return _envelope(model, ask, generation, "chat.completion", choices, usage=_usage(generation), **more)
+    return _envelope(generation, "chat.completion", choices, usage=_usage(generation), **more)
 
 
-async def stream_chat(model: Model, ask: Ask, generation: Generation) -> AsyncIterator[dict[str, Any]]:
+async def stream_chat(generation: Generation) -> AsyncIterator[dict[str, Any]]:
     def chunk(choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return _envelope(model, ask, generation, "chat.completion.chunk", choices, **more)
+        return _envelope(generation, "chat.completion.chunk", choices, **more)
 
-    first: dict[str, Any] = {"role": "assistant", "content": ""}
+    ask, first = generation.ask, {"role": "assistant", "content": ""}
     ids = {"prompt_token_ids": list(ask.prompts[0])} if ask.ids else {}
     yield chunk([{"index": one.index, "delta": first, "finish_reason": None, "logprobs": None} for one in generation.choices], **ids)
-    calls = dict.fromkeys(range(len(generation.choices)), 0)
+    calls = [0] * len(generation.choices)
     async for step in generation.steps():
-        delta: dict[str, Any] = {}
-        for kind, name in ((CONTENT, "content"), (REASONING, "reasoning_content")):
-            if text := "".join(piece.text for piece in step.pieces if piece.kind == kind):
-                delta[name] = text
-        called = [_call(piece) for piece in step.pieces if piece.kind == CALL]
-        if called:
-            delta["tool_calls"] = [one | {"index": place} for place, one in enumerate(called, calls[step.choice.index])]
-            calls[step.choice.index] += len(called)
-        own: dict[str, Any] = {"index": step.choice.index, "delta": delta, "finish_reason": None, "logprobs": None}
+        place, delta = step.choice.index, _said(step.pieces)
+        for call in delta.get("tool_calls", ()):
+            call["index"] = calls[place]
+            calls[place] += 1
+        own: dict[str, Any] = {"index": place, "delta": delta, "finish_reason": None, "logprobs": None}
         if ask.logprobs and step.ids:
-            own["logprobs"] = {"content": chat_logprobs(model, step.ids, step.logprobs), "refusal": None}
+            own["logprobs"] = {"content": chat_logprobs(generation.model, step.ids, step.logprobs), "refusal": None}
         own |= {"token_ids": list(step.ids)} if ask.ids else {}
         if step.is_last:
             own |= {"finish_reason": step.choice.finish_reason, "stop_reason": step.choice.reply.stopped or None}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -29,12 +30,16 @@ from aligner.types.extras import MOST_IMAGES, Images
 
 MOST_CHOICES = 1024  # of one request: its prompts times `n`
 MOST_STOPS = 64
+MOST_TOP = 20  # tokens named in place of a drawn one
+ONLY_DRAWN = "the engine gives the log-probs of the tokens that it drew"
+_KINDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 _SEEDS = range(-(1 << 63), 1 << 63)
 _IGNORED = frozenset({"model", "user", "metadata", "safety_identifier", "service_tier"})
 _IGNORED |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
 _RANGES = {"temperature": (0.001, 1000.0), "repetition_penalty": (0.001, 1000.0)}  # the engine divides by them
 
-Score = Callable[[Sequence[Sequence[int]]], tuple[list[list[float]], list[list[tuple[int, float]]]]]
+Likeliest = list[tuple[int, float]]  # tokens and their log-probs
+Score = Callable[[Sequence[Sequence[int]], int], tuple[list[list[float]], list[list[Likeliest]]]]
 
 
 class BadRequest(Refusal):
@@ -53,7 +58,7 @@ class Fields:
             raise BadRequest(f"{where or 'the body'} is {shown(value)}, expected a JSON object", where or None)
         self._left = {name: one for name, one in value.items() if one is not None}
         self._known: list[str] = []
-        self._where = f"{where}." if where else ""
+        self.where, self._where = where, f"{where}." if where else ""
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """The value of a field. Raises BadRequest if it is of another kind."""
@@ -64,8 +69,7 @@ class Fields:
         if float in kinds and type(value) is int and abs(value) < 1 << 63:
             value = float(value)
         if not isinstance(value, kinds) or (isinstance(value, bool) and not {bool, object} & {*kinds}):
-            expected = " or ".join({dict: "an object", list: "a list", str: "a string"}.get(one, one.__name__) for one in kinds)
-            raise self.bad(name, value, expected)
+            raise self.bad(name, value, " or ".join(map(_KINDS.__getitem__, kinds)))
         return value
 
     def peek(self, name: str) -> Any:
@@ -104,6 +108,14 @@ class Fields:
             raise BadRequest(f"unknown parameter {named}; known here: {', '.join(sorted(self._known))}", next(iter(sorted(self._left))))
 
 
+def objects(items: Sequence[object], where: str) -> Iterator[Fields]:
+    """The objects of a list, whose fields all have to be taken."""
+    for place, item in enumerate(items):
+        fields = Fields(item, f"{where}[{place}]")
+        yield fields
+        fields.end()
+
+
 @dataclass(kw_only=True, slots=True)
 class Ask:
     """What one request asks for: `n` responses to each of its prompts."""
@@ -115,6 +127,7 @@ class Ask:
     stream: bool = False
     usage: bool = False  # in the last chunk of a stream
     logprobs: bool = False
+    top: int = 0  # of the likeliest tokens in each place, whose log-probs are named too
     ids: bool = False  # token ids in the answer
     echo: bool = False
     samples: bool = True  # False: only the prompts are wanted back
@@ -132,7 +145,7 @@ class Ask:
 class Model:
     """The policy as requests see it: `name`, and `sampling` for what they leave open; from `seed` come the seeds of those without one.
 
-    `score`: of texts, for every token but the first, its log-prob, and (likeliest token, its log-prob); None where they cannot be had.
+    `score`: of texts, for every token but the first, its log-prob, and so many likeliest tokens; None where they cannot be had.
     """
 
     name: str
@@ -200,6 +213,17 @@ class Model:
             raise fields.bad("n", n, f"a number from 1 to {MOST_CHOICES}")
         fields.only("best_of", (1,), "every sampled response is returned")
         return n
+
+    def alternatives(self, fields: Fields, name: str, own: Mapping[str, Any], *, drawn: int = 0) -> int | None:
+        """How many of the likeliest tokens are asked for in each place; None: no log-probs. The drawn one can stand for up to `drawn`."""
+        if (count := fields.take(name, int)) is None:
+            return None
+        are_known = self.score is not None and not own["stream"] and own["sampling"].temperature in (0, 1)
+        most = MOST_TOP if are_known else drawn
+        if not 0 <= count <= most:
+            more = f"; {drawn + 1} to {MOST_TOP}: from `aligner serve`, as a whole, at temperature 0 or 1" if not are_known else ""
+            raise BadRequest(f"{name}={count}: {ONLY_DRAWN}; allowed: {f'0 to {most}' if most else 0}{more}", name)
+        return count if are_known else 0
 
     def tokens_of(self, value: object, what: str) -> tuple[int, ...]:
         """Token ids, checked."""
@@ -278,3 +302,14 @@ def tools_of(fields: Fields) -> object:
         raise BadRequest(f"tool_choice={shown(choice)}: the model cannot be made to call a tool; allowed: auto, none", "tool_choice")
     fields.only("parallel_tool_calls", (True,), "the model decides how many tools it calls")
     return None if kind == "none" else tools
+
+
+def reward_of(fields: Fields) -> dict[str, Any]:
+    """{"reward": number, "turn": its number from 1 (else of the whole session), "done": true: no call follows}."""
+    posted = {"reward": fields.take("reward", float), "turn": fields.take("turn", int), "done": fields.take("done", bool)}
+    fields.end()
+    if all(value is None for value in posted.values()):
+        raise BadRequest('the body is empty, expected {"reward": number, "turn": number, "done": bool}')
+    if not math.isfinite(posted["reward"] or 0.0):
+        raise fields.bad("reward", posted["reward"], "a finite number")
+    return posted | {"done": bool(posted["done"])}

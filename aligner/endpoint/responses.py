@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
-from aligner.endpoint.generation import Generation
+from aligner.endpoint.generation import Edge, Generation
 from aligner.endpoint.openai import chat_logprobs
-from aligner.endpoint.requests import Ask, Fields, Model, tools_of
+from aligner.endpoint.requests import Ask, Fields, Model, objects, tools_of
 from aligner.endpoint.text import CALL, CONTENT, Piece
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -20,7 +21,6 @@ def parse(model: Model, fields: Fields) -> Ask:
     fields.only("reasoning", ({},), "how the model thinks is its own")
     fields.only("text", ({}, {"format": {"type": "text"}}), "responses are not held to a form")
     fields.only("truncation", ("disabled",), "prompts are never cut")
-    fields.only("top_logprobs", (0,), "the engine gives the log-probs of the tokens that it drew")
     include = fields.take("include", list, [])
     if wrong := [one for one in include if one not in ("message.output_text.logprobs", "reasoning.encrypted_content")]:
         raise fields.bad("include", wrong[0], "message.output_text.logprobs")
@@ -35,17 +35,17 @@ def parse(model: Model, fields: Fields) -> Ask:
         raise fields.bad("tools", wrong[0], "tools of type function: the client's own")
     asked = model.conversation(turns, [{name: one[name] for name in one if name not in ("type", "strict")} for one in offered or ()])
     own = model.settings(fields, limits=("max_output_tokens",))
+    top = model.alternatives(fields, "top_logprobs", own) or 0
     fields.ignore(("store", "stream_options", "max_tool_calls", "verbosity"))
     fields.end()
-    return Ask(**own, **asked, given=given, logprobs="message.output_text.logprobs" in include)
+    return Ask(**own, **asked, given=given, logprobs="message.output_text.logprobs" in include, top=top)
 
 
 def _turns(items: list[Any]) -> list[dict[str, Any]]:
     """The items of a conversation as messages: an assistant's thinking, text and calls are one of them."""
     turns: list[dict[str, Any]] = []
-    for place, given in enumerate(items):
-        item = Fields(given, where := f"input[{place}]")
-        kind = item.take("type", str, "message")
+    for item in objects(items, "input"):
+        kind, where = item.take("type", str, "message"), item.where
         item.ignore(("id", "status", "phase", "namespace"))
         if kind == "message":
             turn = {"role": item.require("role", str), "content": _content(item.require("content", (str, list)), f"{where}.content")}
@@ -65,7 +65,6 @@ def _turns(items: list[Any]) -> list[dict[str, Any]]:
             turns.append({"role": "assistant", "content": "", "reasoning_content": _content(thoughts, f"{where}.content")})
         else:
             raise item.bad("type", kind, "message, function_call, function_call_output or reasoning")
-        item.end()
     return turns
 
 
@@ -86,8 +85,7 @@ def _content(content: Any, where: str) -> Any:
     if isinstance(content, str):
         return content
     parts = []
-    for place, given in enumerate(content):
-        part = Fields(given, f"{where}[{place}]")
+    for part in objects(content, where):
         kind = part.require("type", str)
         part.ignore(("annotations", "logprobs", "detail"))
         if kind in _TEXTS:
@@ -96,7 +94,6 @@ def _content(content: Any, where: str) -> Any:
             parts.append({"type": "image_url", "image_url": {"url": part.require("image_url", str)}})
         else:
             raise part.bad("type", kind, "input_text, output_text or input_image")
-        part.end()
     return parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)
 
 
@@ -118,18 +115,19 @@ def _part(piece: Piece) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": piece.text}
 
 
-def _response(model: Model, ask: Ask, generation: Generation, *, ended: bool) -> dict[str, Any]:
-    (choice,), (asked, said), sampling = generation.choices, generation.usage(), ask.sampling
+def _response(generation: Generation, *, ended: bool) -> dict[str, Any]:
+    (choice,), (asked, said), ask = generation.choices, generation.usage(), generation.ask
     is_cut = ended and choice.finish_reason == "length"
-    response: dict[str, Any] = {"id": f"resp_{ask.id}", "object": "response", "created_at": ask.created, "model": model.name, **ask.given}
-    response |= {"status": "incomplete" if is_cut else "completed" if ended else "in_progress", "error": None, "output": []}
-    response |= {"incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "parallel_tool_calls": True}
-    response |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "text": {"format": {"type": "text"}}, "usage": None}
+    response: dict[str, Any] = {"id": f"resp_{ask.id}", "object": "response", "created_at": ask.created, "model": generation.model.name}
+    response |= {"status": "incomplete" if is_cut else "completed" if ended else "in_progress", "error": None, "output": []} | ask.given
+    response |= {"incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "parallel_tool_calls": True, "usage": None}
+    response |= {"temperature": ask.sampling.temperature, "top_p": ask.sampling.top_p, "text": {"format": {"type": "text"}}}
     response |= {"previous_response_id": None, "truncation": "disabled", "weight_version": generation.version}
     if ended and choice.result is not None:
         output = [_item(ask, place, piece) for place, piece in enumerate(choice.reply.pieces)]
         if ask.logprobs and (texts := [one for one in output if one["type"] == "message"]):
-            texts[-1]["content"][0]["logprobs"] = chat_logprobs(model, choice.result.tokens, choice.result.logprobs)
+            drawn = chat_logprobs(generation.model, choice.result.tokens, choice.result.logprobs, choice.tops if ask.top else ())
+            texts[-1]["content"][0]["logprobs"] = drawn
         details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
         usage = {"input_tokens": asked, "output_tokens": said, "total_tokens": asked + said}
         response |= {"output": output, "usage": usage | details}
@@ -137,62 +135,38 @@ def _response(model: Model, ask: Ask, generation: Generation, *, ended: bool) ->
     return response
 
 
-async def whole(model: Model, ask: Ask, generation: Generation) -> dict[str, Any]:
-    async for _ in generation.steps():
-        pass
-    return _response(model, ask, generation, ended=True)
+def whole(generation: Generation) -> dict[str, Any]:
+    return _response(generation, ended=True)
 
 
-async def stream(model: Model, ask: Ask, generation: Generation) -> AsyncIterator[dict[str, Any]]:
-    number = 0
+async def stream(generation: Generation) -> AsyncIterator[dict[str, Any]]:
+    numbers = itertools.count()
 
     def event(kind: str, **more: Any) -> dict[str, Any]:
-        nonlocal number
-        number += 1
-        return {"type": f"response.{kind}", "sequence_number": number - 1, **more}
+        return {"type": f"response.{kind}", "sequence_number": next(numbers), **more}
 
     for kind in ("created", "in_progress"):
-        yield event(kind, response=_response(model, ask, generation, ended=False))
-    (choice,), shown = generation.choices, 0
-    begun = Piece("")
-
-    def opened(place: int, piece: Piece) -> list[dict[str, Any]]:
-        item = _item(ask, place, piece, ended=False)
-        events = [event("output_item.added", output_index=place, item=item)]
-        if piece.kind != CALL:
-            empty = _part(Piece(piece.kind))
-            events.append(event("content_part.added", item_id=item["id"], output_index=place, content_index=0, part=empty))
-        return events
-
-    def grown(place: int, piece: Piece) -> dict[str, Any]:
-        at = {"item_id": _item(ask, place, piece)["id"], "output_index": place}
-        if piece.kind == CALL:
-            return event("function_call_arguments.delta", **at, delta=piece.arguments)
-        name, more = ("output_text.delta", {"logprobs": []}) if piece.kind == CONTENT else ("reasoning_text.delta", {})
-        return event(name, **at, content_index=0, delta=piece.text, **more)
-
-    def closed(place: int, piece: Piece) -> list[dict[str, Any]]:
-        item = _item(ask, place, piece)
-        at = {"item_id": item["id"], "output_index": place}
-        if piece.kind == CALL:
-            events = [event("function_call_arguments.done", **at, arguments=piece.arguments, name=piece.name)]
+        yield event(kind, response=_response(generation, ended=False))
+    async for edge, place, piece in generation.blocks():
+        item = _item(generation.ask, place, piece, ended=edge is Edge.end)
+        at: dict[str, Any] = {"item_id": item["id"], "output_index": place}
+        is_call, in_part = piece.kind == CALL, at | {"content_index": 0}
+        name, more = ("output_text", {"logprobs": []}) if piece.kind == CONTENT else ("reasoning_text", {})
+        if edge is Edge.begin:
+            yield event("output_item.added", output_index=place, item=item)
+            if not is_call:
+                yield event("content_part.added", **in_part, part=_part(piece))
+        elif edge is Edge.grow:
+            if is_call:
+                yield event("function_call_arguments.delta", **at, delta=piece.arguments)
+            else:
+                yield event(f"{name}.delta", **in_part, delta=piece.text, **more)
         else:
-            name, more = ("output_text.done", {"logprobs": []}) if piece.kind == CONTENT else ("reasoning_text.done", {})
-            events = [event(name, **at, content_index=0, text=piece.text, **more)]
-            events.append(event("content_part.done", **at, content_index=0, part=_part(piece)))
-        return [*events, event("output_item.done", output_index=place, item=item)]
-
-    async for step in generation.steps():
-        for piece in step.pieces:
-            if piece.kind != begun.kind or piece.kind == CALL:
-                for one in closed(shown - 1, begun) if begun.kind else ():
-                    yield one
-                begun, shown = Piece(piece.kind, "", piece.name, piece.arguments, piece.id), shown + 1
-                for one in opened(shown - 1, begun):
-                    yield one
-            begun = Piece(begun.kind, begun.text + piece.text, begun.name, begun.arguments, begun.id)
-            yield grown(shown - 1, piece)
-    for one in closed(shown - 1, begun) if begun.kind else ():
-        yield one
-    kind = "incomplete" if choice.finish_reason == "length" else "completed"
-    yield event(kind, response=_response(model, ask, generation, ended=True))
+            if is_call:
+                yield event("function_call_arguments.done", **at, arguments=piece.arguments, name=piece.name)
+            else:
+                yield event(f"{name}.done", **in_part, text=piece.text, **more)
+                yield event("content_part.done", **in_part, part=_part(piece))
+            yield event("output_item.done", output_index=place, item=item)
+    kind = "incomplete" if generation.choices[0].finish_reason == "length" else "completed"
+    yield event(kind, response=_response(generation, ended=True))

@@ -8,26 +8,48 @@ alone.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import itertools
-import json
-import math
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aiohttp import web
+from torch import Tensor
 
-from aligner.endpoint.calls import SESSION, Call, SessionClosed
+from aligner.rollout.engine import GenResult
 from aligner.rollout.engine.episodes import turn_seed
-from aligner.types import FinishReason, Prompt, Rollout, SamplingConfig, TurnMark
+from aligner.servers.gateway import Refusal
+from aligner.types import FinishReason, Images, Prompt, Rollout, SamplingConfig, TurnMark
 from aligner.types.extras import continued
 
-BODY_SECONDS = 60.0
 _FORCED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class SessionClosed(Refusal):
+    """The session takes no more calls: `gone` if it has ended, else it cannot take this one now."""
+
+    def __init__(self, message: str, *, gone: bool = True) -> None:
+        super().__init__(410 if gone else 409, message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One finished generation of one client's call. A call with `n` > 1 is recorded once for each of its choices."""
+
+    session: str  # that the key or the header X-Session-ID names; "": none
+    prompt: tuple[int, ...]
+    result: GenResult  # its tokens include an end token and what completes a stop string
+    seed: int  # of this choice
+    sampling: SamplingConfig
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # the prompt's (`aligner.types.extras`)
+    messages: Sequence[Mapping[str, Any]] | None = None  # as the client sent them, in its own interface's form; None: it sent none
+
+    @property
+    def images(self) -> list[str]:
+        """The digests of the prompt's images, in their order."""
+        return Images.digests(self.extras[Images.name]) if Images.name in self.extras else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,20 +218,22 @@ class KeptSessions:
             stop_strings=list(dict.fromkeys([*own.stop_strings, *asked.stop_strings])),
         )
 
-    # `aligner.endpoint.calls.Sessions`
+    # ---- what the endpoint asks, in its event loop: nothing here may block
 
     def of_key(self, key: str) -> str | None:
+        """The session that this bearer key names; None if it is no session's (the comparison takes as long for a near miss)."""
         name, _, secret = key.partition(".")
         with self._lock:
             own = self._sessions.get(name)
         is_own = hmac.compare_digest((own.secret if own else " ").encode(), secret.encode(errors="replace"))
         return name if own and is_own else None
 
-    def begin(self, session: str, prompt: Sequence[int]) -> int | None:
+    def begin(self, session: str, prompt: Sequence[int]) -> int:
+        """A call is about to be sampled; the seed of its first choice. Raises SessionClosed."""
         with self._lock:
             own = self._sessions.get(session)
             if own is None or not own.is_open:
-                raise SessionClosed(f"session {session[:64]!r} has ended, or never began")
+                raise _ended(session)
             if own.begun == self._max_calls:
                 raise SessionClosed(
                     f"session {session} has made environment.sessions.max_calls={self._max_calls} calls, as many as it may", gone=False
@@ -218,6 +242,7 @@ class KeptSessions:
             return turn_seed(own.seed, own.begun)
 
     def record(self, call: Call) -> None:
+        """A choice has been sampled, whether or not its client still listens. Thread-safe."""
         with self._lock:
             own = self._sessions.get(call.session)
             if own is None or not call.result.tokens:
@@ -228,48 +253,22 @@ class KeptSessions:
                 name = changed[0]
                 own.trouble = f"a call was sampled with {name}={getattr(call.sampling, name)}, not {getattr(own.sampling, name)}"
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.post("/sessions/{session}/reward", self._rewarded)]
-
-    async def _rewarded(self, request: web.Request) -> web.Response:
-        """{"reward": number, "turn": its number from 1 (else of the whole session), "done": true: no call follows}; each replaces what was
-        posted for the same before."""
-        session = request.match_info["session"]
-        if request.get(SESSION, "") not in ("", session):
-            return _refusal(403, f"this key is not that of session {session[:64]!r}")
-        try:
-            body = json.loads(await asyncio.wait_for(request.read(), BODY_SECONDS))
-        except (ValueError, RecursionError):
-            return _refusal(400, "the body is not JSON")
-        except asyncio.TimeoutError:
-            return _refusal(408, f"the body did not come in {BODY_SECONDS:g} s")
-        if not isinstance(body, dict) or not body or body.keys() - {"reward", "turn", "done"}:
-            return _refusal(400, f'expected {{"reward": number, "turn": number, "done": bool}}, got {str(body)[:200]}')
-        reward, turn, done = (body.get(name) for name in ("reward", "turn", "done"))
-        if not (reward is None or is_number(reward)):
-            return _refusal(400, f"reward={reward!r:.200}: must be a finite number")
-        if not (done is None or isinstance(done, bool)):
-            return _refusal(400, f"done={done!r:.200}: must be true or false")
+    def reward(self, session: str, reward: float | None, turn: int | None, done: bool) -> int:
+        """What `reward_of` reads; each replaces what was posted for the same before. The number of calls. Raises Refusal."""
         with self._lock:
             own = self._sessions.get(session)
             if own is None:
-                return _refusal(410, f"session {session[:64]!r} has ended, or never began")
-            if turn is not None and not (reward is not None and type(turn) is int and 1 <= turn <= len(own.calls)):
-                return _refusal(
-                    400, f"turn={turn!r:.200}: must be the number of a call that has ended, from 1 to {len(own.calls)}, with a reward"
-                )
+                raise _ended(session)
+            if turn is not None and not (reward is not None and 1 <= turn <= len(own.calls)):
+                expected = f"the number of a call that has ended, from 1 to {len(own.calls)}, with a reward"
+                raise Refusal(400, f"turn is {turn}, expected {expected}")
             if reward is not None and turn is not None:
-                own.turn_rewards[turn - 1] = float(reward)
+                own.turn_rewards[turn - 1] = reward
             elif reward is not None:
-                own.reward = float(reward)
+                own.reward = reward
             own.is_open &= not done
-            return web.json_response({"session": session, "calls": len(own.calls)})
+            return len(own.calls)
 
 
-def is_number(x: object) -> bool:
-    """Whether a value of JSON is a finite number."""
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
-
-
-def _refusal(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
+def _ended(session: str) -> SessionClosed:
+    return SessionClosed(f"session {session[:64]!r} has ended, or never began")

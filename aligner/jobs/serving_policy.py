@@ -51,8 +51,8 @@ class OpenPolicy:
     failure: str | None = None  # why the engine's thread has ended early
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def score(self, rows: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[tuple[int, float]]]]:
-        """Of texts, for every token but the first: its log-prob at temperature 1, and (likeliest token, its log-prob)."""
+    def score(self, rows: Sequence[Sequence[int]], count: int = 1) -> tuple[list[list[float]], list[list[list[tuple[int, float]]]]]:
+        """Of texts, for every token but the first: its log-prob at temperature 1, and the `count` likeliest tokens with theirs."""
         lengths = torch.tensor([len(row) for row in rows])
         tokens = torch.zeros(len(rows), max(2, int(lengths.max())), dtype=torch.int64)
         for line, row in zip(tokens, rows, strict=True):
@@ -60,10 +60,11 @@ class OpenPolicy:
         positions = torch.arange(tokens.shape[1])
         batch = LabeledBatch(tokens=tokens, lengths=lengths, loss_mask=(positions > 0) & (positions < lengths[:, None]))
         with self._lock:
-            found, (best, most) = self.policy.logprobs(batch), self.policy.topk(batch, 1, below=self.tokenizer.max_token_id + 1)
+            found, (best, most) = self.policy.logprobs(batch), self.policy.topk(batch, count, below=self.tokenizer.max_token_id + 1)
         own = [line[1 : len(row)].tolist() for line, row in zip(found, rows, strict=True)]
-        places = [(number, slice(1, len(row)), 0) for number, row in enumerate(rows)]
-        return own, [list(zip(best[place].tolist(), most[place].tolist(), strict=True)) for place in places]
+        likeliest = torch.stack([best.double(), most.double()], dim=-1)  # ids are whole numbers below 2^53
+        tops = [line[1 : len(row)].tolist() for line, row in zip(likeliest, rows, strict=True)]
+        return own, [[[(int(token), p) for token, p in place] for place in line] for line in tops]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The smallest endpoint over a LiveEngine, and an engine for it: tokens in and out, in aiohttp, with the sessions' own routes."""
+"""The smallest endpoint over a LiveEngine, and an engine for it: tokens in and out, in aiohttp, and rewards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
-from aligner.endpoint.calls import SESSION, Call, SessionClosed
-from aligner.endpoint.sessions import KeptSessions
+from aligner.endpoint.app import SESSION
+from aligner.endpoint.sessions import Call, KeptSessions, SessionClosed
 from aligner.protocols import Replica
 from aligner.rollout.engine import Capabilities, GenResult, Work
 from aligner.rollout.live import LiveEngine, LiveRequest
@@ -53,7 +53,7 @@ class FakeEndpoint:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         app = web.Application(middlewares=[self._known])
         own = [web.post("/inference/v1/generate", self._generate), web.post("/v1/completions", self._complete)]
-        app.add_routes([*own, *self._sessions.routes()])
+        app.add_routes([*own, web.post("/sessions/{session}/reward", self._reward)])
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -87,8 +87,12 @@ class FakeEndpoint:
         try:
             result = await self._sample(request[SESSION], tuple(body["token_ids"]), body)
         except SessionClosed as error:
-            return web.json_response({"error": {"message": str(error)}}, status=410 if error.gone else 409)
+            return web.json_response({"error": {"message": str(error)}}, status=error.status)
         return web.json_response({"token_ids": result.tokens, "finish_reason": result.finish_reason.value})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        posted = {"reward": None, "turn": None, "done": False} | await request.json()
+        return web.json_response({"calls": self._sessions.reward(request.match_info["session"], **posted)})
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = await request.json()

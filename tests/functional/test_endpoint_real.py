@@ -129,6 +129,65 @@ def test_log_probs_of_prompts_are_the_models(served: tuple[OpenPolicy, Any], sto
             assert [max(top.values()) for top in choice.logprobs.top_logprobs[1:-1]] == pytest.approx(best, abs=2e-4)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_likeliest_tokens_are_those_of_the_model(served: tuple[OpenPolicy, Any], stories: Path, temperature: float) -> None:
+    """In chats, responses and completions, up to 20 in each place: transformers' log-softmax."""
+    from transformers import AutoModelForCausalLM
+
+    policy, client = served
+    how: dict[str, Any] = {"model": "", "temperature": temperature, "extra_body": {"return_token_ids": True, "seed": 5}}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 20, "n": 2}
+    chat = client.chat.completions.create(max_tokens=9, **asked, **how)
+    included = {"include": ["message.output_text.logprobs"], "top_logprobs": 4}
+    response = client.responses.create(input="Hi", max_output_tokens=9, **included, **how)
+    ids = policy.tokenizer.encode(PROMPT, add_special=True)
+    completed = {"prompt": ids, "logprobs": 20, "max_tokens": 9, **how}
+    alone, echoed = (client.completions.create(echo=echo, **completed).choices[0] for echo in (False, True))
+    model = AutoModelForCausalLM.from_pretrained(stories).float()
+
+    def likeliest(prompt: list[int], tokens: list[int]) -> tuple[list[list[str]], list[list[float]]]:
+        """Names and log-probs in the place of each token."""
+        with torch.no_grad():
+            found = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1).topk(20)
+        return [[policy.tokenizer.decode([one], skip_special=False) for one in line] for line in found.indices], found.values.tolist()
+
+    for choice in chat.choices:
+        names, values = likeliest(chat.prompt_token_ids, choice.token_ids)
+        for one, name, value in zip(choice.logprobs.content, names, values, strict=True):
+            assert [top.token for top in one.top_logprobs] == name
+            assert [top.logprob for top in one.top_logprobs] == pytest.approx(value, abs=2e-4)
+            assert one.logprob == pytest.approx(dict(zip(name, value, strict=True)).get(one.token, one.logprob), abs=2e-4)
+    places = zip(response.output[-1].content[0].logprobs, chat.choices[0].logprobs.content, strict=True)
+    assert all([top.token for top in own.top_logprobs] == [top.token for top in other.top_logprobs[:4]] for own, other in places)
+    for choice, prompt, tokens in ((alone, ids, alone.token_ids), (echoed, ids[:1], [*ids[1:], *echoed.token_ids])):
+        found = choice.logprobs
+        assert len(found.top_logprobs) == len(found.tokens) == len(tokens) + (choice is echoed)
+        drawn = zip(found.top_logprobs, found.tokens, found.token_logprobs, strict=True)
+        for (top, name, p), names, values in zip(list(drawn)[-len(tokens) :], *likeliest(prompt, tokens), strict=True):
+            expected = dict(zip(reversed(names), reversed(values), strict=True))  # of several with one name the likeliest
+            assert top == pytest.approx(expected | {name: p}, abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/chat/completions", {"logprobs": True, "top_logprobs": 21}),
+        ("/chat/completions", {"logprobs": True, "top_logprobs": 1, "stream": True}),
+        ("/chat/completions", {"logprobs": True, "top_logprobs": 1, "temperature": 0.5}),
+        ("/chat/completions", {"top_logprobs": 1}),
+        ("/completions", {"prompt": PROMPT, "logprobs": 21}),
+        ("/completions", {"prompt": PROMPT, "logprobs": 2, "temperature": 0.5}),
+        ("/completions", {"prompt": PROMPT, "logprobs": 2, "stream": True}),
+    ],
+)
+def test_likeliest_tokens_that_are_not_known_are_refused_by_name(served: tuple[OpenPolicy, Any], path: str, asked: dict[str, Any]) -> None:
+    name = "top_logprobs" if "chat" in path else "logprobs"
+    messages = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {}
+    with pytest.raises(openai.BadRequestError, match=f"{name}={asked[name]}: .*; allowed: ") as refused:
+        served[1].post(path, cast_to=dict, body=messages | asked)
+    assert refused.value.param == name
+
+
 def test_an_adapter_is_served_on_its_base(stories: Path, topology: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the package peft is not installed")
     from transformers import AutoModelForCausalLM

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import http.client
 import json
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
-from aiohttp import web
 from fake_live_engine import END, KEY, ScriptedEngine, ask, chat, scripted, tokenizer_of, until
 
 from aligner.endpoint.app import Endpoint
-from aligner.endpoint.calls import SESSION, Call, SessionClosed
 from aligner.endpoint.generation import choice_seed
+from aligner.endpoint.sessions import Call, KeptSessions, SessionClosed
+from aligner.rollout.engine.episodes import turn_seed
 from aligner.types import SamplingConfig
 
 
@@ -24,7 +30,7 @@ class FakeSessions:
         self.keys = {"key of a": "a", "key of b": "b"}
         self.begun: list[tuple[str, tuple[int, ...]]] = []
         self.calls: list[Call] = []
-        self.rewards: list[tuple[str, float]] = []
+        self.rewards: list[tuple[str, float | None]] = []
         self.closed: SessionClosed | None = None
 
     def of_key(self, key: str) -> str | None:
@@ -42,12 +48,9 @@ class FakeSessions:
     def record(self, call: Call) -> None:
         self.calls.append(call)
 
-    def routes(self) -> list[web.RouteDef]:
-        async def reward(request: web.Request) -> web.Response:
-            self.rewards.append((request[SESSION] or request.match_info["session"], (await request.json())["reward"]))
-            return web.json_response({})
-
-        return [web.post("/sessions/{session}/reward", reward)]
+    def reward(self, session: str, reward: float | None, turn: int | None, done: bool) -> int:
+        self.rewards.append((session, reward))
+        return 1
 
 
 @pytest.fixture
@@ -84,8 +87,8 @@ def test_keys_of_sessions_speak_for_these_alone(served: tuple[Endpoint, Scripted
     assert ask(endpoint, "/v1/chat/completions", chat(), key="key of c")[0] == 401
     assert ask(endpoint, "/v1/messages", chat(max_tokens=5), key="", **{"x-api-key": "key of b"})[0] == 200
     assert len(engine.requests) == 3
-    for key in (KEY, "key of b"):
-        assert ask(endpoint, "/sessions/d/reward", {"reward": 1.0}, key=key)[0] == 200
+    for key, session, status in ((KEY, "d", 200), ("key of b", "b", 200), ("key of b", "d", 403)):
+        assert ask(endpoint, f"/sessions/{session}/reward", {"reward": 1.0}, key=key)[0] == status
     assert sessions.rewards == [("d", 1.0), ("b", 1.0)]
     assert ask(endpoint, "/sessions/d/reward", {"reward": 1.0}, key="wrong")[0] == 401
 
@@ -112,3 +115,62 @@ def test_a_response_that_ends_after_its_client_left_is_not_recorded(served: tupl
     engine.may_answer.set()
     assert ask(endpoint, "/v1/chat/completions", chat(), key="key of b")[0] == 200
     assert [call.session for call in sessions.calls] == ["b"]
+
+
+SESSIONS, TURNS = 200, 3
+
+
+def ours() -> Counter[str]:
+    """What is in memory of this package's objects."""
+    gc.collect()
+    return Counter(type(one).__qualname__ for one in gc.get_objects() if str(type(one).__module__).startswith("aligner."))
+
+
+@pytest.mark.parametrize(("max_requests", "at_once"), [(256, SESSIONS), (32, 32)], ids=["all at once", "more than are admitted"])
+def test_200_sessions_at_a_time_are_recorded_once_and_leave_nothing(tmp_path: Path, max_requests: int, at_once: int) -> None:
+    """Two waves: who is not admitted asks again, no more than is admitted waits, and nothing is kept of a session that has ended."""
+    sessions = KeptSessions(max_calls=TURNS)
+    how = {"sessions": sessions, "max_requests": max_requests, "max_connections": 2 * SESSIONS}
+    with scripted(tokenizer_of(tmp_path), lambda request: f"fine {len(request.tokens)}", **how) as (endpoint, engine):
+        before = ours()
+        for wave in range(2):
+            opened = [sessions.open(seed=number, sampling=SamplingConfig()) for number in range(SESSIONS)]
+            engine.may_answer.clear()
+            playing = threading.Thread(target=lambda: asyncio.run(play_all(endpoint.url, opened)))  # noqa: B023 - it ends in the loop
+            playing.start()
+            until(lambda: len(engine.requests) == at_once)  # before any is answered
+            assert len(endpoint._running) <= max_requests
+            engine.may_answer.set()
+            playing.join(120)
+            assert not playing.is_alive() and len(engine.requests) == SESSIONS * TURNS
+            assert sessions.num_recorded == (wave + 1) * SESSIONS * TURNS
+            for number, (name, _) in enumerate(opened):
+                trace = sessions.close(name)
+                assert [call.seed for call in trace.calls] == [turn_seed(number, turn + 1) for turn in range(TURNS)]
+                assert trace.parents() == [-1, 0, 1] and trace.reward == number and not trace.changed()
+            del trace
+            engine.requests.clear()
+            until(lambda: ours() == before)
+        assert not engine.cancelled
+
+
+async def play_all(url: str, opened: Sequence[tuple[str, str]]) -> None:
+    """A session for each key, at the same time: turns of tokens, then a reward and its end."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+
+        async def post(path: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
+            while True:
+                async with client.post(url + path, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
+                    if answer.status == 200:
+                        return await answer.json()
+                    assert answer.status == 429 and answer.headers["Retry-After"] == "1", await answer.text()
+                await asyncio.sleep(0.2)
+
+        async def play(number: int, name: str, key: str) -> None:
+            tokens = [65 + number % 26] * (1 + number % 50)
+            for _ in range(TURNS):
+                said = await post("/inference/v1/generate", key, {"token_ids": tokens, "sampling_params": {"max_tokens": 20}})
+                tokens = [*tokens, *said["choices"][0]["token_ids"], 10]
+            await post(f"/sessions/{name}/reward", key, {"reward": number, "done": True})
+
+        await asyncio.gather(*(play(number, *one) for number, one in enumerate(opened)))

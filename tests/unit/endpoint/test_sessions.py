@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from fake_endpoint import FakeEndpoint, post
+from fake_endpoint import post
+from fake_live_engine import KEY, scripted, tokenizer_of
 from fake_parts import FakeCritic, FakePolicy
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig
 from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.data.collate import rollout_batch
 from aligner.data.epochs import EpochSampler
-from aligner.endpoint.calls import Call, SessionClosed
-from aligner.endpoint.sessions import KeptSessions, Trace
+from aligner.endpoint.sessions import Call, KeptSessions, SessionClosed, Trace
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.value import value_loss
 from aligner.online.collect import ScoredRollouts, Scorers
@@ -382,12 +383,12 @@ def test_keys_and_seeds() -> None:
     assert [sessions.begin(one, (1,)), sessions.begin(one, (1,))] == [11, turn_seed(11, 2)]
     with pytest.raises(SessionClosed, match="environment.sessions.max_calls=2") as refused:
         sessions.begin(one, (1,))
-    assert not refused.value.gone
+    assert refused.value.status == 409
     sessions.close(one)
     assert sessions.of_key(key) is None
     with pytest.raises(SessionClosed, match="has ended") as refused:
         sessions.begin(one, (1,))
-    assert refused.value.gone
+    assert refused.value.status == 410
     sessions.record(call([1], [2], session=one))  # it was under way
     assert sessions.close(one).calls == () and sessions.num_recorded == 0
 
@@ -408,36 +409,38 @@ def test_agents_choose_lengths_and_ends_but_not_the_distribution() -> None:
     assert sessions.trouble(name) == "a call was sampled with temperature=1.0, not 0.5"
 
 
-def test_rewards_are_posted() -> None:
+def test_rewards_are_posted(tmp_path: Path) -> None:
     sessions = KeptSessions(max_calls=9)
     name, key = sessions.open(seed=1, sampling=SamplingConfig())
     _, other = sessions.open(seed=1, sampling=SamplingConfig())
     for prompt in ([1], [1, 2]):
         sessions.record(call(prompt, [2], session=name))
-    with FakeEndpoint(None, sessions) as endpoint:
+    with scripted(tokenizer_of(tmp_path), lambda _: "", sessions=sessions) as (endpoint, _):
         place = f"{endpoint.url}/sessions/{name}/reward"
         for wrong, said in (
             ([1], "expected"),
-            ({}, "expected"),
-            ({"rewards": 1}, "expected"),
-            ({"reward": "1"}, "must be a finite number"),
-            ({"reward": True}, "must be a finite number"),
-            ({"reward": float("nan")}, "must be a finite number"),
+            ({}, "expected {"),
+            ({"reward": None, "done": None}, "expected {"),
+            ({"rewards": 1}, "unknown parameter rewards; known here: done, reward, turn"),
+            ({"reward": "1"}, "expected a number"),
+            ({"reward": True}, "expected a number"),
+            ({"reward": float("nan")}, "expected a finite number"),
+            ({"reward": 10**400}, "expected a number"),
             ({"reward": 1, "turn": 3}, "from 1 to 2"),
             ({"reward": 1, "turn": 0}, "from 1 to 2"),
-            ({"reward": 1, "turn": 1.0}, "from 1 to 2"),
+            ({"reward": 1, "turn": 1.0}, "expected a whole number"),
             ({"turn": 1}, "with a reward"),
-            ({"done": 1}, "must be true or false"),
+            ({"done": 1}, "expected true or false"),
         ):
             status, answer = post(place, key, wrong)
             assert status == 400 and said in answer["error"]["message"], (wrong, answer)
         assert post(place, other, {"reward": 1})[0] == 403 and post(place, "no", {"reward": 1})[0] == 401
         assert post(place, key, {"reward": 7})[0] == 200
         assert post(place, key, {"reward": 1.5}) == (200, {"session": name, "calls": 2})  # in the other's place
-        assert post(place, "everything", {"reward": -0.5, "turn": 2, "done": True})[0] == 200
+        assert post(place, KEY, {"reward": -0.5, "turn": 2, "done": True})[0] == 200
         with pytest.raises(SessionClosed):
             sessions.begin(name, (1,))
         trace = sessions.close(name)
         assert (trace.reward, trace.turn_rewards, trace.total) == (1.5, {1: -0.5}, 1.0)
-        assert post(place, "everything", {"reward": 1})[0] == 410
+        assert post(place, KEY, {"reward": 1})[0] == 410
     assert Trace().total is None and Trace(turn_rewards={0: 0.0}).total == 0.0
