@@ -1,4 +1,5 @@
-"""Questions to a model behind an API like OpenAI's (chat completions): retries, limits, and answers that are never asked for twice.
+"""Questions over HTTP that are asked again if the answer may come later, and a client of APIs like OpenAI's (chat completions) that limits
+them, and never asks twice for an answer that it has.
 
 One thread per client asks. A pause that an endpoint asks for (Retry-After) holds back all requests to it, not only the refused one.
 """
@@ -8,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,12 +38,71 @@ class EndpointRefused(AlignerError):
     """The endpoint gave no answer to a question, or none of the API's form."""
 
 
-class _Later(Exception):
+class Later(Exception):
     """The endpoint may answer if it is asked again, after so many seconds if it says so."""
 
     def __init__(self, reason: str, seconds: float = 0.0) -> None:
         super().__init__(reason)
         self.seconds = seconds
+
+
+async def post(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: Mapping[str, Any],
+    seconds: float,
+    *,
+    token: str = "",
+    retried: Collection[int] = RETRIED,
+) -> bytes:
+    """The body of an answer with status 200. Raises Later for one that may come if it is asked again, EndpointRefused for others."""
+    headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    limits: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=seconds), "allow_redirects": False}
+    content = bytearray()
+    try:
+        async with session.post(url, json=body, headers=headers, **limits) as response:
+            async for chunk in response.content.iter_chunked(1 << 16):
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise EndpointRefused(f"{url} answered more than {MOST_BYTES >> 20} MiB")
+    except asyncio.TimeoutError as error:  # aiohttp's are among them
+        raise Later(f"nothing within timeout_seconds={seconds:g}") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise Later(_without(token, str(error) or repr(error))) from error
+    if response.status == 200:
+        return bytes(content)
+    reason = f"status {response.status}: {excerpt(content, token)}"
+    if response.status in retried:
+        raise Later(reason, _seconds(response.headers.get("Retry-After", "")))
+    raise EndpointRefused(f"{url} answered {reason}")
+
+
+def excerpt(content: bytes, token: str = "") -> str:
+    """The beginning of an answer, without the token."""
+    text = _without(token, content[: 4 * EXCERPT_CHARACTERS].decode(errors="replace"))
+    return repr(text[:EXCERPT_CHARACTERS] + ("..." if len(text) > EXCERPT_CHARACTERS else ""))
+
+
+def _without(token: str, text: str) -> str:
+    return text.replace(token, "***") if token else text
+
+
+async def insist(
+    ask: Callable[[], Awaitable[T]], url: str, gives_up: Callable[[int, Later, float], str], *, longest_pause: float = math.inf
+) -> T:
+    """What `ask` returns in the end: after each Later it is asked again, unless `gives_up(attempts, Later, seconds to wait)` says why not.
+    Raises EndpointRefused then."""
+    pause = FIRST_PAUSE_SECONDS
+    for attempt in count(1):
+        try:
+            return await ask()
+        except Later as later:
+            wait = later.seconds + min(pause, longest_pause) * random.uniform(0.5, 1.0)
+            if why := gives_up(attempt, later, wait):
+                raise EndpointRefused(f"{url} gave no answer in {attempt} attempts ({why}); the last: {later}") from later
+        await asyncio.sleep(wait)
+        pause *= 2
+    raise AssertionError("unreachable")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,24 +215,15 @@ class ChatClient:
             del self._asked[question]
 
     async def _persist(self, body: Mapping[str, Any]) -> Answer:
-        pause = FIRST_PAUSE_SECONDS
-        for attempt in range(1, self._limits.retries + 2):
-            try:
-                async with self._seats:
-                    await self._turn()
-                    return await self._post(body)
-            except _Later as later:
-                why, asked = str(later), later.seconds
-            longest = self._limits.longest_wait_seconds
-            if attempt > self._limits.retries or asked > longest:
-                more = (
-                    f"; it asks for a pause of {asked:.0f} s, more than judge.longest_wait_seconds={longest:g}" if asked > longest else ""
-                )
-                raise EndpointRefused(f"{self._url} gave no answer in {attempt} attempts (judge.retries); the last: {why}{more}")
-            self._next = max(self._next, time.monotonic() + asked) if asked else self._next
-            await asyncio.sleep(asked + min(pause, longest) * random.uniform(0.5, 1.0))
-            pause *= 2
-        raise AssertionError("unreachable")
+        longest = self._limits.longest_wait_seconds
+
+        def gives_up(attempts: int, later: Later, wait: float) -> str:
+            if later.seconds > longest:
+                return f"it asks for a pause of {later.seconds:.0f} s, more than judge.longest_wait_seconds={longest:g}"
+            self._next = max(self._next, time.monotonic() + later.seconds) if later.seconds else self._next
+            return "judge.retries" if attempts > self._limits.retries else ""
+
+        return await insist(lambda: self._post(body), self._url, gives_up, longest_pause=longest)
 
     async def _turn(self) -> None:
         """Wait until the endpoint's own pause is over and the rate allows one more request."""
@@ -181,38 +234,14 @@ class ChatClient:
 
     async def _post(self, body: Mapping[str, Any]) -> Answer:
         if self._session is None:
-            headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
-            connector = aiohttp.TCPConnector(limit=self._limits.concurrency)
-            self._session = aiohttp.ClientSession(headers=headers, connector=connector, trust_env=True)
-        total = aiohttp.ClientTimeout(total=self._config.timeout_seconds)
-        try:
-            async with self._session.post(self._url, json=body, timeout=total, allow_redirects=False) as response:
-                content = bytearray()
-                async for chunk in response.content.iter_chunked(1 << 16):
-                    content += chunk
-                    if len(content) > MOST_BYTES:
-                        raise EndpointRefused(f"{self._url} answered more than {MOST_BYTES >> 20} MiB")
-                status, after = response.status, response.headers.get("Retry-After", "")
-        except asyncio.TimeoutError as error:  # aiohttp's are among them
-            raise _Later(f"nothing within timeout_seconds={self._config.timeout_seconds:g}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise _Later(self._clean(str(error) or repr(error))) from error
-        if status != 200:
-            reason = f"status {status}: {self._excerpt(content)}"
-            if status in RETRIED:
-                raise _Later(reason, _seconds(after))
-            raise EndpointRefused(f"{self._url} answered {reason}")
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self._limits.concurrency), trust_env=True)
+        async with self._seats:
+            await self._turn()
+            content = await post(self._session, self._url, body, self._config.timeout_seconds, token=self._token)
         try:
             return _answer(json.loads(content))
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise _Later(f"no chat completion: {self._excerpt(content)}") from error
-
-    def _excerpt(self, content: bytearray) -> str:
-        text = self._clean(content[: 4 * EXCERPT_CHARACTERS].decode(errors="replace"))
-        return repr(text[:EXCERPT_CHARACTERS] + ("..." if len(text) > EXCERPT_CHARACTERS else ""))
-
-    def _clean(self, text: str) -> str:
-        return text.replace(self._token, "***") if self._token else text
+            raise Later(f"no chat completion: {excerpt(content, self._token)}") from error
 
 
 def _answer(record: Any) -> Answer:

@@ -5,22 +5,20 @@ model that judges (`aligner.rewards.judge`)."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
-import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import torch
 
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import AlignerError
 from aligner.protocols import RewardModel
+from aligner.rewards.chat_client import EndpointRefused, Later, bearer_token, excerpt, insist, post
 from aligner.rewards.config import NamedRewardConfig, OnError
 from aligner.rewards.forms import TextFunction
 from aligner.rewards.judge import JudgeReward
@@ -29,67 +27,35 @@ from aligner.rewards.local import Complaints, FunctionReward, RewardError
 from aligner.types import Rollout, Scores
 
 BUSY = (429, 502, 503, 504)  # what servers and their proxies answer while they restart or have too much to do
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
-EXCERPT_CHARACTERS = 300
+LONGEST_PAUSE_SECONDS = 2.0
 
 
-class EndpointError(Exception):
-    """An endpoint gave no answer, or one without rewards."""
-
-
-def endpoint_function(url: str, timeout_seconds: float, token_variable: str = "") -> TextFunction:
+def endpoint_function(url: str, timeout_seconds: float, token: str = "") -> TextFunction:
     """A thread-safe reward function that posts to `url`, retrying for up to `timeout_seconds` if it is busy or unreachable.
 
-    It raises EndpointError, with the status and the start of the body, for a status other than 200 or an answer without rewards.
-    The caller checks the number and type of the rewards. `token_variable` names the environment variable that holds a bearer token;
-    raises ConfigError if that is not set.
+    It raises EndpointRefused, with the status and the start of the body, for a status other than 200 or an answer without rewards.
+    The caller checks the number and type of the rewards. `token`: a bearer token.
     """
-    headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    if token_variable:
-        if token_variable not in os.environ:
-            raise ConfigError(f"token_variable={token_variable}: this environment variable is not set")
-        headers["Authorization"] = f"Bearer {os.environ[token_variable]}"
 
-    def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
-        body = json.dumps({"prompts": prompts, "responses": responses, "answers": answers}).encode()
-        request = urllib.request.Request(url, body, headers, method="POST")
-        content = _answer(request, time.monotonic() + timeout_seconds, timeout_seconds)
+    async def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
+        body, deadline = {"prompts": prompts, "responses": responses, "answers": answers}, time.monotonic() + timeout_seconds
+
+        def gives_up(attempts: int, later: Later, wait: float) -> str:
+            return f"timeout_seconds={timeout_seconds:g}" if time.monotonic() + wait >= deadline else ""
+
+        async with aiohttp.ClientSession(trust_env=True) as session:
+            content = await insist(
+                lambda: post(session, url, body, max(0.01, deadline - time.monotonic()), token=token, retried=BUSY),
+                url,
+                gives_up,
+                longest_pause=LONGEST_PAUSE_SECONDS,
+            )
         try:
-            answer = json.loads(content)
-        except ValueError as error:
-            raise EndpointError(f"{url} answered no JSON: {_excerpt(content)}") from error
-        if not isinstance(answer, dict) or "rewards" not in answer:
-            raise EndpointError(f"{url} answered without rewards: {_excerpt(content)}")
-        return answer["rewards"]
+            return json.loads(content)["rewards"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise EndpointRefused(f"{url} answered without rewards: {excerpt(content, token)}") from error
 
     return reward
-
-
-def _answer(request: urllib.request.Request, deadline: float, timeout_seconds: float) -> bytes:
-    """The body of a good answer. Raises EndpointError."""
-    pause, attempts = FIRST_PAUSE_SECONDS, 0
-    while True:
-        attempts += 1
-        try:
-            with urllib.request.urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as answer:
-                return answer.read()
-        except urllib.error.HTTPError as error:
-            refusal = f"status {error.code} {error.reason}: {_excerpt(error.read())}"
-            if error.code not in BUSY:
-                raise EndpointError(f"{request.full_url} answered {refusal}") from error
-        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
-            refusal = str(error) or repr(error)
-        if time.monotonic() + pause >= deadline:
-            raise EndpointError(
-                f"{request.full_url} gave no answer within timeout_seconds={timeout_seconds:g} ({attempts} attempts; the last: {refusal})"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-
-def _excerpt(body: bytes) -> str:
-    text = body[: 4 * EXCERPT_CHARACTERS].decode(errors="replace")
-    return repr(text[:EXCERPT_CHARACTERS] + ("..." if len(text) > EXCERPT_CHARACTERS else ""))
 
 
 Compare = Callable[[Sequence[Rollout], Scores], Future[Scores]]
@@ -216,7 +182,8 @@ def formula(configs: Mapping[str, NamedRewardConfig]) -> str:
 
 def _function_part(name: str, config: NamedRewardConfig, decode: Callable[[Sequence[int]], str]) -> FunctionReward:
     if config.url:
-        function = endpoint_function(config.url, config.timeout_seconds, config.token_variable)
+        token = bearer_token(config, f"reward.functions.{name}")
+        function = endpoint_function(config.url, config.timeout_seconds, token)
         seconds = config.timeout_seconds + SLACK_SECONDS
     else:
         function, seconds = build_reward_function(config, f"reward.functions.{name}.function"), config.timeout_seconds

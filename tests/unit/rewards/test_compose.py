@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError, ServerTimeout
-from aligner.rewards.compose import EndpointError, Part, WeightedReward, composed_reward, endpoint_function, formula
+from aligner.rewards.chat_client import EndpointRefused
+from aligner.rewards.compose import Part, WeightedReward, composed_reward, endpoint_function, formula
 from aligner.rewards.config import NamedRewardConfig, OnError, check_parts
 from aligner.rewards.local import RewardError
 from aligner.types import FinishReason, Prompt, Rollout, Scores
@@ -201,47 +203,48 @@ def test_an_endpoint(endpoint, monkeypatch):
     url, received, answers = endpoint
     monkeypatch.setenv("JUDGE_TOKEN", "t0p")
     answers.append((200, {"rewards": [0.5, 1]}))
-    reward = endpoint_function(url, 20.0, "JUDGE_TOKEN")
-    assert reward(["p", "q"], ["a\n", "ü"], ["1", None]) == [0.5, 1]
+    reward = composed_reward({"judge": NamedRewardConfig(url=url, token_variable="JUDGE_TOKEN")}, decode)
+    assert reward.score(ROLLOUTS[:2]).result(60).rewards.tolist() == [0.5, 1]
+    reward.close()
     headers, request = received[0]
-    assert request == {"prompts": ["p", "q"], "responses": ["a\n", "ü"], "answers": ["1", None]}
+    assert request == {"prompts": ["A", "A"], "responses": ["one", "two"], "answers": ["0", "1"]}
     assert headers["Authorization"] == "Bearer t0p" and headers["Content-Type"] == "application/json"
-    with pytest.raises(ConfigError, match="token_variable=NO_SUCH_TOKEN: this environment variable is not set"):
-        endpoint_function(url, 20.0, "NO_SUCH_TOKEN")
+    with pytest.raises(ConfigError, match="reward.functions.judge.token_variable=NO_SUCH_TOKEN: this environment variable is not set"):
+        composed_reward({"judge": NamedRewardConfig(url=url, token_variable="NO_SUCH_TOKEN")}, decode)
 
 
 def test_an_endpoint_that_is_busy_or_breaks_is_asked_again(endpoint):
     url, received, answers = endpoint
     answers += [(503, "later"), (None, None), (200, {"rewards": [1.0]})]
-    assert endpoint_function(url, 20.0)(["p"], ["r"], [None]) == [1.0]
+    assert asyncio.run(endpoint_function(url, 20.0)(["p"], ["r"], [None])) == [1.0]
     assert len(received) == 3
 
 
 def test_an_endpoint_that_never_answers_well(endpoint):
     url, received, answers = endpoint
     answers.append((500, b"stack trace" + b"x" * 1000))
-    with pytest.raises(EndpointError, match=r"answered status 500 Internal Server Error: 'stack tracex+\.\.\.'"):
-        endpoint_function(url, 20.0)(["p"], ["r"], [None])
+    with pytest.raises(EndpointRefused, match=r"answered status 500: 'stack tracex+\.\.\.'"):
+        asyncio.run(endpoint_function(url, 20.0)(["p"], ["r"], [None]))
     assert len(received) == 1  # its own error would come again
     answers[:] = [(503, b"busy")]
-    with pytest.raises(EndpointError, match=r"gave no answer within timeout_seconds=0.3 \(\d attempts; the last: status 503 .*busy"):
-        endpoint_function(url, 0.3)(["p"], ["r"], [None])
+    with pytest.raises(EndpointRefused, match=r"gave no answer in \d attempts \(timeout_seconds=0.3\); the last: status 503: .*busy"):
+        asyncio.run(endpoint_function(url, 0.3)(["p"], ["r"], [None]))
     for body, text in (
-        (b"<html>", "answered no JSON: '<html>'"),
+        (b"<html>", "answered without rewards: '<html>'"),
         ({"scores": [1]}, "answered without rewards"),
         ([1.0], "answered without rewards"),
     ):
         answers[:] = [(200, body)]
-        with pytest.raises(EndpointError, match=text):
-            endpoint_function(url, 20.0)(["p"], ["r"], [None])
+        with pytest.raises(EndpointRefused, match=text):
+            asyncio.run(endpoint_function(url, 20.0)(["p"], ["r"], [None]))
 
 
 def test_nothing_listens():
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     port = server.server_port
     server.server_close()
-    with pytest.raises(EndpointError, match=r"gave no answer within timeout_seconds=0.3 .*Connection refused"):
-        endpoint_function(f"http://127.0.0.1:{port}/", 0.3)(["p"], ["r"], [None])
+    with pytest.raises(EndpointRefused, match=r"gave no answer in \d attempts \(timeout_seconds=0.3\); the last: .*Connect call failed"):
+        asyncio.run(endpoint_function(f"http://127.0.0.1:{port}/", 0.3)(["p"], ["r"], [None]))
 
 
 def test_the_wrong_number_of_rewards_from_an_endpoint_names_the_sample(endpoint):
