@@ -25,7 +25,7 @@ class _Settings:
 
 def tasks(target: Path, overrides: Sequence[str], count: int, seed: int, prompts: str) -> int:
     """Write the file. Returns 0. Raises ConfigError if the environment has neither tasks nor tools."""
-    config = from_yaml(_Settings, "", [one.removeprefix("+") for one in overrides]).environment
+    config = from_yaml(_Settings, "", overrides).environment
     if target.suffix != ".jsonl":
         raise ConfigError(f"FILE is {target}, expected a name that ends in .jsonl")
     records = list(_records(config, count, seed, prompts))

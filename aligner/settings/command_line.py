@@ -75,6 +75,17 @@ def read(arguments: Sequence[str]) -> CommandLine:
     return line
 
 
+def in_grammar(text: str) -> str:
+    """`key=value` whose value is JSON with objects, which Hydra's grammar does not know, in that grammar; any other text as it is."""
+    key, _, value = text.partition("=")
+    if not ("{" in value and '"' in value):
+        return text
+    try:
+        return override(key, json.loads(value))
+    except (ValueError, RecursionError):
+        return text
+
+
 def override(key: str, value: Any) -> str:
     """`key=value` in Hydra's grammar, of a plain Python value or a path."""
     return f"{key}={_grammar(value)}"

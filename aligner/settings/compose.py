@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aligner.errors import ConfigError
 from aligner.files import conf_directory, recipe_folders, with_shipped_paths
-from aligner.settings.command_line import quoted
+from aligner.settings.command_line import in_grammar, quoted
 from aligner.settings.explain import (
     as_typed,
     check_preset,
@@ -88,10 +88,14 @@ def to_yaml(config: object) -> str:
 
 
 def from_yaml(schema: type[T], text: str, overrides: Sequence[str] = ()) -> T:
-    """A config that `to_yaml` wrote, with plain `key=value` overrides. Raises as `compose`."""
+    """A config that `to_yaml` wrote, with `key=value` overrides. Raises as `compose`."""
     keys = schema_keys(schema)
     try:
-        saved = OmegaConf.merge(OmegaConf.create(yaml.safe_load(text) or {}), OmegaConf.from_dotlist(list(overrides)))
+        saved = OmegaConf.create(yaml.safe_load(text) or {})
+        for override in parsed(overrides):
+            if override.is_sweep_override():
+                raise _several(override)
+            _apply(saved, override)
         refuse_unknown([(key, "") for key in unknown_keys(OmegaConf.to_container(saved), keys)], keys)
         node = OmegaConf.merge(_structured(schema), saved)
     except ERRORS as error:
@@ -128,6 +132,11 @@ def compose_node(schema: type, name: str, overrides: Sequence[str], folders: Seq
             return node
     except ERRORS as error:
         raise explain(error, [*folders, *own_folders(overrides)]) from error
+
+
+def _several(override: Override) -> ConfigError:
+    text = f"{override.input_line!r} lists several values"
+    return ConfigError(f"{text}; one run takes one, --multirun all of them (a list is written [a,b])")
 
 
 def own_folders(overrides: Sequence[str]) -> list[Path]:
@@ -234,15 +243,15 @@ def _adding_groups(overrides: list[str], act: Callable[[list[str]], T]) -> tuple
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
-    """The overrides in Hydra's grammar. Raises HydraException for other texts."""
-    return _parsed(tuple(overrides))
+    """The overrides, in Hydra's grammar or with JSON as values. Raises HydraException for other texts."""
+    return _parsed(tuple(map(in_grammar, overrides)))
 
 
 _parsed = lru_cache(maxsize=64)(lambda texts: OverridesParser.create().parse_overrides(list(texts)))
 
 
 def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
-    """(the places of hydra.searchpath: directories, or places that only Hydra can read; the other overrides).
+    """(the places of hydra.searchpath: directories, or places that only Hydra can read; the other overrides in Hydra's grammar).
 
     Raises ConfigError for a text that is not an override.
     """
@@ -255,7 +264,8 @@ def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
     for place in places:
         if isinstance(place, Path) and not place.is_dir():
             raise ConfigError(f"--config-dir {place} (hydra.searchpath): there is no such directory")
-    return places, [text for one, text in zip(found, overrides, strict=True) if one.key_or_group != "hydra.searchpath"]
+    others = [text for one, text in zip(found, overrides, strict=True) if one.key_or_group != "hydra.searchpath"]
+    return places, list(map(in_grammar, others))
 
 
 def _split(overrides: Sequence[str], keys: Sequence[SchemaKey]) -> tuple[list[Override], list[str]]:
@@ -370,7 +380,7 @@ def _check_overrides(
             continue
         if override.is_sweep_override():
             if not sweeps:
-                raise ConfigError(f"{text!r} lists several values; one run takes one, --multirun all of them (a list is written [a,b])")
+                raise _several(override)
             continue
         if override.is_delete() and not is_group and not is_entry(key, keys):
             raise ConfigError(f"{text!r} would remove a setting that the schema has; give it a value")

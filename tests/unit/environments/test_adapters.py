@@ -10,6 +10,8 @@ import gymnasium
 import pytest
 from gymnasium import spaces
 
+from aligner.algorithms.registry import composed
+from aligner.commands import tasks as commands_tasks
 from aligner.commands.tasks import tasks
 from aligner.environments.config import EnvironmentConfig, EnvironmentKind
 from aligner.environments.environment import Environment, Turn
@@ -142,6 +144,27 @@ def test_a_package_that_is_not_installed(monkeypatch) -> None:
         build_environment(kind("reasoning_gym", name="chain_sum"))
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ['environment.arguments={"map": {"size": 4, "names": ["a b", "c"]}, "is_slippery": false}'],
+        ["environment.arguments={map: {size: 4, names: ['a b', c]}, is_slippery: false}"],
+        ["environment.arguments={map:{size:4,names:['a b',c]},is_slippery:false}"],
+        ["+environment.arguments.map={size:4,names:['a b',c]}", "+environment.arguments.is_slippery=false"],
+        ['environment.arguments.map={"size": 4, "names": ["a b", "c"]}', "environment.arguments.is_slippery=false"],
+    ],
+)
+def test_arguments_are_typed_alike_for_tasks_and_for_training(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["environment.kind=gymnasium", "environment.name=FrozenLake-v1", *arguments]
+    seen: list[EnvironmentConfig] = []
+    monkeypatch.setattr(commands_tasks, "_records", lambda config, *_: [seen.append(config)] and iter(()))
+    tasks(tmp_path / "a.jsonl", given, 1, 0, "")
+    trained = composed("grpo", ["model.path=m", "data.train=d", "reward.function.path=a:b", *given]).environment
+    assert seen == [trained] and trained.arguments == {"map": {"size": 4, "names": ["a b", "c"]}, "is_slippery": False}
+
+
 def test_tasks_are_refused_where_there_are_none(tmp_path: Path) -> None:
     calculator = ["environment.path=aligner.environments.calculator:Calculator"]
     for overrides, file, prompts, complaint in (
@@ -150,6 +173,7 @@ def test_tasks_are_refused_where_there_are_none(tmp_path: Path) -> None:
         ([], "a.jsonl", "", r"environment\.kind=auto: has no prompts of its own"),
         (["environment.kind=gymnasium", "environment.name=FrozenLake-v1"], "a.json", "", "expected a name that ends in .jsonl"),
         (["environment.nme=x"], "a.jsonl", "", "environment.nme"),
+        (["environment.arguments=1,2"], "a.jsonl", "", "environment.arguments=1,2' lists several values"),
     ):
         with pytest.raises(ConfigError, match=complaint):
             tasks(tmp_path / file, overrides, 1, 0, prompts)
