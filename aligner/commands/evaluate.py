@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +30,8 @@ from aligner.commands.report import publish_text
 from aligner.data.collate import preference_batch
 from aligner.data.config import Overlong, PreferenceDataConfig
 from aligner.data.supervised import load_preferences
-from aligner.data.tokenizer import Tokenizer, load_tokenizer
+from aligner.data.tokenizer import Tokenizer
+from aligner.endpoint.app import Endpoint
 from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.jobs.parts import load_model_files
 from aligner.jobs.serving_policy import open_policy
@@ -45,6 +46,8 @@ from aligner.rewards.config import Compare, NamedRewardConfig, RewardFunctionCon
 from aligner.rewards.judge import JudgeReward
 from aligner.rewards.local import function_reward
 from aligner.run.from_hub import fetch_one
+from aligner.servers.access import Access
+from aligner.servers.config import ServerConfig
 from aligner.settings.compose import from_yaml
 from aligner.telemetry.run_files import RunFiles
 from aligner.types import Rollout
@@ -52,6 +55,7 @@ from aligner.version import __version__
 
 Z = 1.959964  # the 97.5 % point of the normal distribution
 RESAMPLES = 2000
+MIB = 1 << 20
 CALL_SIZE = 64  # responses that a reward function scores in one call
 WILSON, BOOTSTRAP, NORMAL = "Wilson", "bootstrap over prompts", "normal, lm-eval's standard error"
 
@@ -230,18 +234,21 @@ def _tasks(model: str, options: EvalOptions) -> list[Measure]:
         raise ConfigError(
             f"--lm-eval {options.lm_eval}: no such program; install lm-eval[api] in an environment of its own, name its lm_eval"
         )
-    chat = _has_template(model) and not options.plain
-    kind, route = ("local-chat-completions", "chat/completions") if chat else ("local-completions", "completions")
-    with _served(model, options) as said, TemporaryDirectory() as folder:
-        name, _, context = said["model"].partition(", context of ")
-        given = {"model": name, "base_url": f"{said['url']}/{route}", "num_concurrent": options.batch_size, "auth_token": said["key"]}
+    key = secrets.token_hex(32)
+    with ExitStack() as stack:
+        policy = stack.enter_context(open_policy(model, max_batch_size=options.batch_size, seed=options.seed))
+        endpoint = stack.enter_context(Endpoint(policy.served(seed=options.seed), Access(key), ServerConfig(max_request_bytes=64 * MIB)))
+        folder = stack.enter_context(TemporaryDirectory())
+        chat = is_chat(policy.tokenizer, options)
+        kind, route = ("local-chat-completions", "chat/completions") if chat else ("local-completions", "completions")
+        given = {"model": policy.name, "base_url": f"{endpoint.url}/v1/{route}", "num_concurrent": options.batch_size, "auth_token": key}
+        given |= {"max_length": policy.live.max_sequence_length}
         given |= {"tokenizer_backend": "none" if chat else "remote", "tokenized_requests": not chat}
-        given |= {"max_length": int(context.split()[0])} if context else {}
         asked = {"model": kind, "model_args": given, "tasks": options.tasks.split(","), "output_path": folder, "seed": options.seed}
         asked |= {"apply_chat_template": chat, "limit": options.limit or None}
         config = Path(folder, "config.yaml")  # the folder is this user's alone; arguments of programs are seen by all
         config.write_text(yaml.safe_dump(asked))
-        environment = {**os.environ, "OPENAI_API_KEY": said["key"]}
+        environment = {**os.environ, "OPENAI_API_KEY": key}
         if subprocess.run([program, "run", "--config", str(config)], env=environment, check=False).returncode:
             raise AlignerError(f"{program} failed (its own message is above)")
         files = sorted(Path(folder).rglob("results*.json"))
@@ -272,30 +279,3 @@ def lm_eval_measures(found: Mapping[str, Any]) -> list[Measure]:
                 )
             )
     return measures
-
-
-def _has_template(model: str) -> bool:
-    path = fetch_one("MODEL", model)
-    run = RunFiles(path)
-    folders = [path, run.tokenizer, run.export, *sorted(run.checkpoints.glob("*/step_*"))]
-    return next((load_tokenizer(str(one)).has_chat_template for one in folders if (one / "tokenizer_config.json").is_file()), False)
-
-
-@contextmanager
-def _served(model: str, options: EvalOptions) -> Iterator[Mapping[str, str]]:
-    """What `aligner serve MODEL` says of its `model`, `url` and `key`."""
-    command = [sys.executable, "-u", "-m", "aligner.cli", "serve", model, "--port", "0", "--max-batch-size", str(options.batch_size)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        said: dict[str, str] = {}
-        for line in server.stdout or ():
-            name, _, value = line.strip().partition(": ")
-            said[name] = value
-            if {"url", "key"} <= said.keys():
-                break
-        else:
-            raise AlignerError(f"aligner serve {model} ended before it answered (exit code {server.wait()})")
-        yield {"model": Path(model).name, **said}
-    finally:
-        server.terminate()
-        server.wait()

@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 
 from aligner.commands.parts import ServeOptions
 from aligner.endpoint.app import Endpoint
-from aligner.endpoint.requests import Model
 from aligner.errors import EngineError, ServerError
 from aligner.jobs.serving_policy import open_policy
 from aligner.servers.access import Access
@@ -39,9 +38,7 @@ def serve(model: str, options: ServeOptions) -> int:
         signal.signal(number, lambda *_: is_over.set())
     sampling = SamplingConfig(temperature=0.0 if options.greedy else 1.0)
     with open_policy(model, name=options.name, **options.opening) as policy:
-        about = Model(
-            name=policy.name, tokenizer=policy.tokenizer, live=policy.live, sampling=sampling, score=policy.score, seed=options.seed
-        )
+        about = policy.served(sampling=sampling, seed=options.seed)
         with Endpoint(about, access, config) as endpoint:
             print(f"model: {policy.name}, context of {about.context} tokens", flush=True)
             print(f"url: {endpoint.url}/v1", flush=True)

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from aligner.data.tokenizer import Tokenizer
+from aligner.endpoint.requests import Model
 from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs.parts import load_model_files
 from aligner.models import create
@@ -50,6 +52,10 @@ class OpenPolicy:
     seed: int
     failure: str | None = None  # why the engine's thread has ended early
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def served(self, **how: Any) -> Model:
+        """As an endpoint takes it; `how`: further fields."""
+        return Model(name=self.name, tokenizer=self.tokenizer, live=self.live, score=self.score, **how)
 
     def score(self, rows: Sequence[Sequence[int]], count: int = 1) -> tuple[list[list[float]], list[list[list[tuple[int, float]]]]]:
         """Of texts, for every token but the first: its log-prob at temperature 1, and the `count` likeliest tokens with theirs."""

@@ -31,7 +31,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from aligner.errors import ConfigError
-from aligner.files import conf_directory, recipe_folders, with_shipped_paths
+from aligner.files import recipe_folders, with_shipped_paths
 from aligner.settings.command_line import in_grammar, quoted
 from aligner.settings.explain import (
     as_typed,
@@ -43,6 +43,8 @@ from aligner.settings.explain import (
     meant_value,
     no_setting,
     refuse_unknown,
+    several_values,
+    shown_path,
     unknown_in_file,
     unknown_keys,
 )
@@ -94,7 +96,7 @@ def from_yaml(schema: type[T], text: str, overrides: Sequence[str] = ()) -> T:
         saved = OmegaConf.create(yaml.safe_load(text) or {})
         for override in parsed(overrides):
             if override.is_sweep_override():
-                raise _several(override)
+                raise several_values(override.input_line)
             _apply(saved, override)
         refuse_unknown([(key, "") for key in unknown_keys(OmegaConf.to_container(saved), keys)], keys)
         node = OmegaConf.merge(_structured(schema), saved)
@@ -132,11 +134,6 @@ def compose_node(schema: type, name: str, overrides: Sequence[str], folders: Seq
             return node
     except ERRORS as error:
         raise explain(error, [*folders, *own_folders(overrides)]) from error
-
-
-def _several(override: Override) -> ConfigError:
-    text = f"{override.input_line!r} lists several values"
-    return ConfigError(f"{text}; one run takes one, --multirun all of them (a list is written [a,b])")
 
 
 def own_folders(overrides: Sequence[str]) -> list[Path]:
@@ -178,7 +175,7 @@ class Settings:
             file = default.config_path or ""
             check_preset(self.recipe, file, self.folders)
             if (path := find_file(file, self.folders)) is not None:
-                unknown += [(key, f"in {_shown_path(path)}") for key in unknown_in_file(path, default.package or "", self.keys)]
+                unknown += [(key, f"in {shown_path(path)}") for key in unknown_in_file(path, default.package or "", self.keys)]
         refuse_unknown(unknown, self.keys)
 
     def _check_presets(self) -> None:
@@ -251,10 +248,8 @@ _parsed = lru_cache(maxsize=64)(lambda texts: OverridesParser.create().parse_ove
 
 
 def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
-    """(the places of hydra.searchpath: directories, or places that only Hydra can read; the other overrides in Hydra's grammar).
-
-    Raises ConfigError for a text that is not an override.
-    """
+    """(the places of hydra.searchpath: directories, or places that only Hydra can read; the other overrides in Hydra's grammar). Raises
+    ConfigError for a text that is not an override."""
     try:
         found = parsed(overrides)
     except HydraException as error:
@@ -264,8 +259,7 @@ def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
     for place in places:
         if isinstance(place, Path) and not place.is_dir():
             raise ConfigError(f"--config-dir {place} (hydra.searchpath): there is no such directory")
-    others = [text for one, text in zip(found, overrides, strict=True) if one.key_or_group != "hydra.searchpath"]
-    return places, list(map(in_grammar, others))
+    return places, [in_grammar(text) for one, text in zip(found, overrides, strict=True) if one.key_or_group != "hydra.searchpath"]
 
 
 def _split(overrides: Sequence[str], keys: Sequence[SchemaKey]) -> tuple[list[Override], list[str]]:
@@ -380,7 +374,7 @@ def _check_overrides(
             continue
         if override.is_sweep_override():
             if not sweeps:
-                raise _several(override)
+                raise several_values(text)
             continue
         if override.is_delete() and not is_group and not is_entry(key, keys):
             raise ConfigError(f"{text!r} would remove a setting that the schema has; give it a value")
@@ -389,16 +383,11 @@ def _check_overrides(
     return unknown
 
 
-def _shown_path(path: Path) -> str:
-    own = conf_directory()
-    return f"conf/{path.relative_to(own)}" if path.is_relative_to(own) else str(path)
-
-
 def explain(error: BaseException, folders: Sequence[Path]) -> ConfigError:
     """The error of Hydra, OmegaConf or the YAML parser in one line that names the key."""
     file = re.search(r"In '([^']+)'", str(error))
     path = find_file(file[1], folders) if file else None
-    where = f"in {_shown_path(path)}" if path else ""
+    where = f"in {shown_path(path)}" if path else ""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__

@@ -396,3 +396,14 @@ def _unused(keys: Sequence[SchemaKey], values: Mapping[str, str]) -> dict[str, t
 def _holds(need: str, values: Mapping[str, str]) -> bool:
     key, _, value = need.partition("=")
     return values[key] == value if value else values[key] not in ("''", '""')
+
+
+def several_values(text: str) -> ConfigError:
+    """For an override of a sweep where one value is needed."""
+    return ConfigError(f"{text!r} lists several values; one run takes one, --multirun all of them (a list is written [a,b])")
+
+
+def shown_path(path: Path) -> str:
+    """A file of settings, in messages."""
+    own = conf_directory()
+    return f"conf/{path.relative_to(own)}" if path.is_relative_to(own) else str(path)

@@ -21,7 +21,6 @@ from training_jobs import ALIGNER
 
 from aligner.endpoint.app import Endpoint
 from aligner.endpoint.generation import choice_seed
-from aligner.endpoint.requests import Model
 from aligner.errors import ConfigError
 from aligner.jobs.serving_policy import OpenPolicy, open_policy
 from aligner.models.checkpoint import checkpoint
@@ -48,8 +47,7 @@ def stories(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @contextmanager
 def serving(policy: OpenPolicy) -> Iterator[tuple[Endpoint, Any]]:
-    model = Model(name=policy.name, tokenizer=policy.tokenizer, live=policy.live, score=policy.score)
-    with Endpoint(model, Access(KEY), ServerConfig()) as endpoint:
+    with Endpoint(policy.served(), Access(KEY), ServerConfig()) as endpoint:
         with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0, timeout=120) as client:
             yield endpoint, client
 

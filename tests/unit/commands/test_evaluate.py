@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_live_engine import TEMPLATE, ScriptedEngine, tokenizer_of
 
 from aligner.commands import evaluate
 from aligner.commands.evaluate import bootstrap, lm_eval_measures, wilson
 from aligner.commands.parts import EvalOptions
 from aligner.errors import AlignerError, ConfigError, DataError
+from aligner.jobs.serving_policy import OpenPolicy
 from aligner.reporting.evaluations import Measure, markdown, read_evaluations
 
 
@@ -82,7 +83,7 @@ def test_results_of_lm_eval() -> None:
 
 
 LM_EVAL = """\
-import json, os, sys, yaml
+import json, os, sys, urllib.request, yaml
 config = yaml.safe_load(open(sys.argv[3]))
 assert sys.argv[1:3] == ["run", "--config"] and os.environ["OPENAI_API_KEY"] == config["model_args"]["auth_token"]
 if config["tasks"] == ["bad"]:
@@ -90,6 +91,9 @@ if config["tasks"] == ["bad"]:
 if config["tasks"] != ["silent"]:
     folder = config["output_path"] + "/policy"
     os.mkdir(folder)
+    about = config["model_args"]
+    url, key = about["base_url"].partition("/v1/")[0] + "/v1/models", {"Authorization": "Bearer " + about["auth_token"]}
+    assert json.load(urllib.request.urlopen(urllib.request.Request(url, headers=key)))["data"][0]["id"] == about["model"] == "policy"
     json.dump({"results": {"t": {"acc,none": 0.5}}, "asked": config}, open(folder + "/results_1.json", "w"))
 """
 
@@ -99,37 +103,20 @@ def test_lm_eval_asks_the_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     program.write_text(f"#!{sys.executable}\n{LM_EVAL}")
     program.chmod(0o755)
 
-    @contextmanager
-    def served(model: str, options: EvalOptions) -> Iterator[dict[str, str]]:
-        yield {"model": "policy, context of 512 tokens", "url": "http://h:1/v1", "key": "k"}
-
-    monkeypatch.setattr(evaluate, "_served", served)
     asked: list[Any] = []
     monkeypatch.setattr(evaluate, "lm_eval_measures", lambda found: (asked.append(found["asked"]), lm_eval_measures(found))[1])
-    for has, kind, route in ((False, "local-completions", "completions"), (True, "local-chat-completions", "chat/completions")):
-        monkeypatch.setattr(evaluate, "_has_template", lambda model, has=has: has)
+    for template, kind, route in (("", "local-completions", "completions"), (TEMPLATE, "local-chat-completions", "chat/completions")):
+        tokenizer = tokenizer_of(tmp_path / kind, template)
+        live: Any = ScriptedEngine(tokenizer, lambda _: "fine", context=512)
+        policy = OpenPolicy(name="policy", tokenizer=tokenizer, live=live, policy=None, seed=0)  # type: ignore[arg-type]
+        monkeypatch.setattr(evaluate, "open_policy", lambda name, policy=policy, **how: nullcontext(policy))
         (one,) = evaluate._tasks("m", EvalOptions(tasks="t,u", lm_eval=str(program), limit=5))
         assert (one.name, one.value) == ("t: acc", 0.5)
-        assert (asked[-1]["model"], asked[-1]["model_args"]["base_url"]) == (kind, f"http://h:1/v1/{route}")
+        assert asked[-1]["model"] == kind and asked[-1]["model_args"]["base_url"].endswith(f"/v1/{route}")
         assert asked[-1]["tasks"] == ["t", "u"] and asked[-1]["limit"] == 5 and asked[-1]["model_args"]["max_length"] == 512
     for task, said in (("bad", "failed"), ("silent", "has written no results")):
         with pytest.raises(AlignerError, match=said):
             evaluate._tasks("m", EvalOptions(tasks=task, lm_eval=str(program)))
-
-
-def test_a_served_model_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho 'model: m, context of 8 tokens'\nexit 4\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(evaluate.sys, "executable", str(program))
-    with (
-        pytest.raises(AlignerError, match=r"aligner serve m ended before it answered \(exit code 4\)"),
-        evaluate._served("m", EvalOptions()),
-    ):
-        pass
-    program.write_text("#!/bin/sh\necho 'model: m, context of 8 tokens'\necho 'url: http://h/v1'\necho 'key: k'\nexec sleep 60\n")
-    with evaluate._served("m", EvalOptions()) as said:
-        assert said == {"model": "m, context of 8 tokens", "url": "http://h/v1", "key": "k"}
 
 
 def test_records_and_tables(tmp_path: Path) -> None:
