@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -71,23 +71,21 @@ class Held:
 PlaceT = TypeVar("PlaceT", bound=Place)
 
 
-class Slot(ABC, Generic[PlaceT]):
-    """A place, and its successors."""
+class Slot(Generic[PlaceT]):
+    """A place, and its successors: `succeed` returns the one that it is given if that is still there, else another, which may be the first.
+    It raises FailedElsewhere, and is called with the lock held."""
 
-    def __init__(self) -> None:
+    def __init__(self, succeed: Callable[[PlaceT | None], PlaceT]) -> None:
+        self._succeed = succeed
         self.place: PlaceT | None = None
         self.lock = threading.Lock()  # of the place
         self.alone = threading.Lock()  # held by a call that is made again
         self.episodes: weakref.WeakSet[Held] = weakref.WeakSet()  # that have begun here and not ended
 
-    @abstractmethod
-    def succeed(self, last: PlaceT | None) -> PlaceT:
-        """`last`, if it is still there, else another. Raises FailedElsewhere. With the lock held."""
-
     def now(self) -> PlaceT:
         """The place that is there now."""
         with self.lock:
-            self.place = self.succeed(self.place)
+            self.place = self._succeed(self.place)
             return self.place
 
 

@@ -43,7 +43,8 @@ class Isolated(Elsewhere):
     """The environment of `config` in `config.num_processes` processes. Raises ConfigError as making it here would."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        self._processes = [_Slot(config) for _ in range(config.num_processes)]
+        self._config = config
+        self._processes = [Slot(self._succeed) for _ in range(config.num_processes)]
         super().__init__(self._processes, config.timeout_seconds)
         try:
             for slot in self._processes:
@@ -61,13 +62,7 @@ class Isolated(Elsewhere):
                 if slot.place is not None:
                     slot.place.kill("was ended with the run")
 
-
-class _Slot(Slot["_Process"]):
-    def __init__(self, config: EnvironmentConfig) -> None:
-        super().__init__()
-        self._config = config
-
-    def succeed(self, last: _Process | None) -> _Process:
+    def _succeed(self, last: _Process | None) -> _Process:
         if last is not None and not last.end:
             last.check()
             return last

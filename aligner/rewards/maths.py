@@ -5,24 +5,21 @@ Separate processes check (aligner.rewards.maths_worker), because a thread cannot
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import math
 import queue
 import re
-import selectors
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Pipe
 from pathlib import Path
 
 from aligner.errors import ConfigError
 from aligner.rewards.forms import Factory, TextFunction
 
 MARK = "####"  # in GSM8K the answer follows it
-START = "import sys; sys.path.insert(0, {package!r}); from aligner.rewards.maths_worker import main; main()"
+START = "import sys; sys.path.insert(0, {package!r}); from aligner.rewards.maths_worker import main; main({descriptor})"
 START_SECONDS = 120.0  # sympy takes seconds to import, more where many start at once
 WALL_TIMES, GRACE_SECONDS = 10, 10.0  # time for a process that ignores its own alarm, on a machine under load, before it is killed
 EXCERPT_CHARACTERS = 120
@@ -119,13 +116,15 @@ class _Checkers:
 
 
 class _Checker:
-    """One process. It ends with this one, when its standard input is closed."""
+    """One process. It ends with this one, when its connection is closed."""
 
     def __init__(self) -> None:
         """Raises CheckFailed if it does not come up."""
         package = str(Path(__file__).resolve().parents[2])
-        command = [sys.executable, "-c", START.format(package=package)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._connection, theirs = Pipe()
+        with theirs:
+            command = [sys.executable, "-c", START.format(package=package, descriptor=theirs.fileno())]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self.has_answered = False
         try:
             self.ask({"gold": "1", "response": "\\boxed{\\frac{1}{2}}", "seconds": START_SECONDS}, START_SECONDS)  # loads what is needed
@@ -137,28 +136,16 @@ class _Checker:
     def ask(self, question: dict[str, object], seconds: float) -> dict[str, bool | str]:
         """Its answer. Raises CheckFailed if none comes in time."""
         try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise CheckFailed(f"the checking process is gone ({error})") from error
-        return json.loads(self._line(time.monotonic() + seconds, seconds))
+            self._connection.send(question)
+            if self._connection.poll(seconds):
+                answer: dict[str, bool | str] = self._connection.recv()
+                return answer
+        except (OSError, EOFError) as error:
+            raise CheckFailed("the checking process ended without an answer") from error
+        raise CheckFailed(f"the checking process gave no answer within {seconds:g} s")
 
     def kill(self) -> None:
         """End it at once."""
         self._process.kill()
         self._process.wait()
-        with contextlib.suppress(BrokenPipeError):  # closing flushes a question that it no longer reads
-            self._process.stdin.close()
-        self._process.stdout.close()
-
-    def _line(self, deadline: float, seconds: float) -> bytes:
-        line = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise CheckFailed(f"the checking process gave no answer within {seconds:g} s")
-                if not (data := self._process.stdout.read1()):
-                    raise CheckFailed("the checking process ended without an answer")
-                line += data
-        return line
+        self._connection.close()

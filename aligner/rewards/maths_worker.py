@@ -1,4 +1,4 @@
-"""A process that checks mathematical answers with math-verify, one JSON line in and one out: the only importer of math-verify.
+"""A process that checks mathematical answers with math-verify, one at a time: the only importer of math-verify.
 
 math-verify's own time limits need the main thread of a process, and sympy can be stuck in one long computation: whoever asks kills this
 process if no answer comes. Nothing heavy is imported here, torch least of all.
@@ -6,13 +6,13 @@ process if no answer comes. Nothing heavy is imported here, torch least of all.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import re
 import resource
 import signal
-import sys
 from functools import lru_cache
+from multiprocessing.connection import Connection
 
 from math_verify import parse, verify
 
@@ -25,17 +25,20 @@ class OutOfTime(BaseException):
     """Not an Exception: math-verify catches those."""
 
 
-def main() -> None:
-    """Answer {"gold", "response", "seconds"} with {"right": true or false}, {"undecided": why} or {"bad_gold": text}, until stdin ends.
+def main(descriptor: int) -> None:
+    """Answer {"gold", "response", "seconds"} with {"right": true or false}, {"undecided": why} or {"bad_gold": text}, until the connection
+    ends.
 
     `seconds` are of computing, so the result does not depend on the machine's load.
     """
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which closes stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which closes the connection
     signal.signal(signal.SIGPROF, _raise)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    for line in sys.stdin:
-        print(json.dumps(_judged(**json.loads(line))), flush=True)
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            connection.send(_judged(**connection.recv()))
 
 
 def _judged(gold: str, response: str, seconds: float) -> dict[str, object]:
@@ -61,7 +64,3 @@ def _gold(text: str) -> list:
 
 def _raise(*_: object) -> None:
     raise OutOfTime
-
-
-if __name__ == "__main__":
-    main()

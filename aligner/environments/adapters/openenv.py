@@ -16,6 +16,7 @@ import shlex
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -40,13 +41,15 @@ class OpenEnv(Elsewhere):
     """`aligner.environments.environment.Environment`."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        self._slot = _Servers(config)
+        self._config, self._awaiting = config, Awaiting(config.title)
+        self._slot = Slot(self._succeed)
         super().__init__([self._slot], config.timeout_seconds)
         try:
             server = self._slot.now()
         except FailedElsewhere as error:
             raise ConfigError(f"{config.title}: {error.text}") from error
-        self._slot.field = config.action_field or server.only_field(config)
+        self._config = replace(config, action_field=server.only_field())
+        server.config = self._config
 
     def tasks(self, count: int, seed: int) -> Iterator[dict[str, Any]]:
         """The first observations."""
@@ -58,38 +61,27 @@ class OpenEnv(Elsewhere):
 
     def close(self) -> None:
         """End the server, if it was started here."""
-        self._slot.close()
+        with self._slot.lock:
+            if self._slot.place is not None:
+                self._slot.place.end()
 
-
-class _Servers(Slot["_Server"]):
-    def __init__(self, config: EnvironmentConfig) -> None:
-        super().__init__()
-        self._config = config
-        self.field = ""
-        self._awaiting = Awaiting(config.title)
-
-    def succeed(self, last: _Server | None) -> _Server:
+    def _succeed(self, last: _Server | None) -> _Server:
         if last is not None:
             if not last.suspected or last.is_healthy():
                 last.suspected = False
                 return last
             print(f"warning: {self._config.title}: the server has gone ({last.ending()}); waiting for another", flush=True)
             last.end()
-        server = _Server(self._config, self._awaiting, self)
+        server = _Server(self._config, self._awaiting)
         server.wait(START_SECONDS)
         return server
-
-    def close(self) -> None:
-        with self.lock:
-            if self.place is not None:
-                self.place.end()
 
 
 class _Server(Place):
     """A server. `suspected`: a connection was lost."""
 
-    def __init__(self, config: EnvironmentConfig, awaiting: Awaiting, slot: _Servers) -> None:
-        self._config, self._awaiting, self._slot = config, awaiting, slot
+    def __init__(self, config: EnvironmentConfig, awaiting: Awaiting) -> None:
+        self.config, self._awaiting = config, awaiting
         self._connections: dict[int, Any] = {}
         self._http: aiohttp.ClientSession | None = None
         self.suspected = False
@@ -132,8 +124,10 @@ class _Server(Place):
         if self._keeper is not None:
             keeper.end(self._keeper)
 
-    def only_field(self, config: EnvironmentConfig) -> str:
-        """The field that an action must have. Raises ConfigError unless it is a single one."""
+    def only_field(self) -> str:
+        """The field that gets the policy's text: the one that is set, else the only one that an action needs. Raises ConfigError."""
+        if self.config.action_field:
+            return self.config.action_field
         action = self._get("/schema")["action"]
         needed = action.get("required", [])
         if len(needed) != 1:
@@ -148,7 +142,7 @@ class _Server(Place):
             observation: Observation = self._awaiting.settle(self._asked(episode, call), seconds)
             return observation
         except _TIMEOUTS as error:
-            raise FailedElsewhere(late(self._config.timeout_seconds, "waiting for its server")) from error
+            raise FailedElsewhere(late(self.config.timeout_seconds, "waiting for its server")) from error
         except (aiohttp.ClientError, OSError, EOFError) as error:
             self.suspected = True
             raise Died(f"the connection ended ({type(error).__name__})") from error
@@ -187,9 +181,9 @@ class _Server(Place):
     async def _once(self, episode: Held, call: Prompt | Turn) -> Observation:
         if isinstance(call, Prompt):
             self._connections[episode.number] = await self._session().ws_connect(f"{self._url}/ws", max_msg_size=_MOST_BYTES)
-            message = {"type": "reset", "data": {"seed": int(call.columns.get("seed", call.id)), **self._config.arguments}}
+            message = {"type": "reset", "data": {"seed": int(call.columns.get("seed", call.id)), **self.config.arguments}}
         else:
-            message = {"type": "step", "data": {self._slot.field: call.text}}
+            message = {"type": "step", "data": {self.config.action_field: call.text}}
         connection = self._connections[episode.number]
         await connection.send_json(message)
         frame = await connection.receive()
