@@ -21,10 +21,7 @@ from aligner.endpoint.sessions import KeptSessions, Trace
 from aligner.environments.config import OnSessionFailure, SessionsConfig
 from aligner.environments.workers import Outcome, Workers
 from aligner.errors import EngineError
-from aligner.protocols import Replica
 from aligner.rewards.load import raised
-from aligner.rollout.engine import Capabilities
-from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.lifecycle import PhasedEngine
 from aligner.rollout.live import LiveEngine
 from aligner.types import Prompt, Rollout, SamplingConfig
@@ -70,7 +67,8 @@ class SessionEngine:
         agents: Callable[[], Agents],
         open_endpoint: OpenEndpoint,
     ) -> None:
-        self.engine = engine
+        self.engine, self.replica, self.capabilities, self.gate = engine, engine.replica, engine.capabilities, engine.gate
+        self.refit, self.sleep, self.wake = engine.refit, engine.sleep, engine.wake
         self.playing = playing
         self.live = LiveEngine(engine)
         self.sessions = KeptSessions(max_calls=playing.config.max_calls)
@@ -82,29 +80,6 @@ class SessionEngine:
             self._opened.callback(self.live.close)
             self.url = self._opened.enter_context(open_endpoint(self.live, self.sessions)).url
             self._opened.callback(self.agents.close)
-
-    @property
-    def replica(self) -> Replica:
-        return self.engine.replica
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The engine's."""
-        return self.engine.capabilities
-
-    @property
-    def gate(self) -> Gate | None:
-        """The engine's."""
-        return self.engine.gate
-
-    def refit(self, version: int) -> None:
-        self.engine.refit(version)
-
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    def wake(self) -> None:
-        self.engine.wake()
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig | None = None) -> Iterator[list[Rollout]]:
         """One session per (prompt, seed), all rows of each together; with a `sampling` of its own (it is not trained on) its last row.

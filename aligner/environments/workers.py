@@ -1,6 +1,6 @@
 """Calls user code outside the caller's thread: a limited number at a time, each with a time limit; none can block process exit.
 
-A thread cannot be killed. An overdue one is abandoned: it is a daemon, its result is dropped, and a new one replaces it.
+A thread cannot be killed. An overdue one is abandoned: it is a daemon, its result is dropped, and the next call begins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class _Call:
     action: Callable[[], Any]
     thread: threading.Thread | None = None
     started: float = 0.0
-    is_abandoned: bool = False
 
 
 class Workers:
@@ -56,7 +55,7 @@ class Workers:
         with self._lock:
             self._num_pending += 1
             self._waiting.append(_Call(key, action))
-            self._start_workers()
+            self._start_waiting()
 
     def outcomes(self, wait_seconds: float) -> list[Outcome]:
         """Ended and overdue calls. Without any, waits up to this long for the first one, if a call is running."""
@@ -80,41 +79,28 @@ class Workers:
         """Drop waiting calls; running ones continue, their results are ignored."""
         with self._lock:
             self._waiting.clear()
-            for call in self._running:
-                call.is_abandoned = True
             self._running.clear()
             self._num_pending = 0
 
-    def _start_workers(self) -> None:
+    def _start_waiting(self) -> None:
         """With the lock held."""
         while self._waiting and len(self._running) < self._num_workers:
-            call = self._begin()
+            call = self._waiting.popleft()
+            call.started = time.monotonic()
+            self._running.add(call)
             call.thread = threading.Thread(target=self._work, args=(call,), name=self._name, daemon=True)
             call.thread.start()
 
-    def _begin(self) -> _Call:
-        """With the lock held: the next call runs from now on."""
-        call = self._waiting.popleft()
-        call.started = time.monotonic()
-        self._running.add(call)
-        return call
-
     def _work(self, call: _Call) -> None:
-        """One thread's life: this call, and others as long as any wait."""
-        while True:
-            try:
-                outcome = Outcome(key=call.key, value=call.action())
-            except BaseException as error:  # handed to the waiting thread, which raises it
-                outcome = Outcome(key=call.key, error=error)
-            with self._lock:
-                if call.is_abandoned:
-                    return
+        try:
+            outcome = Outcome(key=call.key, value=call.action())
+        except BaseException as error:  # handed to the waiting thread, which raises it
+            outcome = Outcome(key=call.key, error=error)
+        with self._lock:
+            if call in self._running:  # else it was abandoned
                 self._running.discard(call)
                 self._outcomes.put(outcome)
-                if not self._waiting or len(self._running) >= self._num_workers:
-                    return
-                thread, call = call.thread, self._begin()
-                call.thread = thread
+                self._start_waiting()
 
     def _ended(self) -> list[Outcome]:
         return [self._outcomes.get_nowait() for _ in range(self._outcomes.qsize())]  # nobody else takes any
@@ -123,10 +109,8 @@ class Workers:
         now = time.monotonic()
         with self._lock:
             late = [call for call in self._running if now - call.started >= self._timeout_seconds]
-            for call in late:
-                call.is_abandoned = True
-                self._running.discard(call)
-            self._start_workers()
+            self._running.difference_update(late)
+            self._start_waiting()
         return [Outcome(key=call.key, late=_position(call.thread)) for call in sorted(late, key=lambda call: call.key)]
 
 
