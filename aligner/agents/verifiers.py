@@ -73,7 +73,6 @@ class Verifiers:
         self._stopped.add(session)
 
     def close(self) -> None:
-        """End the server."""
         with self._lock:
             self._is_over = True
             if self._server is not None:

@@ -36,7 +36,6 @@ class _Address:
 
 
 def main(mode: str, config: str, *rest: str) -> None:
-    """See the module's docstring."""
     prepare()
     from verifiers.v1.serve import serve_env
     from verifiers.v1.utils.loaders import load_taskset, resolve_env_config

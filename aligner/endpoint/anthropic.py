@@ -28,7 +28,6 @@ def parse(model: Model, fields: Fields) -> Ask:
 
 
 def count_tokens(model: Model, fields: Fields) -> dict[str, Any]:
-    """Those of a prompt."""
     found = _conversation(model, fields)
     fields.ignore(("model", "thinking", "output_config"))
     fields.end()

@@ -264,7 +264,6 @@ async def stream_chat(generation: Generation) -> AsyncIterator[dict[str, Any]]:
 
 
 def tokenize(model: Model, fields: Fields) -> dict[str, Any]:
-    """Of a text, or of messages."""
     fields.ignore(("model",))
     if (messages := fields.take("messages", list)) is not None:
         asks = fields.take("add_generation_prompt", bool, True)

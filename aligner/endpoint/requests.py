@@ -207,7 +207,6 @@ class Model:
         }
 
     def choices(self, fields: Fields) -> int:
-        """`n`."""
         n: int = fields.take("n", int, 1)
         if not 1 <= n <= MOST_CHOICES:
             raise fields.bad("n", n, f"a number from 1 to {MOST_CHOICES}")
@@ -226,7 +225,6 @@ class Model:
         return count if are_known else 0
 
     def tokens_of(self, value: object, what: str) -> tuple[int, ...]:
-        """Token ids, checked."""
         if not isinstance(value, list) or any(type(one) is not int for one in value):
             raise BadRequest(f"{what} is {shown(value)}, expected a list of token ids", what)
         if wrong := next((one for one in value if one not in self.token_ids), None):

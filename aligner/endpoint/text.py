@@ -86,7 +86,6 @@ class Reply:
 
     @property
     def has_called(self) -> bool:
-        """Whether it calls a tool."""
         return any(piece.kind == CALL for piece in self.pieces)
 
     def finish_reason(self, result: GenResult) -> str:
@@ -94,7 +93,6 @@ class Reply:
         return "tool_calls" if self.has_called else "stop" if self.stopped else result.finish_reason.value
 
     def joined(self, kind: str) -> str:
-        """All text of this kind."""
         return "".join(piece.text for piece in self.pieces if piece.kind == kind)
 
     def feed(self, ids: Sequence[int], *, last: bool = False) -> list[Piece]:

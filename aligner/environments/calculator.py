@@ -101,7 +101,6 @@ class Calculator:
         return right_answer(prompt)
 
     def step(self, state: float, turn: Turn) -> Observation:
-        """See the class."""
         answers = self._tools.answer(turn.text)
         counts = answers.counts if answers is not None else {}
         if answers is not None and not turn.is_last:

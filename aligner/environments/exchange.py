@@ -312,6 +312,5 @@ class EnvironmentReward:
         return scores
 
     def close(self) -> None:
-        """Close the others."""
         if self._others is not None:
             self._others.close()

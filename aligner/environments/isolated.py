@@ -56,7 +56,6 @@ class Isolated(Elsewhere):
             raise
 
     def close(self) -> None:
-        """End the processes."""
         for slot in self._processes:
             with slot.lock:
                 if slot.place is not None:
@@ -199,7 +198,6 @@ class _Served:
         self._states: dict[int, Any] = {}
 
     def take(self, number: int, episode: int, call: Prompt | Turn, seconds: float, forgotten: list[int]) -> None:
-        """Begin to answer a call."""
         for one in forgotten:
             self._states.pop(one, None)
         threading.Thread(target=self._answer, args=(number, episode, call, seconds), name=self._config.title, daemon=True).start()

@@ -32,7 +32,6 @@ def end(keeper: subprocess.Popen[bytes]) -> None:
 
 
 def main(command: list[str]) -> None:
-    """The script."""
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:

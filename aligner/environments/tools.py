@@ -42,7 +42,6 @@ class ToolAnswers:
 
     @property
     def counts(self) -> dict[str, float]:
-        """For `Observation.counts`."""
         return {"tool_calls": float(self.num_calls), "tool_errors": float(self.num_errors)}
 
 

@@ -105,7 +105,6 @@ class WeightedReward:
         return self._executor.submit(self._sum, pending, len(rollouts), version, so_far)
 
     def close(self) -> None:
-        """Close the parts."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for part in self._parts.values():
             part.model.close()

@@ -94,7 +94,6 @@ class TrainerState:
 
 
 def is_trl(function: object) -> bool:
-    """Whether a function has TRL's signature."""
     return "completions" in _parameters(function)
 
 

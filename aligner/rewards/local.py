@@ -57,7 +57,6 @@ class Samples:
         return cls(samples=samples, version=max((rollout.policy_version for rollout in rollouts), default=0))
 
     def at(self, i: int) -> Samples:
-        """Sample i alone."""
         return Samples(samples=self.samples[i : i + 1], version=self.version)
 
     def describe(self, i: int) -> str:

@@ -145,7 +145,6 @@ class _Checker:
         raise CheckFailed(f"the checking process gave no answer within {seconds:g} s")
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()
         self._process.wait()
         self._connection.close()

@@ -59,7 +59,6 @@ class Gymnasium:
             environment.close()
 
     def reset(self, prompt: Prompt) -> gymnasium.Env[Any, Any]:
-        """See the module's docstring for the seed."""
         environment = self._made()
         environment.reset(seed=int(prompt.columns.get("seed", prompt.id)))
         return environment

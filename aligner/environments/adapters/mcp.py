@@ -70,12 +70,10 @@ class ToolUse:
         """No state."""
 
     def step(self, state: None, turn: Turn) -> Observation:
-        """See the class."""
         answers = self._toolbox.answer(turn.text)
         return Observation(done=True) if answers is None else Observation(text=answers.text, counts=answers.counts)
 
     def close(self) -> None:
-        """End the servers."""
         self._servers.close()
 
 

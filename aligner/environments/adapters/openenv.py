@@ -52,7 +52,6 @@ class OpenEnv(Elsewhere):
         server.config = self._config
 
     def tasks(self, count: int, seed: int) -> Iterator[dict[str, Any]]:
-        """The first observations."""
         for one in range(seed, seed + count):
             held = self.reset(Prompt(id=one, tokens=(), source="", columns={"seed": one}))
             assert held.first is not None
@@ -106,7 +105,6 @@ class _Server(Place):
             time.sleep(_POLL_SECONDS)
 
     def is_healthy(self) -> bool:
-        """Whether it answers."""
         try:
             return self._get("/health") is not None
         except (aiohttp.ClientError, OSError, *_TIMEOUTS):
