@@ -16,7 +16,7 @@ from aligner.protocols import Replica
 from aligner.rollout.builtin.batch_invariant import BatchInvariantDecoder
 from aligner.rollout.builtin.decode import Decoder
 from aligner.rollout.builtin.generation import Generation
-from aligner.rollout.builtin.refit import MIB, rollout_weights
+from aligner.rollout.builtin.refit import rollout_weights
 from aligner.rollout.builtin.seeing import Eyes
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import Capabilities, GenResult, Memory, Work
@@ -42,14 +42,7 @@ class MegatronEngine:
     ) -> None:
         self.version = 0
         self._chunks = chunks
-        self.weights = rollout_weights(
-            chunks,
-            tp=config.tp,
-            bucket_bytes=config.refit_bucket_mib * MIB,
-            verify_refit=config.verify_refit,
-            takes_turns=config.offload,
-            apart=config.asynchronous.max_staleness > 0,
-        )
+        self.weights = rollout_weights(chunks, config)
         if config.offload:
             self.weights.release()
         self.shards, chunk = self.weights.shards, chunks[0]

@@ -32,7 +32,7 @@ from aligner.parallel.reshard import Move, Sharding, pieces, plan
 from aligner.parallel.transfer import Lanes, Refill, block_group, sum_over_holders
 from aligner.rollout.builtin.decode import Shards
 from aligner.rollout.builtin.weights import ModelWeights, by_role, moves, named_parameters, usable_in_place
-from aligner.rollout.config import VerifyRefit, check_splits
+from aligner.rollout.config import RolloutConfig, VerifyRefit, check_splits
 from aligner.rollout.engine.manifest import Manifest, Receipt, TensorSpec, along, global_manifest, named_few, not_finite
 
 MIB = 2**20
@@ -44,15 +44,10 @@ class TrainingWeights:
 
     def __init__(self, chunk: LanguageModel, *, checked: bool) -> None:
         groups = chunk.pg_collection
-        self._named = named_parameters([chunk])
+        self.named = named_parameters([chunk])  # all weights by their global names
         self._checked = checked
-        self.model: ModelWeights = by_role(self._named, chunk.architecture)
+        self.model: ModelWeights = by_role(self.named, chunk.architecture)
         self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=groups.tp)
-
-    @property
-    def named(self) -> dict[str, Tensor]:
-        """All weights by their global names."""
-        return self._named
 
     def allocate(self) -> None:
         """They are always there."""
@@ -63,7 +58,7 @@ class TrainingWeights:
     def fill(self) -> int:
         """Moves 0 bytes. Raises EngineError for numbers that are not finite, if `checked`."""
         if self._checked:
-            _refuse_not_finite(self._named)
+            _refuse_not_finite(self.named)
         return 0
 
 
@@ -72,25 +67,22 @@ class SnapshotWeights(TrainingWeights):
 
     def __init__(self, chunk: LanguageModel, *, checked: bool) -> None:
         super().__init__(chunk, checked=checked)
-        specs = {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self._named.items()}
-        self._tensors = allocated(specs, stacked=_stacks())
-        self.model = by_role(self._tensors, chunk.architecture)
+        self._trained = self.named
+        specs = {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self._trained.items()}
+        self.named = allocated(specs, stacked=_stacks())
+        self.model = by_role(self.named, chunk.architecture)
         # A group of their own: in training's the collectives of the two threads would meet.
         self.shards = replace(self.shards, group=block_group(self.shards.count))
-
-    @property
-    def named(self) -> dict[str, Tensor]:
-        return self._tensors
 
     @torch.no_grad()
     def fill(self) -> int:
         """Copy the policy's weights; returns the copied bytes. Raises EngineError naming weights that are not finite."""
-        torch._foreach_copy_(list(self._tensors.values()), [parameter.detach() for parameter in self._named.values()])
-        _refuse_not_finite(self._tensors)
-        differs = [name for name, copy in self._tensors.items() if self._checked and not torch.equal(copy, self._named[name])]
+        torch._foreach_copy_(list(self.named.values()), [parameter.detach() for parameter in self._trained.values()])
+        _refuse_not_finite(self.named)
+        differs = [name for name, copy in self.named.items() if self._checked and not torch.equal(copy, self._trained[name])]
         if differs:
-            raise EngineError(f"{named_few(differs)} of {len(self._tensors)} tensors are not what training holds")
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+            raise EngineError(f"{named_few(differs)} of {len(self.named)} tensors are not what training holds")
+        return sum(tensor.nbytes for tensor in self.named.values())
 
 
 class OwnWeights:
@@ -113,18 +105,13 @@ class OwnWeights:
         self._refill = Refill(plan(self._moves, bucket_bytes=bucket_bytes), lanes=self._lanes, index=self.shards.index)
         self._verified = verified
         # The first rank's vocabulary rows: the last rank may have fewer, but all must hold equally many.
-        self._tensors = allocated(
+        self.named = allocated(
             {move.name: TensorSpec(shape=move.target_shape(0), dtype=move.dtype) for move in self._moves}, stacked=_stacks()
         )
-        storages = (tensor.untyped_storage() for tensor in self._tensors.values())
+        storages = (tensor.untyped_storage() for tensor in self.named.values())
         self._storages = {storage._cdata: (storage, storage.nbytes()) for storage in storages}  # experts may share one
         self._training = HostMemory(kept=lambda: weight_storage(chunks)) if takes_turns else None
-        self.model: ModelWeights = by_role(self._tensors, architecture)
-
-    @property
-    def named(self) -> dict[str, Tensor]:
-        """All weights of this rank by their global names."""
-        return self._tensors
+        self.model: ModelWeights = by_role(self.named, architecture)
 
     def allocate(self) -> None:
         """Allocate the memory again, with any contents."""
@@ -147,8 +134,8 @@ class OwnWeights:
         sources = named_parameters(self._chunks)
         together(lambda: check_sources(self._moves, sources, self._lanes), "checking the weights to send", error=EngineError)
         merged = MergedWeights(sources, self._chunks)
-        self._refill.run(merged, self._tensors)
-        held = {move.name: self._tensors[move.name].narrow(move.dim, 0, move.target.size(self.shards.index)) for move in self._moves}
+        self._refill.run(merged, self.named)
+        held = {move.name: self.named[move.name].narrow(move.dim, 0, move.target.size(self.shards.index)) for move in self._moves}
         wanted = expected(self._moves, merged, self._lanes) if self._verified else None
         together(lambda: self._check_arrived(held, wanted), "checking the weights that arrived", error=EngineError)
         if self._training is not None:
@@ -186,27 +173,16 @@ def allocated(specs: Mapping[str, TensorSpec], *, stacked: bool) -> dict[str, Te
     return {name: found[name] for name in specs}
 
 
-def rollout_weights(
-    chunks: Sequence[LanguageModel],
-    *,
-    tp: int,
-    bucket_bytes: int,
-    verify_refit: VerifyRefit = VerifyRefit.none,
-    takes_turns: bool = False,
-    apart: bool = False,
-) -> TrainingWeights | OwnWeights:
-    """The policy's weights for `tp` ranks that share the model in generation (0: as many as in training), not filled yet. Collective.
-
-    `takes_turns`: only the engine's own weights or the policy's are on the device. `apart`: the engine's do not change while the policy
-    trains in another thread. Raises ConfigError if `tp` ranks cannot share the model.
-    """
-    chunk = chunks[0]
-    tp = tp or chunk.pg_collection.tp.size()
+def rollout_weights(chunks: Sequence[LanguageModel], config: RolloutConfig) -> TrainingWeights | OwnWeights:
+    """The engine's weights, not filled yet. Collective. Raises ConfigError if `rollout.tp` ranks cannot share the model."""
+    chunk, apart = chunks[0], config.asynchronous.max_staleness > 0
+    tp = config.tp or chunk.pg_collection.tp.size()
     check_splits(chunk.architecture, tp=tp, world_size=dist.get_world_size())
-    verified = verify_refit == VerifyRefit.checksum
+    verified = config.verify_refit == VerifyRefit.checksum
     if usable_in_place(chunk, tp=tp):
         return (SnapshotWeights if apart else TrainingWeights)(chunk, checked=verified)
-    return OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes, verified=verified, takes_turns=takes_turns, apart=apart)
+    bucket_bytes = config.refit_bucket_mib * MIB
+    return OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes, verified=verified, takes_turns=config.offload, apart=apart)
 
 
 def check_moves(moved: Sequence[Move], chunks: Sequence[LanguageModel]) -> None:
