@@ -35,7 +35,7 @@ from aligner.rollout.builtin.running import Ended, Fetch, RunningBatch, Transcri
 from aligner.rollout.builtin.sampling import FusedDraw, Sampler
 from aligner.rollout.builtin.scheduler import Counters, PagePool, Piece, Prefix, Response, Scheduler, SeenPrompt, copies, seat_copies
 from aligner.rollout.builtin.seeing import Eyes
-from aligner.rollout.engine import GenRequest, GenResult, Work, callers_of, check_ids
+from aligner.rollout.engine import GenRequest, GenResult, Work, callers_of, check_ids, limit_of
 from aligner.rollout.engine.gate import Gate
 from aligner.types import FinishReason, Images, LogprobKind, Routes, SamplingConfig
 
@@ -196,7 +196,7 @@ class _Loop:
             self._provide()
 
     def _arrive(self, request: GenRequest) -> None:
-        limit = self._limit(request)
+        limit = limit_of(request, self.sampling, self.decoder.max_sequence_length)
         self._check(request, limit)
         seen = self._look(request)
         self.most_pages = max(self.most_pages, self.scheduler.pool.pages_for(len(request.tokens) + limit - 1))
@@ -210,19 +210,8 @@ class _Loop:
             raise EngineError(f"request {request.index}: has images, which the policy's layers do not read; {wanted}")
         return None
 
-    def _limit(self, request: GenRequest) -> int:
-        """The most tokens of its response."""
-        most = min(self.sampling.longest, self.decoder.max_sequence_length - len(request.tokens))
-        if request.sampling is not None:
-            most = min(most, request.sampling.longest)
-        if request.limit is not None:
-            most = min(most, request.limit)
-        return most
-
     def _check(self, request: GenRequest, limit: int) -> None:
-        length, context, kv_cache_tokens = len(request.tokens), self.decoder.max_sequence_length, self.owner.kv_cache_tokens
-        if not 0 < length < context:
-            raise EngineError(f"request {request.index}: a prompt of {length} tokens leaves no room in the context of {context}")
+        length, kv_cache_tokens = len(request.tokens), self.owner.kv_cache_tokens
         if self.callers is not None:  # what others send
             check_ids(request, self.decoder.architecture.vocab_size)
         self.sampler.manner(request.sampling)

@@ -25,7 +25,7 @@ from aligner.protocols import Replica
 from aligner.rollout.builtin.generation import PATIENCE
 from aligner.rollout.builtin.sampling import GOES_ON, STOP, Draw, Sampler
 from aligner.rollout.config import RolloutConfig, VerifyRefit
-from aligner.rollout.engine import Callers, Capabilities, GenRequest, GenResult, Memory, Work, callers_of, check_ids
+from aligner.rollout.engine import Callers, Capabilities, GenRequest, GenResult, Memory, Work, callers_of, check_ids, limit_of
 from aligner.rollout.engine.gate import Gate
 from aligner.rollout.engine.manifest import named_few, not_finite
 from aligner.types import FinishReason, Images, LogprobKind, SamplingConfig
@@ -283,16 +283,12 @@ class _Run:
                 self.callers.refuse(request.index, error)
 
     def _row(self, request: GenRequest) -> _Row:
-        length, context = len(request.tokens), self.chunk.max_sequence_length
-        if not 0 < length < context:
-            raise EngineError(f"request {request.index}: a prompt of {length} tokens leaves no room in the context of {context}")
+        limit = limit_of(request, self.sampling, self.chunk.max_sequence_length)
         sampling = self.sampler.manner(request.sampling).sampling
         if self.callers is not None:  # what others send
             check_ids(request, self.chunk.architecture.vocab_size)
             if (images := _prompt_of(request)[1]) != ():
                 self.chunk.seen(torch.tensor([request.tokens], device=self.device), Images.of(images)[None])
-        own = self.sampling if request.sampling is None else request.sampling
-        limit = min(self.sampling.longest, own.longest, context - length, *([] if request.limit is None else [request.limit]))
         return _Row(request=request, limit=limit, seat=self.free.pop(), wants_raw=sampling.raw_logprobs)
 
     def _begin(self) -> list[tuple[_Row, bool]]:

@@ -69,6 +69,16 @@ class GenRequest:
     sampling: SamplingConfig | None = None
 
 
+def limit_of(request: GenRequest, sampling: SamplingConfig, context: int) -> int:
+    """The most tokens of the response, in a run with `sampling`. Raises EngineError for a prompt that is empty or leaves no room."""
+    length = len(request.tokens)
+    if not 0 < length < context:
+        raise EngineError(f"request {request.index}: a prompt of {length} tokens leaves no room in the context of {context}")
+    own = sampling if request.sampling is None else request.sampling
+    most = min(sampling.longest, own.longest, context - length)
+    return most if request.limit is None else min(most, request.limit)
+
+
 def check_ids(request: GenRequest, vocab_size: int) -> None:
     """Raise EngineError for a request with ids that are no tokens of the model."""
     if bad := [token for token in request.tokens if not 0 <= token < vocab_size]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from aligner.errors import EngineError
 from aligner.parallel.collectives import leaders_integers
-from aligner.rollout.engine import GenRequest, GenResult, Work, missing_ids
+from aligner.rollout.engine import GenRequest, GenResult, Work, limit_of, missing_ids
 from aligner.rollout.tensorrt_llm.link import Link
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
@@ -147,11 +147,7 @@ class Requests:
     def _submit(self, requests: Sequence[GenRequest]) -> None:
         asked = []
         for request in requests:
-            room = self.context - len(request.tokens)
-            if not request.tokens or room < 1:
-                prompt = f"request {request.index}: a prompt of {len(request.tokens)} tokens"
-                raise EngineError(f"{prompt} leaves no room in the context of {self.context}")
-            most = min(self.sampling.longest, room, request.limit or room)
+            most = limit_of(request, self.sampling, self.context)
             arguments = sampling_arguments(self.sampling, request, max_tokens=most, eos_id=self.eos_id, pad_id=self.eos_id)
             asked.append((request.index, request.tokens, arguments))
         if asked:
