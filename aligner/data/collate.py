@@ -1,4 +1,4 @@
-"""Rows of tokens, and from them right-padded batches. `pad_multiple` rounds S up (tensor or context parallelism may ask for it)."""
+"""Rows of tokens, and from them right-padded batches."""
 
 from __future__ import annotations
 
@@ -51,21 +51,19 @@ class PreferencePair:
         return replace(self, chosen=chosen, rejected=rejected)
 
 
-def token_batch(
-    sequences: Sequence[Sequence[int]], pad_id: int, pad_multiple: int = 1, *, extras: Sequence[Mapping[str, Tensor]] = ()
-) -> TokenBatch:
+def token_batch(sequences: Sequence[Sequence[int]], pad_id: int, *, extras: Sequence[Mapping[str, Tensor]] = ()) -> TokenBatch:
     """Tokens and lengths, with the `extras` of each row."""
-    width = _width([len(sequence) for sequence in sequences], pad_multiple)
+    width = _width(sequences)
     return TokenBatch(tokens=_pad(sequences, pad_id, width, torch.int64), lengths=_lengths(sequences), extras=padded(extras, width))
 
 
-def rollout_batch(rollouts: Sequence[Rollout], pad_id: int, pad_multiple: int = 1) -> RolloutBatch:
+def rollout_batch(rollouts: Sequence[Rollout], pad_id: int) -> RolloutBatch:
     """Rollouts as they are, in their order: loss_mask on the policy's own tokens (end token included), sampler's log-probs, 0 elsewhere."""
     for rollout in rollouts:
         if not rollout.prompt.tokens:
             raise ValueError(f"the prompt of {rollout.prompt.source} has no token: position 0 would be a response token")
     sequences = [rollout.tokens for rollout in rollouts]
-    width = _width([len(sequence) for sequence in sequences], pad_multiple)
+    width = _width(sequences)
     masks = [[False] * len(r.prompt.tokens) + list(r.written or [True] * len(r.response)) for r in rollouts]
     logprobs = [[0.0] * len(r.prompt.tokens) + list(r.logprobs) for r in rollouts]
     return RolloutBatch(
@@ -79,9 +77,9 @@ def rollout_batch(rollouts: Sequence[Rollout], pad_id: int, pad_multiple: int = 
     )
 
 
-def supervised_batch(examples: Sequence[SupervisedExample], pad_id: int, pad_multiple: int = 1) -> LabeledBatch:
+def supervised_batch(examples: Sequence[SupervisedExample], pad_id: int) -> LabeledBatch:
     """Supervised rows, padded; no labels. With the reference's log-probs if the rows have them: all, or none."""
-    width = _width([len(example.tokens) for example in examples], pad_multiple)
+    width = _width([example.tokens for example in examples])
     mask = _pad([example.loss_mask for example in examples], False, width, torch.bool)
     return LabeledBatch(
         tokens=_pad([example.tokens for example in examples], pad_id, width, torch.int64),
@@ -92,10 +90,10 @@ def supervised_batch(examples: Sequence[SupervisedExample], pad_id: int, pad_mul
     )
 
 
-def preference_batch(pairs: Sequence[PreferencePair], pad_id: int, pad_multiple: int = 1) -> PreferenceBatch:
+def preference_batch(pairs: Sequence[PreferencePair], pad_id: int) -> PreferenceBatch:
     """P pairs as 2P rows: row 2i is chosen i, row 2i+1 rejected i."""
     rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
-    labeled = supervised_batch(rows, pad_id, pad_multiple)
+    labeled = supervised_batch(rows, pad_id)
     return of_kind(PreferenceBatch, labeled, margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32))
 
 
@@ -108,12 +106,10 @@ def _stored_logprobs(examples: Sequence[SupervisedExample], mask: Tensor) -> Ten
     return torch.zeros(mask.shape).masked_scatter_(mask, torch.cat(stored))
 
 
-def _width(lengths: Sequence[int], pad_multiple: int) -> int:
-    if pad_multiple < 1:
-        raise ValueError(f"pad_multiple is {pad_multiple}, allowed: at least 1")
-    if not lengths:
+def _width(sequences: Sequence[Sequence[int]]) -> int:
+    if not sequences:
         raise ValueError("a batch needs at least one row, got none")
-    return -(-max(lengths) // pad_multiple) * pad_multiple
+    return max(map(len, sequences))
 
 
 def _lengths(sequences: Sequence[Sequence[object]]) -> Tensor:

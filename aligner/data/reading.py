@@ -155,11 +155,6 @@ class Mixed(Sequence[Example]):
         part = bisect_right(self._starts, number) - 1
         return _renumbered(self.parts[part][number - self._starts[part]], self._first_ids[part])
 
-    def __iter__(self) -> Iterator[Example]:
-        for part, first_id in zip(self.parts, self._first_ids, strict=False):
-            for example in part:
-                yield _renumbered(example, first_id)
-
     def shares(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """The share of each source among these prompts of the mixture."""
         parts = [bisect_right(self._first_ids, prompt.id) - 1 for prompt in prompts]

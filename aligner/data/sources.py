@@ -28,20 +28,9 @@ SUFFIXES = (*TEXTUAL, ".parquet", ".arrow", *(suffix + packed for packed in PACK
 READABLE = f"{', '.join((*TEXTUAL, '.parquet', '.arrow'))}, and {', '.join(TEXTUAL)} with {', '.join(PACKED)}"  # for messages
 # Columns of a CSV file with numbers, truth values or lists; cells of other columns are text, unless they are lists of objects.
 _NOT_TEXT = frozenset(
-    ("label", "labels", "preference", "kto_tag", "chosen_reward", "rejected_reward", "score_chosen", "score_rejected")
-    + ("chosen_score", "rejected_score", "chosen-rating", "rejected-rating", "helpfulness", "correctness", "coherence", "complexity")
-    + (
-        "verbosity",
-        "preference_strength",
-        "overall_preference",
-        "history",
-        "steps",
-        "completions",
-        "messages",
-        "conversations",
-        "tools",
-        "images",
-    )
+    "label labels preference kto_tag preference_strength overall_preference chosen_reward rejected_reward score_chosen score_rejected "
+    "chosen_score rejected_score chosen-rating rejected-rating helpfulness correctness coherence complexity verbosity "
+    "history steps completions messages conversations tools images".split()
 )
 _TRUTHS = {"true": True, "false": False}
 

@@ -15,7 +15,7 @@ import os
 import types
 import typing
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,17 +144,13 @@ class ShardWriter:
 
     def write(self, examples: Sequence[Any]) -> None:
         """One block, which may be empty. Raises DataError if examples differ in their numbers of rows."""
-        batch = pa.RecordBatch.from_pylist([_plain(example, self._kind) for example in examples], schema=self._schema)
-        self.write_batch(batch, [_counts(example) for example in examples])
-
-    def write_batch(self, batch: pa.RecordBatch, counts: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """A block that is a record batch already."""
+        counts = [_counts(example) for example in examples]
         try:
-            self.counts.append(np.array(counts, dtype=np.int32) if len(counts) else np.empty((0, 1, 2), dtype=np.int32))
+            self.counts.append(np.array(counts, dtype=np.int32) if counts else np.empty((0, 1, 2), dtype=np.int32))
         except ValueError as error:
             raise DataError("records have different numbers of responses, expected the same number in all") from error
-        content = batch.serialize()
-        self.blocks.append((self._number, self._file.tell(), content.size, batch.num_rows, zlib.crc32(content)))
+        content = pa.RecordBatch.from_pylist([_plain(example, self._kind) for example in examples], schema=self._schema).serialize()
+        self.blocks.append((self._number, self._file.tell(), content.size, len(examples), zlib.crc32(content)))
         self._file.write(content)
 
     def close(self) -> None:
@@ -195,10 +191,6 @@ class StoredExamples(Sequence[Example]):
         number = range(len(self))[index]
         block = int(self._starts.searchsorted(number, side="right")) - 1
         return _example(self._block(block), number - int(self._starts[block]), self._kind)
-
-    def __iter__(self) -> Iterator[Example]:
-        for number in range(len(self)):
-            yield self[number]
 
     def row_counts(self) -> Array:
         """int32 [examples, rows, 2]: tokens and trained tokens of each row."""

@@ -217,14 +217,21 @@ def _processor_name(directory: Path) -> str:
     return str(named[0] if named else PROCESSOR_MAPPING_NAMES[settings[-1]["model_type"]])
 
 
+def _opened(content: bytes) -> Any:
+    """Pillow's lazy image of a file: only its header is read."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(io.BytesIO(content), formats=FORMATS)
+
+
 def check_header(content: bytes, max_pixels: int, *, is_video: bool = False) -> None:
     """Raise DataError for a file that is no image, or one that is too large or (but for a video) animated, before it is decoded."""
     from PIL import Image
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
+        image = _opened(content)
         is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))  # a camera's second picture in a JPEG
     except Image.DecompressionBombError as error:
         raise DataError(f"is too large: {error}, allowed: at most data.images.max_pixels={max_pixels}") from error
@@ -248,9 +255,7 @@ def decoded(content: bytes) -> Any:
     from PIL import Image, ImageOps
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = ImageOps.exif_transpose(Image.open(io.BytesIO(content), formats=FORMATS))
+        image = ImageOps.exif_transpose(_opened(content))
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         return image.convert("RGB")
@@ -268,12 +273,8 @@ def thumbnail(content: bytes, pixels: int = 128) -> str:
 
 def frames_of(content: bytes, most: int) -> list[bytes]:
     """At most `most` frames of a moving picture, each as a PNG file; of another image the file itself. Raises DataError for damage."""
-    from PIL import Image
-
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
+        image = _opened(content)
         count = getattr(image, "n_frames", 1)
         if count == 1:
             return [content]

@@ -25,13 +25,11 @@ def example(tokens: tuple[int, ...], learnt_from: int) -> SupervisedExample:
 
 
 def test_rollout_batch_by_hand():
-    batch = rollout_batch(
-        [rollout((1, 7), (8, 2), FinishReason.stop, 5), rollout((1,), (9, 9, 9, 9), FinishReason.length, 6)], pad_id=0, pad_multiple=4
-    )
-    assert batch.tokens.tolist() == [[1, 7, 8, 2, 0, 0, 0, 0], [1, 9, 9, 9, 9, 0, 0, 0]]
+    batch = rollout_batch([rollout((1, 7), (8, 2), FinishReason.stop, 5), rollout((1,), (9, 9, 9, 9), FinishReason.length, 6)], pad_id=0)
+    assert batch.tokens.tolist() == [[1, 7, 8, 2, 0], [1, 9, 9, 9, 9]]
     assert batch.lengths.tolist() == [4, 5]
-    assert batch.loss_mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0, 0, 0]]
-    assert batch.rollout_logprobs.tolist() == [[0, 0, -0.5, -1.0, 0, 0, 0, 0], [0, -0.5, -1.0, -1.5, -2.0, 0, 0, 0]]
+    assert batch.loss_mask.int().tolist() == [[0, 0, 1, 1, 0], [0, 1, 1, 1, 1]]
+    assert batch.rollout_logprobs.tolist() == [[0, 0, -0.5, -1.0, 0], [0, -0.5, -1.0, -1.5, -2.0]]
     assert batch.prompt_ids.tolist() == [5, 6] and batch.truncated.tolist() == [False, True]
 
 
@@ -45,8 +43,8 @@ def test_supervised_and_token_batches():
     batch = supervised_batch([example((1, 5, 2), 1), example((1, 5, 6, 7, 2), 3)], pad_id=0)
     assert batch.tokens.tolist() == [[1, 5, 2, 0, 0], [1, 5, 6, 7, 2]]
     assert batch.loss_mask.int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 0, 1, 1]] and batch.labels is None
-    tokens = token_batch([[1, 2], [1, 2, 3]], pad_id=9, pad_multiple=2)
-    assert tokens.tokens.tolist() == [[1, 2, 9, 9], [1, 2, 3, 9]] and tokens.lengths.tolist() == [2, 3]
+    tokens = token_batch([[1, 2], [1, 2, 3]], pad_id=9)
+    assert tokens.tokens.tolist() == [[1, 2, 9], [1, 2, 3]] and tokens.lengths.tolist() == [2, 3]
 
 
 def test_preference_rows_are_interleaved():
@@ -62,7 +60,5 @@ def test_preference_rows_are_interleaved():
 def test_refusals():
     with pytest.raises(ValueError, match="at least one row"):
         rollout_batch([], pad_id=0)
-    with pytest.raises(ValueError, match="pad_multiple is 0"):
-        token_batch([[1]], pad_id=0, pad_multiple=0)
     with pytest.raises(ValueError, match="prompt of f:1 has no token"):
         rollout_batch([rollout((), (3,), FinishReason.stop)], pad_id=0)
