@@ -66,10 +66,6 @@ class Health:
         self._config = config
         self.failure: Callable[[], str | None] = lambda: None  # why this server no longer accepts requests; None while it does
 
-    def watch(self, failure: Callable[[], str | None]) -> None:
-        """Set the `failure` callback, which reports a permanent failure."""
-        self.failure = failure
-
     def report(self, waiting: int, oldest_seconds: float) -> dict[str, object]:
         """The JSON document of `/v2/health/ready`; the server is ready if its `reason` is None. `waiting`: open requests."""
         age, idle, running = self.pulse.read()

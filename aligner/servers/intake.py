@@ -151,14 +151,9 @@ class ThroughTriton:
 
     async def ask(self, endpoint: Endpoint, request: Inbound) -> tuple[dict[str, str], bytes]:
         """As `Straight`. Triton's own error texts may hold tracebacks and go to the log."""
-        header, tensors = outbound(request)
+        headers, header, tensors = outbound(request)
         size = len(header) + request.nbytes
-        headers = {
-            "Content-Type": "application/octet-stream",
-            "Content-Length": str(size),
-            "Accept-Encoding": "identity",  # Triton compresses otherwise, which is ten times slower
-            HEADER_LENGTH: str(len(header)),
-        }
+        headers["Content-Length"] = str(size)
         body_out = b"".join([header, *tensors]) if size < LARGE_BYTES else _pieces(header, tensors)
         url = f"http://triton/v2/models/{endpoint.name}/infer"
         try:

@@ -97,14 +97,20 @@ def encode_request(inputs: Arrays, outputs: tuple[str, ...]) -> tuple[dict[str, 
         datatype, data = _to_bytes(array)
         described.append(_described(name, array.shape, datatype, len(data)))
         blobs.append(data)
-    wanted = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
-    header = json.dumps({"inputs": described, "outputs": wanted}).encode()
+    headers, header = _request({"inputs": described}, [(name, True) for name in outputs])
+    return headers, b"".join([header, *blobs])
+
+
+def _request(document: dict[str, object], outputs: Sequence[tuple[str, bool]]) -> tuple[dict[str, str], bytes]:
+    """HTTP headers, and the JSON header, of a request for these outputs: name, and whether binary."""
+    wanted = [{"name": name, "parameters": {"binary_data": binary}} for name, binary in outputs]
+    header = json.dumps(document | {"outputs": wanted}).encode()
     headers = {
         "Content-Type": "application/octet-stream",
         "Accept-Encoding": "identity",  # Triton compresses otherwise, which is ten times slower
         HEADER_LENGTH: str(len(header)),
     }
-    return headers, b"".join([header, *blobs])
+    return headers, header
 
 
 def encode_response(arrays: Arrays, outputs: Sequence[tuple[str, bool]], **named: str) -> tuple[dict[str, str], bytes]:
@@ -217,14 +223,11 @@ def read_request(endpoint: Endpoint, limits: RequestLimits, header_length: str |
     return Inbound(request_id=request_id, inputs=tuple(tensors), outputs=outputs)
 
 
-def outbound(request: Inbound) -> tuple[bytes, list[memoryview]]:
-    """The JSON header and the binary tensors of the request that Triton gets."""
+def outbound(request: Inbound) -> tuple[dict[str, str], bytes, list[memoryview]]:
+    """HTTP headers, JSON header and binary tensors of the request that Triton gets."""
     inputs = [_described(tensor.name, tensor.shape, tensor.datatype, tensor.data.nbytes) for tensor in request.inputs]
-    outputs = [{"name": name, "parameters": {"binary_data": binary}} for name, binary in request.outputs]
-    document: dict[str, object] = {"inputs": inputs, "outputs": outputs}
-    if request.request_id:
-        document["id"] = request.request_id
-    return json.dumps(document).encode(), [tensor.data for tensor in request.inputs]
+    named = {"id": request.request_id} if request.request_id else {}
+    return *_request({**named, "inputs": inputs}, request.outputs), [tensor.data for tensor in request.inputs]
 
 
 def _json_length(header_length: str | None, size: int) -> int:

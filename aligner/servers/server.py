@@ -196,7 +196,7 @@ def _lead(service: Service, control: ControlGroup, stop: _Stop) -> None:
             last_words=lambda message: _give_up(intake, publication, message),
         )
         cleanup.callback(supervisor.close)
-        health.watch(lambda: "it is ending (signal)" if stop.requested else supervisor.failure())
+        health.failure = lambda: "it is ending (signal)" if stop.requested else supervisor.failure()
         try:
             _lead_loop(service, control, intake, supervisor, stop, health.pulse)
         except _OperationFailed as error:

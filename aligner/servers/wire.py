@@ -220,19 +220,11 @@ def encode_values_request(request: ValuesRequest) -> dict[str, np.ndarray]:
     return encode_tokens(request.batch) | _packed(after=request.after)
 
 
-def decode_values_request(arrays: Arrays, limits: RequestLimits) -> ValuesRequest:
-    return ValuesRequest(batch=decode_tokens(arrays, limits), **_unpacked(arrays))
-
-
 def decode_save(arrays: Arrays, limits: RequestLimits) -> SaveRequest:
     fields = _unpacked(arrays)
     if (wait := fields.get("wait", 1)) not in (0, 1):
         raise ValueError(f"wait: {wait}; allowed are 0 and 1")
     return SaveRequest(**fields | {"wait": bool(wait)})
-
-
-def decode_status_request(arrays: Arrays, limits: RequestLimits) -> StatusRequest:
-    return StatusRequest(**_unpacked(arrays))
 
 
 def _texts(name: str, arrays: Arrays) -> list[str]:
@@ -327,7 +319,7 @@ CRITIC_INFER = Endpoint(
     name="critic_infer",
     tensors=(*_TOKENS, _AFTER),
     outputs=(TensorSpec(name="values", dtype="float32", shape=("B", "S")),),
-    decode=decode_values_request,
+    decode=lambda arrays, limits: ValuesRequest(batch=decode_tokens(arrays, limits), **_unpacked(arrays)),
     encode=encode_values,
 )
 CRITIC_TRAIN = Endpoint(
@@ -354,7 +346,7 @@ CRITIC_STATUS = Endpoint(
     name="critic_status",
     tensors=(_RUN, TensorSpec(name="adopt", dtype="bytes", shape=(1,), optional=True)),
     outputs=(TensorSpec(name="status", dtype="bytes", shape=(1,)),),
-    decode=decode_status_request,
+    decode=lambda arrays, limits: StatusRequest(**_unpacked(arrays)),
     encode=lambda request, status: _packed(status=json.dumps(asdict(status))),
 )
 REWARD_MODEL = Endpoint(

@@ -364,7 +364,7 @@ def test_health_tells_the_truth() -> None:
     assert health.stuck(130.0) == "for 121 s no request has reached the ranks, though some wait (server.stuck_limit_seconds=120)"
     health.pulse.begin("critic_train")  # it came out
     assert health.stuck(130.0) is None
-    health.watch(lambda: "process 5 of Triton died")
+    health.failure = lambda: "process 5 of Triton died"
     assert health.report(0, 0)["reason"] == "process 5 of Triton died"
 
 
@@ -374,7 +374,7 @@ def test_health_is_the_status_of_the_answer(serving: Serving) -> None:
         assert (status, json.loads(body)["reason"]) == (503, "it is starting")
         served.health.pulse.round_done()
         assert [served.ask("GET", path)[0] for path in ("/v2/health/ready", "/v2/models/critic_infer/ready")] == [200, 200]
-        served.health.watch(lambda: "process 5 of Triton died")
+        served.health.failure = lambda: "process 5 of Triton died"
         assert [served.ask("GET", path)[0] for path in ("/v2/health/ready", "/v2/models/critic_infer/ready")] == [503, 503]
         status, _, body = served.infer()
         assert (status, json.loads(body)["error"]) == (503, "process 5 of Triton died")
