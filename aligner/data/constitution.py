@@ -107,11 +107,9 @@ class Constitution:
 
     @property
     def digest(self) -> str:
-        """A digest of the content."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """An equivalent file."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -273,7 +271,6 @@ class Case:
 
     @property
     def as_json(self) -> str | list[dict[str, str]]:
-        """The record's prompt."""
         if isinstance(self.said, str):
             return self.said
         return [{"role": message.role, "content": message.content} for message in self.said]
@@ -284,7 +281,6 @@ class Case:
 
     @property
     def dialogue(self) -> str:
-        """The dialogue so far, as a text."""
         if self.messages is None:
             return str(self.said).removesuffix(ASSISTANT_MARK).strip()
         names = {"user": "Human", "assistant": "Assistant", "system": "System", "tool": "Tool"}
@@ -359,7 +355,6 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The multiple-choice question."""
         return (
             f"Consider the following conversation between a human and an assistant:\n\n{self.dialogue}\n\n{self.question}\n"
             f"Options:\n(A) {self.first}\n\n(B) {self.second}"
@@ -367,7 +362,6 @@ class Question:
 
     @property
     def turned(self) -> Question:
-        """The question with the responses swapped."""
         return replace(self, first=self.second, second=self.first)
 
 

@@ -85,7 +85,6 @@ class Manifest:
         return math.ceil(self.num_examples / self.shard_size)
 
     def size(self, shard: int) -> int:
-        """Examples in a shard."""
         return min(self.shard_size, self.num_examples - shard * self.shard_size)
 
 
@@ -206,7 +205,6 @@ class TeacherFiles(Sequence[DistilledExample]):
         return self._shards[shard].example(row)
 
     def length(self, index: int) -> int:
-        """Tokens of an example."""
         shard, row = divmod(index, self.manifest.shard_size)
         return self._shards[shard].lengths[row]
 
@@ -344,7 +342,6 @@ def _numbers(value: object, position: int, count: int) -> list[float]:
 
 
 def distillation_batch(examples: Sequence[DistilledExample], pad_id: int) -> DistillationBatch:
-    """Rows padded to the longest."""
     rows = [SupervisedExample(tokens=one.tokens, loss_mask=one.loss_mask, source=one.source, extras=one.extras) for one in examples]
     batch = supervised_batch(rows, pad_id)
     shape = (*batch.tokens.shape, examples[0].teacher_tokens.shape[1])

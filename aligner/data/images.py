@@ -54,7 +54,6 @@ class Found:
 
     @property
     def mark(self) -> str:
-        """The place of one of the field in a text."""
         return VIDEO_MARK if self.name in _VIDEO else MARK
 
 

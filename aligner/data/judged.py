@@ -50,7 +50,6 @@ class UnpairedExample:
 
     @property
     def rows(self) -> tuple[SupervisedExample, ...]:
-        """The rows that a model reads."""
         return (self.row,)
 
     def with_reference(self, logprobs: Sequence[Tensor]) -> UnpairedExample:
@@ -60,12 +59,10 @@ class UnpairedExample:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The tokens before the response."""
         return self.row.tokens[: self.row.loss_mask.index(True)]
 
     @property
     def response(self) -> tuple[int, ...]:
-        """The tokens after the prompt."""
         return self.row.tokens[self.row.loss_mask.index(True) :]
 
 
@@ -199,7 +196,6 @@ load_regression = loader(LabelledExample, _scored, purpose=Purpose.regression)
 
 
 def labelled_batch(examples: Sequence[LabelledExample], pad_id: int) -> LabeledBatch:
-    """Rows with labels float32 [B, K]."""
     labels = torch.tensor([example.labels for example in examples], dtype=torch.float32)
     return replace(supervised_batch([example.row for example in examples], pad_id), labels=labels)
 

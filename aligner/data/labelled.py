@@ -127,7 +127,6 @@ class LabelledRecord:
         return pieces if ends else [*pieces[:-1], (self.turns[-1].text, self.turns[-1].learnt)]
 
     def unlabelled(self) -> LabelledRecord:
-        """The same conversation without labels."""
         return replace(self, turns=tuple(replace(turn, label="") for turn in self.turns))
 
 
@@ -242,7 +241,6 @@ class Request:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Those of the prompt's images."""
         return images_in(self.prompt.extras)
 
     def answered(self, value: str, **more: Any) -> dict[str, Any]:
@@ -343,7 +341,6 @@ def _unlabelled(raw: RawRecord, reader: Reader) -> Unlabelled:
 
 
 def as_json(record: LabelledRecord) -> dict[str, Any]:
-    """The record as JSON."""
     turns = [{"from": turn.speaker, "value": turn.text} | ({"label": turn.label} if turn.label else {}) for turn in record.turns]
     return {"system": record.system, "conversations": turns, "mask": USER, "type": VALUE_TO_TEXT}
 

@@ -69,7 +69,6 @@ class Message:
 
     @property
     def images(self) -> tuple[Image, ...]:
-        """The images, in order."""
         return tuple(part for part in self.parts if isinstance(part, Image))
 
     def with_parts(self, parts: Sequence[str | Image]) -> Message:

@@ -52,7 +52,6 @@ class MixtureSampler(EpochSampler):
         return [self._index(position) for position in range(start, start + self.batch_size)]
 
     def shares(self, step: int) -> dict[str, float]:
-        """As `EpochSampler.shares`."""
         counts = np.bincount(self._offsets.searchsorted(self.indices(step - 1), side="right") - 1, minlength=len(self.mixture.sizes))
         found = {}
         for number, source in enumerate(self.mixture.sources):

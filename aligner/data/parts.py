@@ -70,7 +70,6 @@ class Parts:
         publish(path, write)
 
     def read(self, part: int) -> list[dict[str, Any]]:
-        """The records of an existing part."""
         with self.path(part).open() as stream:
             return [json.loads(line) for line in stream]
 

@@ -42,7 +42,6 @@ class Quantity(str, Enum):
 
     @property
     def field(self) -> str:
-        """Its name in a record."""
         return {Quantity.attributes: OF_ATTRIBUTES, Quantity.response: OF_RESPONSE, Quantity.proposal: OF_PROPOSAL}[self]
 
 

@@ -165,7 +165,6 @@ class Mixed(Sequence[Example]):
         return Mixed(self.mixture, [[change(example) for example in part] for part in self.parts], np.diff(self._first_ids).tolist())
 
     def row_counts(self) -> np.ndarray[Any, Any]:
-        """As `StoredExamples.row_counts`."""
         return np.concatenate([row_counts(part) for part in self.parts])
 
 

@@ -305,7 +305,6 @@ class Framing:
 
     @cached_property
     def ids(self) -> frozenset[int]:
-        """The ids of the frames."""
         return frozenset(self.frames.values())
 
     @cached_property
@@ -355,7 +354,6 @@ class Framing:
         return found
 
     def begins(self, text: str) -> bool:
-        """Whether a text begins with a frame."""
         text = text.lstrip()
         return text.startswith(self._beginnings) and text.startswith(tuple(self.frames.keys() - self.slots))
 

@@ -91,7 +91,6 @@ class LoadReport:
 
 
 def combined(reports: Sequence[LoadReport], shares: str) -> LoadReport:
-    """One report of several sources."""
     counts = ("num_records", "num_kept", "num_too_long", "num_truncated", "num_bad")
     tables = {name: sum((Counter(getattr(one, name)) for one in reports), Counter[str]()) for name in ("unused", "forms", "special_text")}
     return replace(
@@ -188,7 +187,6 @@ class Tally:
     def convert_here(
         self, items: Iterable[In], conversion: Callable[[In], Out | list[Out]], records: Callable[[In], Sequence[RawRecord]]
     ) -> list[Out]:
-        """As `convert`, into memory."""
         converted: list[Out] = []
         for item in items:
             self._records, self.was_cut = self._records + 1, False

@@ -45,7 +45,6 @@ class NotStorable(Exception):
 
 
 def shard_name(number: int) -> str:
-    """The file of a worker's blocks."""
     return f"shard_{number:03d}.arrow"
 
 
@@ -154,7 +153,6 @@ class ShardWriter:
         self._file.write(content)
 
     def close(self) -> None:
-        """Flush everything to disk."""
         self._file.write(_END)
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -101,7 +101,6 @@ class _Lines:
 
     @property
     def records(self) -> tuple[RawRecord, ...]:
-        """The records that it was read from."""
         return (self.first,) if self.second is None else (self.first, self.second)
 
 

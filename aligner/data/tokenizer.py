@@ -94,7 +94,6 @@ class Tokenizer:
 
     @property
     def token_ids(self) -> frozenset[int]:
-        """The ids of tokens."""
         return frozenset(self._backend.get_vocab().values())
 
     @property
@@ -118,7 +117,6 @@ class Tokenizer:
 
     @property
     def writes_dates(self) -> bool:
-        """Whether a chat template writes the date."""
         return any(map(writes_dates, self._templates.values()))
 
     @cached_property
@@ -147,11 +145,9 @@ class Tokenizer:
         return self._framing.begins(text)
 
     def ends_turn(self, token: int) -> bool:
-        """Whether the token ends an assistant's turn."""
         return token in self.end_ids or token in self._framing.turn_ends
 
     def is_frame(self, token: int) -> bool:
-        """Whether the token frames texts."""
         return token in self._framing.ids
 
     @property
@@ -196,7 +192,6 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def has_special(self, ids: Sequence[int]) -> bool:
-        """Whether any of the ids is a special token."""
         return self._backend.decode(list(ids), skip_special_tokens=True) != self._backend.decode(list(ids), skip_special_tokens=False)
 
     def decode_after(self, prefix: Sequence[int], ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -324,7 +319,6 @@ class Tokenizer:
         shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)
 
     def save(self, directory: str | Path) -> None:
-        """Write it for `load_tokenizer` and `transformers`."""
         self._backend.save_pretrained(str(directory))
 
 

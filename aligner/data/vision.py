@@ -127,12 +127,10 @@ class Vision:
         return self._texts[digest]
 
     def num_slots(self, digest: str) -> int:
-        """The number of slots of an image."""
         text = self.expansion(digest)
         return sum(text.count(slot) for slot in self.slots)
 
     def count_slots(self, tokens: Sequence[int]) -> int:
-        """The number of slots among these tokens."""
         slots = set(self.slot_ids)
         return sum(token in slots for token in tokens)
 

@@ -44,7 +44,6 @@ class HubName:
 
     @property
     def folder(self) -> str:
-        """Its folder in the cache."""
         return f"{self.kind.value}s--{self.repo.replace('/', '--')}"
 
     @property

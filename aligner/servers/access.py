@@ -116,11 +116,9 @@ class Access:
 
     @property
     def scheme(self) -> str:
-        """The scheme of a server's URL."""
         return "http" if self.tls is None else "https"
 
     def headers(self) -> dict[str, str]:
-        """The headers of every request."""
         return {"Authorization": self._expected.decode()}
 
     def admits(self, authorization: str | None) -> bool:
@@ -204,7 +202,6 @@ def _interface_addresses() -> Iterator[str]:
 
 
 def _bracketed(host: str) -> str:
-    """As written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 

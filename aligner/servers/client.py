@@ -70,7 +70,6 @@ class CriticHistory:
         self._pair_before = 0
 
     def ask_values(self, batch: TokenBatch) -> np.ndarray:
-        """float32 [B, S]"""
         inputs = wire.encode_values_request(ValuesRequest(batch=batch, after=self.mark))
         return self.recovery.call(wire.CRITIC_INFER, inputs, self._config.request_timeout_seconds)["values"]
 

@@ -171,7 +171,6 @@ class ThroughTriton:
         raise AnswerError(message, status=ours)
 
     async def close(self) -> None:
-        """Close the connections to Triton."""
         if self._session is not None:
             await self._session.close()
 

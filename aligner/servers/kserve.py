@@ -53,7 +53,6 @@ def decode_failure(body: bytes) -> tuple[int | None, str]:
 
 
 def decode_error(body: bytes) -> str:
-    """The message alone."""
     return decode_failure(body)[1]
 
 
@@ -177,7 +176,6 @@ class Inbound:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
         return sum(tensor.data.nbytes for tensor in self.inputs)
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -122,13 +122,11 @@ class Ledger:
         raise Refused(reason, f"this critic is {reason.value}: {both}")
 
     def status(self) -> CriticStatus:
-        """For `critic_status`."""
         return CriticStatus(
             run=self.run, mark=self.mark, count=self.count, checkpoint_step=self.checkpoint_step, accepts_gap=self.accepts_gap
         )
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint; JSON-able."""
         records = [{"identity": asdict(identity), "reply": asdict(reply)} for identity, reply in self._records]
         return {"run": self.run, "mark": self.mark, "count": self.count, "records": records}
 
@@ -219,7 +217,6 @@ class Journal:
 
     @property
     def entries(self) -> list[TrainIdentity]:
-        """Its entries, in order."""
         with self._lock:
             return list(self._entries)
 

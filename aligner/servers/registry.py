@@ -60,14 +60,12 @@ class Registration:
     checkpoint: str
 
     def describe(self) -> str:
-        """For error messages."""
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started_at))
         place = f" at {self.url}" if self.url else ""
         return f"{self.name}{place} (pid {self.pid} on {self.host}, started {started}, incarnation {self.incarnation[:8]})"
 
 
 def registration_path(services_dir: Path, name: str) -> Path:
-    """Path of the registration of `name`."""
     return services_dir / f"{name}.json"
 
 
@@ -227,7 +225,6 @@ class Publication(contextlib.AbstractContextManager["Publication"]):
         self._update(state=ServiceState.waiting if waits else ServiceState.loading)
 
     def describe_checkpoint(self, checkpoint: str) -> None:
-        """Record which checkpoint was loaded."""
         self._update(checkpoint=checkpoint)
 
     def failure(self) -> str | None:

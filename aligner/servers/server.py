@@ -127,7 +127,6 @@ class Service:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Those of its operations, in their order."""
         return [operation.endpoint for operation in self.operations]
 
 

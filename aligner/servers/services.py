@@ -76,14 +76,12 @@ class CriticService:
         return reply
 
     def status(self, request: StatusRequest) -> CriticStatus:
-        """The training history of this critic: its mark and counts."""
         self.ledger.check_run(request.run)
         if request.adopt is not None:
             self.ledger.adopt(request.adopt)
         return self.ledger.status()
 
     def operations(self) -> tuple[Operation, ...]:
-        """For `server.serve`."""
         return (
             Operation(endpoint=CRITIC_INFER, handler=self.infer),
             Operation(endpoint=CRITIC_TRAIN, handler=self.train),
@@ -123,7 +121,6 @@ class RewardService:
         return self.model.scores(batch)
 
     def operations(self) -> tuple[Operation, ...]:
-        """For `server.serve`."""
         return (Operation(endpoint=REWARD_MODEL, handler=self.score, check=self.check),)
 
 
@@ -157,5 +154,4 @@ class FunctionRewardService:
         return torch.tensor(rewards, dtype=torch.float32)[:, None]
 
     def operations(self) -> tuple[Operation, ...]:
-        """For `server.serve`."""
         return (Operation(endpoint=REWARD_MODEL, handler=self.score, check=self.check),)

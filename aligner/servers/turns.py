@@ -111,7 +111,6 @@ class Residence:
         return self.turn is not None
 
     def move(self, here: bool) -> None:
-        """Bring this rank's models to the device, or away from it."""
         if here == self.is_here:
             return
         for model in self.models:

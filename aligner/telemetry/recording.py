@@ -40,7 +40,6 @@ class Recorder:
         self.rank = 0
 
     def is_on(self) -> bool:
-        """Whether anything is recorded."""
         return self._path is not None
 
     def rank_lane(self, what: str = "") -> str:

@@ -59,7 +59,6 @@ class Guarded:
 
 
 def unguarded(stream: TextIO) -> TextIO:
-    """See `Guarded`."""
     return stream.unguarded if isinstance(stream, Guarded) else stream
 
 

@@ -53,12 +53,10 @@ class SeatStates:
             self._tensors = [torch.cat([x, x.new_zeros(len(x), missing, *x.shape[2:])], dim=1) for x in self._tensors]
 
     def clear(self) -> None:
-        """Forget everything."""
         for tensor in self._tensors:
             tensor.zero_()
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole seats, of all layers."""
         source, target = (upload(np.array(seats, np.int64), self._tensors[0].device) for seats in (sources, targets))
         for tensor in self._tensors:
             tensor[:, target] = tensor[:, source]
@@ -118,7 +116,6 @@ class PagedKV:
             self.states.clear()
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages, of all layers."""
         source, target = (upload(np.array(pages, np.int64), self.keys.device) for pages in (sources, targets))
         for tensor in self.tensors:
             tensor[:, target] = tensor[:, source]

@@ -60,7 +60,6 @@ class BatchInvariantDecoder(Decoder):
         return super().prefill(chunks, cache)
 
     def refitted(self) -> None:
-        """The weights hold other numbers now: forget the old ones."""
         self._rounded.clear()
 
     def _linear(self, x: Tensor, weights: Affine) -> Tensor:

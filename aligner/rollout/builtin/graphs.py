@@ -61,7 +61,6 @@ class DecodeGraphs:
         return logits[:rows]
 
     def release(self) -> None:
-        """Forget all graphs, and release their memory."""
         if self._recorded:
             self._recorded.clear()
             self._capture = self.new_capture()  # a pool whose graphs are all gone accepts no others

@@ -113,5 +113,4 @@ class MegatronEngine:
         self.decoder.release()
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        """Responses to the requests of `work`, in any order, as they end."""
         return self.generation.run(work, sampling, self.version)

@@ -42,7 +42,6 @@ class RoomyLayer(DynamicLayer):
         self.room: tuple[Tensor, Tensor] | None = None  # of which keys and values are the beginning
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """See `transformers`' DynamicLayer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = (new[..., :0, :] for new in (key_states, value_states))
@@ -267,7 +266,6 @@ class _Run:
         return self._decode_step()
 
     def _drop(self, left: set[int]) -> None:
-        """Free what these requests have."""
         dropped = [row for row in (*self.waiting, *self.rows) if row is not None and row.request.index in left]
         self.free += [row.seat for row in dropped]
         self.waiting = deque(row for row in self.waiting if row not in dropped)

@@ -81,20 +81,17 @@ class RunningBatch:
         return (self._positions % self._page_size == 0).nonzero()[0]
 
     def extend(self, rows: np.ndarray, pages: Sequence[int]) -> None:
-        """Give each of these rows one more page."""
         for row, page in zip(rows.tolist(), pages, strict=True):
             self.responses[row].pages.append(page)
         self._tables[self._seats[rows], self._positions[rows] // self._page_size] = pages
 
     def inputs(self) -> DecodeBatch:
-        """The decoder's next inputs."""
         tables = self._tables[self._seats, : self._longest // self._page_size + 1]
         positions, pages = upload(self._positions, self._device), upload(tables, self._device)
         rotary = upload(self._positions + self._shifts, self._device) if self._sees else None
         return DecodeBatch(tokens=self._tokens, positions=positions, pages=pages, seats=self.seats, rotary=rotary)
 
     def advance(self, draw: Draw) -> Fetch:
-        """Every row has one more token."""
         self._tokens = draw.tokens
         self._positions = self._positions + 1
         self._longest += 1
@@ -176,7 +173,6 @@ class Transcript:
         response.tokens = (*response.prompt_keys, *sampled[0].tolist())
 
     def forget(self, response: Response) -> None:
-        """The response is dropped."""
         self._saved.pop(response.arrival, None)
 
     def record(self, fetch: Fetch, callers: Callers | None = None) -> list[Ended]:

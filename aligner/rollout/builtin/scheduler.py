@@ -51,7 +51,6 @@ class PagePool:
         self.num_pages = num_pages
 
     def pages_for(self, num_tokens: int) -> int:
-        """The number of pages for this many tokens."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
@@ -233,7 +232,6 @@ class Scheduler:
         return len(self._turns)
 
     def arrive(self, request: GenRequest, limit: int, seen: SeenPrompt | None = None) -> None:
-        """Queue a new request; `seen` are its images."""
         keys = request.tokens if seen is None else seen.keys
         self.waiting.append(Response(arrival=self.num_arrived, request=request, limit=limit, tokens=keys, seen=seen))
         self.num_arrived += 1
@@ -306,7 +304,6 @@ class Scheduler:
 
     @property
     def youngest(self) -> Response:
-        """The seated response that arrived last."""
         return next(reversed(self.seated.values()))
 
     def preempt(self, response: Response) -> None:
@@ -353,7 +350,6 @@ class Scheduler:
             self._turns.move_to_end(last)
 
     def leave(self, response: Response) -> None:
-        """A response has ended, or must wait."""
         self.pool.release(response.pages)
         self._free_seats.append(response.seat)
         response.pages, response.seat = [], NO_SEAT

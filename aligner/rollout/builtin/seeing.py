@@ -45,7 +45,6 @@ class Eyes:
 
     @property
     def vision(self) -> Vision | None:
-        """The image processor."""
         return self._own or self._chunk.vision
 
     def forget(self) -> None:

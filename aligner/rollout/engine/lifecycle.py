@@ -52,7 +52,6 @@ class RecordedWork:
         return requests
 
     def ended(self, results: Sequence[GenResult]) -> None:
-        """The engine has yielded these results."""
         for result in results:
             if result.index not in self._taken:
                 continue
@@ -100,12 +99,10 @@ class PhasedEngine:
 
     @property
     def replica(self) -> Replica:
-        """This rank's replica of the engine."""
         return self.engine.replica
 
     @property
     def capabilities(self) -> Capabilities:
-        """The engine's capabilities."""
         return self.engine.capabilities
 
     def refit(self, version: int) -> None:

@@ -46,7 +46,6 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the whole model."""
         return sum(spec.num_bytes for spec in self.tensors.values())
 
 

@@ -71,7 +71,6 @@ class Contract:
     symbols: Mapping[str, Symbol]
 
     def find(self, name: str) -> Symbol | None:
-        """The symbol with this name, whatever its file."""
         return next((symbol for symbol in self.symbols.values() if symbol.name == name), None)
 
     def accepts(self, name: str, argument: str) -> bool:
@@ -94,7 +93,6 @@ def _order(name: str) -> tuple[list[int], float]:
 
 
 def load(name: str) -> Contract:
-    """The contract of a known version."""
     data = _read(name)
     rules = data["rules"]
     kinds = {sampler: LogprobKind(kind) for sampler, kind in rules["logprobs"].items()}

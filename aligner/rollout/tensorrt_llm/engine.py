@@ -110,13 +110,11 @@ class TensorRTLLMEngine:
         self._tell("begin_refit")
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy full tensors, whole fusion groups, into the engine's weights. They may be overwritten when it returns."""
         specs, buffer = packed(bucket)
         platform.synchronize()  # the other process reads it
         self._tell("load", specs, handle(buffer))
 
     def finish_refit(self, version: int) -> None:
-        """All buckets have arrived: later results have this `version`."""
         self._tell("finish_refit")
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
@@ -144,7 +142,6 @@ class TensorRTLLMEngine:
             self._asleep |= memory
 
     def wake(self, memory: frozenset[Memory]) -> None:
-        """Allocate it again; weights are undefined until the next refit."""
         if self._config.offload and (asleep := memory & self._asleep):
             self._tell("materialize", asleep)
             self._asleep -= memory

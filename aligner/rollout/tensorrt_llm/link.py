@@ -62,7 +62,6 @@ def start_process(home: Path, environment: Mapping[str, str]) -> subprocess.Pope
 
 
 def gpu_name() -> str:
-    """A unique name of this process's current GPU."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else "cpu"
 
 

@@ -24,7 +24,6 @@ _SEED_BITS = (1 << 63) - 1
 
 
 def stop_ids(sampling: SamplingConfig, eos_id: int) -> list[int]:
-    """The tokens that end a response."""
     return sorted({eos_id, *sampling.stop_token_ids})
 
 
@@ -87,7 +86,6 @@ class Take:
 
     @property
     def is_open(self) -> bool:
-        """See `Work`."""
         return self._work.is_open
 
     def requests(self, room: int) -> Sequence[GenRequest]:

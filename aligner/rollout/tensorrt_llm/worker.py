@@ -321,7 +321,6 @@ def _logprob(entry: Any, token: int) -> float:
 
 
 def serve(home: Path) -> int:
-    """See the module."""
     link = knock(home / REQUESTS, "the replica's first training rank")
     (arguments,) = link.receive()
     try:
