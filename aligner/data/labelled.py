@@ -14,7 +14,6 @@ attributes, including the mark of the next turn.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,7 @@ from aligner.data.config import AnnotateDataConfig, RequestDataConfig
 from aligner.data.encoding import Encoded, PromptStyle, encode_plain, masked, with_begin
 from aligner.data.forms import Purpose, recast
 from aligner.data.images import images_in
-from aligner.data.messages import Message, is_blank, shown, text_of, turns_of
+from aligner.data.messages import Message, is_blank, number_of, shown, text_of, turns_of
 from aligner.data.prompts import load_prompts
 from aligner.data.reading import Reader, read_all
 from aligner.data.records import (
@@ -90,11 +89,7 @@ def _named(text: str, what: str) -> dict[str, object]:
 
 
 def _number(value: object, what: str) -> float:
-    if value is None:
-        return MISSING
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise DataError(f"{what} is {shown(value)}, expected a finite number ({MISSING:g} or null: missing)")
-    return float(value)
+    return MISSING if value is None else number_of(value, what, f"a finite number ({MISSING:g} or null: missing)")
 
 
 SYSTEM_START, TURN_START, LABEL_START = "<extra_id_0>", "<extra_id_1>", "<extra_id_2>"

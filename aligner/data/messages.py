@@ -6,6 +6,7 @@ A null field counts as absent (in Arrow columns, every field that only other tur
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -116,6 +117,13 @@ def shown(value: object) -> str:
 def is_blank(text: str) -> bool:
     """Whether nothing of a text is visible: only white space, control and format characters (U+200B, U+FEFF, ...)."""
     return all(unicodedata.category(one) in _UNSEEN or one in _FILLERS for one in text)
+
+
+def number_of(value: object, what: str, expected: str = "a finite number") -> float:
+    """A number of a record."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise DataError(f"{what} is {shown(value)}, expected {expected}")
+    return float(value)
 
 
 def text_of(value: object, what: str, *, empty: bool = False) -> str:

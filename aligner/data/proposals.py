@@ -10,7 +10,6 @@ where a is the label, x the prompt, y a response, and Q the model that sampled t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,7 +19,7 @@ from aligner.data.collate import SupervisedExample
 from aligner.data.config import ProposalDataConfig, SampledDataConfig
 from aligner.data.encoding import Encoded, encode_plain, encode_response
 from aligner.data.labelled import MISSING, USER, LabelledRecord, Turn, attribute_text, encode_labelled, parse_labels, parse_turn
-from aligner.data.messages import Message, shown
+from aligner.data.messages import Message, number_of, shown
 from aligner.data.reading import Reader, read_all, reads_sources
 from aligner.data.records import field_text, raw_object
 from aligner.data.report import LoadReport
@@ -136,9 +135,7 @@ def _list(record: dict[str, object], name: str) -> Sequence[object]:
 
 def _log(response: dict[str, object], name: str, what: str) -> float:
     value = response[name] if name in response else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise DataError(f"{what}: {name!r} is {shown(value)}, expected a finite number (the recipe proposals writes it)")
-    return float(value)
+    return number_of(value, f"{what}: {name!r}", "a finite number (the recipe proposals writes it)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,14 +6,13 @@ A record that can be read in two ways is refused, naming both; a null field coun
 
 from __future__ import annotations
 
-import math
 import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
 from aligner.data.images import placed
-from aligner.data.messages import Conversation, Tools, is_blank, parse_messages, parse_tools, shown, text_of, turns_of
+from aligner.data.messages import Conversation, Tools, is_blank, number_of, parse_messages, parse_tools, shown, text_of, turns_of
 from aligner.data.sources import RawRecord, nested
 from aligner.errors import DataError
 
@@ -334,10 +333,5 @@ def _margin(record: dict[str, object]) -> float:
     names = [name for name in ("chosen_reward", "rejected_reward") if name in record]
     if len(names) == 1:
         raise DataError(f"field {names[0]!r} is alone, expected both or neither of chosen_reward and rejected_reward")
-    rewards = []
-    for name in names:
-        value = record[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise DataError(f"field {name!r} is {shown(value)}, expected a finite number")
-        rewards.append(float(value))
+    rewards = [number_of(record[name], f"field {name!r}") for name in names]
     return rewards[0] - rewards[1] if rewards else 0.0

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import types
 import typing
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from aligner.errors import AlignerError, DataError
+from aligner.settings.schema import without_none
 from aligner.types.extras import from_json, to_json
 
 try:
@@ -61,7 +61,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _type(hint: Any) -> pa.DataType:
-    hint = _given(hint)
+    hint = without_none(hint)
     if _is_json(hint):
         return pa.large_string()
     if hint in _SIMPLE:
@@ -73,12 +73,6 @@ def _type(hint: Any) -> pa.DataType:
     raise NotStorable(str(hint))
 
 
-def _given(hint: Any) -> Any:
-    """`T | None` -> T."""
-    arguments = [one for one in typing.get_args(hint) if one is not types.NoneType]
-    return arguments[0] if isinstance(hint, types.UnionType) and len(arguments) == 1 else hint
-
-
 def _is_json(hint: Any) -> bool:
     """Whether a field holds arbitrary objects, kept as JSON: a mapping, or a tuple of them."""
     arguments = typing.get_args(hint)
@@ -87,7 +81,7 @@ def _is_json(hint: Any) -> bool:
 
 def _plain(value: Any, hint: Any, source: str = "") -> Any:
     """A value of an example as pyarrow accepts it; `source` is its origin, for messages."""
-    hint = _given(hint)
+    hint = without_none(hint)
     if value is None:
         return None
     if is_dataclass(hint):
@@ -218,7 +212,7 @@ def _example(columns: pa.RecordBatch | pa.StructArray, index: int, kind: type[Ex
 
 def _value(array: pa.Array, index: int, hint: Any) -> Any:
     """One value of a column, as in the dataclass. A list of numbers is read at once, not one by one."""
-    hint = _given(hint)
+    hint = without_none(hint)
     if array.null_count and not array[index].is_valid:
         return None
     if _is_json(hint):

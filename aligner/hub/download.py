@@ -11,9 +11,9 @@ from __future__ import annotations
 import glob
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -68,16 +68,6 @@ class Found:
     commit: str
 
 
-def endpoint() -> str:
-    """The address of the Hub: HF_ENDPOINT."""
-    return str(constants.ENDPOINT)
-
-
-def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids the network."""
-    return bool(constants.HF_HUB_OFFLINE)
-
-
 def fetch(wanted: Wanted, say: Callable[[str], object]) -> Found:
     """The directory with the files, downloaded if the cache lacks them. `say` prints a line of progress.
 
@@ -87,16 +77,12 @@ def fetch(wanted: Wanted, say: Callable[[str], object]) -> Found:
     folder = Path(constants.HF_HUB_CACHE) / wanted.name.folder
     if found := _in_cache(folder, wanted):
         return found
-    if is_offline():
+    if constants.HF_HUB_OFFLINE:
         return _offline(folder, wanted, say)
-    try:
+    with _explained(wanted.text, wanted.name):
         (folder / "aligner").mkdir(parents=True, exist_ok=True)
         with _alone(folder, wanted, say):
             return _in_cache(folder, wanted) or _download(folder, wanted, say)
-    except AlignerError:
-        raise
-    except Exception as error:
-        raise explain(error, wanted.text, wanted.name, endpoint=endpoint(), cache=folder, has_token=bool(get_token())) from error
 
 
 def _known_commit(folder: Path, wanted: Wanted) -> str:
@@ -198,7 +184,7 @@ def _alone(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Abstra
 
 
 def _download(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Found:
-    name, api = wanted.name, HfApi(endpoint=endpoint())
+    name, api = wanted.name, HfApi(endpoint=constants.ENDPOINT)
     asked = wanted.commit or name.revision or "main"
     info = api.repo_info(name.repo, repo_type=name.kind.value, revision=asked, files_metadata=True)
     commit = str(info.sha)
@@ -253,7 +239,7 @@ def _get(folder: Path, wanted: Wanted, commit: str, sizes: dict[str, int], say: 
             "make space, or name another cache with HF_HOME"
         )
     say(f"{wanted.text}: downloading {len(missing)} files, {_size(total)}, of commit {commit} to {folder}")
-    request = {"repo_type": wanted.name.kind.value, "revision": commit, "endpoint": endpoint()}
+    request = {"repo_type": wanted.name.kind.value, "revision": commit, "endpoint": constants.ENDPOINT}
     pool, shows_bars = ThreadPoolExecutor(1), not are_progress_bars_disabled()
     disable_progress_bars()  # useless in a log
     try:
@@ -267,7 +253,7 @@ def _get(folder: Path, wanted: Wanted, commit: str, sizes: dict[str, int], say: 
         if shows_bars:
             enable_progress_bars()
     if lost := [file for file in missing if not (directory / file).is_file()]:  # where the Hub fails, an incomplete folder may be returned
-        raise AlignerError(f"{wanted.text}: {endpoint()} did not send {lost[0]} of commit {commit}; try again")
+        raise AlignerError(f"{wanted.text}: {constants.ENDPOINT} did not send {lost[0]} of commit {commit}; try again")
     say(f"{wanted.text}: {_size(total)} of {_size(total)} downloaded (100 %)")
 
 
@@ -283,8 +269,19 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def explain(error: Exception, text: str, name: HubName, *, endpoint: str, cache: Path, has_token: bool) -> AlignerError:
-    """The error to raise in place of huggingface_hub's. `text`: the setting as typed."""
+@contextmanager
+def _explained(text: str, name: HubName) -> Iterator[None]:
+    """Errors of huggingface_hub become ours. `text`: the setting as typed."""
+    try:
+        yield
+    except AlignerError:
+        raise
+    except Exception as error:
+        raise _explain(error, text, name) from error
+
+
+def _explain(error: Exception, text: str, name: HubName) -> AlignerError:
+    endpoint, cache, has_token = constants.ENDPOINT, Path(constants.HF_HUB_CACHE) / name.folder, bool(get_token())
     here, kind = f"{endpoint}/{name.repo}", name.kind.value
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
@@ -336,7 +333,7 @@ def prepare(text: str) -> HubName:
         raise ConfigError(f"{OPTION} {text}: is not a valid repository name{is_here}; allowed: ORG/NAME")
     if name.revision:
         raise ConfigError(f"{OPTION} {text}: a push goes to the main branch; allowed: ORG/NAME")
-    if is_offline():
+    if constants.HF_HUB_OFFLINE:
         raise ConfigError(f"{OPTION} {text}: HF_HUB_OFFLINE forbids it")
     if not get_token():
         raise ConfigError(f"{OPTION} {text}: no token is set: set HF_TOKEN to one that may write, or run `hf auth login`")
@@ -358,10 +355,5 @@ def push(directory: Path, name: HubName, *, card: str, message: str) -> str:
 
 
 def _asked(name: HubName, ask: Callable[[HfApi], object]) -> object:
-    try:
-        return ask(HfApi(endpoint=endpoint()))
-    except AlignerError:
-        raise
-    except Exception as error:
-        text, cache = f"{OPTION} {name}", Path(constants.HF_HUB_CACHE) / name.folder
-        raise explain(error, text, name, endpoint=endpoint(), cache=cache, has_token=True) from error
+    with _explained(f"{OPTION} {name}", name):
+        return ask(HfApi(endpoint=constants.ENDPOINT))

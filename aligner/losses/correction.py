@@ -37,7 +37,7 @@ def ratios(log_ratios: Tensor) -> Tensor:
 
 
 def gap_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """What is reported of two log-probs [B, S] over the tokens of bool `mis`, without gradient:
+    """What is reported of two log-probs [B, S] over the tokens of bool `mask`, without gradient:
 
     rollout/logprob_gap (mean of |d|), _max and, within 1.6%, _p50, _p90, _p99, _p999; rollout/logprob_kl (engine || trainer),
     rollout/logprob_kl_reverse (trainer || engine); the weights w as `weight_metrics` has them.
@@ -68,7 +68,7 @@ def with_gap(loss: Callable[[TokenOutputs, Sampled], LossOutput]) -> Callable[[T
 
 
 def weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Of importance weights [B, S] over the tokens of `mis`: rollout/importance_weight (mean), _max, _min, and
+    """Of importance weights [B, S] over the tokens of `mask`: rollout/importance_weight (mean), _max, _min, and
     rollout/effective_sample_size, the part of the tokens that as many equal weights would stand for."""
     weights = masked(weights.detach(), mask).double()  # squares of weights up to e^20
     count = mask.sum()

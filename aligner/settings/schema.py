@@ -37,7 +37,7 @@ def schema_keys(schema: type, prefix: str = "") -> tuple[SchemaKey, ...]:
     hints, comments = typing.get_type_hints(schema), _comments(schema)
     found: list[SchemaKey] = []
     for field in fields(schema):
-        key, kind = prefix + field.name, _without_none(hints[field.name])
+        key, kind = prefix + field.name, without_none(hints[field.name])
         comment = comments.get(field.name, "")
         if inspect.isclass(kind) and is_dataclass(kind):
             found.append(SchemaKey(key=key, type=kind.__name__, comment=comment or _first_sentence(kind), section=True))
@@ -105,7 +105,7 @@ def _named_sections(kind: object) -> type | None:
     return section if inspect.isclass(section) and is_dataclass(section) else None
 
 
-def _without_none(kind: object) -> object:
+def without_none(kind: object) -> object:
     """`T | None` -> T; anything else as it is."""
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
     optional = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union

@@ -37,7 +37,7 @@ from aligner.models.config import ModelConfig
 from aligner.models.create import training
 from aligner.models.training.trainable import Training
 from aligner.run.settings import JobRun
-from aligner.settings.schema import _named_sections, _without_none
+from aligner.settings.schema import _named_sections, without_none
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = sorted((ROOT / "tests" / "settings").glob("*.yaml"))
@@ -79,7 +79,7 @@ def classes() -> dict[type, set[str]]:
     def walk(schema: type) -> None:
         hints, own = typing.get_type_hints(schema), found.setdefault(JobRun if issubclass(schema, JobRun) else schema, set())
         for field in dataclasses.fields(schema):
-            kind = _without_none(hints[field.name])
+            kind = without_none(hints[field.name])
             section = kind if inspect.isclass(kind) and dataclasses.is_dataclass(kind) else None
             if section is None:
                 own.add(field.name)
