@@ -54,10 +54,6 @@ class EpochSampler:
         """Steps that so many epochs take, at least 1; the last one may reach into the next epoch."""
         return max(1, math.ceil(Fraction(repr(float(epochs))) * self.size / self.batch_size))
 
-    def steps_per_epoch(self) -> int:
-        """Steps after which every example was seen at least once."""
-        return self.steps_of(1)
-
     def _permutation(self, epoch: int) -> NDArray[np.uint32]:
         if not self.shuffle:
             epoch = 0

@@ -127,7 +127,7 @@ def batch_statistics(
 ) -> BatchStatistics:
     """Plans the first batches as training does. `lengths` has `unit` neighbouring rows for each example of `order`."""
     tokens = slots = passes = 0
-    steps = min(NUM_STEPS, order.steps_per_epoch())
+    steps = min(NUM_STEPS, order.steps_of(1))
     for step in range(steps):
         rows = [int(lengths[unit * example + offset]) for example in order.indices(step) for offset in range(unit)]
         layout = plan(rows, micro_batches, num_replicas=num_replicas, unit=unit, multiple=splits.row_multiple)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from aligner.parallel.logprobs import row_sums
 from aligner.rollout.builtin.attention import DecodeBatch, PagedKV, PrefillChunk
 
 _PRIME = 1_000_003
@@ -15,6 +16,8 @@ _PRIME = 1_000_003
 
 class FakeDecoder:
     """Keys hold tokens and values hold positions. Logits are noise that a hash of all tokens of the sequence chooses."""
+
+    add_up, fused_draw, keeps_addresses = staticmethod(row_sums), None, False
 
     def __init__(self, *, vocab_size: int = 13, page_size: int = 4, max_sequence_length: int = 64) -> None:
         self.architecture = SimpleNamespace(vocab_size=vocab_size, linear_attention_layers=[])

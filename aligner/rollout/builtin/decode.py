@@ -79,7 +79,7 @@ class Decoder:
     kernels' own.
     """
 
-    add_up = staticmethod(row_sums)  # the sampler's sum over the vocabulary
+    add_up = staticmethod(row_sums)  # the sampler's sum over the vocabulary; the trainer's, for log-probs of the same bits
     tap: Tap | None = None  # receives the output of every operation, for tokens as they lie in the pass; compiled kernels report fewer
     _rotate = staticmethod(rope.rotate)
 

@@ -24,15 +24,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from aligner.errors import AlignerError, EngineError
 from aligner.parallel import platform
-from aligner.parallel.logprobs import row_sums
 from aligner.rollout.builtin.attention import PagedKV, PrefillChunk, upload
 from aligner.rollout.builtin.decode import Decoder
 from aligner.rollout.builtin.running import Ended, Fetch, RunningBatch, Transcript
-from aligner.rollout.builtin.sampling import FusedDraw, Sampler
+from aligner.rollout.builtin.sampling import Sampler
 from aligner.rollout.builtin.scheduler import Counters, PagePool, Piece, Prefix, Response, Scheduler, SeenPrompt, copies, seat_copies
 from aligner.rollout.builtin.seeing import Eyes
 from aligner.rollout.engine import GenRequest, GenResult, Work, callers_of, check_ids, limit_of
@@ -56,12 +54,9 @@ class Generation:
     # Steps that are launched before the results of an earlier one are read: this hides the host's work behind an accelerator's, and costs
     # each response one more row of one step.
     steps_ahead: int = 0
-    add_up: Callable[[Tensor], Tensor] = row_sums  # the sampler's sum over the vocabulary; the trainer's, for log-probs of the same bits
-    fused_draw: FusedDraw | None = None  # the sampler's kernel, for sampling that nothing reshapes
     pauses: Gate | None = None  # asked before each step that begins no prompt; None: the weights never change
     recompute: bool = False  # after new weights, compute keys and values of running responses again
     eyes: Eyes | None = None  # of a model that sees
-    keep_cache: bool = False  # keep the cache's memory from one generation to the next, until `release`
     counters: Counters = field(default_factory=Counters, init=False)  # of the last run
     _kept: PagedKV | None = field(default=None, init=False)  # between two generations
 
@@ -70,7 +65,7 @@ class Generation:
 
         Raises EngineError naming a request whose prompt is empty or leaves no room in the context, or which does not fit into a cache of
         `kv_cache_tokens` even alone, unless it has a caller to be told. At the end, also after an error, the cache's memory is released,
-        or kept with `keep_cache`.
+        or kept until `release` if the decoder `keeps_addresses`.
         """
         self.counters = Counters()
         loop = _Loop(self, work, sampling, version)
@@ -80,7 +75,7 @@ class Generation:
                 if finished:
                     yield [_result(ended) for ended in finished]
         finally:
-            self._kept = (loop.cache or loop.spare) if self.keep_cache else None
+            self._kept = (loop.cache or loop.spare) if self.decoder.keeps_addresses else None
 
     def release(self) -> None:
         """Release the memory of a kept cache. Not during a generation."""
@@ -110,8 +105,8 @@ class _Loop:
             num_seats=num_seats,
             device=device,
             decode=owner.decode,
-            add_up=owner.add_up,
-            fused=owner.fused_draw,
+            add_up=decoder.add_up,
+            fused=decoder.fused_draw,
         )
         max_pages = -(-decoder.max_sequence_length // page_size)
         max_length = min(sampling.longest, decoder.max_sequence_length)

@@ -71,11 +71,8 @@ class MegatronEngine:
             eos_id=eos_id,
             decode=decode,
             steps_ahead=int(platform.device().type == "cuda"),
-            add_up=self.decoder.add_up,
-            fused_draw=self.decoder.fused_draw,
             pauses=pauses,
             recompute=config.asynchronous.recompute,
-            keep_cache=self.decoder.keeps_addresses,
         )
         # The blocks are of consecutive ranks in training's tensor-parallel groups too, which vary fastest.
         count = self.shards.count

@@ -36,7 +36,7 @@ def test_the_permutation_is_pinned():
 
 def test_epochs_and_steps():
     sampler = EpochSampler(size=10, batch_size=4, seed=0)
-    assert sampler.epoch(5) == 2.0 and sampler.steps_per_epoch() == 3
+    assert sampler.epoch(5) == 2.0 and sampler.steps_of(1) == 3
     assert [sampler.steps_of(epochs) for epochs in (0.01, 0.4, 0.8, 0.81, 2, 4.4)] == [1, 1, 2, 3, 5, 11]
 
 

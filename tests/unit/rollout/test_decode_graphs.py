@@ -172,7 +172,7 @@ def test_an_engine_records_once_per_size_while_its_cache_stays(topology, make_mo
         engine = MegatronEngine(policy.chunks, RolloutConfig(kernels=Kernels.torch, offload=offload, max_batch_size=6), eos_id=2)
         if recorded:
             graphs = DecodeGraphs(engine.decoder._step, capture.new, max_pages=99, vocab_size=engine.decoder.architecture.vocab_size)
-            engine.decoder._graphs, engine.generation.keep_cache = graphs, True
+            engine.decoder._graphs = graphs
         return engine
 
     def generate(engine: MegatronEngine, count: int, length: int = 2) -> list[GenResult]:
