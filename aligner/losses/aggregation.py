@@ -90,8 +90,3 @@ def masked_sums(x: Tensor, mask: Tensor, *, average: bool) -> Tensor:
     if average:
         total = total / mask.sum(dim=1).clamp(min=1)
     return total
-
-
-def maximum(x: Tensor, mask: Tensor) -> Tensor:
-    """The largest masked value of a non-negative `x` [B, S], 0 if nothing is masked; detached scalar."""
-    return masked(x.detach(), mask).amax() if x.numel() else torch.zeros((), device=x.device)

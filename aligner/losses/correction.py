@@ -21,7 +21,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.losses.aggregation import masked, masked_mean, maximum, require
+from aligner.losses.aggregation import masked, masked_mean, require
 from aligner.telemetry.metrics import Distribution, EffectiveSampleSize, Max, Mean, Metric, Min
 from aligner.types import DistillationBatch, LabeledBatch, LossOutput, PreferenceBatch, TokenOutputs
 
@@ -74,7 +74,7 @@ def weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, Metric]:
     count = mask.sum()
     return {
         "rollout/importance_weight": masked_mean(weights, mask),
-        "rollout/importance_weight_max": Max(maximum=maximum(weights, mask)),
+        "rollout/importance_weight_max": Max(maximum=weights.amax()),
         "rollout/importance_weight_min": Min(minimum=weights.masked_fill(~mask, float("inf")).amin()),
         "rollout/effective_sample_size": EffectiveSampleSize(total=weights.sum(), squares=weights.square().sum(), count=count),
     }
