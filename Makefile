@@ -79,7 +79,7 @@ test-gpu-path: ## the GPU code path on a simulated GPU, the tests that run on GP
 	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10 to 3.13 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
 	@$(PYTHON) tests/simulated_cuda/environment.py $(GPU_PATH) || { code=$$?; [ $$code = 3 ] && echo "skipped: no simulated GPU here (the line above says why)" && exit 0; exit $$code; }
 	@if [ -e $(GPU_PATH)/.complete ]; then rm -rf build/gpu_path; $(RUN_ENV) $(GPU_PATH)/bin/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=2 -m 'not cpu' tests/simulated_cuda tests/unit $(ARGS) && $(GPU_PATH)/bin/python tests/simulated_cuda/table.py; fi
-	@if $(PYTHON) benchmarks/vllm_environment.py $(VLLM); then $(RUN_ENV) $(VLLM)/bin/python -m pytest -q tests/unit/rollout/test_vllm.py tests/distributed/test_vllm_ranks.py $(ARGS) || [ $$? = $(NO_TESTS) ]; fi
+	@if $(PYTHON) benchmarks/vllm_environment.py $(VLLM); then $(RUN_ENV) $(VLLM)/bin/python -m pytest -q tests/unit/rollout/test_vllm.py tests/unit/rollout/test_vllm_images.py tests/distributed/test_vllm_ranks.py $(ARGS) || [ $$? = $(NO_TESTS) ]; fi
 
 # On a GPU machine without a network there is no .venv: the interpreter is then the one that has torch.
 gpu-check: ## everything verified and measured on one real GPU, in two halves of ten minutes (ARGS='--half 1'; brings what `make gpu-check-wheels` fetched)

@@ -20,10 +20,10 @@ PICTURES = {"a": (20, 12), "b": (40, 32), "c": (16, 16)}
 ROWS = ("see a here", "none at all", "ab two b and a then", "c")  # a word of one letter in `PICTURES` is a picture
 
 
-def encoded(word: str) -> bytes:
-    """The file of one of `PICTURES`."""
+def encoded(word: str, seed: int = 0) -> bytes:
+    """The file of one of `PICTURES`, or with a seed of another one of its size."""
     file = io.BytesIO()
-    picture(*PICTURES[word], seed=ord(word)).save(file, "PNG")
+    picture(*PICTURES[word], seed=seed or ord(word)).save(file, "PNG")
     return file.getvalue()
 
 
@@ -37,6 +37,9 @@ class PixtralsTokens:
 
     def expansion(self, digest: str) -> str:
         return "[IMG][IMG][IMG_BREAK][IMG][IMG][IMG_END]"
+
+    def num_slots(self, digest: str) -> int:
+        return self.expansion(digest).count(self.image_token)
 
     def inputs(self, digests: list[str]) -> dict[str, Tensor]:
         if not digests:

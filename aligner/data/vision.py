@@ -153,7 +153,8 @@ class Vision:
             return self._kept[digest]
         processor = self._processor
         images, text, *_ = processor.prepare_inputs_layout(images=[decoded(content or self.store.get(digest))], text=[self.image_token])
-        options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt")["images_kwargs"]
+        settings = {"tokenizer_init_kwargs": processor.tokenizer.init_kwargs, "return_tensors": "pt"}
+        options = processor._merge_kwargs(processor.valid_processor_kwargs, **settings)["images_kwargs"]
         try:
             features, replacements = processor._process_images(images, **options)
         except Exception as error:  # of a program that comes with transformers, for an image from outside

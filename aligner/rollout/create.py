@@ -26,6 +26,7 @@ from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.config import Architecture, HFArchitecture, SeeingArchitecture
 from aligner.models.families import architecture_to_hf
 from aligner.models.families.own_modules import hf_config
+from aligner.models.families.wrappers import with_axes
 from aligner.models.modules.chunk import Chunk
 from aligner.models.modules.hf_chunk import HFChunk
 from aligner.models.modules.linear import weight_storage
@@ -48,6 +49,7 @@ from aligner.rollout.engine.manifest import hf_manifest, manifest_of
 from aligner.rollout.engine.work import WorkSharing
 from aligner.rollout.tensorrt_llm import contract as tensorrt_llm_contract
 from aligner.rollout.vllm.engine import INSTALL, VLLMEngine
+from aligner.rollout.vllm.images import KINDS, is_seen
 
 _SEES = "with model.images=true the built-in engine reads the images, with the policy's own tower"
 Decode = Callable[[Sequence[int]], str]
@@ -86,13 +88,14 @@ def create_engine(
     else:
         trained = chunk.pg_collection.tp
         tp = config.tp or trained.size()
-        reason = only_built_in(chunk.architecture)
+        reason = only_built_in(chunk.architecture, config.engine)
         if not reason and isinstance(chunk, HFChunk) and config.engine == EngineKind.tensorrt_llm:
             reason = f"{chunk.architecture.model_type} has transformers' own modules, which have not run with it"
         if reason:
             raise ConfigError(f"rollout.engine={config.engine}: {reason}; allowed: auto, megatron")
         check_engine(config, chunk.architecture, tp=tp, world_size=dist.get_world_size())
-        while missing[-1:] == [rows - 1] and not isinstance(chunk, HFChunk):  # its model ends with the last token: no rows follow it
+        whole = isinstance(chunk.architecture, (HFArchitecture, SeeingArchitecture))  # its config is that of its files
+        while missing[-1:] == [rows - 1] and not whole:  # its model ends with the last token: no rows follow it
             rows = missing.pop()
         precision = torch.get_float32_matmul_precision()
         engine = _streamed(policy, config, tp=tp, eos_id=end_ids[0], rows=rows)
@@ -139,7 +142,7 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     sizes = replace(chunk.architecture, vocab_size=rows)
     dtype = chunk.config.params_dtype
     directory = TemporaryDirectory(prefix="aligner-engine-")  # these packages read a model's sizes from it
-    hf = architecture_to_hf(sizes) | {"dtype": str(dtype).removeprefix("torch.")}
+    hf = with_axes(architecture_to_hf(sizes)) | {"dtype": str(dtype).removeprefix("torch.")}
     (Path(directory.name) / "config.json").write_text(json.dumps(hf))
     export: Callable[[], Iterator[tuple[str, Tensor]]] = policy.export_weights
     if isinstance(chunk, HFChunk):
@@ -177,7 +180,7 @@ def _foreign(
 
         return TensorRTLLMEngine(config, **given, eos_id=eos_id, tp=tp)
     if config.engine == EngineKind.vllm:
-        return VLLMEngine(config, **given, architecture=sizes, eos_id=eos_id, tp=tp, weight_bytes=weight_bytes)
+        return VLLMEngine(config, **given, architecture=sizes, eos_id=eos_id, tp=tp, weight_bytes=weight_bytes, vision=chunk.vision)
     (entry,) = entry_points(group=ENGINES, name=config.engine)
     return entry.load()(config, **given, architecture=sizes, eos_id=eos_id, tp=tp)
 
@@ -194,10 +197,12 @@ class Choice:
         return f"rollout.engine=auto: {self.engine.value}{not_taken}; rollout.engine=NAME takes another"
 
 
-def only_built_in(architecture: Architecture) -> str:
-    """Why no package's engine samples from a model of this architecture; empty: they may."""
+def only_built_in(architecture: Architecture, engine: str = EngineKind.auto) -> str:
+    """Why no package's engine, if it is not named, or not this one, samples from a model of this architecture; empty: it may."""
     if architecture.linear_attention_layers:
         return "the model's delta nets need the built-in engine"
+    if engine == EngineKind.vllm and is_seen(architecture):
+        return ""
     if isinstance(architecture, SeeingArchitecture):
         return _SEES
     if not isinstance(architecture, HFArchitecture):
@@ -205,8 +210,10 @@ def only_built_in(architecture: Architecture) -> str:
     config = hf_config(architecture.hf, "config.json")
     if has_states(config):
         return f"the recurrent layers of {architecture.model_type} need the built-in engine"
-    seen = config.get_text_config() is not config
-    return f"{architecture.model_type} is a model of images too, whose text part the built-in engine samples from" if seen else ""
+    if config.get_text_config() is config:
+        return ""
+    others = f"; rollout.engine=vllm has run with {', '.join(KINDS)}" if engine == EngineKind.vllm else ""
+    return f"{architecture.model_type} is a model of images too, whose text part the built-in engine samples from{others}"
 
 
 def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, own: str = "") -> Choice:

@@ -178,6 +178,18 @@ def seeing(architecture: Architecture, hf: dict[str, Any], *, where: str) -> See
     return SeeingArchitecture(**own, hf=hf, rope_sections=sections, rope_mixed=kind.mixed, deep_layers=deep)
 
 
+def with_axes(hf: dict[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a model that can see, saying what `transformers` takes for granted about its axes of positions; any other
+    unchanged."""
+    if not can_see(hf):
+        return hf
+    kind, inside = _SEEING[hf["model_type"]], isinstance(hf.get("text_config"), dict)
+    told = hf_config(hf, "config.json").get_text_config().rope_parameters or {}
+    rope = {"mrope_section": list(kind.sections)} | told | ({"mrope_interleaved": True} if kind.mixed else {})
+    text = {key: value for key, value in (hf["text_config"] if inside else hf).items() if key != "rope_scaling"} | {"rope_parameters": rope}
+    return hf | {"text_config": text} if inside else text
+
+
 def around(text: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` of a model of images and text, from that of its text part and the rest."""
     wrapper = WRAPPERS.get(str(rest.get("model_type")))

@@ -25,13 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.data.vision import Vision
 from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.config import Architecture, Family
 from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, Work, callers_of, check_ids, missing_ids
 from aligner.rollout.engine.manifest import Manifest, named_few
-from aligner.types import FinishReason, LogprobKind, SamplingConfig
+from aligner.rollout.vllm import images
+from aligner.types import FinishReason, Images, LogprobKind, SamplingConfig
 
 _SAME = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"  # as in our SamplingConfig
 _OTHER = "logit_bias min_tokens max_tokens stop_token_ids ignore_eos seed logprobs detokenize output_kind"
@@ -63,7 +65,7 @@ class VLLMEngine:
     """`aligner.rollout.engine.ForeignEngine`, which describes the methods. `tp` consecutive ranks share a replica.
 
     path: a directory with the Hugging Face config.json of a model of this `architecture`; weights in it are not read. The model has
-    `weight_bytes` of them.
+    `weight_bytes` of them. `vision` reads the images of rows.
     """
 
     def __init__(
@@ -77,14 +79,17 @@ class VLLMEngine:
         max_sequence_length: int,
         tp: int,
         weight_bytes: int,
+        vision: Vision | None = None,
     ) -> None:
         self._config, self._path, self._architecture, self._dtype = config, path, architecture, dtype
         self._eos_id, self.max_sequence_length, self._tp = eos_id, max_sequence_length, tp
         self._weight_bytes = weight_bytes
+        self._vision, self._has_tower = vision, images.is_seen(architecture)
+        self._images: images.GivenImages | None = None
         # Whether vLLM computes log-probs after applying the temperature (and all else), not before.
         self._scaled = config.sampling.temperature not in (0.0, 1.0) and not config.sampling.reshaping()
         kind = self._kind(config.sampling)
-        self.capabilities = Capabilities(name="vLLM", logprobs=kind, serves=True)
+        self.capabilities = Capabilities(name="vLLM", logprobs=kind, sees=self._has_tower and vision is not None, serves=True)
         self._llm: Any = None
         self._manifest, self._loaded, self._version = Manifest(tensors={}), set(), 0
         self._wanted: set[str] = set()  # parameters of vLLM's model in an update
@@ -101,11 +106,13 @@ class VLLMEngine:
         except ImportError as error:
             raise EngineError(f"rollout.engine=vllm: vLLM cannot be imported ({error}); {INSTALL}") from error
         settings = self._settings()
-        _check_use((*USED, ("vllm.engine.arg_utils", f"EngineArgs {' '.join(settings)}")))
+        _check_use((*USED, *(images.USED if self._has_tower else ()), ("vllm.engine.arg_utils", f"EngineArgs {' '.join(settings)}")))
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         with suppress(ValueError):  # an engine was started before
             WeightTransferEngineFactory.register_engine(BACKEND, "aligner.rollout.vllm.weights", "InProcessWeights")
+        if self._has_tower:
+            images.register(self._architecture.hf["architectures"][0])
         whole = classes_of_transformers()
         with _generators_kept():  # vLLM seeds the process's generators
             self._llm = vllm.LLM(**settings)
@@ -113,6 +120,8 @@ class VLLMEngine:
         client = self._llm.llm_engine.engine_core
         try:
             attrgetter(*HELD)(client)
+            if self.capabilities.sees and self._vision is not None:
+                self._images = images.GivenImages(self._llm, self._vision, self._dtype)
         except AttributeError as error:
             raise _unfit(str(error)) from error
         # At shutdown or collection vLLM would destroy training's process groups.
@@ -125,9 +134,9 @@ class VLLMEngine:
             os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(platform.device().index or 0)}
             launcher = {"distributed_executor_backend": "external_launcher"}
         memory = {"gpu_memory_utilization": self._memory_share()} if torch.cuda.is_available() else {}
-        own: dict[str, Any] = {}
+        own: dict[str, Any] = dict(images.SETTINGS) if self._has_tower else {}
         if sizes.family == Family.cohere2 and sizes.sliding_window:  # vLLM's windows are one token longer
-            own = {"hf_overrides": {"sliding_window": sizes.sliding_window - 1}}
+            own |= {"hf_overrides": {"sliding_window": sizes.sliding_window - 1}}
         if sizes.no_rope_layers:  # else vLLM decides by the context's length, whatever the model's config says
             own |= {"override_generation_config": {"attn_temperature_tuning": sizes.attention_temperature > 0}}
         return (
@@ -200,6 +209,8 @@ class VLLMEngine:
             raise EngineError(f"vLLM's model has weights that the policy did not send: {named_few(missing)} of {len(names)}")
         if not self._llm.reset_prefix_cache():
             raise EngineError("vLLM did not forget the prefixes that it computed with the weights before")
+        if self._has_tower:
+            self._llm.llm_engine.reset_encoder_cache()
         self._version = version
 
     def abort_refit(self) -> None:
@@ -214,12 +225,16 @@ class VLLMEngine:
             group, fused = [name], part  # also an up_proj without a gate
         else:
             fused = _FUSED[part]
-        held = self._parameters().get(".".join([*parents, fused, kind]))
+        held = self._parameters().get(self._own_name(".".join([*parents, fused, kind])))
         start = sum(self._manifest.tensors[each].shape[0] for each in group[: group.index(name)])
         end = start + self._manifest.tensors[name].shape[0]
         if self._tp > 1 or held is None or held.dtype != self._dtype or held.shape[:1] < (end,):
             return None  # a part of it, or packed for a kernel
         return held[start:end]
+
+    def _own_name(self, name: str) -> str:
+        """What vLLM's model calls a parameter of the files, whose names differ where the model has a tower."""
+        return str(self._llm.apply_model(lambda model: model.hf_to_vllm_mapper.map_name(name))[0]) if self._has_tower else name
 
     def sleep(self, memory: frozenset[Memory]) -> None:
         """All memory or none, and on a GPU only."""
@@ -234,8 +249,6 @@ class VLLMEngine:
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         """Raises ConfigError for settings of `sampling` that vLLM does not support here."""
-        from vllm.inputs import tokens_input
-
         engine, callers, more = self._llm.llm_engine, callers_of(work), True
         self._kind(sampling)
         running: dict[str, GenRequest] = {}
@@ -252,14 +265,14 @@ class VLLMEngine:
                         try:
                             if callers is not None:
                                 self._check(request)
-                            params = self._params(request, request.sampling or sampling)
+                            prompt, params = self._prompt(request), self._params(request, request.sampling or sampling)
                         except AlignerError as error:
                             if callers is None:
                                 raise
                             callers.refuse(request.index, error)
                             continue
                         running[name := str(next(self._ids))] = request
-                        engine.add_request(name, tokens_input(list(request.tokens)), params)
+                        engine.add_request(name, prompt, params)
                 outputs = self._step() if running else []
                 if finished := [output for output in outputs if output.finished and output.request_id in running]:
                     yield [self._result(output, running.pop(output.request_id), sampling) for output in finished]
@@ -290,6 +303,13 @@ class VLLMEngine:
         check_ids(request, self._architecture.vocab_size)
         if request.sampling is not None:
             self._kind(request.sampling)
+
+    def _prompt(self, request: GenRequest) -> Any:
+        from vllm.inputs import tokens_input
+
+        if self._images is not None and Images.name in request.extras:
+            return self._images.prompt(request)
+        return tokens_input(list(request.tokens))
 
     def _params(self, request: GenRequest, sampling: SamplingConfig) -> Any:
         from vllm import SamplingParams

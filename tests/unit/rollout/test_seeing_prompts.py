@@ -123,5 +123,5 @@ def test_a_policy_that_reads_no_images_refuses_them_by_name(directory, load_poli
 
 def test_engines_of_other_packages_are_refused(directory, load_policy) -> None:
     policy = load_policy(directory("qwen3_vl"), config={"images": True})
-    with pytest.raises(ConfigError, match=r"rollout\.engine=vllm: with model\.images=true the built-in engine reads the images"):
-        create_engine(policy, RolloutConfig(engine="vllm"), eos_id=1)
+    with pytest.raises(ConfigError, match=r"rollout\.engine=tensorrt_llm: with model\.images=true the built-in engine reads the images"):
+        create_engine(policy, RolloutConfig(engine="tensorrt_llm"), eos_id=1)
