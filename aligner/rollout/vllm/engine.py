@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.data.images import images_in
 from aligner.data.vision import Vision
 from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.config import Architecture, Family
@@ -33,7 +35,7 @@ from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, Work, callers_of, check_ids, missing_ids
 from aligner.rollout.engine.manifest import Manifest, named_few
 from aligner.rollout.vllm import images
-from aligner.types import FinishReason, Images, LogprobKind, SamplingConfig
+from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 _SAME = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty"  # as in our SamplingConfig
 _OTHER = "logit_bias min_tokens max_tokens stop_token_ids ignore_eos seed logprobs detokenize output_kind"
@@ -112,7 +114,7 @@ class VLLMEngine:
         with suppress(ValueError):  # an engine was started before
             WeightTransferEngineFactory.register_engine(BACKEND, "aligner.rollout.vllm.weights", "InProcessWeights")
         if self._has_tower:
-            images.register(self._architecture.hf["architectures"][0])
+            images.register(json.loads((self._path / "config.json").read_text())["architectures"][0])
         whole = classes_of_transformers()
         with _generators_kept():  # vLLM seeds the process's generators
             self._llm = vllm.LLM(**settings)
@@ -307,7 +309,7 @@ class VLLMEngine:
     def _prompt(self, request: GenRequest) -> Any:
         from vllm.inputs import tokens_input
 
-        if self._images is not None and Images.name in request.extras:
+        if self._images is not None and images_in(request.extras):
             return self._images.prompt(request)
         return tokens_input(list(request.tokens))
 
