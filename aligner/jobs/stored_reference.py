@@ -153,7 +153,7 @@ def _frozen(config: TrainerRun, policy: MegatronPolicy, tokenizer: Tokenizer) ->
     return {
         "model": weights,
         "adapter": from_rank_0(lambda: f"{digest(adapter).sha256} in {model.lora}") if adapter else "",  # new ones add nothing
-        "precision": str(policy.chunks[0].config.params_dtype),
+        "precision": " in ".join([str(policy.chunks[0].config.params_dtype)] + [model.quantization.value] * model.quantization.is_on),
         "tokenizer": tokenizer.digest,
     }
 

@@ -74,6 +74,24 @@ class Float32Matmul(str, Enum):
     high = "high"
 
 
+class Quantization(str, Enum):
+    """How frozen weights of linear layers are stored (QLoRA; Dettmers et al. 2023, 2305.14314)."""
+
+    none = "none"
+    nf4 = "nf4"  # 4 bits, with a float32 scale for each 64 numbers of a row
+    int8 = "int8"  # 8 bits, with a float32 scale for each row
+
+    @property
+    def is_on(self) -> bool:
+        """Whether weights are packed."""
+        return self is not Quantization.none
+
+    @property
+    def num_bytes(self) -> float:
+        """Of one number, without scales; 0 where nothing is packed."""
+        return {Quantization.none: 0, Quantization.nf4: 0.5, Quantization.int8: 1}[self]
+
+
 class Recompute(str, Enum):
     """Which activations are computed again in the backward pass instead of being kept (Korthikanti et al. 2022, 2205.05198)."""
 
@@ -181,6 +199,7 @@ class ModelConfig:
     router_z_loss_coef: float = 0.0  # coefficient of the squared log-sum-exp of the router's logits, averaged over tokens
     router_bias_update_rate: float = 0.0  # added to the router biases of experts with too few tokens, taken from the others', each step
     lora: LoraConfig = field(default_factory=LoraConfig)
+    quantization: Quantization = Quantization.none  # frozen linear layers in nf4 (4 bits) or int8 under the adapters; needs lora.rank
     images: bool = False  # Megatron's layers read images too, through the model's own vision tower; transformers' modules always do
     vision: dict[str, Any] = field(default_factory=dict)  # for plans without path: config.json around `architecture`, of a model that sees
     freeze: list[Part] = field(default_factory=lambda: [Part.vision, Part.projector])  # parts of a model that sees: vision, projector, text
@@ -197,6 +216,7 @@ class ModelConfig:
         )
         merged = "the engine computes with merged weights, whose log-probs have other last bits; allowed with model.lora.rank=0"
         means = "the routers' auxiliary losses are means over tokens, which it makes fewer; allowed if both coefficients are 0"
+        quantized = f"model.quantization={self.quantization.value}"
         recipe, te = self.fp8_recipe, "the sums of Transformer Engine's layers depend on the batch; allowed: layers=auto, torch"
         tokens = "needs model.micro_batch_tokens, the tokens that one packed row may hold"
         refuse(
@@ -208,6 +228,18 @@ class ModelConfig:
             ),
             (self.batch_invariant and self.layers is Layers.transformer_engine, f"model.batch_invariant=true: {te}"),
             (self.batch_invariant and self.lora.is_on, f"model.batch_invariant=true: {merged}"),
+            (
+                self.quantization.is_on and not self.lora.is_on,
+                f"{quantized}: packed weights cannot be trained: needs adapters on them (model.lora.rank > 0); allowed without: none",
+            ),
+            (
+                self.quantization.is_on and self.fp8,
+                f"{quantized}: not with model.fp8=true, which reads dense weights; allowed: none",
+            ),
+            (
+                self.quantization.is_on and self.layers is Layers.transformer_engine,
+                f"{quantized}: Transformer Engine's layers read dense weights; allowed: layers=auto, torch",
+            ),
             (self.packing and not self.micro_batch_tokens, f"model.packing=true: {tokens}"),
             (self.share_prompts and not self.packing, "model.share_prompts=true: needs model.packing=true"),
             (self.share_prompts and (self.router_aux_loss_coef or self.router_z_loss_coef), f"model.share_prompts=true: {means}"),

@@ -252,10 +252,12 @@ def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelCo
 
 def _check_memory(a: Architecture, config: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError for sizes whose weights and rotary tables, of which a part is counted, cannot be in this rank's memory."""
-    numbers = sum(kind.numbers(a) for layer in range(a.num_layers) for kind in (attention_of(a, layer), feed_forward_of(a, layer)))
-    numbers += a.hidden_size * a.max_position_embeddings if a.position_embedding is PositionEmbedding.learned else 0
+    of_layers = sum(kind.numbers(a) for layer in range(a.num_layers) for kind in (attention_of(a, layer), feed_forward_of(a, layer)))
+    numbers = a.hidden_size * a.max_position_embeddings if a.position_embedding is PositionEmbedding.learned else 0
     numbers += a.vocabulary_width * a.vocab_size + context_length(config, a) * a.rotated
-    size = numbers * resolve_dtype(config.dtype).itemsize // parallel.pp // max(parallel.tp, parallel.ep * parallel.etp)
+    itemsize = resolve_dtype(config.dtype).itemsize
+    size = int(numbers * itemsize + of_layers * (config.quantization.num_bytes or itemsize))
+    size = size // parallel.pp // max(parallel.tp, parallel.ep * parallel.etp)
     room = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else psutil.virtual_memory().total
     if size > room:
         largest = sorted(((value, name) for name, value in asdict(a).items() if type(value) is int), reverse=True)[:3]

@@ -202,7 +202,7 @@ def fill(chunks: Sequence[Chunk], source: WeightSource, *, with_head: bool = Tru
                 name = EMBEDDING if part.place.is_copy else part.place.name
                 full = source.full(name, part.rule, tuple(shape), chunks[0].architecture)
                 own = full if dim is None else shard(part.rule.layout, full, dim=dim, num_shards=group.size(), index=group.rank())
-                part.parameter.copy_(own)
+                linear_weight(part.parameter).write(own)
             elif with_head and (tensor := source.head(part.place.name, part.parameter.shape)) is not None:
                 part.parameter.copy_(tensor)
 

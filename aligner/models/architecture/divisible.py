@@ -21,6 +21,7 @@ from aligner.models.config import (
     Normalization,
     ParallelResidual,
     Part,
+    Quantization,
     Recompute,
     SeeingArchitecture,
 )
@@ -67,6 +68,7 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
     """Raise ConfigError for settings that are valid alone but not together."""
     if isinstance(architecture, HFArchitecture):
         return _check_own_modules(architecture, model, parallel)
+    _check_packed(architecture, model, parallel)
     problem, experts = unusual(architecture, UNUSUAL | _FACTOR), architecture.num_experts
     overlap, invariant, cp = "parallel.tp_comm_overlap=true: needs", "model.batch_invariant=true:", parallel.cp
     sees = isinstance(architecture, SeeingArchitecture)
@@ -98,6 +100,33 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
     )
 
 
+PACKED_BLOCK = 64  # numbers of a row that share a scale in NF4
+
+
+def _check_packed(a: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for a model whose layers have no packed form, or one that depends on the layout."""
+    if not model.quantization.is_on:
+        return
+    setting = f"model.quantization={model.quantization.value}"
+    refuse(
+        (a.num_experts, f"{setting}: experts have no packed form here; allowed: none, or dense models"),
+        (a.latent_size, f"{setting}: latent attention has no packed form here; allowed: none"),
+        (a.linear_attention_layers, f"{setting}: delta nets have no packed form here; allowed: none"),
+        (isinstance(a, SeeingArchitecture), f"{setting}: not for a model that reads images; allowed: none, or images=false"),
+    )
+    if model.quantization is not Quantization.nf4:
+        return
+    inputs = {"linear_qkv": (a.hidden_size, 1), "linear_proj": (a.num_attention_heads * a.head_dim, parallel.tp)}
+    inputs |= {"linear_fc1": (a.hidden_size, 1), "linear_fc2": (a.ffn_hidden_size, parallel.tp)}
+    for name, (size, ranks) in inputs.items():
+        if size % (PACKED_BLOCK * ranks):
+            where = f"{size} inputs" if ranks == 1 else f"{size} inputs over parallel.tp={ranks} ranks, {size / ranks:g} on each"
+            raise ConfigError(
+                f"{setting}: {name} has {where}: no multiple of {PACKED_BLOCK}, the numbers that share a scale; allowed: int8, none"
+                + (", or fewer ranks" if size % PACKED_BLOCK == 0 else "")
+            )
+
+
 _PARALLEL = ("tp", "pp", "cp", "ep", "etp", "vpp")
 
 
@@ -109,6 +138,7 @@ def _check_own_modules(architecture: HFArchitecture, model: ModelConfig, paralle
         "layers=transformer_engine": model.layers is Layers.transformer_engine,
         "fp8=true": model.fp8,
         "batch_invariant=true": model.batch_invariant,
+        f"quantization={model.quantization.value}": model.quantization.is_on,
         "share_prompts=true": model.share_prompts,
         f"router_aux_loss_coef={model.router_aux_loss_coef}": model.router_aux_loss_coef,
         f"router_z_loss_coef={model.router_z_loss_coef}": model.router_z_loss_coef,

@@ -19,12 +19,13 @@ from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.checkpoint.wrapper import same_weights
-from aligner.models.config import HFArchitecture, LoraConfig, LoraTarget, Part
+from aligner.models.config import HFArchitecture, LoraConfig, LoraTarget, Part, Quantization
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.lora import Adapter, make_adapters, named_adapters
+from aligner.models.modules.packed import dense, round_as
 from aligner.models.modules.scalar_head import HEAD, read_head
 from aligner.models.weights import fill, load_hf
 from aligner.parallel.collectives import from_rank_0, raise_everywhere
@@ -56,10 +57,14 @@ def load_weights(chunks: Sequence[Chunk], path: Path, *, verify: bool = True, wi
     """Fill the chunks of a model from a checkpoint of this project, written at any layout. Every rank calls it.
 
     A scalar model may start from a language model's checkpoint: its head then keeps its initialisation. The saved model's adapters are
-    merged into the weights; the chunks' own stay unchanged. With `verify`, first compare the files with their SHA-256. Without
-    `with_head`, a head stays unchanged. Raises CheckpointError.
+    merged into the weights, which are first rounded as they were under them (`model.quantization`); the chunks' own stay unchanged. With
+    `verify`, first compare the files with their SHA-256. Without `with_head`, a head stays unchanged. Raises CheckpointError.
     """
-    directory = _verified(path, verify)
+    with dense(chunks):
+        _load_whole(chunks, _verified(path, verify), verify=verify, with_head=with_head)
+
+
+def _load_whole(chunks: Sequence[Chunk], directory: Path, *, verify: bool, with_head: bool) -> None:
     marker = read_marker(directory)
     if LORA not in marker:
         states = [whole_state(chunk) for chunk in chunks]
@@ -70,6 +75,9 @@ def load_weights(chunks: Sequence[Chunk], path: Path, *, verify: bool = True, wi
         return
     # The head is saved with the adapters: that of a critic has one output, whatever the reward model under it has.
     load_source(chunks, base_of(marker, directory), verify=verify, with_head=False)
+    if QUANTIZATION in marker:
+        kind, dtype = saved_quantization(marker)
+        round_as(chunks, kind, dtype)
     lora = saved_lora(marker)
     adapters = [make_adapters(chunk, lora) for chunk in chunks]
     states = [head_state(chunk) | adapter_state(chunk, own) for chunk, own in zip(chunks, adapters, strict=True)]
@@ -176,7 +184,7 @@ def read(wanted: dict[str, Any], directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory}: cannot be read into the model: {error}") from error
 
 
-LORA = "lora"  # key of a marker
+LORA, QUANTIZATION = "lora", "quantization"  # keys of a marker
 
 
 def whole_state(chunk: Chunk) -> dict[str, Any]:
@@ -221,15 +229,23 @@ def to_marker(chunk: Chunk) -> dict[str, Any]:
         described["dora"] = True
     if lora.parts != LoraConfig().parts:
         described["parts"] = [part.value for part in lora.parts]
-    return {LORA: described, "base": chunk.base, "base_digest": chunk.base_digest}
+    packed = {"kind": chunk.quantization.value, "dtype": str(chunk.config.params_dtype).removeprefix("torch.")}
+    quantization = {QUANTIZATION: packed} if chunk.quantization.is_on else {}
+    return {LORA: described, "base": chunk.base, "base_digest": chunk.base_digest} | quantization
 
 
 def check_same(marker: Mapping[str, Any], chunk: Chunk, directory: Path) -> None:
     """Raise CheckpointError unless the checkpoint is of a model with the same adapters on the same weights, or both have none."""
-    here, there = to_marker(chunk).get(LORA), marker.get(LORA)
+    own = to_marker(chunk)
+    here, there = own.get(LORA), marker.get(LORA)
     if here != there:
         raise CheckpointError(
             f"{directory}: was saved with {there or 'no adapters'}, the model has {here or 'none'} (model.lora): it cannot be continued so"
+        )
+    packed, then = (" of ".join(found.get(QUANTIZATION, {"kind": "none"}).values()) for found in (own, marker))
+    if packed != then:
+        raise CheckpointError(
+            f"{directory}: its adapters were trained with model.quantization={then}, the model has {packed}: it cannot be continued so"
         )
     if here and marker["base_digest"] != chunk.base_digest:
         ours, theirs = chunk.base or "random ones of this run.seed", marker["base"] or "random ones of another run.seed"
@@ -243,6 +259,12 @@ def saved_lora(marker: Mapping[str, Any]) -> LoraConfig:
     described = marker[LORA]
     parts = [Part(part) for part in described.get("parts", LoraConfig().parts)]
     return LoraConfig(**{**described, "targets": [LoraTarget(target) for target in described["targets"]], "parts": parts})
+
+
+def saved_quantization(marker: Mapping[str, Any]) -> tuple[Quantization, torch.dtype]:
+    """(the form of the weights under the adapters that a marker describes, the dtype of the numbers from which it was made)."""
+    found = marker[QUANTIZATION]
+    return Quantization(found["kind"]), getattr(torch, found["dtype"])
 
 
 def base_of(marker: Mapping[str, Any], directory: Path) -> Path:

@@ -30,10 +30,11 @@ from aligner.models.modules.batch_invariant import INVARIANT
 from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.heads import linear_head
 from aligner.models.modules.latent_attention import WholeLinear
-from aligner.models.modules.layers import KINDS, ORDINARY, SPLIT_INPUTS, block_spec, finish_transformer_engine
-from aligner.models.modules.linear import is_split
+from aligner.models.modules.layers import KINDS, ORDINARY, SPLIT_INPUTS, LayerModules, block_spec, finish_transformer_engine
+from aligner.models.modules.linear import is_split, linear_weight
 from aligner.models.modules.lora import attach
 from aligner.models.modules.megatron_config import transformer_config
+from aligner.models.modules.packed import packed_modules
 from aligner.models.modules.scalar_head import HEAD, ScalarHead
 from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
 from aligner.models.modules.vision import Sight, features, freeze, in_slots, look, make_tower, sees_frozen
@@ -124,6 +125,13 @@ def _naming_norms(config: mcore.TransformerConfig, architecture: Architecture) -
         config.qk_layernorm = has_norms
 
 
+def _modules(model: ModelConfig) -> LayerModules:
+    """What the local specification's layers are made of."""
+    if model.batch_invariant:
+        return INVARIANT
+    return packed_modules(model.quantization) if model.quantization.is_on else ORDINARY
+
+
 class Transformer(Chunk, mcore.GPTModel):
     """A GPTModel that ends at the hidden states; the output layer holds weights only."""
 
@@ -142,7 +150,7 @@ class Transformer(Chunk, mcore.GPTModel):
         self.architecture = architecture
         self.logits_chunk_size = model.logits_chunk_size
         self.batch_invariant, self.float32_logits = model.batch_invariant, model.float32_logits and not model.batch_invariant
-        self.lora = model.lora
+        self.lora, self.quantization = model.lora, model.quantization
         # Recomputed layers give no gradient if their input requires none, as the output of a frozen embedding.
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
@@ -156,7 +164,7 @@ class Transformer(Chunk, mcore.GPTModel):
                     architecture=architecture,
                     share_prompts=model.share_prompts,
                     split_norms=model.lora.is_on,
-                    modules=INVARIANT if model.batch_invariant else ORDINARY,
+                    modules=_modules(model),
                 ),
                 vocab_size=padded_vocab_size(architecture.vocab_size, divisor=model.make_vocab_divisible_by, tp=parallel.tp),
                 max_sequence_length=positions + architecture.position_offset if learned else model.seq_length or positions,
@@ -340,7 +348,7 @@ def _fill(chunk: Any, name: str, parameter: Tensor, seed: int) -> None:
         unique = EMBEDDING  # the last stage's copy of a tied embedding
     split = is_split(parameter)
     group = chunk.pg_collection.expt_tp if "local_experts" in unique else chunk.pg_collection.tp
-    shape = list(parameter.shape)
+    shape = list(linear_weight(parameter).shape)
     if split:
         shape[parameter.partition_dim] *= group.size()
     std = chunk.architecture.initializer_range
@@ -354,7 +362,7 @@ def _fill(chunk: Any, name: str, parameter: Tensor, seed: int) -> None:
     if split:
         layout = Layout.gate_up if unique.endswith("linear_fc1.weight") and chunk.architecture.gated_mlp else Layout.plain
         full = shard(layout, full, dim=parameter.partition_dim, num_shards=group.size(), index=group.rank())
-    parameter.copy_(full)
+    linear_weight(parameter).write(full)
 
 
 def build_model(

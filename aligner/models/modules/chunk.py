@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from aligner.data.vision import Vision
-from aligner.models.config import Architecture, LoraConfig
+from aligner.models.config import Architecture, LoraConfig, Quantization
 from aligner.models.modules.scalar_head import ScalarHead
 from aligner.parallel.exact import EXACT
 from aligner.parallel.logprobs import FAST, ROUNDED, Arithmetic
@@ -33,6 +33,7 @@ class Chunk(MegatronModule):
 
     architecture: Architecture
     lora: LoraConfig
+    quantization: Quantization = Quantization.none  # of the linear layers under its adapters
     head: ScalarHead | None = None  # of a value or reward model; None for a language model
     score_head: torch.nn.Linear  # in float32, in its last chunk
     base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones

@@ -116,6 +116,8 @@ def choose_layers(architecture: Architecture, model: ModelConfig, dtype: torch.d
         return False, own
     if model.batch_invariant:
         return False, "model.batch_invariant=true"
+    if model.quantization.is_on:
+        return False, f"model.quantization={model.quantization.value}"
     if dtype == torch.float32 and not model.fp8:
         return False, "Transformer Engine's attention over packed rows is of 16 bits, the model of float32"
     return True, f"transformer-engine {mcore.transformer_engine_version()}"

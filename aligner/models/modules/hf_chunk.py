@@ -63,6 +63,7 @@ class HFChunk(WholeChunk):
             )
         )
         self.architecture, self.lora, self.head = architecture, model.lora, head
+        self.quantization = model.quantization  # none
         self.logits_chunk_size, self.float32_logits = model.logits_chunk_size, model.float32_logits
         self.batch_invariant, self.share_embeddings_and_output_weights = False, False
         self.max_sequence_length = model.seq_length or architecture.max_position_embeddings

@@ -145,6 +145,11 @@ class Adapter(torch.nn.Module):
             return self._scales() * (product + self(x))
         return self._scales() * (product - bias + self(x)) + bias
 
+    def share(self, x: Tensor) -> Tensor:
+        """This rank's rows of the addition, for inputs without dropout; where the ranks have parts of the input, its term of the rows. No
+        communication."""
+        return self._expanded(F.linear(x, self.a) * self.scaling, dict(self.b))
+
     @torch.no_grad()
     def merged(self, weight: LinearWeight) -> Tensor:
         """`weight` with the adapter in it, dense and in its dtype, added up in float32. The shares fit; only DoRA's norms of split rows

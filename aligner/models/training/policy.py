@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aligner.models.modules import heads
 from aligner.models.modules.chunk import Chunk
+from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.scalar_head import ScalarHead
 from aligner.models.training.forward import MicroBatch
 from aligner.models.training.offload import LockedMemory
@@ -167,9 +168,11 @@ class ReferencePolicy:
                 for parameter, data in zip(parameters, current, strict=True):
                     parameter.data = data
 
-    def _parameters(self) -> list[torch.nn.Parameter]:
+    def _parameters(self) -> list[Tensor]:
         self._policy.model.settle()
-        return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad or self._whole or not chunk.lora.is_on]
+        chunks = self._policy.chunks
+        held = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad or self._whole or not chunk.lora.is_on]
+        return [tensor for p in held for tensor in (p, *linear_weight(p).storage[1:])]
 
 
 def _own_routes(batch: MaskedBatch) -> MaskedBatch:

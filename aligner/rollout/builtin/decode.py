@@ -58,7 +58,7 @@ from aligner.rollout.builtin.decode_layers import (
 from aligner.rollout.builtin.graphs import CudaCapture, DecodeGraphs
 from aligner.rollout.builtin.paged_kernels import flash_attention
 from aligner.rollout.builtin.sampling import FusedDraw
-from aligner.rollout.builtin.weights import Affine, FeedForward, LayerWeights, ModelWeights, tensors
+from aligner.rollout.builtin.weights import Affine, FeedForward, LayerWeights, ModelWeights, linear, tensors
 from aligner.rollout.config import PAGE_SIZE, Kernels
 from aligner.types import route_dtype
 
@@ -362,11 +362,11 @@ class Decoder:
 
     def _linear(self, x: Tensor, weights: Affine) -> Tensor:
         """A matrix whose output is split over the ranks."""
-        return F.linear(x, weights.weight, weights.bias)
+        return linear(x, weights.weight, weights.bias)
 
     def _project(self, x: Tensor, weights: Affine) -> Tensor:
         """A matrix whose input is split over the ranks."""
-        out = self._sum(F.linear(x, weights.weight))
+        out = self._sum(linear(x, weights.weight))
         return out if weights.bias is None else out + weights.bias
 
     def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

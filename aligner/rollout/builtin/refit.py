@@ -1,6 +1,7 @@
 """The built-in engine's weights between training and generation: their source, and when they are filled and released.
 
-`TrainingWeights` are the policy's parameters themselves, `SnapshotWeights` a copy for an engine that samples while the policy trains.
+`TrainingWeights` are the policy's parameters themselves (packed ones with the adapters beside them), `SnapshotWeights` a copy for an
+engine that samples while the policy trains.
 `OwnWeights` are in the rollout layout, refilled from the training shards in buckets. With `rollout.offload` only one set is on the device:
 the engine's weights release their memory while the policy trains (as copies they need not be kept), and the policy's wait in host memory
 while the engine samples.
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from aligner.errors import EngineError
 from aligner.models.modules.build import LanguageModel
-from aligner.models.modules.linear import weight_storage
+from aligner.models.modules.linear import linear_weight, weight_storage
 from aligner.models.modules.lora import MergedWeights
 from aligner.models.training.offload import HostMemory
 from aligner.parallel import platform
@@ -31,7 +32,7 @@ from aligner.parallel.collectives import together
 from aligner.parallel.reshard import Move, Sharding, pieces, plan
 from aligner.parallel.transfer import Lanes, Refill, block_group, sum_over_holders
 from aligner.rollout.builtin.decode import Shards
-from aligner.rollout.builtin.weights import ModelWeights, by_role, moves, named_parameters, usable_in_place
+from aligner.rollout.builtin.weights import ModelWeights, by_role, moves, named_parameters, usable_in_place, with_adapters
 from aligner.rollout.config import RolloutConfig, VerifyRefit, check_splits
 from aligner.rollout.engine.manifest import Manifest, Receipt, TensorSpec, along, global_manifest, named_few, not_finite
 
@@ -44,9 +45,9 @@ class TrainingWeights:
 
     def __init__(self, chunk: LanguageModel, *, checked: bool) -> None:
         groups = chunk.pg_collection
-        self.named = named_parameters([chunk])  # all weights by their global names
+        self._chunk, self.named = chunk, named_parameters([chunk])  # all weights by their global names
         self._checked = checked
-        self.model: ModelWeights = by_role(self.named, chunk.architecture)
+        self.model: ModelWeights = by_role(with_adapters(chunk, self.named), chunk.architecture)
         self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=groups.tp)
 
     def allocate(self) -> None:
@@ -58,7 +59,8 @@ class TrainingWeights:
     def fill(self) -> int:
         """Moves 0 bytes. Raises EngineError for numbers that are not finite, if `checked`."""
         if self._checked:
-            _refuse_not_finite(self.named)
+            own = ((name, linear_weight(parameter).storage[-1]) for name, parameter in self._chunk.named_parameters())
+            _refuse_not_finite(dict(own))  # of packed ones the scales
         return 0
 
 
@@ -179,7 +181,7 @@ def rollout_weights(chunks: Sequence[LanguageModel], config: RolloutConfig) -> T
     tp = config.tp or chunk.pg_collection.tp.size()
     check_splits(chunk.architecture, tp=tp, world_size=dist.get_world_size())
     verified = config.verify_refit == VerifyRefit.checksum
-    if usable_in_place(chunk, tp=tp):
+    if usable_in_place(chunk, tp=tp) and not (apart and chunk.quantization.is_on):  # a copy has its adapters merged
         return (SnapshotWeights if apart else TrainingWeights)(chunk, checked=verified)
     bucket_bytes = config.refit_bucket_mib * MIB
     return OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes, verified=verified, takes_turns=config.offload, apart=apart)
@@ -198,7 +200,7 @@ def check_sources(moved: Sequence[Move], sources: Mapping[str, Tensor], lanes: L
     """Raise EngineError unless this rank's training shards are the ones that the moves begin with."""
     held = {move.name: TensorSpec(shape=move.shape, dtype=move.dtype) for move in moved if lanes.holds(move)}
     receipt = Receipt(Manifest(tensors=held), "the training weights of this rank")
-    receipt.take(sources.items())
+    receipt.take((name, linear_weight(parameter)) for name, parameter in sources.items())
     receipt.complete()
 
 
@@ -246,9 +248,11 @@ def _indices(sharding: Sharding, index: int, device: torch.device) -> Tensor:
 def negated(chunks: Sequence[LanguageModel]) -> Iterator[None]:
     """In the block all parameters of the policy have the opposite sign: after a refit the engine must sample as this policy does. Not
     while an engine has the policy's place in memory."""
-    parameters = {parameter.data_ptr(): parameter.data for chunk in chunks for parameter in chunk.parameters()}  # a tied one once
-    torch._foreach_neg_(list(parameters.values()))
+    parameters = {parameter.data_ptr(): parameter for chunk in chunks for parameter in chunk.parameters()}  # a tied one once
+    for parameter in parameters.values():
+        linear_weight(parameter).negate()
     try:
         yield
     finally:
-        torch._foreach_neg_(list(parameters.values()))
+        for parameter in parameters.values():
+            linear_weight(parameter).negate()

@@ -1,8 +1,8 @@
 """The weights that a rollout engine computes with, by role: the training parameters in place, or the engine's own in another split.
 
 Reading in place costs nothing and needs no refit. The engine needs its own weights if the training layout leaves a rank without all
-layers or experts (pipeline, expert parallelism), or splits them over another number of ranks. Names are global
-(`aligner.models.modules.build`).
+layers or experts (pipeline, expert parallelism), splits them over another number of ranks, or has adapters, which are merged; not if their
+weights are packed, beside which they are read. Names are global (`aligner.models.modules.build`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.config import Architecture, ParallelResidual, PositionEmbedding
@@ -18,18 +19,46 @@ from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, OUTPUT_PROJECTION, PROJECTION, Layout
 from aligner.models.modules.build import LanguageModel
 from aligner.models.modules.chunk import global_name
+from aligner.models.modules.linear import PackedWeight, linear_weight
+from aligner.models.modules.lora import Adapter, named_adapters
 from aligner.models.weights import Place, all_places, tensor_group
 from aligner.parallel.reshard import Move, Sharding, even, grouped, padded, replicated
 
 POSITIONS = "embedding.position_embeddings.weight"
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedWeight:
+    """The packed weight of a linear layer, with its adapter (if any) beside it."""
+
+    parameter: Tensor
+    adapter: Adapter | None
+
+    def product(self, x: Tensor) -> Tensor:
+        """As `F.linear`. The weight is unpacked for it."""
+        out = F.linear(x, linear_weight(self.parameter).read(x.dtype))
+        return out if self.adapter is None else out + self.adapter.share(x)
+
+    @property
+    def storage(self) -> tuple[Tensor, ...]:
+        """All tensors of it."""
+        return (*linear_weight(self.parameter).storage, *(() if self.adapter is None else self.adapter.parameters()))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Affine:
     """Weight and bias (if any) of a linear layer or a norm."""
 
-    weight: Tensor
+    weight: Tensor  # or an `AdaptedWeight`, of the linear layers that `linear` computes
     bias: Tensor | None
+
+
+def linear(x: Tensor, weight: Tensor | AdaptedWeight, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of a weight in either form."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    out = weight.product(x)
+    return out if bias is None else out + bias
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +131,8 @@ def tensors(weights: Any) -> Iterator[Tensor]:
     """All tensors of a `ModelWeights` (or of a part of one), always in the same order."""
     if isinstance(weights, Tensor):
         yield weights
+    elif isinstance(weights, AdaptedWeight):
+        yield from weights.storage
     elif weights is not None:
         for part in weights if isinstance(weights, tuple) else [getattr(weights, one.name) for one in fields(weights)]:
             yield from tensors(part)
@@ -194,6 +225,15 @@ def named_parameters(chunks: Sequence[LanguageModel]) -> dict[str, Tensor]:
     }
 
 
+def with_adapters(chunk: LanguageModel, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """`parameters` of a chunk by global name, the packed ones as `AdaptedWeight`."""
+    adapters = {global_name(chunk, f"{name}.weight"): adapter for name, adapter in named_adapters(chunk)}
+    return {
+        name: AdaptedWeight(parameter, adapters.get(name)) if isinstance(linear_weight(parameter), PackedWeight) else parameter
+        for name, parameter in parameters.items()
+    }
+
+
 def moves(chunks: Sequence[LanguageModel], *, tp: int) -> list[Move]:
     """The move of every tensor of the model from the training layout to `tp` tensor-parallel ranks: the same list on every rank.
 
@@ -228,10 +268,10 @@ def _shardings(place: Place, architecture: Architecture, *, old_tp: int, tp: int
 def usable_in_place(chunk: LanguageModel, *, tp: int) -> bool:
     """Whether rollouts with `tp` ranks to a model can read the training parameters: every rank holds all that it needs.
 
-    Always false for a model with adapters, since the engine computes with merged weights.
+    Of models with adapters only those whose weights are packed, without DoRA: with others the engine computes with merged weights.
     """
     groups, architecture = chunk.pg_collection, chunk.architecture
-    if chunk.lora.is_on:
+    if chunk.lora.is_on and (chunk.lora.dora or not chunk.quantization.is_on):
         return False
     same = groups.tp.size() == tp and groups.pp.size() == 1 and architecture.num_key_value_heads % tp == 0
     if not architecture.num_experts:

@@ -21,6 +21,7 @@ from aligner.models.families import weight_names
 from aligner.models.families.mapping import hf_shapes
 from aligner.models.families.own_modules import outline
 from aligner.models.families.wrappers import TOWER
+from aligner.models.modules.linear import LinearWeight
 
 _SHOWN = 3  # names in a message
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -123,7 +124,7 @@ def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     return shapes[module][:1] if kind.endswith("bias") else shapes[module]
 
 
-def mismatch(name: str, tensor: Tensor, spec: TensorSpec) -> str:
+def mismatch(name: str, tensor: Tensor | LinearWeight, spec: TensorSpec) -> str:
     """A message about a tensor's wrong shape or dtype; empty if both are right."""
     if tuple(tensor.shape) != spec.shape:
         return f"{name} has the shape {list(tensor.shape)}, the model's config requires {list(spec.shape)}"
@@ -139,7 +140,7 @@ class Receipt:
         self._manifest, self._where = manifest, where and f" in {where}"
         self._seen: set[str] = set()
 
-    def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def take(self, named: Iterable[tuple[str, Tensor | LinearWeight]]) -> None:
         """Note tensors. Raises EngineError naming one that is extra, came before, or has the wrong shape or dtype."""
         for name, tensor in named:
             if name not in self._manifest.tensors:

@@ -10,7 +10,7 @@ import torch
 
 from aligner.errors import ConfigError, EngineError
 from aligner.losses.sft import sft_loss
-from aligner.models.config import Architecture, Family
+from aligner.models.config import Architecture, Family, Quantization
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.reshard import replicated
 from aligner.rollout.config import RolloutConfig, VerifyRefit, check_splits
@@ -165,11 +165,12 @@ def test_weights_in_place_are_not_given_back(make_model):
     assert samples(engine) == before
 
 
-def chunk_of(*, tp=1, pp=1, ep=1, expert_tp=1, num_experts=0, groups=4, adapters=False):
+def chunk_of(*, tp=1, pp=1, ep=1, expert_tp=1, num_experts=0, groups=4, adapters=False, quantization=Quantization.none):
     sizes = {"tp": tp, "pp": pp, "ep": ep, "expt_tp": expert_tp}
     collection = SimpleNamespace(**{name: SimpleNamespace(size=lambda size=size: size) for name, size in sizes.items()})
     architecture = SimpleNamespace(num_experts=num_experts, num_key_value_heads=groups)
-    return SimpleNamespace(pg_collection=collection, architecture=architecture, lora=SimpleNamespace(is_on=adapters))
+    kinds = {"lora": SimpleNamespace(is_on=adapters), "quantization": quantization}
+    return SimpleNamespace(pg_collection=collection, architecture=architecture, **kinds)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,8 @@ def chunk_of(*, tp=1, pp=1, ep=1, expert_tp=1, num_experts=0, groups=4, adapters
         ({}, 1, True),
         ({"tp": 2}, 2, True),
         ({"tp": 2, "adapters": True}, 2, False),  # the engine has them merged
+        ({"tp": 2, "adapters": True, "quantization": Quantization.nf4}, 2, True),  # and beside packed weights as they are
+        ({"pp": 2, "adapters": True, "quantization": Quantization.nf4}, 1, False),
         ({"tp": 2}, 1, False),
         ({"tp": 1}, 2, False),
         ({"pp": 2}, 1, False),

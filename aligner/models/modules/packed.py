@@ -1,0 +1,117 @@
+"""Linear layers with frozen weights in 4 or 8 bits under adapters (QLoRA; Dettmers et al. 2023, 2305.14314).
+
+A packed weight is the same Parameter, whose `data` are codes (`linear.PackedWeight`). Products unpack it, again in the backward pass: one
+layer at a time is dense, and nothing dense waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.errors import ConfigError
+from aligner.models.architecture.divisible import PACKED_BLOCK
+from aligner.models.config import Quantization
+from aligner.models.modules.layers import SPLIT_INPUTS, LayerModules
+from aligner.models.modules.linear import PackedWeight, Packing, linear_weight
+from aligner.parallel import mcore
+
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")  # the layers with a packed form
+
+
+class _Product(torch.autograd.Function):
+    """x W^T of a frozen weight that is unpacked in both passes. Inputs of other types are computed with in theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: PackedWeight) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, weight.read(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.matmul(ctx.weight.read(grad.dtype)), None
+
+
+class _Packed(torch.nn.Module):
+    """What Megatron-Core's parallel linear layers have more with packed weights."""
+
+    kind: Quantization
+    splits_inputs: bool
+    weight: torch.nn.Parameter
+    tp_group: dist.ProcessGroup
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        packing = Packing(self.kind, self.weight.dtype, self.tp_group if self.splits_inputs else None)
+        codes, scales = packing.room(self.weight.shape, self.weight.device)
+        self.weight.requires_grad_(False)
+        self.weight.data = codes  # the Parameter stays, and with it Megatron-Core's marks
+        self.weight.packed = (packing, scales)
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup,
+        **_: Any,
+    ) -> Tensor:
+        if sequence_parallel:
+            input = mcore.gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+        elif allreduce_dgrad:
+            input = mcore.copy_to_tensor_model_parallel_region(input, group=tp_group)
+        out = _Product.apply(input, linear_weight(weight))
+        return out if bias is None else out + bias
+
+
+@cache
+def packed_modules(kind: Quantization) -> LayerModules:
+    """The local specification's layers, their linear ones with packed weights: each is packed as soon as it is made."""
+    column, row = (
+        type(f"Packed{base.__name__}", (_Packed, base), {"kind": kind, "splits_inputs": base is mcore.RowParallelLinear})
+        for base in (mcore.ColumnParallelLinear, mcore.RowParallelLinear)
+    )
+    return LayerModules(column_linear=column, row_linear=row)
+
+
+@contextmanager
+def dense(chunks: Sequence[Any]) -> Iterator[None]:
+    """In the block the packed weights of a model's chunks are dense, with any contents; at its end they are packed. For checkpoints, which
+    are read as a whole, and whose adapters are merged first."""
+    opened = [(p, p.packed) for chunk in chunks for p in chunk.parameters() if "packed" in p.__dict__]
+    for parameter, (packing, _) in opened:
+        numbers = torch.empty(linear_weight(parameter).shape, dtype=packing.dtype, device=parameter.device)
+        del parameter.packed
+        parameter.data = numbers
+    yield
+    for parameter, (packing, scales) in opened:
+        numbers = parameter.data
+        parameter.data, _ = packing.room(numbers.shape, numbers.device)
+        parameter.packed = (packing, scales)
+        linear_weight(parameter).write(numbers)
+
+
+@torch.no_grad()
+def round_as(chunks: Sequence[Any], kind: Quantization, dtype: torch.dtype) -> None:
+    """Give the dense linear layers of a model the numbers that they have where they are packed. Raises ConfigError for NF4 if ranks have
+    parts of its blocks."""
+    for chunk in chunks:
+        for name, module in chunk.decoder.named_modules():
+            if (last := name.rsplit(".", 1)[-1]) in LINEARS:
+                packing = Packing(kind, dtype, chunk.pg_collection.tp if last in SPLIT_INPUTS else None)
+                if kind is Quantization.nf4 and module.weight.shape[1] % PACKED_BLOCK:
+                    raise ConfigError(
+                        f"parallel.tp={chunk.pg_collection.tp.size()}: {name} has {module.weight.shape[1]} inputs on each rank, and the "
+                        f"adapters are of weights in nf4, of which {PACKED_BLOCK} share a scale; allowed: fewer ranks"
+                    )
+                module.weight.copy_(packing.unpack(*packing.pack(module.weight), dtype))
