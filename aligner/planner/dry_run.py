@@ -30,6 +30,7 @@ from aligner.models.config import (
     LoraTarget,
     ModelConfig,
     PositionEmbedding,
+    Quantization,
     Recompute,
 )
 from aligner.models.families.mapping import ADAPTER
@@ -108,11 +109,15 @@ def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple
 
 
 def _parameter(name: str, parameter: Tensor) -> Parameter:
+    from aligner.models.modules.linear import linear_weight
+
     marks = parameter.__dict__  # Megatron-Core's attributes, which parameters of other kinds do not have at all
+    weight = linear_weight(parameter)
     return Parameter(
         name=name,
-        numel=parameter.numel(),
-        itemsize=parameter.element_size(),
+        numel=weight.shape.numel(),
+        itemsize=weight.dtype.itemsize,
+        packed_bytes=sum(tensor.nbytes for tensor in weight.storage) if len(weight.storage) > 1 else 0,
         is_expert=not marks.get("allreduce", True),
         is_split=bool(marks.get("tensor_model_parallel", False)),
         own_bucket=bool(marks.get("shared_embedding", False)),
@@ -190,6 +195,10 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
     parallel = ParallelConfig(tp=p.tp, sequence_parallel=p.sequence_parallel, cp=p.cp)
     architecture = _widest(dense_twin(component.architecture)).with_layers(num_layers)
     small = replace(component, architecture=architecture, model=_twin_adapters(component), parallel=parallel)
+    if small.model.quantization is Quantization.nf4:
+        from aligner.models.modules.linear import operators
+
+        operators()
     with fake_world(parallel):
         (chunk,) = build_chunks(small)
         if device == Device.gpu and not small.model.batch_invariant:

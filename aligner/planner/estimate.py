@@ -173,7 +173,8 @@ class Scales:
         if self.device == Device.gpu and layers.uses_transformer_engine(component):
             return layers.block_bytes(component, passes.rows, passes.length)
         p, model = component.parallel, component.model
-        split, kind = (p.tp, p.sequence_parallel, p.cp), (model.recompute, model.dtype, model.lora, model.batch_invariant)
+        split = (p.tp, p.sequence_parallel, p.cp)
+        kind = (model.recompute, model.dtype, model.lora, model.quantization, model.batch_invariant)
         key = repr((component.architecture, *split, *kind, passes.rows, passes.length))
         if key not in self._known:
             found = dry_run.measure_block(component, passes.rows, passes.length, self.device)
@@ -183,7 +184,7 @@ class Scales:
     def shards(self, component: Component, stage: int) -> list[tuple[Parameter, ...]]:
         """The parameters of every chunk on a rank of this stage; the number of replicas makes no difference."""
         model = component.model
-        of_model = (model.dtype, model.lora, model.freeze, model.make_vocab_divisible_by)
+        of_model = (model.dtype, model.lora, model.quantization, model.freeze, model.make_vocab_divisible_by)
         key = repr((component.architecture, component.head, *of_model, component.parallel, stage))
         if key not in self._shards:
             self._shards[key] = dry_run.shard_parameters(component, stage)
@@ -352,7 +353,7 @@ def state_bytes(parameters: Sequence[Parameter], replication: Replication, *, dp
 
 def frozen_bytes(parameters: Sequence[Parameter]) -> StateBytes:
     """Bytes of a model that is not trained."""
-    return StateBytes(weights=sum(p.numel * p.itemsize for p in parameters), gradients=0, optimizer=0)
+    return StateBytes(weights=sum(p.nbytes for p in parameters), gradients=0, optimizer=0)
 
 
 def approximate_state_bytes(parameters: Sequence[Parameter], replication: Replication) -> StateBytes:
@@ -360,7 +361,7 @@ def approximate_state_bytes(parameters: Sequence[Parameter], replication: Replic
     weights = gradients = optimizer = 0
     for p in parameters:
         shards = (replication.expert_shards if p.is_expert else replication.dense_shards) if replication.distributed else 1
-        weights += p.numel * p.itemsize
+        weights += p.nbytes
         if p.is_frozen:
             continue
         gradients += p.numel * 4

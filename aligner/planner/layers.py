@@ -306,7 +306,9 @@ def uses_transformer_engine(component: Component) -> bool:
     model, architecture = component.model, component.architecture
     if model.layers is not Layers.auto:
         return model.layers is Layers.transformer_engine
-    return not torch_layers_reason(architecture) and not model.batch_invariant and (model.fp8 or model.dtype is not Dtype.float32)
+    if torch_layers_reason(architecture) or model.batch_invariant or model.quantization.is_on:
+        return False
+    return model.fp8 or model.dtype is not Dtype.float32
 
 
 def block_bytes(component: Component, rows: int, length: int) -> BlockBytes:

@@ -274,11 +274,20 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
     step = max(prefill_bytes(component, engine), *copied)
     logits = decode_batch(component, engine) * padded_vocabulary(component) * logit_bytes(component, engine)
     parts = {"KV cache": cache, "prefill and sampling": step + logits}
+    unpacks = component.model.quantization.is_on and not component.engine_holds_weights
+    if unpacks:
+        parts["unpacked weight"] = unpacked_bytes(component, engine)
     if engine.records_graphs:
         parts["graph buffers"] = graph_bytes(component, engine, with_logits=False)
-    if component.engine_reshards or component.model.lora.is_on or engine.is_foreign:
+    if component.engine_reshards or (component.model.lora.is_on and not unpacks) or engine.is_foreign:
         parts["refit buckets"] = 2 * engine.bucket_bytes
     return parts
+
+
+def unpacked_bytes(component: Component, engine: Engine) -> int:
+    """A packed policy's largest weight, dense while the engine computes with it."""
+    a = component.architecture
+    return a.hidden_size * a.ffn_hidden_size * (1 + a.gated_mlp) * component.dtype_bytes // engine.tp
 
 
 def cache_bytes(component: Component, engine: Engine) -> int:
@@ -364,7 +373,9 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
         copied = trained_bytes(component, fullest) // component.dp if component.saves_asynchronously else 0
         parts["checkpoint being read or written"] = ranks * (fullest.optimizer + copied)
         # The first rank of all collects a file of the exported model.
-        parts["file of the export"] = min(EXPORTED_FILE_BYTES, sum(state.weights for state in sizes.stages) * component.parallel.tp)
+        dense = component.dtype_bytes / (component.model.quantization.num_bytes or component.dtype_bytes)
+        exported = int(sum(state.weights for state in sizes.stages) * component.parallel.tp * dense)
+        parts["file of the export"] = min(EXPORTED_FILE_BYTES, exported)
     return parts
 
 

@@ -202,7 +202,8 @@ class Component:
     def engine_holds_weights(self) -> bool:
         """Whether sampling needs separate weights."""
         engine = self.engine
-        merges = self.model.lora.is_on and not isinstance(self.architecture, HFArchitecture)  # those are sampled from with their adapters
+        beside = isinstance(self.architecture, HFArchitecture) or self.model.quantization.is_on  # are sampled from with their adapters
+        merges = self.model.lora.is_on and not beside
         return engine is not None and (engine.own_ranks > 0 or engine.asynchronous or engine.is_foreign or self.engine_reshards or merges)
 
     @property
@@ -237,6 +238,12 @@ class Parameter:
     own_bucket: bool = False  # whether it is the tied embedding
     is_frozen: bool = False  # whether it has no buffer, no gradient and no optimizer state
     is_adapter: bool = False  # whether it belongs to an adapter, which rollout engines merge with its linear layer
+    packed_bytes: int = 0  # of its form in few bits; 0: it is dense
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on this rank."""
+        return self.packed_bytes or self.numel * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,8 @@ from tiers import cases
 from aligner.losses.sft import sft_loss
 from aligner.losses.value import value_loss
 from aligner.models import create
-from aligner.models.config import Architecture, Dtype, Family, LoraConfig, ModelConfig, Recompute
+from aligner.models.config import Architecture, Dtype, Family, LoraConfig, ModelConfig, Quantization, Recompute
+from aligner.models.modules.linear import linear_weight, weight_storage
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.mcore import ChainedOptimizer, parallel_state
 from aligner.parallel.topology import ParallelConfig
@@ -24,7 +25,7 @@ from aligner.planner.workload import Component, Head, Phase, Work
 from aligner.types import LabeledBatch, ValueBatch
 
 LENGTH, RESPONSE, VOCABULARY, ROWS = 128, 127, 250, 8
-LAYOUTS = {  # "ranks", "parallel", "optimizer", "recompute", "dtype", "experts", "head", "tied", "rank" (of adapters)
+LAYOUTS = {  # fields of `component`; "rank" is that of adapters
     "single": {"ranks": 1},
     "single_plain_optimizer": {"ranks": 1, "optimizer": {"distributed": False}},
     "single_bf16": {"ranks": 1, "dtype": "bfloat16"},
@@ -33,6 +34,7 @@ LAYOUTS = {  # "ranks", "parallel", "optimizer", "recompute", "dtype", "experts"
     "tp2": {"ranks": 2, "parallel": {"tp": 2}},
     "tp2_sp": {"ranks": 2, "parallel": {"tp": 2, "sequence_parallel": True}},
     "tp2_sp_adapters": {"ranks": 2, "parallel": {"tp": 2, "sequence_parallel": True}, "rank": 4},
+    "tp2_packed": {"ranks": 2, "parallel": {"tp": 2}, "rank": 4, "packed": "nf4", "inner": 256, "hidden": 128, "dtype": "bfloat16"},
     "pp2": {"ranks": 2, "parallel": {"pp": 2}},
     "pp2_interleaved": {"ranks": 2, "parallel": {"pp": 2, "vpp": 2}},
     "cp2": {"ranks": 2, "parallel": {"cp": 2}},
@@ -44,16 +46,23 @@ LAYOUTS = {  # "ranks", "parallel", "optimizer", "recompute", "dtype", "experts"
     "tp2_pp2": {"ranks": 4, "parallel": {"tp": 2, "pp": 2}},
 }
 
-FAST = ("single", "full_recompute", "tp2_sp", "tp2_sp_adapters", "pp2_interleaved", "cp2", "dp2", "dp2_critic", "ep2")
+FAST = ("single", "full_recompute", "tp2_sp", "tp2_sp_adapters", "tp2_packed", "pp2_interleaved", "cp2", "dp2", "dp2_critic", "ep2")
 
 
 def component(spec: dict) -> Component:
     experts = {"family": Family.mixtral, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 96}
-    sizes = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    sizes = {
+        "num_layers": 4,
+        "hidden_size": spec.get("hidden", 64),
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+    }
     sizes |= {"max_position_embeddings": 256, "tied_embeddings": spec.get("tied", True)}
-    sizes |= {"ffn_hidden_size": 96, **experts} if spec.get("experts") else {"ffn_hidden_size": 200}
+    sizes |= {"ffn_hidden_size": 96, **experts} if spec.get("experts") else {"ffn_hidden_size": spec.get("inner", 200)}
     model = {"dtype": Dtype(spec.get("dtype", "float32")), "recompute": Recompute(spec.get("recompute", "none"))}
     model |= {"micro_batch_size": 2, "make_vocab_divisible_by": 8, "logits_chunk_size": 64, "lora": LoraConfig(rank=spec.get("rank", 0))}
+    model |= {"quantization": Quantization(spec.get("packed", "none"))}
     lengths = {"rows": ROWS, "length": LENGTH, "response_length": RESPONSE, "update_rows": ROWS, "num_updates": 1}
     return Component(
         name="trainer",
@@ -88,13 +97,13 @@ def measure(spec: dict) -> dict[str, int]:
         chunks = model.model.chunks
         parameters = [p for chunk in chunks for p in chunk.parameters()]
         return {
-            "weights": storage_bytes(p.data for p in parameters),
+            "weights": storage_bytes(weight_storage(chunks)),
             "gradients": storage_bytes(p.main_grad for p in parameters if p.requires_grad),
             "optimizer": storage_bytes(optimizer_state(model.model.optimizer)),
             "peak": tracker.peak,
             "gathered": storage_bytes(parallel_state.get_global_memory_buffer().buffer.values()),
             "stage": topology.pp_rank,
-            "parameters": sum(p.numel() for p in parameters),
+            "parameters": sum(linear_weight(p).shape.numel() for p in parameters),
             "replica": chunks[0].pg_collection.dp_cp.rank(),
         }
 
