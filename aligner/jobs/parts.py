@@ -308,7 +308,9 @@ def export_at_end(
         if whole is not None and not is_foreign(whole):
             carry_over(whole, session.directory.export)
         name_special_tokens(session.directory.export, special_ids(source or tokenizer))
-    session.say(f"Hugging Face model written to {session.directory.export}")
+    kind = chunks[0].quantization
+    rounded = f", adapters merged into the weights as model.quantization={kind.value} rounds them" if kind.is_on else ""
+    session.say(f"Hugging Face model written to {session.directory.export}{rounded}")
     if chunks[0].lora.is_on:
         save_peft(chunks, session.directory.adapter, writer=session.is_first)
         session.say(f"PEFT adapter written to {session.directory.adapter}")

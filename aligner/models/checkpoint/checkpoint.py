@@ -1,15 +1,15 @@
 """Distributed checkpoints of one model: complete or invisible, loadable at another layout, with everything a resume needs.
 
-    step_000030/
-      aligner.json   kind of model, format version, checksums; the file that makes the directory a checkpoint
-      manifest.json  SHA-256 and size of every other file
-      sums.json      of every tensor a sum over its bits, taken from memory before it was written
-      config.json    the architecture, in Hugging Face's form       tokenizer files
-      weights/       Megatron-Core distributed checkpoint of the module; of a model with adapters, them and the head alone
-      optimizer/     the same of the optimizer's state, in a form that any layout can read
-      state.pt       per-rank random-generator states and the layout that they belong to
-      state.json     step, optimizer version, learning-rate schedule, loss scale, validation metrics, whatever the training loop adds
-      config.yaml    the resolved config of the run
+step_000030/
+  aligner.json   kind of model, format version, checksums; the file that makes the directory a checkpoint
+  manifest.json  SHA-256 and size of every other file
+  sums.json      of every tensor a sum over its bits, taken from memory before it was written
+  config.json    the architecture, in Hugging Face's form       tokenizer files
+  weights/       Megatron-Core distributed checkpoint of the module; of a model with adapters, them and the head alone
+  optimizer/     the same of the optimizer's state, in a form that any layout can read
+  state.pt       per-rank random-generator states and the layout that they belong to
+  state.json     step, optimizer version, learning-rate schedule, loss scale, validation metrics, whatever the training loop adds
+  config.yaml    the resolved config of the run
 """
 
 from __future__ import annotations
