@@ -152,7 +152,7 @@ def chat(text: str = "Hello", **more: Any) -> dict[str, Any]:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert is_so()

@@ -229,8 +229,9 @@ class Architecture:
     linear_conv_size: int = 0  # delta nets: tokens under the causal convolution, the own one included
 
     def __post_init__(self) -> None:
-        for name in (*_LAYER_LISTS, "rope_short_factors", "rope_long_factors"):
-            setattr(self, name, list(getattr(self, name)))  # of a config they are OmegaConf's
+        self.full_attention_layers, self.no_rope_layers = list(self.full_attention_layers), list(self.no_rope_layers)
+        self.dense_layers, self.linear_attention_layers = list(self.dense_layers), list(self.linear_attention_layers)
+        self.rope_short_factors, self.rope_long_factors = list(self.rope_short_factors), list(self.rope_long_factors)
         for check in (_check_sizes, _check_positions, _check_layers, _check_parts, _check_experts, _check_latent, _check_linear):
             check(self)
 

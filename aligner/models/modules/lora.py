@@ -46,7 +46,7 @@ _LINEAR = re.compile(
     rf"({'|'.join(_ALL_PARTS)})\.weight"
 )
 _FEED_FORWARD = {"linear_fc1": {LoraTarget.fc1, LoraTarget.gate, LoraTarget.up}, "linear_fc2": {LoraTarget.fc2}}
-LORA_B = "is_lora_b"  # the attribute of a B, which LoRA+ finds it by
+LORA_B = "is_lora_b"  # the mark of a B, by which LoRA+ finds it
 MERGED_ROWS = 1024  # of a weight that get their adapter at a time
 _WHOLE = "out"  # the one part of a layer that is one projection
 _PARTS = {
@@ -121,7 +121,7 @@ class Adapter(torch.nn.Module):
         for matrix in (*self.b.values(), *self.m.values()):
             self._mark(matrix, split_dim=0 if self.pairs.splits_output else None)
         for b in self.b.values():
-            setattr(b, LORA_B, True)
+            b.is_lora_b = True
 
     def _mark(self, parameter: torch.nn.Parameter, *, split_dim: int | None) -> None:
         # A whole parameter counts in gradient norms on the first tensor-parallel rank alone; of unsplit experts each rank has others.

@@ -331,7 +331,7 @@ def test_the_engine_samples_as_the_policy_does(kind, merged, make, logprob_gap):
 
 def test_in_place_the_engine_has_no_weights_of_its_own(make):
     policy = make()
-    weights = rollout_weights(policy.chunks, tp=1, bucket_bytes=2**20, verify_refit=VerifyRefit.checksum)
+    weights = rollout_weights(policy.chunks, RolloutConfig(verify_refit=VerifyRefit.checksum))
     assert weights.fill() == 0
     own = {tensor.data_ptr() for tensor in (*weight_storage(policy.chunks),)}
     assert {tensor.data_ptr() for tensor in tensors(weights.model)} == own
