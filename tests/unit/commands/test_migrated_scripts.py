@@ -128,12 +128,19 @@ def test_three_severities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "result" in [row["severity"] for row in json.loads((tmp_path / "mine.json").read_text())["rows"]]
 
 
+def test_adapters_on_packed_weights(tmp_path: Path) -> None:
+    found = of_llama(tmp_path, quantization_bit=4, use_dora=True, loraplus_lr_ratio=16.0)
+    assert not changed(found)
+    wanted = {"model.quantization": "nf4", "model.lora.dora": True, "optimizer.loraplus_ratio": 16.0}
+    assert {key: found.settings[key] for key in wanted} == wanted
+
+
 def test_what_is_the_same_experiment(tmp_path: Path) -> None:
     assert not of_llama(tmp_path).is_other and migrate([str(tmp_path / "config.yaml")], MigrateOptions(ranks=2)) == 0
 
 
 @pytest.mark.parametrize(
-    "keys", [{"quantization_bit": 4}, {"val_size": 0.1}, {"image_max_pixels": 262144}, {"packing": True}, {"use_dora": True}]
+    "keys", [{"double_quantization": True}, {"val_size": 0.1}, {"image_max_pixels": 262144}, {"packing": True}, {"pissa_init": True}]
 )
 def test_what_changes_the_result(keys: dict[str, Any], tmp_path: Path) -> None:
     assert changed(of_llama(tmp_path, **keys)) == set(keys)
