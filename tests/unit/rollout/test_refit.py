@@ -169,7 +169,7 @@ def chunk_of(*, tp=1, pp=1, ep=1, expert_tp=1, num_experts=0, groups=4, adapters
     sizes = {"tp": tp, "pp": pp, "ep": ep, "expt_tp": expert_tp}
     collection = SimpleNamespace(**{name: SimpleNamespace(size=lambda size=size: size) for name, size in sizes.items()})
     architecture = SimpleNamespace(num_experts=num_experts, num_key_value_heads=groups)
-    kinds = {"lora": SimpleNamespace(is_on=adapters), "quantization": quantization}
+    kinds = {"lora": SimpleNamespace(is_on=adapters, dora=False), "quantization": quantization}
     return SimpleNamespace(pg_collection=collection, architecture=architecture, **kinds)
 
 
