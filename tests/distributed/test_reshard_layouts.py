@@ -20,7 +20,7 @@ from aligner.parallel import transfer
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.topology import ParallelConfig
 from aligner.protocols import Replica
-from aligner.rollout.builtin import megatron, refit
+from aligner.rollout.builtin import refit
 from aligner.rollout.config import RoutingReplay, VerifyRefit
 from aligner.rollout.engine.foreign import StreamedEngine
 from aligner.rollout.engine.lifecycle import PhasedEngine
@@ -50,7 +50,7 @@ def policy_of(directory: Path, topology, parallel: ParallelConfig):
 
 
 def engine_of(policy, tp: int, **settings):
-    megatron.MIB = BUCKET_BYTES
+    refit.MIB = BUCKET_BYTES
     routes = RoutingReplay.measure if policy.chunks[0].architecture.num_experts else RoutingReplay.none
     settings |= {"tp": tp, "refit_bucket_mib": 1, "verify_refit": VerifyRefit.checksum, "routing_replay": routes}
     return make_engine(policy, length=16, stops=tuple(range(5, 12)), **settings)
