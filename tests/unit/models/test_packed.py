@@ -309,12 +309,13 @@ def rollouts_of(engine, policy) -> list:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("merged", [False, True])
-def test_the_engine_samples_as_the_policy_does(kind, merged, make, logprob_gap):
-    """From the packed weights with the adapters beside them; an engine that samples while the policy trains has a copy, which is dense."""
-    policy = make(kind, optimizer=adam())
+@pytest.mark.parametrize(("merged", "dora"), [(False, False), (True, False), (True, True)])
+def test_the_engine_samples_as_the_policy_does(kind, merged, dora, make, logprob_gap):
+    """From the packed weights with the adapters beside them; an engine that samples while the policy trains has a copy, which is dense. So
+    has one under DoRA."""
+    policy = make(kind, optimizer=adam(), dora=dora)
     config = RolloutConfig(verify_refit=VerifyRefit.checksum)
-    if merged:
+    if merged and not dora:
         config.asynchronous.max_staleness = 1
     engine = create_engine(policy, config, eos_id=2, decode=None)
     weights = engine.engine.weights if hasattr(engine, "engine") else engine.weights
