@@ -95,7 +95,7 @@ def test_a_text_part_computes_what_the_whole_model_does_and_is_exported_as_it(na
     path = directory(name)
     policy, theirs, stored = load_policy(path), their_logits(whole_model(path)), load_file(path / WEIGHTS)
     assert not isinstance(policy.chunks[0].architecture, HFArchitecture)
-    assert theirs.std() > 0.5 and (logits(policy) - theirs).abs().max() < 3e-5
+    assert theirs.std() > 0.5 and (logits(policy) - theirs).abs().max() < 5e-5
     assert is_equal(exported(policy, tmp_path), stored)
     said = [line for line in capsys.readouterr().out.splitlines() if "of images" in line]
     what = f"{len(of_images(stored))} tensors are of images: not trained, and unchanged in exports; the model here is the text part"
