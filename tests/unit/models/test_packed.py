@@ -171,7 +171,7 @@ def test_logprobs_and_gradients_are_pefts_on_the_same_numbers(kind, recompute, m
     assert ours.keys() == gradients.keys() and len(ours) == 28
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 1e-4
-        torch.testing.assert_close(ours[name], gradient, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours[name].cpu(), gradient, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_int8_has_a_scale_for_each_row():
