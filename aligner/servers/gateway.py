@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
@@ -195,7 +196,7 @@ class Refusal(Exception):
         self.headers = headers or {}
 
 
-class HttpThread:
+class HttpThread(ABC):
     """An HTTP server in a thread with an event loop of its own, which it shares with nothing else: `name` in messages."""
 
     name: str
@@ -234,13 +235,13 @@ class HttpThread:
 
     # ---- the event loop's thread
 
+    @abstractmethod
     async def _open(self, **settings: object) -> web.Server:
         """The server that handles requests, whose connections leave their seats when they end."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _close(self, server: web.Server) -> None:
         """Let what is under way end, and close the server."""
-        raise NotImplementedError
 
     def _run(self) -> None:
         try:

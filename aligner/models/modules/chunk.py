@@ -5,6 +5,7 @@ parameters in the whole model, and the exchange of updated weights.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +29,7 @@ _FUSED_NORMS = {
 }
 
 
-class Chunk(MegatronModule):
+class Chunk(MegatronModule, ABC):
     """A module whose `forward` gives hidden states; the model is a pipeline of chunks."""
 
     architecture: Architecture
@@ -52,13 +53,13 @@ class Chunk(MegatronModule):
     batch_invariant: bool
     float32_logits: bool
 
+    @abstractmethod
     def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Any:
         """What `forward` takes as `images`, from the `Images` of a micro-batch's rows on the host: for slots of the model's input that hold
         these of the rows' tokens (flat numbers; -1: none). None if no row has an image.
 
         Raises ConfigError if the model cannot see, DataError if an image cannot be read.
         """
-        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait for weights that an update has left under way between the replicas; whatever reads weights beside `forward` calls it."""
@@ -86,14 +87,14 @@ class Chunk(MegatronModule):
 class WholeChunk(Chunk):
     """A chunk that is the whole model on every rank, and knows how its files are read and written."""
 
+    @abstractmethod
     def read_files(self, directory: Path, *, with_head: bool) -> None:
         """Fill the chunk from the files of a Hugging Face directory; a head that they lack keeps its initialisation, and every head does
         without `with_head`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def file_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name in Hugging Face's files, tensor) of the whole model with its adapters merged; the head's, by our names, last."""
-        raise NotImplementedError
 
 
 def global_name(chunk: Chunk, name: str) -> str:
