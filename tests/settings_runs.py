@@ -236,6 +236,8 @@ def _train(outcome: Outcome, until: int, since: Path | None, session: Any, confi
     from aligner.models.checkpoint import checkpoint
 
     outcome.algorithm, outcome.model = built.algorithm, built.model
+    if built.resident is not None:
+        outcome.critic_model = built.resident.model
     state = {"step": 0} if since is None else checkpoint.load(built.model, checkpoint.resolve(since))
     if since is not None:
         built.algorithm.load_state(state["algorithm"])

@@ -2,7 +2,8 @@
 
 One step: sample responses; reward and values of finished ones are asked for while others are still being sampled; log-probs of policy and
 frozen reference; per-token rewards (minus `kl_coef` times a KL estimate, plus the score on the last token); GAE (1506.02438); advantages
-whitened over the whole batch; the critic trains on the returns in its own process while the policy takes its mini-batch updates.
+whitened over the whole batch; the critic trains on the returns in its own process while the policy takes its mini-batch updates, or before
+it in the same processes (`critic.kind`; `aligner.online.critics`).
 
 A session of several rows (`aligner.endpoint.sessions`) is one episode: its tokens are those that it sampled, each in the row in which it is
 the policy's own, and each has one token t' that follows it:
@@ -22,13 +23,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.errors import ConfigError, check_numbers
 from aligner.loop.learnt import of_rows
@@ -36,11 +38,11 @@ from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.advantages import gae_over_rows, outcome_rewards, whiten
 from aligner.losses.kl import adapt_kl_coef, kl_estimate
 from aligner.losses.shaping import Moments
-from aligner.losses.value import explained_variance
+from aligner.losses.value import value_loss
 from aligner.models.config import Architecture, ModelConfig
-from aligner.models.training.guard import judge_reply
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
+from aligner.online.critics import CriticRole, ModelCritic, ServedCritic, ValueTraining
 from aligner.online.policy_gradient import (
     PolicyGradientConfig,
     as_episodes,
@@ -52,9 +54,9 @@ from aligner.online.policy_gradient import (
 )
 from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.task import REWARDED, OnlineTask
-from aligner.parallel.collectives import from_rank_0
+from aligner.parallel.topology import ParallelConfig
 from aligner.planner.workload import Phase, Work
-from aligner.protocols import Critic, Policy
+from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
 from aligner.run.settings import check_layout
@@ -88,32 +90,26 @@ class PPOConfig(PolicyGradientConfig):
 
 
 class PPO(OnlineAlgorithm[PPOConfig]):
-    """The algorithm over its parts. Every rank of the actor constructs one; rank 0 alone holds a critic for training.
+    """The algorithm over its parts. Every rank of the actor constructs one.
 
     `rollout_source`: where rollouts with their values come from, one per prompt; None: sampled when they are needed.
     """
 
     def __init__(
-        self, config: PPOConfig, policy: Policy, task: OnlineTask, critic: Critic, rollout_source: RolloutSource | None = None
+        self, config: PPOConfig, policy: Policy, task: OnlineTask, critic: CriticRole, rollout_source: RolloutSource | None = None
     ) -> None:
-        super().__init__(config, policy, task, rollout_source, group_size=1, critic=critic)
+        super().__init__(config, policy, task, rollout_source, group_size=1, critic=critic.asked)
         self.critic = critic
         self.kl_coef = config.kl_coef
         self.moments = Moments()  # of the scores so far
-        self._critic_training: Future[dict[str, float]] | None = None  # rank 0's; awaited in the next step
-        self._critic_is_training = False  # the same on every rank
-        self._critic_step = 0  # whose rollouts it trains on
-        self._critic_metrics: dict[str, float] = {}  # of a training that was awaited and is not reported yet
-        self._mark_before: str | None = None  # the critic's before the step under way: what that one sends is not part of the state
         self.loss = config.loss(max_response_length=task.max_response_length)
 
     def step(self, step: int, clock: Clock) -> StepResult:
         task = self.task
         with clock.phase("critic_wait"):
-            self._await_critic()  # values must come from the critic that finished the step before
-        self._mark_before = self.critic.mark
-        critic_metrics, self._critic_metrics = self._critic_metrics, {}
+            critic_metrics = self.critic.begin_step()
         collected, batch = self.sample(step, clock)
+        collected = self.critic.values(collected, clock)
         with clock.phase("logprobs"):
             old_logprobs = self.policy.logprobs(batch)
         with clock.phase("ref_logprobs"):
@@ -122,12 +118,8 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         kl = kl_estimate(old_logprobs, ref_logprobs, self.config.kl_estimator)
         rewarded = shaped(collected, batch, self.config.shaping, self.moments, max_length=task.max_response_length)
         policy_batch, value_batch = self.experience(batch, rewarded.collected, old_logprobs, kl)
-        if task.judges.shared is None:
-            self._start_critic(value_batch, step)
-        else:
-            with clock.phase("critic_wait"), task.given_away():
-                self._start_critic(value_batch, step)
-                self._await_critic()
+        if value_batch.loss_mask.any():  # else every response was cut and is masked: nothing to learn from
+            self.critic.train(value_batch, step, clock)
         with clock.phase("train"):
             epochs = 0 if self._is_warming_up(step) else self.config.num_epochs
             key, episodes = f"{task.seed}/{step}", collected.episodes
@@ -142,7 +134,7 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         metrics |= {"policy/kl": mean_kl, "policy/kl_coef": used_kl_coef} | dict(rewarded.metrics) | task.shares(collected.rollouts)
         # The critic's batch: while it warms up it is the only one that learns.
         metrics |= of_rows(value_batch.loss_mask, batch.loss_mask, no_reward=~collected.valid, truncated=batch.truncated)
-        self._mark_before = None
+        self.critic.end_step()
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
 
     def experience(
@@ -177,48 +169,20 @@ class PPO(OnlineAlgorithm[PPOConfig]):
 
     def finish(self) -> None:
         """Wait for the critic; raises its error on every rank."""
-        self._await_critic()
+        self.critic.finish()
 
     def state(self) -> dict[str, Any]:
-        mark = self.critic.mark if self._mark_before is None else self._mark_before
-        moments = asdict(self.moments)
-        return {"kl_coef": self.kl_coef, "shaping": moments, "critic_metrics": self._critic_metrics, "critic_mark": mark}
+        return {"kl_coef": self.kl_coef, "shaping": asdict(self.moments), **self.critic.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.kl_coef = state["kl_coef"]
         self.moments = Moments(**state["shaping"])
-        self._critic_metrics = dict(state["critic_metrics"])
-        mark = state["critic_mark"]
-        with self.task.given_away():
-            from_rank_0(lambda: self.critic.resume(mark))
-        self.critic.follow(mark)
+        self.critic.load_state(state)
         self.rollout_source.load_state({}, self.policy.version)  # every step takes one round
 
     def _is_warming_up(self, step: int) -> bool:
         """Whether only the critic trains: what the KL of a policy that stands still is, says nothing about its coefficient."""
         return step <= self.config.critic_warmup_steps
-
-    def _start_critic(self, batch: ValueBatch, step: int) -> None:
-        if not batch.loss_mask.any():  # every response was cut and is masked: nothing to learn from
-            return
-        self._critic_training = self.critic.train(batch, step) if self.task.topology.rank == 0 else None
-        self._critic_is_training, self._critic_step = True, step
-
-    def _await_critic(self) -> None:
-        if not self._critic_is_training:
-            return
-        self._critic_is_training = False
-        training = self._critic_training
-
-        def trained() -> tuple[dict[str, float], str]:
-            assert training is not None  # on rank 0
-            return training.result(), self.critic.mark
-
-        metrics, mark = from_rank_0(trained)
-        self.critic.follow(mark)
-        judge_reply(self.task.guard, metrics, step=self._critic_step)
-        metrics = metrics | {"explained_variance": explained_variance(metrics)}
-        self._critic_metrics = {f"critic/{name.removeprefix('value/').replace('/', '_')}": value for name, value in metrics.items()}
 
 
 COLUMNS = (
@@ -241,9 +205,12 @@ class TrainPPO(OnlineRun):
         return self.algorithm.critic_warmup_steps
 
     def __post_init__(self) -> None:
+        self.critic.check_served(self.parallel, self.num_processes)
         if self.critic.with_reward and not self.reward.serve:
             raise ConfigError("critic.with_reward=true: needs reward.serve=true: a reward that the actor computes is in no server")
         OnlineRun.__post_init__(self)
+        if self.placement is Placement.colocated and not self.critic.is_served:
+            self.critic.optimizer.offload = True  # as of every model whose GPUs others use
         self.algorithm.shaping.check_length(self.rollout.sampling.longest)
 
     def traits(self) -> Traits:
@@ -259,6 +226,19 @@ class TrainPPO(OnlineRun):
         return {"model": own.pop("model"), "critic.model": self.critic.model.or_else(self.model)} | own
 
     def servers(self) -> Sequence[Server]:
+        others = OnlineRun.servers(self)
+        if not self.critic.is_served:
+            return others
+        own = self._critic_component(self.critic.num_processes, self.critic.parallel)
+        if not self.critic.with_reward:
+            return (own, *others)
+        guest = replace(others[0], num_ranks=own.num_ranks, parallel=own.parallel, settings=own.settings)
+        return (replace(own, guest=guest),)
+
+    def residents(self) -> Sequence[Server]:
+        return () if self.critic.is_served else (self._critic_component(self.num_processes, self.parallel),)
+
+    def _critic_component(self, num_ranks: int, parallel: ParallelConfig) -> Server:
         critic, rows = self.critic, self.algorithm.rollouts_per_step
         actor = self.traits().work
         work = Work(
@@ -269,21 +249,21 @@ class TrainPPO(OnlineRun):
             update_rows=min(rows, critic.mini_batch_size),
             num_updates=-(-rows // critic.mini_batch_size) * critic.num_epochs,
         )
-        own = Server(
+        return Server(
             name="critic",
-            num_ranks=critic.num_processes,
-            parallel=critic.parallel,
+            num_ranks=num_ranks,
+            parallel=parallel,
             settings=critic.server,
             work=work,
             model=critic.model,
             optimizer=critic.optimizer,
             check=self.check_critic,
         )
-        others = OnlineRun.servers(self)
-        if not critic.with_reward:
-            return (own, *others)
-        guest = replace(others[0], num_ranks=critic.num_processes, parallel=critic.parallel, settings=critic.server)
-        return (replace(own, guest=guest),)
+
+    @property
+    def critic_parallel(self) -> ParallelConfig:
+        """The critic's layout."""
+        return self.critic.parallel if self.critic.is_served else self.parallel
 
     @property
     def reward_service(self) -> str:
@@ -295,9 +275,9 @@ class TrainPPO(OnlineRun):
 
     def check_critic(self, model: ModelConfig, architecture: Architecture, num_ranks: int) -> None:
         """Raise ConfigError if the critic, whose model is `model`, cannot be laid out, or has too few rollouts for its replicas."""
-        with in_section("critic"):
-            check_layout(model, self.critic.parallel, architecture, num_ranks)
-        rows, size, dp = self.algorithm.rollouts_per_step, self.critic.mini_batch_size, num_ranks // self.critic.parallel.replica_size
+        with in_section("critic", own_layout=self.critic.is_served):
+            check_layout(model, self.critic_parallel, architecture, num_ranks)
+        rows, size, dp = self.algorithm.rollouts_per_step, self.critic.mini_batch_size, num_ranks // self.critic_parallel.replica_size
         smallest = rows % size or size  # the last one may be smaller
         if smallest < dp:
             raise ConfigError(
@@ -307,13 +287,25 @@ class TrainPPO(OnlineRun):
 
 
 def build(job: OnlineJob[TrainPPO]) -> Built:
-    """The actor; critic and reward servers are found through the run directory."""
+    """The actor; servers are found through the run directory."""
     settings = job.config.algorithm
     task = job.task(with_reference=True, num_prompts=settings.rollouts_per_step)
-    critic = job.critic(task)
+    critic = create_critic(job, task)
     job.ready()
-    algorithm = PPO(settings, job.policy, task, critic, job.rollout_source(task, critic=critic))
-    return Built(algorithm=algorithm, model=job.policy.model, critic=critic, given_away=task.given_away)
+    algorithm = PPO(settings, job.policy, task, critic, job.rollout_source(task, critic=critic.asked))
+    resident = critic if isinstance(critic, ModelCritic) else None
+    return Built(algorithm=algorithm, model=job.policy.model, critic=critic.asked, resident=resident, given_away=task.given_away)
+
+
+def create_critic(job: OnlineJob[TrainPPO], task: OnlineTask) -> CriticRole:
+    """The critic of `critic.kind`, with its first weights."""
+    config = job.config.critic
+    if config.is_served:
+        return ServedCritic(task, job.critic(task))
+    model, tokenizer = job.value_model()
+    loss = partial(value_loss, clip=config.clip or None)
+    training = ValueTraining(loss=loss, mini_batch_size=config.mini_batch_size, num_epochs=config.num_epochs)
+    return ModelCritic(task, model, training, tokenizer=tokenizer, takes_turns=config.optimizer.offload)
 
 
 RECIPE = Recipe(name="ppo", config=TrainPPO, build=build, columns=COLUMNS)

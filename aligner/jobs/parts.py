@@ -201,6 +201,7 @@ def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path
         source=source,
         config=config.checkpoint,
         critic=built.critic,
+        resident=built.resident,
         given_away=built.given_away,
         damaged=config.run.damaged_checkpoint,
     )

@@ -28,14 +28,14 @@ from aligner.endpoint.sessions import KeptSessions
 from aligner.environments.exchange import EnvironmentReward, environment_follow_up
 from aligner.errors import ConfigError, describe_os_error
 from aligner.jobs.parts import length_of, load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
-from aligner.jobs.sources import frozen_model, pinned, pinned_base
+from aligner.jobs.sources import create_critic, critic_source, frozen_model, pinned, pinned_base
 from aligner.loop.loop import Built
 from aligner.losses.correction import Correction
 from aligner.models import create
 from aligner.models.checkpoint import checkpoint, files
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.training.guard import Guard
-from aligner.models.training.policy import MegatronPolicy, ReferencePolicy
+from aligner.models.training.policy import MegatronPolicy, MegatronValueModel, ReferencePolicy
 from aligner.online.async_rollout_source import AsyncRolloutSource
 from aligner.online.collect import Scorers
 from aligner.online.config import OnlineRun
@@ -267,6 +267,15 @@ class OnlineJob(Generic[C]):
                     critic.wait_until_ready()
         self.parts.insert(1, critic.close)
         return critic
+
+    def value_model(self) -> tuple[MegatronValueModel, Path]:
+        """The critic of a run that serves none, and the folder of its tokenizer; once there is a policy."""
+        source = critic_source(self.session, self.config)
+        self.config.check_critic(source.config, source.architecture, self.session.topology.world_size)
+        self.policy.sleep()
+        model = create_critic(self.session, self.config, source, steps=self.config.loop.max_steps)
+        self.session.say(f"critic: in the actor's processes, starts from {source.config.path or 'random weights'}")
+        return model, source.tokenizer_files
 
     def ready(self) -> None:
         """Tell the others that this component is about to train."""

@@ -14,14 +14,13 @@ from aligner.cluster import lease as leases
 from aligner.cluster.config import Placement
 from aligner.data.vision import ImageStore, Vision
 from aligner.errors import ConfigError
-from aligner.jobs.parts import load_model_files, tokenizer_directory, with_lengths, with_steps
-from aligner.jobs.sources import pinned, pinned_base
+from aligner.jobs.parts import load_model_files, with_lengths, with_steps
+from aligner.jobs.sources import create_critic, critic_source, pinned
 from aligner.loop.checkpointing import CriticCheckpointer, load_critic
 from aligner.losses.value import value_loss
 from aligner.models import create
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.modules.scalar_head import ScalarHead
-from aligner.models.training.guard import ReportingGuard
 from aligner.models.training.trainable import TrainableModel
 from aligner.online.config import OnlineRun
 from aligner.parallel.collectives import from_rank_0, raise_everywhere
@@ -54,30 +53,22 @@ class _Served:
 def serve_critic(config: TrainPPO) -> None:
     """The critic of a PPO run: trains on the actor's requests until told to stop. Every rank calls it."""
     critic = config.critic
+    if not critic.is_served:
+        raise ConfigError(f"critic.kind={critic.kind.value}: the actor's processes have the critic; start no component for it")
     with _opened(config, "critic", critic) as (session, publication):
-        model_config = pinned_base(session, "critic.model", critic.model.or_else(config.model))
-        with in_section("critic"):
-            tokenizer, architecture = load_model_files(model_config, session=session)
+        source = critic_source(session, config)
         config = with_lengths(config)  # raises if the longest rollout does not fit
         steps = from_rank_0(lambda: with_steps(config).loop.max_steps) if config.loop.epochs else config.loop.max_steps
-        config.check_critic(model_config, architecture, session.topology.world_size)
+        config.check_critic(source.config, source.architecture, session.topology.world_size)
         turn = _begin_turn(session, config, "critic", publication)
-        updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
-        training = create.training(
-            model_config, critic.optimizer, total_steps=steps * updates, guard=ReportingGuard(config.guard), vision=tokenizer.vision
-        )
-        weights = config.reward.attribute_weights
-        with in_section("critic"):
-            model = create.create_value_model(
-                model_config, architecture, critic.parallel, session.topology, training, output_weights=weights
-            )
+        model = create_critic(session, config, source, steps=steps)
         damaged = config.run.damaged_checkpoint
         ledger = load_critic(session, model.model, config.checkpoint, accept_gap=critic.accept_gap, damaged=damaged)
         step = ledger.checkpoint_step
-        session.say(f"critic: resumed after step {step}" if step else f"critic: starts from {model_config.path or 'random weights'}")
+        session.say(f"critic: resumed after step {step}" if step else f"critic: starts from {source.config.path or 'random weights'}")
         if publication is not None:
-            publication.describe_checkpoint(f"step {step}" if step else model_config.path)
-        keeper = CriticCheckpointer(session, model.model, ledger, tokenizer=tokenizer_directory(model_config), config=config.checkpoint)
+            publication.describe_checkpoint(f"step {step}" if step else source.config.path)
+        keeper = CriticCheckpointer(session, model.model, ledger, tokenizer=source.tokenizer_files, config=config.checkpoint)
         service = CriticService(
             model,
             partial(value_loss, clip=critic.clip or None),
@@ -86,8 +77,8 @@ def serve_critic(config: TrainPPO) -> None:
             num_epochs=critic.num_epochs,
             save=keeper.save,
         )
-        limits = _limits(model_config, architecture)
-        served = _Served(operations=service.operations(), models=(model.model,), limits=limits, vision=tokenizer.vision)
+        limits = _limits(source.config, source.architecture)
+        served = _Served(operations=service.operations(), models=(model.model,), limits=limits, vision=source.tokenizer.vision)
         if critic.with_reward:
             scores = _reward(session, config, critic.parallel)
             served = _Served(

@@ -1,4 +1,5 @@
-"""Pins the source checkpoint of a run's frozen models: `latest` of another run may point elsewhere at the next start.
+"""Pins the source checkpoint of a run's frozen models: `latest` of another run may point elsewhere at the next start. `create_critic`
+builds the critic of a PPO run, in its own component or in the actor.
 
 `check_same_architecture` checks that one model's weights fit another's modules (`ReferencePolicy.restore`).
 """
@@ -7,19 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.files import publish
 from aligner.hub.names import name_of
-from aligner.jobs.parts import load_model_files
+from aligner.jobs.parts import load_model_files, tokenizer_directory
 from aligner.models import create
 from aligner.models.checkpoint.files import MARKER
-from aligner.models.config import ModelConfig
+from aligner.models.config import Architecture, ModelConfig
+from aligner.models.training.guard import ReportingGuard
+from aligner.models.training.policy import MegatronValueModel
 from aligner.parallel.collectives import from_rank_0
 from aligner.run.session import Session
+from aligner.servers.components import in_section
 
 
 def pinned(session: Session, role: str, model: ModelConfig) -> ModelConfig:
@@ -93,3 +98,39 @@ def frozen_model(session: Session, own: ModelConfig, role: str, path: str, **tex
     """The model at `path`, the same one at every start of the run, and its tokenizer. Raises as `check_same_architecture`."""
     model = pinned(session, role, replace(own, path=path, tokenizer=""))
     return model, check_same_architecture(own, model, **texts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticSource:
+    """What a critic begins with."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    architecture: Architecture
+
+    @property
+    def tokenizer_files(self) -> Path:
+        """The folder of its tokenizer."""
+        return tokenizer_directory(self.config)
+
+
+def critic_source(session: Session, config: Any) -> CriticSource:
+    """The files of a PPO run's critic, in the version that the run began with. Every rank calls it."""
+    model = pinned_base(session, "critic.model", config.critic.model.or_else(config.model))
+    with in_section("critic"):
+        tokenizer, architecture = load_model_files(model, session=session)
+    return CriticSource(config=model, tokenizer=tokenizer, architecture=architecture)
+
+
+def create_critic(session: Session, config: Any, source: CriticSource, *, steps: int) -> MegatronValueModel:
+    """The critic with its first weights, in the layout of the session, for a run of `steps` training steps. Every rank calls it."""
+    critic = config.critic
+    updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
+    training = create.training(
+        source.config, critic.optimizer, total_steps=steps * updates, guard=ReportingGuard(config.guard), vision=source.tokenizer.vision
+    )
+    weights = config.reward.attribute_weights
+    with in_section("critic", own_layout=critic.is_served):
+        return create.create_value_model(
+            source.config, source.architecture, config.critic_parallel, session.topology, training, output_weights=weights
+        )

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.errors import CheckpointError, ConfigError, WrongContents
@@ -67,12 +67,12 @@ def newest_pair(policy: Path, critic: Path, *, without: Collection[Path] = ()) -
     return Pair(policy=newest, critic=older[-1], message=f"{message}. {MENDING}")
 
 
-def find_pair(session: Session, folders: Sequence[Path], *, verify: bool) -> Pair:
+def find_pair(session: Session, folders: Sequence[Path], *, verify: bool, mends: bool = True) -> Pair:
     """The steps to resume from; prints a message if they are not the newest. Every rank calls it.
 
     `folders`: the policy's, and the critic's if any. With `verify` every file of the pair is checked against its SHA-256; damaged
     checkpoints are set aside, never deleted. Raises CheckpointError if no intact one is left: a run that has made checkpoints
-    never starts anew by itself.
+    never starts anew by itself. Unless a journal `mends` what a critic lacks, it also raises if there is no step that both have.
     """
     damaged: dict[Path, str] = {}
     pair = from_rank_0(partial(_newest_of, folders, damaged))
@@ -87,6 +87,11 @@ def find_pair(session: Session, folders: Sequence[Path], *, verify: bool) -> Pai
         session.say(
             f"warning: damaged checkpoints are set aside, as {files.DAMAGED}step_...: {told}. The run continues after step {pair.policy}, "
             "the newest that is intact (run.damaged_checkpoint=fall_back)"
+        )
+    if not mends and pair.critic != pair.policy:
+        raise CheckpointError(
+            f"{folders[0]} has step {pair.policy} and {folders[1]} has none that fits: the two are saved together, and nothing makes up "
+            f"for a lost one. Move {folders[0].parent} away to begin anew"
         )
     if pair.message:
         session.say(pair.message)
@@ -112,15 +117,29 @@ class _SaveUnderWay:
     """A checkpoint whose files are being written, and the pending request to the critic (on rank 0)."""
 
     step: int
-    files: checkpoint.PendingSave
+    files: Sequence[checkpoint.PendingSave]  # in the order in which they are published
     critic_began: Future[None] | None
     critic_ended: Future[str] | None = None
 
 
+class Resident(Protocol):
+    """A critic that is trained in the same processes."""
+
+    @property
+    def model(self) -> TrainableModel: ...
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of its tokenizer."""
+
+    def present(self) -> AbstractContextManager[None]:
+        """In the block it is on the device. Collective."""
+
+
 @dataclass(eq=False)
 class RunCheckpointer:
-    """`aligner.loop.loop.Checkpointer` for one model in a run directory, with the optional critic behind a server, which computes while the
-    GPUs are `given_away`."""
+    """`aligner.loop.loop.Checkpointer` for one model in a run directory, with the optional critic: behind a server, which computes while
+    the GPUs are `given_away`, or a `resident` of the same processes."""
 
     session: Session
     model: TrainableModel
@@ -130,11 +149,12 @@ class RunCheckpointer:
     source: Path | None = None
     config: CheckpointConfig
     critic: Critic | None = None
+    resident: Resident | None = None
     given_away: Callable[[], AbstractContextManager[None]] = nullcontext
     damaged: DamagedCheckpoint = DamagedCheckpoint.fall_back
 
     def __post_init__(self) -> None:
-        names = (self.name,) if self.critic is None else (self.name, CRITIC)
+        names = (self.name,) if self.critic is None and self.resident is None else (self.name, CRITIC)
         self._folders = [self.session.directory.checkpoints / folder for folder in names]
         self._published = 0
         self._under_way: _SaveUnderWay | None = None
@@ -146,13 +166,21 @@ class RunCheckpointer:
         """
         own = self._folders[0]
         warn_of_shortage(self.session, self.model, own, self.config)
+        if self.resident is not None:
+            warn_of_shortage(self.session, self.resident.model, self._folders[1], self.config)
         from_rank_0(lambda: files.clean(self._folders))
         falls_back = self.damaged is DamagedCheckpoint.fall_back
-        step = find_pair(self.session, self._folders, verify=self.config.verify and falls_back).policy
+        mends = self.resident is None
+        step = find_pair(self.session, self._folders, verify=self.config.verify and falls_back, mends=mends).policy
         if not step:
             return 0, {}
-        state = _load(self.model, files.step_directory(own, step), verify=self.config.verify, falls_back=falls_back)
-        from_rank_0(lambda: _continue_from(own, step))
+        how = {"verify": self.config.verify, "falls_back": falls_back}
+        if self.resident is not None:
+            with self.resident.present():
+                _load(self.resident.model, files.step_directory(self._folders[1], step), **how)
+        state = _load(self.model, files.step_directory(own, step), **how)
+        continued = [own] if self.resident is None else self._folders
+        from_rank_0(lambda: [_continue_from(folder, step) for folder in continued])
         self._published = step
         return step, state
 
@@ -174,7 +202,10 @@ class RunCheckpointer:
     def poll(self) -> bool:
         """Publish the pending checkpoint if every rank has written it. Never waits; raises a writer's error."""
         save = self._under_way
-        if save is not None and all(gather_objects(save.files.is_written)) and from_rank_0(lambda: self._critic_has_ended(save)):
+        if save is None:
+            return True
+        is_written = all(one.is_written for one in save.files)
+        if all(gather_objects(is_written)) and from_rank_0(lambda: self._critic_has_ended(save)):
             self._publish_pair(save)
         return self._under_way is None
 
@@ -193,25 +224,30 @@ class RunCheckpointer:
         return self._published
 
     def rescue(self, step: int, state: dict[str, Any]) -> None:
-        """Save this component alone."""
+        """Save this component alone: a server may have died."""
         self._publish(_SaveUnderWay(step=step, files=self._start(step, state, {}), critic_began=None))
 
     def version(self) -> int:
-        """Optimizer steps behind the weights."""
-        return self.model.version
+        """Optimizer steps behind the weights, those of a resident included."""
+        return self.model.version + (0 if self.resident is None else self.resident.model.version)
 
-    def _start(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> checkpoint.PendingSave:
+    def _start(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> list[checkpoint.PendingSave]:
         config_yaml = self.session.config_yaml
+        how = {"in_background": self.config.asynchronous, "read_back": self.config.read_back}
+        started = []
+        if self.resident is not None:
+            beside = checkpoint.SaveRequest(step=step, state={}, config_yaml=config_yaml, tokenizer=self.resident.tokenizer)
+            with self.resident.present():
+                started.append(checkpoint.start_save(self._folders[1], self.resident.model, beside, **how))
         request = checkpoint.SaveRequest(
             step=step, state=state, config_yaml=config_yaml, validation=validation, tokenizer=self.tokenizer, source=self.source
         )
-        return checkpoint.start_save(
-            self._folders[0], self.model, request, in_background=self.config.asynchronous, read_back=self.config.read_back
-        )
+        return [*started, checkpoint.start_save(self._folders[0], self.model, request, **how)]
 
     def _publish(self, save: _SaveUnderWay) -> None:
         self._under_way = None
-        save.files.publish(self.config.write_timeout_seconds)
+        for one in save.files:
+            one.publish(self.config.write_timeout_seconds)
         self._published = save.step
         from_rank_0(lambda: keep(self._folders, self.config))
 
@@ -302,7 +338,10 @@ def _saved_ledger(path: Path) -> Mapping[str, Any]:
     """The ledger in a critic's checkpoint. Raises CheckpointError if it has none."""
     state = checkpoint.read_state(path)["loop"]
     if "ledger" not in state:
-        raise CheckpointError(f"{path} does not say what the critic was trained on: an earlier version wrote it; begin a new run with it")
+        raise CheckpointError(
+            f"{path} does not say what the critic was trained on: it was trained with critic.kind=model, or an earlier version wrote it; "
+            "begin a new run with it"
+        )
     return state["ledger"]
 
 

@@ -117,7 +117,8 @@ class Built:
 
     algorithm: Algorithm
     model: TrainableModel
-    critic: Any = None  # saves and resumes with it
+    critic: Any = None  # behind a server: saves and resumes with it
+    resident: Any = None  # a critic in these processes (`aligner.loop.checkpointing.Resident`)
     given_away: Callable[[], AbstractContextManager[None]] = nullcontext  # in the block servers on the same GPUs may compute; collective
     checkpoint: str = POLICY  # folder of its checkpoints
 

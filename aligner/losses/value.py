@@ -1,12 +1,16 @@
-"""The clipped value loss of a PPO critic, and explained variance from metrics that merge exactly."""
+"""The clipped value loss of a PPO critic, training with it, and explained variance from metrics that merge exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from aligner.losses.aggregation import masked, masked_mean, require
-from aligner.telemetry.metrics import Mean, Metric
-from aligner.types import LossOutput, TokenOutputs, ValueBatch
+from aligner.protocols import Loss, Trainable
+from aligner.telemetry.metrics import Mean, Metric, merge, values
+from aligner.types import EpisodeRows, LossOutput, TokenOutputs, ValueBatch
+from aligner.types.rows import num_rows, select_rows
 
 
 def value_loss(outputs: TokenOutputs, batch: ValueBatch, *, clip: float | None) -> LossOutput:
@@ -40,6 +44,20 @@ def value_loss(outputs: TokenOutputs, batch: ValueBatch, *, clip: float | None) 
         "value/error_sq_mean": masked_mean(error.square(), mask),
     }
     return LossOutput(total=total, count=count, metrics=metrics)
+
+
+def train_on_returns(
+    model: Trainable, batch: ValueBatch, loss: Loss[ValueBatch], *, mini_batch_size: int, num_epochs: int
+) -> dict[str, float]:
+    """Train a value model on one step's rollouts: in order, in mini-batches of `mini_batch_size` episodes (the last may be smaller), each
+    one optimizer step, and this `num_epochs` times. The metrics are merged over all optimizer steps."""
+    rows = EpisodeRows.single(num_rows(batch)) if batch.episodes is None else EpisodeRows(batch.episodes)
+    parts: list[dict[str, Metric]] = []
+    for _ in range(num_epochs):
+        for part in torch.arange(len(rows)).split(mini_batch_size):
+            own = rows.rows_of(part)
+            parts.append(model.train_step(select_rows(batch, int(own[0]), int(own[-1]) + 1), loss))
+    return values(merge(parts))
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float:

@@ -29,6 +29,7 @@ from aligner.types import (
     SampleRow,
     SamplingConfig,
     Scores,
+    TokenBatch,
 )
 
 MAX_SEED = 2**62
@@ -228,7 +229,7 @@ def start(engine: RolloutEngine, request: SampleRequest, scorers: Scorers) -> Pe
 
 def with_values(part: PendingRollouts, critic: Critic, pad_id: int) -> PendingRollouts:
     """The part, with values from the current critic for responses that were sampled without a critic."""
-    return replace(part, pending=[(rollouts, scores, _values(rollouts, critic, pad_id)) for rollouts, scores, _ in part.pending])
+    return replace(part, pending=[(rollouts, scores, critic.values(token_rows(rollouts, pad_id))) for rollouts, scores, _ in part.pending])
 
 
 def finish(part: PendingRollouts, request: SampleRequest, scorers: Scorers) -> ScoredRollouts:
@@ -318,11 +319,12 @@ def _submit(rollouts: list[Rollout], scorers: Scorers) -> tuple[Future[Scores], 
     reward = scorers.reward.score([one for one in rollouts if not one.rows_left])
     if scorers.critic is None:
         return reward, None
-    return reward, _values(rollouts, scorers.critic, scorers.pad_id)
+    return reward, scorers.critic.values(token_rows(rollouts, scorers.pad_id))
 
 
-def _values(rollouts: Sequence[Rollout], critic: Critic, pad_id: int) -> Future[Tensor]:
-    return critic.values(token_batch([rollout.tokens for rollout in rollouts], pad_id, extras=[one.all_extras for one in rollouts]))
+def token_rows(rollouts: Sequence[Rollout], pad_id: int) -> TokenBatch:
+    """Prompts and responses, for a model that gives values."""
+    return token_batch([rollout.tokens for rollout in rollouts], pad_id, extras=[one.all_extras for one in rollouts])
 
 
 def _gather(part: PendingRollouts, seeds: Sequence[int], scorers: Scorers) -> list[_Gathered]:

@@ -177,6 +177,10 @@ class JobRun(ABC):
         """The other components of the run."""
         return ()
 
+    def residents(self) -> Sequence[Server]:
+        """Further models that are trained in the trainer's own processes, and serve nobody else."""
+        return ()
+
     @property
     def sampler(self) -> RolloutConfig | None:
         """The settings of the engine; None if the run samples nothing."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import ModelConfig
@@ -17,22 +19,24 @@ from aligner.servers.config import ServerConfig
 
 SERVERS = ("critic", "reward")  # components that answer the one that trains, and the sections of their settings
 _SECTIONS = {"model": ModelConfig, "parallel": ParallelConfig, "optimizer": OptimizerConfig, "server": ServerConfig}
-_KEYS = "|".join(rf"{name}\.(?:{'|'.join(field.name for field in fields(section))})" for name, section in _SECTIONS.items())
-_OWN_KEY = re.compile(rf"(?<![\w./])(?={_KEYS}\b)")  # not below another section, and no file's name
+_KEYS = {name: rf"{name}\.(?:{'|'.join(field.name for field in fields(section))})" for name, section in _SECTIONS.items()}
 
 
 @contextmanager
-def in_section(path: str) -> Iterator[None]:
+def in_section(path: str, *, own_layout: bool = True) -> Iterator[None]:
     """A ConfigError from within names the settings of the component at `path` as they are typed: `critic.parallel.tp`, not `parallel.tp`.
 
-    Checks of a model and its layout do not know the component. With an empty path the error stays unchanged.
+    Checks of a model and its layout do not know the component. With an empty path the error stays unchanged. Without its `own_layout` the
+    component has the trainer's `parallel`.
     """
     try:
         yield
     except ConfigError as error:
         if not path:
             raise
-        raise ConfigError(_OWN_KEY.sub(f"{path}.", str(error))) from error
+        keys = "|".join(key for name, key in _KEYS.items() if own_layout or name != "parallel")
+        own_key = rf"(?<![\w./])(?=(?:{keys})\b)"  # not below another section, and no file's name
+        raise ConfigError(re.sub(own_key, f"{path}.", str(error))) from error
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,10 +46,18 @@ class ActorConfig:
     environment: str = ""  # virtual environment that the launchers start it in (folder or python); empty: their own
 
 
+class CriticKind(str, Enum):
+    """Where the critic of a PPO run computes."""
+
+    server = "server"  # in a component of its own, behind a server
+    model = "model"  # in the actor's processes, in the actor's layout: a run without servers
+
+
 @dataclass(kw_only=True, slots=True)
 class CriticConfig:
-    """The critic component of a PPO run: a value model behind a server."""
+    """The critic of a PPO run: a value model behind a server, or in the actor's processes."""
 
+    kind: CriticKind = CriticKind.server  # a component of its own behind a server, or a model in the actor's processes
     model: ModelConfig = field(default_factory=ModelConfig)  # path: usually a reward model's checkpoint
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how its model is split over ranks
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -64,6 +76,31 @@ class CriticConfig:
                 raise ConfigError(f"critic.{name}={getattr(self, name)}: must be at least 1")
         if self.clip < 0:
             raise ConfigError(f"critic.clip={self.clip}: must not be negative (0 is off)")
+
+    @property
+    def is_served(self) -> bool:
+        return self.kind is CriticKind.server
+
+    def check_served(self, parallel: ParallelConfig, num_processes: int) -> None:
+        """Raise ConfigError for settings of a component of its own, if the critic is a model in the actor's processes, of this layout."""
+        if self.is_served:
+            return
+        own: dict[str, tuple[Any, Sequence[Any]]] = {
+            "num_processes": (self.num_processes, (1, num_processes)),
+            "parallel": (self.parallel, (ParallelConfig(), parallel)),
+            "environment": (self.environment, ("",)),
+            "with_reward": (self.with_reward, (False,)),
+            "accept_gap": (self.accept_gap, (False,)),
+        }
+        defaults = ServerConfig()
+        own |= {f"server.{one.name}": (getattr(self.server, one.name), (getattr(defaults, one.name),)) for one in fields(self.server)}
+        for name, (value, allowed) in own.items():
+            if value not in allowed:
+                written = "" if name == "parallel" else f"={value}"
+                raise ConfigError(
+                    f"critic.{name}{written}: critic.kind={self.kind.value} has no component of its own: the critic is in the actor's "
+                    f"processes and layout; allowed: critic.kind=server, or leave critic.{name} out"
+                )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from aligner.data.collate import token_batch
+from aligner.losses.value import train_on_returns
 from aligner.protocols import Loss, Trainable
 from aligner.servers.intake import Operation
 from aligner.servers.ledger import Ledger
 from aligner.servers.payloads import CriticStatus, SaveRequest, StatusRequest, TrainReply, TrainRequest, ValuesRequest
 from aligner.servers.wire import CRITIC_INFER, CRITIC_SAVE, CRITIC_STATUS, CRITIC_TRAIN, REWARD_MODEL, RewardRequest, RewardTexts
 from aligner.settings.user_code import calling
-from aligner.telemetry.metrics import Metric, merge, values
-from aligner.types import EpisodeRows, TokenBatch
-from aligner.types.rows import num_rows, select_rows
+from aligner.types import TokenBatch
 
 
 class ValueModel(Trainable, Protocol):
@@ -32,9 +31,9 @@ class ValueModel(Trainable, Protocol):
 class CriticService:
     """The operations of a critic. Every rank constructs one around its part of the model.
 
-    A train request is split in order into mini-batches of `mini_batch_size` episodes (the last may be smaller), each one optimizer step,
-    and this `num_epochs` times. Each request is applied once: `ledger` records which. `save(request)` writes a checkpoint with the ledger
-    and returns its path; it raises `ledger.Refused` for a request that means another critic. `loss_metric` is reported as `loss_mean`.
+    Trains as `train_on_returns` does. Each request is applied once: `ledger` records which. `save(request)` writes a checkpoint with the
+    ledger and returns its path; it raises `ledger.Refused` for a request that means another critic. `loss_metric` is reported as
+    `loss_mean`.
     """
 
     model: ValueModel
@@ -63,14 +62,8 @@ class CriticService:
         recorded = self.ledger.find(request.identity)
         if recorded is not None:
             return recorded
-        batch = request.batch
-        rows = EpisodeRows.single(num_rows(batch)) if batch.episodes is None else EpisodeRows(batch.episodes)
-        parts: list[dict[str, Metric]] = []
-        for _ in range(self.num_epochs):
-            for part in torch.arange(len(rows)).split(self.mini_batch_size):
-                own = rows.rows_of(part)
-                parts.append(self.model.train_step(select_rows(batch, int(own[0]), int(own[-1]) + 1), self.loss))
-        numbers = values(merge(parts))
+        sizes = {"mini_batch_size": self.mini_batch_size, "num_epochs": self.num_epochs}
+        numbers = train_on_returns(self.model, request.batch, self.loss, **sizes)
         reply = TrainReply(loss_mean=numbers[self.loss_metric], metrics=numbers)
         self.ledger.record(request.identity, reply)
         return reply

@@ -12,6 +12,7 @@ import torch
 
 from aligner.errors import EngineError
 from aligner.loop.loop import Clock
+from aligner.online.critics import ServedCritic
 from aligner.online.rollout_source import OnPolicyRolloutSource
 from aligner.protocols import Replica
 from aligner.rollout.config import AsynchronousConfig
@@ -332,7 +333,7 @@ def test_grpo_and_ppo_learn_from_them(make_ahead, fakes):
     critic = fakes.FakeCritic(ahead.log)
     ahead = make_ahead(critic=critic)
     policy = Policy(ahead.log)
-    ppo = PPO(PPOConfig(rollouts_per_step=2, mini_batch_size=2), policy, ahead.task, critic, ahead.rounds)
+    ppo = PPO(PPOConfig(rollouts_per_step=2, mini_batch_size=2), policy, ahead.task, ServedCritic(ahead.task, critic), ahead.rounds)
     for step in (1, 2):
         metrics = ppo.step(step, Clock()).metrics
     assert metrics["rollout/staleness_max"] == 1 and len(critic.trained) == 2

@@ -15,6 +15,7 @@ from aligner.jobs.parts import SkippedStepsFile
 from aligner.loop.loop import Clock, StepResult, run
 from aligner.models.training.guard import SKIPPED, SKIPPED_IN_A_ROW, GuardConfig, NonFinite, NonFiniteReward
 from aligner.online.collect import ScoredRollouts, Scorers, collect, response_metrics
+from aligner.online.critics import ServedCritic
 from aligner.run.settings import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("topology")
@@ -62,7 +63,8 @@ def test_a_group_is_compared_without_them(fakes, make_task):
 
 def ppo(fakes, make_task, guard: GuardConfig, critic=None) -> PPO:
     task = make_task([], guard=guard)
-    return PPO(PPOConfig(rollouts_per_step=4, mini_batch_size=2), fakes.FakePolicy([]), task, critic or fakes.FakeCritic([]))
+    critic = ServedCritic(task, critic or fakes.FakeCritic([]))
+    return PPO(PPOConfig(rollouts_per_step=4, mini_batch_size=2), fakes.FakePolicy([]), task, critic)
 
 
 def test_rows_without_a_reward_are_no_part_of_ppos_batches(fakes, make_task):

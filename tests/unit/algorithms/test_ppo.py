@@ -16,12 +16,13 @@ from aligner.errors import ConfigError, ServerUnreachable
 from aligner.loop.loop import Clock
 from aligner.losses.shaping import ShapingConfig, Standardize
 from aligner.online.collect import ScoredRollouts
+from aligner.online.critics import ServedCritic
 
 
 def ppo(fakes, task, log=None, critic=None, **config) -> PPO:
     log = [] if log is None else log
     settings = {"rollouts_per_step": 4, "mini_batch_size": 2, "gae_lambda": 0.5, "kl_coef": 0.1} | config
-    return PPO(PPOConfig(**settings), fakes.FakePolicy(log), task, critic or fakes.FakeCritic(log))
+    return PPO(PPOConfig(**settings), fakes.FakePolicy(log), task, ServedCritic(task, critic or fakes.FakeCritic(log)))
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_all_rows_are_trained_on_with_whitened_advantages(fakes, make_task) -> N
         whitened = torch.cat([part.advantages[part.loss_mask] for part in epoch])
         assert whitened.mean().item() == pytest.approx(0, abs=1e-6)
         assert whitened.square().mean().item() == pytest.approx(1, abs=1e-4)
-    (step, values), *_ = algorithm.critic.trained
+    (step, values), *_ = algorithm.critic.asked.trained
     assert step == 1 and values.tokens.shape[0] == 4  # the critic cuts its own mini-batches
 
 
@@ -176,7 +177,7 @@ def test_scores_are_shaped_before_the_kl_is_taken_off(fakes, make_task) -> None:
     shaping = ShapingConfig(clip_high=2.0, scale=10.0)
     algorithm = ppo(fakes, make_task([]), shaping=shaping, gae_lambda=1.0)
     metrics = algorithm.step(1, Clock()).metrics
-    (_, batch), *_ = algorithm.critic.trained
+    (_, batch), *_ = algorithm.critic.asked.trained
     last = [returns[mask][-1].item() for returns, mask in zip(batch.returns, batch.loss_mask, strict=True)]
     first = [returns[mask][0].item() for returns, mask in zip(batch.returns, batch.loss_mask, strict=True)]
     assert last == pytest.approx([-0.05, 9.95, 19.95, 19.95])
@@ -266,10 +267,10 @@ def test_the_state_names_the_training_that_it_goes_with(fakes, make_task) -> Non
     algorithm.policy.train_step = broken
     with pytest.raises(ServerUnreachable):
         algorithm.step(2, Clock())
-    assert algorithm.critic.mark == "after 2" and algorithm.state()["critic_mark"] == "after 1"
+    assert algorithm.critic.asked.mark == "after 2" and algorithm.state()["critic_mark"] == "after 1"
     resumed = ppo(fakes, make_task(log), log)
     resumed.load_state(algorithm.state())
-    assert log[-2] == "critic resumes after 1" and resumed.critic.mark == "after 1"
+    assert log[-2] == "critic resumes after 1" and resumed.critic.asked.mark == "after 1"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from aligner.algorithms.grpo import GRPO, GRPOConfig, KLIn
 from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.loop.loop import Clock
 from aligner.losses.kl import KLEstimator
+from aligner.online.critics import ServedCritic
 
 STEPS, WARM_UP, HIGH, LOW = 3, 3, 4e-3, 1e-3
 SCORES = "def score(prompts, responses, answers):\n    return [len(set(response)) / 8 for response in responses]\n"
@@ -178,10 +179,11 @@ def test_the_coefficient_of_a_loss_follows_the_kl_that_is_reported(target: float
 def test_ppos_rewards_have_the_coefficient_of_their_step(target: float, fakes, make_task) -> None:
     """A KL of 0.5 a token; rewards 0, 1, 2, 3 for responses of 2, 3, 4, 5 tokens. With lambda = 1 the first return is all that comes."""
     config = PPOConfig(rollouts_per_step=4, mini_batch_size=2, gae_lambda=1.0, kl_coef=0.1, kl_target=target, kl_horizon=16)
-    algorithm, coef = PPO(config, fakes.FakePolicy([]), make_task([]), fakes.FakeCritic([])), 0.1
+    task = make_task([])
+    algorithm, coef = PPO(config, fakes.FakePolicy([]), task, ServedCritic(task, fakes.FakeCritic([]))), 0.1
     for step in range(1, 6):
         metrics = algorithm.step(step, Clock()).metrics
-        batch = algorithm.critic.trained[-1][1]
+        batch = algorithm.critic.asked.trained[-1][1]
         first = [returns[mask][0].item() for returns, mask in zip(batch.returns, batch.loss_mask, strict=True)]
         assert first == pytest.approx([number - coef * 0.5 * (number + 2) for number in range(4)])
         assert metrics["policy/kl_coef"] == pytest.approx(coef)

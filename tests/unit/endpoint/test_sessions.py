@@ -24,6 +24,7 @@ from aligner.endpoint.sessions import Call, KeptSessions, SessionClosed, Trace
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.value import value_loss
 from aligner.online.collect import ScoredRollouts, Scorers
+from aligner.online.critics import ServedCritic
 from aligner.online.policy_gradient import mini_batches
 from aligner.online.task import OnlineTask, Validation
 from aligner.protocols import Loss
@@ -256,7 +257,9 @@ def test_a_session_of_two_rows_weighs_as_one_in_ppo_and_for_its_critic(aggregati
 
     def gradients(episodes: list[Episode]) -> tuple[dict[float, float], dict[float, float]]:
         config = {"rollouts_per_step": 4, "mini_batch_size": size, "kl_coef": 0.1, "gamma": 0.9, "gae_lambda": 0.8, "entropy_coef": 0.1}
-        algorithm = PPO(PPOConfig(aggregation=aggregation, **config), FakePolicy([]), make_task(), FakeCritic([]))
+        algorithm = PPO(
+            PPOConfig(aggregation=aggregation, **config), FakePolicy([]), (task := make_task()), ServedCritic(task, FakeCritic([]))
+        )
         collected = ScoredRollouts.of_episodes(episodes)
         batch = rollout_batch(collected.rollouts, pad_id=0)
         names = batch.rollout_logprobs
@@ -277,6 +280,10 @@ def test_a_session_of_two_rows_weighs_as_one_in_ppo_and_for_its_critic(aggregati
     for parts in each_split(episodes):
         for found, wanted in zip(gradients(parts), whole, strict=True):
             assert found == pytest.approx(wanted, rel=1e-4, abs=1e-8) and len(wanted) == next(copy(numbers)) - 1
+
+
+def served() -> ServedCritic:
+    return ServedCritic(make_task(), FakeCritic([]))
 
 
 class CriticSlopes:
@@ -300,7 +307,7 @@ def returns_of(trace: Trace, values: dict[float, float], gamma: float, gae_lambd
     # What a critic says of tokens that are not the policy's own must not matter.
     given = [torch.tensor([values.get(-name, 0.0) if own else 99.0 for name, own in zip(*row, strict=True)]) for row in both(names, mask)]
     settings = PPOConfig(rollouts_per_step=2, mini_batch_size=2, kl_coef=0.0, gamma=gamma, gae_lambda=gae_lambda)
-    algorithm = PPO(settings, FakePolicy([]), make_task(), FakeCritic([]))
+    algorithm = PPO(settings, FakePolicy([]), make_task(), served())
     found = algorithm.experience(batch, replace(collected, values=given), names, torch.zeros_like(names))[1]
     assert torch.equal(found.loss_mask, mask) and found.returns[~mask].eq(0).all()
     return {-name: value for name, value in zip(names[mask].tolist(), found.returns[mask].tolist(), strict=True)}
