@@ -106,7 +106,9 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
     """The plan beside the run in this directory. Raises DataError if the run has not done two steps, or its metrics are damaged."""
     steps = timed_steps(directory)
     spans, _ = RunView(directory).spans()
-    main, *servers = job.components
+    main = job.components[0]
+    residents = [plan for plan in job.components if plan.component.process == main.component.process]
+    servers = [plan for plan in job.components if plan not in residents]
     measured: dict[str, float | None] = dict(phases(steps))
     whole = measured.pop(STEP)
     recorded = _Recorded(spans)
@@ -129,7 +131,7 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
     return Comparison(
         rows=tuple(rows),
         num_steps=len(steps),
-        planned_peak=main.peak.total,
+        planned_peak=max(plan.peak.total for plan in residents),
         measured_peak=recorded.peak,
         has_trace=bool(spans),
     )

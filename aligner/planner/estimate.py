@@ -70,10 +70,10 @@ class ComponentPlan:
 
 
 @contextmanager
-def named(component: str) -> Iterator[None]:
+def named(component: str, *, own_layout: bool = True) -> Iterator[None]:
     """Make a ConfigError from within name the component, and its settings as they are typed."""
     try:
-        with in_section(component if component in SERVERS else ""):
+        with in_section(component if component in SERVERS else "", own_layout=own_layout):
             yield
     except ConfigError as error:
         raise ConfigError(f"{component}: {error}") from error
@@ -82,7 +82,7 @@ def named(component: str) -> Iterator[None]:
 def check(component: Component) -> None:
     """Raise ConfigError, naming the component, if the sizes do not divide or the layout does not fit the ranks."""
     engine, work = component.engine, component.work
-    with named(component.name):
+    with named(component.name, own_layout=component.owns_layout):
         check_divisible(component.architecture, component.parallel)
         check_together(component.architecture, component.model, component.parallel)
         component.parallel.check_world(component.num_ranks)

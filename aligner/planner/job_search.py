@@ -173,7 +173,8 @@ class RoleSearch:
             guests = [(self._following(guest, model), sizes) for guest, sizes in place.guests]
             times = phase_seconds(replace(component, optimizer=optimizer), place.sizes, self.cluster)
             for guest, sizes in guests:
-                times |= phase_seconds(guest, sizes, self.cluster)
+                for phase, seconds in phase_seconds(guest, sizes, self.cluster).items():
+                    times[phase] = times.get(phase, 0.0) + seconds
             yield _Pass(place=number, component=component, guests=guests, times=times)
 
     def _following(self, guest: Component, host: ModelConfig) -> Component:

@@ -147,12 +147,26 @@ def context_bytes(component: Component, cluster: ClusterConfig) -> int:
 
 
 def resting_bytes(component: Component, sizes: Sizes) -> int:
-    """Device memory of a model's fullest rank while another model of its process computes."""
+    """Device memory of a model's fullest rank, and of its engine, while another model of its process computes."""
+    if component.rests_on_host:
+        return 0
     away = component.optimizer is None or component.optimizer.offload
     held = [state.weights + copies_in_8_bits(component, state.weights, stage) for stage, state in enumerate(sizes.stages)]
-    return max(
+    return _resting_engine(component, sizes) + max(
         own + (0 if away else state.gradients + device_optimizer(component, state)) for own, state in zip(held, sizes.stages, strict=True)
     )
+
+
+def _resting_engine(component: Component, sizes: Sizes) -> int:
+    """What the engine holds on the component's devices outside of its own phase."""
+    engine = component.engine
+    if engine is None or engine.own_ranks:
+        return 0
+    held = sizes.engine_weights if component.engine_holds_weights and not engine.offload else 0
+    if engine.asynchronous:
+        return held + sum(_generation(component, engine).values())
+    held += cache_bytes(component, engine) if engine.on_gpu and engine.keeps_cache else 0
+    return held + (graph_bytes(component, engine, with_logits=True) if engine.keeps_graphs else 0)
 
 
 def trained_bytes(component: Component, state: StateBytes) -> int:

@@ -99,7 +99,9 @@ class _Run(ABC):
     """The trainer's phases, the servers and what happens besides the steps, which are the same in all kinds of runs."""
 
     def __init__(self, parts: Sequence[Part], cluster: ClusterConfig, assumed: PlanConfig, habits: Habits, take_turns: bool) -> None:
-        self.main, self.servers = parts[0], parts[1:]
+        self.main = parts[0]
+        own = [part for part in parts[1:] if part.component.within == self.main.component.name]
+        self.residents, self.servers = own, [part for part in parts[1:] if part not in own]
         self.component, self.work = self.main.component, self.main.component.work
         self.cluster, self.assumed, self.habits, self.take_turns = cluster, assumed, habits, take_turns
         self.spans: list[Span] = []
@@ -138,10 +140,14 @@ class _Run(ABC):
         return self.does(now, "refit", refit_seconds(self.component, engine, self.main.sizes, self.cluster)) if engine else now
 
     def trained(self, now: float) -> float:
-        """Passes without gradient, then training, while the critic trains or, if all take turns, before it does."""
+        """Passes without gradient, then training, while the critic trains or, if all take turns, before it does. A critic of the same
+        processes has the trainer wait."""
         for phase in self.work.phases:
             if phase not in (Phase.generate, Phase.train):
                 now = self.does(now, phase.value, self.main.seconds[phase])
+        for part in self.residents:
+            for phase, seconds in part.seconds.items():
+                now = self.does(now, part.component.name if phase is Phase.train else phase.value, seconds)
         begun, now = now, self.does(now, Phase.train.value, self.main.seconds.get(Phase.train, 0.0))
         ends = now
         for part in self.servers:
@@ -214,7 +220,7 @@ class _Run(ABC):
             return 0.0
         size = sum(
             sum(state.optimizer for state in part.sizes.stages) * part.component.num_ranks // part.component.parallel.pp
-            for part in (self.main, *self.servers)
+            for part in (self.main, *self.residents, *self.servers)
             if part.component.optimizer is not None
         )
         seconds = size / (self.cluster.storage_gb_per_second * GIGA)

@@ -179,10 +179,16 @@ class Component:
     turns: frozenset[Phase] = frozenset()  # phases around which its model goes to host memory and back, since others use its GPUs
     within: str = ""  # the component in whose processes it runs; empty: it has its own
     beside_bytes: int = 0  # device memory that other components hold on its GPUs
+    rests_on_host: bool = False  # whether it leaves the device while another model of its process computes
 
     @property
     def process(self) -> str:
         return self.within or self.name
+
+    @property
+    def owns_layout(self) -> bool:
+        """Whether its layout has settings of its own, or of the server in whose processes it is."""
+        return self.within != "actor"
 
     @property
     def prefix(self) -> str:

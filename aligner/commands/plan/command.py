@@ -61,9 +61,10 @@ def plan_job(name: str, overrides: Sequence[str]) -> report.JobPlan:
 def plan_config(name: str, config: JobRun, scales: Scales, *, advises: bool = True) -> report.JobPlan:
     """The plan of a composed config. `scales` has what other plans have measured; `advises`: problems name settings that help."""
     cluster, plans = config.cluster, planned(config, scales)
-    take_turns, problems = any(one.component.turns for one in plans), []
-    if take_turns:
-        host = {f"{one.component.name}: {part}": size for one in plans for part, size in one.host.items()}
+    take_turns, problems = any(one.component.turns and one.component.owns_layout for one in plans), []
+    together = [one for one in plans if take_turns or one.component.process == plans[0].component.process]
+    if len(together) > 1:
+        host = {f"{one.component.name}: {part}": size for one in together for part, size in one.host.items()}
         problems += report.host_problems("all components together", host, cluster)
     for one in plans:
         advice = search.advice(one.component, cluster, scales) if advises and not (one.fits or one.component.within) else []
@@ -207,6 +208,7 @@ def components(config: JobRun, *, checked: bool = True) -> list[Component]:
     found = [_main(config, checked), *(_server(config, server, checked) for server in config.servers() if server.work is not None)]
     guests = ((server.guest, server.name) for server in config.servers() if server.guest is not None)
     found += [replace(_server(config, guest, checked), within=name) for guest, name in guests if guest.work is not None]
+    found += [_resident(config, resident, checked) for resident in config.residents()]
     for component in found if checked and config.cluster.device is Device.gpu else ():
         config.cluster.ranks_on_node(component.name, component.num_ranks)
     return found
@@ -242,11 +244,12 @@ def _server(config: JobRun, server: Server, checked: bool) -> Component:
     """A server component, which has the trained model unless it has its own."""
     key = f"{server.name}.model"
     model = _own_or_actors(server.model, config.model)
-    with in_section(server.name):
+    owns_layout = server not in config.residents()
+    with in_section(server.name, own_layout=owns_layout):
         architecture = _architecture(key, model)
         placed = _model(model, architecture, server.parallel, config.cluster)
     if checked:
-        with named(server.name):
+        with named(server.name, own_layout=owns_layout):
             server.check(model, architecture, server.num_ranks)
     return Component(
         name=server.name,
@@ -260,6 +263,14 @@ def _server(config: JobRun, server: Server, checked: bool) -> Component:
         saves_asynchronously=server.optimizer is not None and config.checkpoint.asynchronous,
         turns=frozenset() if config.server_placement is Placement.separate else frozenset(server.work.phases),
     )
+
+
+def _resident(config: JobRun, resident: Server, checked: bool) -> Component:
+    """A model that the trainer's processes train too: it stays on the device, or is there in its own phases only."""
+    component = _server(config, resident, checked)
+    leaves = resident.optimizer is not None and resident.optimizer.offload
+    turns = frozenset(component.work.phases) if leaves else frozenset[Phase]()
+    return replace(component, within=config.traits().role, turns=turns, rests_on_host=leaves)
 
 
 def _engine(rollout: RolloutConfig, parallel: ParallelConfig, cluster: ClusterConfig, own_ranks: int) -> Engine:

@@ -255,7 +255,7 @@ def _correction(config: JobRun, space: Space, staleness: int) -> dict[str, Any]:
 
 def _arrangement(found: Sequence[Component], typed: Mapping[str, str], chosen: Mapping[str, Any]) -> Arrangement:
     staleness = chosen[STALENESS]
-    words = [chosen["placement"].value] if len(found) > 1 else []
+    words = [chosen["placement"].value] if any(one is not found[0] and one.owns_layout for one in found) else []
     words += ["critic and reward in one"] if chosen["critic.with_reward"] else []
     words += [f"sampling up to {staleness} steps ahead" if staleness > 1 else "sampling a step ahead"] if staleness else []
     return Arrangement(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import mean
@@ -20,6 +21,7 @@ from aligner.commands.parts import PlanOptions
 from aligner.commands.plan import command as plan
 from aligner.commands.plan.outputs import MOST_ROWS, MOST_SPANS, config_and_overrides, report_html, timeline, write_outputs
 from aligner.errors import ConfigError, DataError
+from aligner.planner.memory import PhaseMemory
 from aligner.planner.workload import GIB, ResponseLengths
 from aligner.settings.compose import to_yaml
 from aligner.telemetry.spans import Span
@@ -135,6 +137,20 @@ def test_a_plan_beside_a_run(tmp_path: Path):
     text = out.export_text()
     assert "medians of 3 steps" in text and "planned 5.00 GiB, measured 5.00 GiB (1.00)" in text
     assert any(line.split() == ["critic", "values", "6.0", "s", "3.0", "s", "2.00"] for line in text.splitlines())
+
+
+def test_a_critic_in_the_actors_processes_has_phases_of_the_actor(tmp_path: Path):
+    """Its times are among the actor's in both; the memory is that of the fuller of the two."""
+    job = planned_ppo()
+    actor, critic, reward = job.components
+    fuller = tuple(PhaseMemory(phase=one.phase, stage=one.stage, parts={"weights": 7 * GIB}) for one in critic.memory)
+    critic = replace(critic, component=replace(critic.component, within="actor"), memory=fuller)
+    job = replace(job, components=(actor, critic, reward), run=replace(job.run, phases={"values": 6.0, "critic": 5.0, "train": 4.0}))
+    found = against.compare(job, write_run(tmp_path / "run", with_trace=False))
+    rows = {(row.component, row.phase): row.planned for row in found.rows}
+    assert rows["actor", "values"] == 6.0 and rows["actor", "critic"] == 5.0
+    assert "critic" not in {component for component, _ in rows} and ("reward", "scores") in rows
+    assert found.planned_peak == 7 * GIB
 
 
 def test_runs_without_a_trace_and_without_steps(tmp_path: Path):

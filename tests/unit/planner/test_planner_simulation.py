@@ -67,6 +67,15 @@ def test_one_thing_after_the_other():
     assert phases(replace(actor(engine=None), seconds={Phase.generate: 0.0, Phase.ref_logprobs: 0.0, Phase.train: 4.0})) == {"train": 4}
 
 
+def test_a_critic_in_the_trainers_processes():
+    """It computes and trains in turn with the policy, whatever servers do meanwhile; its checkpoints are written too."""
+    critic = server("critic", values=6.0, train=7.0)
+    critic = replace(critic, component=replace(critic.component, within="actor"))
+    assert phases(actor(), critic) == {"generate": 10, "ref_logprobs": 2, "values": 6, "critic": 7, "train": 5}
+    found = phases(actor(), critic, server("reward", scores=2.0))
+    assert found == {"generate": 10, "waiting for scores": 2, "ref_logprobs": 2, "values": 6, "critic": 7, "train": 5}
+
+
 def test_servers_take_what_has_been_sampled():
     """Two responses end after 10 s; the critic takes 3 s for each, the reward model 1 s. The critic trains for 7 s, the actor for 5."""
     found = phases(actor(), server("critic", values=6.0, train=7.0), server("reward", scores=2.0))

@@ -1,0 +1,54 @@
+"""What a plan knows of a critic in the actor's processes (`critic.kind=model`): its memory, its layout, and which component is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from aligner.commands.plan import command as plan
+from aligner.commands.plan.search import STALENESS, _arrangement
+from aligner.commands.programs import programs
+from aligner.errors import ConfigError
+from aligner.planner.memory import Sizes, cache_bytes, device_optimizer, resting_bytes
+from aligner.planner.workload import BlockBytes, Phase, StateBytes
+
+NAME = "ppo_8b_one_node"
+STATE = StateBytes(weights=8 * 10**9, gradients=16 * 10**9, optimizer=12 * 10**9)
+BLOCK = BlockBytes(layer=0, ends=0, backward=0, forward=0)
+SIZES = Sizes(stages=(STATE,), train=BLOCK, inference=BLOCK, engine_weights=7 * 10**9)
+
+
+def components(*settings: str):
+    return plan.components(plan.load(NAME, settings))
+
+
+def test_one_component_is_started() -> None:
+    config = plan.load(NAME, [])
+    assert [(one.component, one.num_ranks) for one in programs(NAME, config, [])] == [("actor", 8)]
+    actor, critic = plan.components(config)
+    assert (critic.name, critic.process, critic.num_ranks, critic.parallel) == ("critic", "actor", 8, actor.parallel)
+    assert critic.work.phases == (Phase.values, Phase.train) and critic.optimizer is not None
+    arrangement = _arrangement([actor, critic], {}, {"placement": config.placement, "critic.with_reward": False, STALENESS: 0})
+    assert arrangement.words == "" and arrangement.guests == {"actor": critic}
+
+
+def test_what_each_holds_while_the_other_computes() -> None:
+    actor, critic = components()  # both are told to offload
+    assert resting_bytes(critic, SIZES) == 0 and critic.turns == {Phase.values, Phase.train}
+    assert resting_bytes(actor, SIZES) == STATE.weights
+    actor, critic = components("critic.optimizer.offload=false", "optimizer.offload=false", "rollout.offload=false")
+    assert not critic.turns
+    trained = STATE.weights + STATE.gradients + device_optimizer(critic, STATE)
+    assert resting_bytes(critic, SIZES) == trained
+    own = replace(actor, engine=replace(actor.engine, settings=replace(actor.engine.settings, cuda_graphs=False)))
+    assert resting_bytes(own, SIZES) == trained  # the engine reads the policy's weights in place
+    ahead = replace(own, engine=replace(own.engine, asynchronous=True))  # it has its own, and its cache is there at any time
+    assert resting_bytes(ahead, SIZES) > trained + SIZES.engine_weights + cache_bytes(ahead, ahead.engine)
+
+
+def test_a_layout_is_refused_by_the_settings_that_it_has() -> None:
+    with pytest.raises(ConfigError, match="^critic: parallel.pp=4"):
+        components("parallel.pp=4", "critic.model.architecture.num_layers=30")
+    with pytest.raises(ConfigError, match="^critic: critic.mini_batch_size=510: the last mini-batch of 512 rollouts has 2"):
+        components("critic.mini_batch_size=510")
