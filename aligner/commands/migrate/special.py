@@ -217,8 +217,8 @@ def openrlhf_correction(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def colocated(entry: Entry, value: Any, context: Context) -> Meaning:
-    """All models on the GPUs of the one that trains, in one process there: servers on the same GPUs here. entry.factors: a reward model."""
-    rewards = any(context.value(key) not in (None, False, "") for key in entry.factors)
+    """All models on the GPUs of the one that trains, each in a layout of its own: servers on these here. entry.factors: a reward model."""
+    rewards = _has_reward_model(entry, context)
     servers = (["critic"] if context.recipe == "ppo" else []) + (["reward"] if rewards else [])
     if not servers:
         return Meaning()
@@ -226,14 +226,33 @@ def colocated(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings={"placement": "colocated"} | {f"{name}.num_processes": ranks for name in servers}, note=entry.note)
 
 
+def one_process(entry: Entry, value: Any, context: Context) -> Meaning:
+    """All models in one process there. entry.factors: a reward model."""
+    rewards = _has_reward_model(entry, context)
+    found = _together(context, rewards=rewards) | ({"reward.num_processes": context.known_ranks()} if rewards else {})
+    return Meaning(settings=found, note=entry.note) if found else Meaning()
+
+
+def _has_reward_model(entry: Entry, context: Context) -> bool:
+    return any(context.value(key) not in (None, False, "") for key in entry.factors)
+
+
+def _together(context: Context, *, rewards: bool) -> dict[str, Any]:
+    """The critic in the actor's processes, a reward model's server on the same GPUs, and what is not needed in host memory."""
+    found: dict[str, Any] = {"critic.kind": "model"} if context.recipe == "ppo" else {}
+    if rewards:
+        return found | {"placement": "colocated"}
+    return found and found | dict.fromkeys(("optimizer.offload", "critic.optimizer.offload", "rollout.offload"), True)
+
+
 def openrlhf_placement(entry: Entry, value: Any, context: Context) -> Meaning:
-    """All on the same GPUs, which matters here if there are servers."""
-    served = context.recipe == "ppo" or context.value("reward_pretrain") is not None
-    if value is not True or not served:
+    """All on the same GPUs, which matters here if there is more than a policy."""
+    rewards = context.value("reward_pretrain") is not None
+    if value is not True or not (context.recipe == "ppo" or rewards):
         return Meaning(note="without servers the actor's processes do everything" if value is True else "")
     if context.value("async_train") is True:
         return Meaning(differs=True, note="asynchronous rollouts need their own GPUs: placement=separate")
-    return Meaning(settings={"placement": "colocated"})
+    return Meaning(settings=_together(context, rewards=rewards))
 
 
 def rank_part(entry: Entry, value: Any, context: Context) -> Meaning:

@@ -295,6 +295,24 @@ def test_all_models_share_the_gpus(words: str, servers: set[str]) -> None:
 def test_models_of_one_process_share_the_gpus(name: str) -> None:
     found = of(SCRIPTS[name]).settings
     assert found["placement"] == "colocated" and found["reward.num_processes"] == found["num_processes"] == 8
+    assert (found.get("critic.kind"), "critic.num_processes" in found) == (None if name == "trl grpo" else "model", False)
+
+
+OFFLOADED = dict.fromkeys(("optimizer.offload", "critic.optimizer.offload", "rollout.offload"), True)
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ("--reward.model_name_or_path rm", {"placement": "colocated"}),
+        ("--reward.remote_url mine.py", OFFLOADED),  # a function in the actor's processes: the run has no servers
+    ],
+)
+def test_a_critic_that_is_colocated_with_the_actor(words: str, settings: dict[str, Any]) -> None:
+    found = of(f"{OPENRLHF_PPO} {words} --train.colocate_all").settings
+    assert found["critic.kind"] == "model" and found["critic.num_processes"] == found["num_processes"] == 4
+    assert {key: found[key] for key in ("placement", *OFFLOADED) if key in found} == settings
+    assert "critic.kind" not in of(f"{OPENRLHF_PPO} {words}").settings
 
 
 @pytest.mark.parametrize(
