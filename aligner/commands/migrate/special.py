@@ -216,12 +216,15 @@ def openrlhf_correction(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings=ours | ({"algorithm.correction.low": float(low)} if kind == "icepop" else {}))
 
 
-def colocated(entry: Entry, value: Any, context: Context) -> Meaning:
-    """All models on the GPUs of the one that trains, each in a layout of its own: servers on these here. entry.factors: a reward model."""
-    rewards = _has_reward_model(entry, context)
-    servers = (["critic"] if context.recipe == "ppo" else []) + (["reward"] if rewards else [])
-    if not servers:
-        return Meaning()
+VERL_CRITIC_LAYOUT = [f"critic.megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")]
+
+
+def verl_placement(entry: Entry, value: Any, context: Context) -> Meaning:
+    """All models on the GPUs of the one that trains, each in a layout of its own. entry.factors: a reward model."""
+    layout = (*VERL_CRITIC_LAYOUT, "critic.ulysses_sequence_parallel_size")
+    if context.recipe != "ppo" or all(context.value(key) in (None, 1) for key in layout):
+        return one_process(entry, value, context)
+    servers = ["critic", *(["reward"] if _has_reward_model(entry, context) else [])]
     ranks = context.known_ranks()
     return Meaning(settings={"placement": "colocated"} | {f"{name}.num_processes": ranks for name in servers}, note=entry.note)
 

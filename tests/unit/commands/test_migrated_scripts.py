@@ -281,8 +281,13 @@ def test_an_error_names_the_command_that_trains() -> None:
     ("words", "servers"), [("", {"critic"}), ("reward_model.enable=True reward_model.model.path=rm", {"critic", "reward"})]
 )
 def test_all_models_share_the_gpus(words: str, servers: set[str]) -> None:
-    found = of(f"{VERL_PPO} {words}").settings
-    assert found["placement"] == "colocated" and found["num_processes"] == 8
+    """The critic in the actor's processes, unless it has a layout of its own."""
+    together = of(f"{VERL_PPO} {words}").settings
+    assert together["critic.kind"] == "model" and "critic.num_processes" not in together
+    assert together.get("placement") == ("colocated" if "reward" in servers else None)
+    assert together.get("reward.num_processes") == (8 if "reward" in servers else None)
+    found = of(f"{VERL_PPO} {words} critic.megatron.tensor_model_parallel_size=2").settings
+    assert found["placement"] == "colocated" and found["num_processes"] == 8 and "critic.kind" not in found
     assert {name: found.get(f"{name}.num_processes") for name in servers} == dict.fromkeys(servers, 8)
     assert found.get("reward.serve", True) is ("reward" in servers)
     assert (
