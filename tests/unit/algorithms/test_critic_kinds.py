@@ -21,6 +21,7 @@ from aligner.losses.value import value_loss
 from aligner.models.checkpoint.files import complete_steps
 from aligner.models.training.guard import SKIPPED, SKIPPED_IN_A_ROW
 from aligner.models.training.optimizer import OptimizerConfig
+from aligner.online.collect import ScoredRollouts
 from aligner.online.critics import ModelCritic, ServedCritic, ValueTraining
 from aligner.parallel.topology import ParallelConfig
 from aligner.run.session import Session
@@ -28,6 +29,7 @@ from aligner.run.settings import CheckpointConfig
 from aligner.servers.components import CriticConfig, CriticKind
 from aligner.servers.config import ServerConfig
 from aligner.telemetry.metrics import Max, Mean, Sum
+from aligner.types import Routes, ValueBatch
 
 
 class LoggedModel:
@@ -38,14 +40,17 @@ class LoggedModel:
         self.model = self
         self.skipped = skipped
         self.rows: list[int] = []
+        self.extras: list[list[str]] = []
 
     def values(self, batch) -> torch.Tensor:
         self.log.append("values")
+        self.extras.append(list(batch.extras))
         return batch.tokens / 10
 
     def train_step(self, batch, loss):
         self.log.append("critic trains")
         self.rows.append(batch.tokens.shape[0])
+        self.extras.append(list(batch.extras))
         squares = {"return_mean": 1.0, "return_sq_mean": 5.0, "error_mean": 0.5, "error_sq_mean": 1.25, "loss": float(len(self.rows))}
         found = {f"value/{name}": Mean(total=torch.tensor(value), count=torch.tensor(1)) for name, value in squares.items()}
         return found | {SKIPPED: Sum(total=self.skipped), SKIPPED_IN_A_ROW: Max(maximum=self.skipped)}
@@ -112,6 +117,21 @@ def test_an_update_that_is_left_out_ends_the_step(fakes, make_task) -> None:
     with pytest.raises(RunHalted, match="the critic left out 4 updates of step 1"):
         algorithm.step(1, Clock())
     assert "update" not in log
+
+
+def test_it_is_given_what_a_server_would_be_sent(fakes, make_task) -> None:
+    """The routes are those of the policy's experts; a critic has experts of its own, or none."""
+    task, model = make_task([]), LoggedModel([])
+    critic = model_critic(task, model)
+    routes = Routes(torch.zeros(1, 3, 2, 1, dtype=torch.uint8))
+    rollout = replace(fakes.rollout(fakes.prompt(0, 5), 1, fakes.EOS), extras={Routes.name: routes.data[0, 1:]})
+    collected = ScoredRollouts(rollouts=[rollout], rewards=torch.zeros(1))
+    (values,) = critic.values(collected, Clock()).values
+    assert values.tolist() == pytest.approx([0.5, 0.1, 0.0])
+    mask = torch.tensor([[False, True, True]])
+    rows = {"tokens": torch.tensor([[5, 1, 0]]), "lengths": torch.tensor([3]), "loss_mask": mask, "extras": {Routes.name: routes}}
+    critic.train(ValueBatch(old_values=torch.zeros(1, 3), returns=torch.ones(1, 3), **rows), 1, Clock())
+    assert model.extras == [[], [], []]
 
 
 class Beside:
