@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import cases
 from training_jobs import (
     Job,
     grpo_settings,
@@ -131,12 +132,19 @@ def test_branches_failures_and_functions(task: Path) -> None:
     assert min(series(run, "rollout/reward")) > 0
 
 
-def test_ppo_and_its_critic_learn_from_sessions_of_several_rows(task: Path) -> None:
-    """The critic is a server; its mini-batches, as the policy's, are of 16 sessions with up to three rows each."""
-    sizes = ["algorithm.rollouts_per_step=32", "algorithm.mini_batch_size=16", "critic.mini_batch_size=16", "reward.serve=false"]
+@pytest.mark.parametrize("kind", cases(("server", "model"), fast=("server",)))
+def test_ppo_and_its_critic_learn_from_sessions_of_several_rows(task: Path, kind: str) -> None:
+    """The critic's mini-batches, as the policy's, are of 16 sessions with up to three rows each."""
+    run = task / f"ppo_{kind}"
+    sizes = [
+        f"critic.kind={kind}",
+        "algorithm.rollouts_per_step=32",
+        "algorithm.mini_batch_size=16",
+        "critic.mini_batch_size=16",
+        "reward.serve=false",
+    ]
     lengths = [f"rollout.sampling.max_response_length={ROOM}", "loop.table_every=0", "run.export_hf=false", "loop.max_steps=8"]
-    run_job(launcher("ppo"), task / "ppo", [*ppo_settings(task), *agent(task, BRANCHING, "branching.py"), *sizes, *lengths])
-    run = task / "ppo"
+    run_job(launcher("ppo"), run, [*ppo_settings(task), *agent(task, BRANCHING, "branching.py"), *sizes, *lengths])
     assert max(series(run, "rollout/sessions_branches")) > 1.5 and series(run, "rollout/sessions_failed") == [0.0] * 8
     assert series(run, "optim/updates") == [2.0] * 8
     learnt = [step.values for step in metrics_of(run)[1:]]  # the critic's part of a step comes with the next one
