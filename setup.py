@@ -81,6 +81,7 @@ setup(
         # environment.kind=gymnasium, verifiers (whose package has an environment of its own), MCP tools; reasoning-gym is its user's choice
         "environments": ["gymnasium>=1.0,<2", "mcp>=2,<3", "msgpack", "pyzmq"],
         "qlora": ["bitsandbytes>=0.50.1"],  # model.quantization=nf4; its wheel is for CPUs and GPUs
+        "studio": ["nicegui>=3.18,<4"],
         "rewards": ["math-verify>=0.9"],  # aligner.rewards.maths
         "logging": ["tensorboard", "wandb", "mlflow"],
         "docs": ["markdown-it-py", "mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"],
@@ -96,6 +97,7 @@ setup(
             "mpich",  # brings mpiexec for the MPI tests, without root
             "msgpack",
             "mypy",
+            "nicegui>=3.18,<4",
             "num2words",  # SmolVLM's processor
             "openai>=3,<4",  # a client of the endpoint in tests
             "peft==0.21.2",  # reads the adapters that are written here
@@ -106,6 +108,7 @@ setup(
             "pytest-xdist",
             "pyzmq",
             "ruff",
+            "selenium",  # drives the system's Chromium over the studio's pages and the report
             "tensorboard",
             "trl==1.16.0; python_version >= '3.11'",  # its losses are what ours are held against; it needs 3.11
         ],

@@ -1,5 +1,5 @@
-"""The `aligner` command: train, chat, generate, eval, serve, launch, plan, preflight, gap, data, report, diagnose, trace, convert,
-migrate, demo.
+"""The `aligner` command: train, chat, generate, eval, serve, launch, plan, preflight, gap, data, report, diagnose, trace, studio,
+convert, migrate, demo.
 
 Commands with many options declare them as dataclasses in `aligner.commands.parts`. A command imports its work when it runs, so that
 `aligner --help` answers at once.
@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from aligner.commands import parts
-from aligner.commands.parts import CONFIG, CONFIG_HELP, COUNT, FILE, NOT_NEGATIVE, RUN, SETTINGS, Argument, Command, add
+from aligner.commands.parts import CONFIG, CONFIG_HELP, COUNT, DIRECTORY, FILE, NOT_NEGATIVE, RUN, SETTINGS, Argument, Command, add
 from aligner.version import __version__
 
 
@@ -313,6 +313,15 @@ add(
     Argument("prompts", "[PROMPT]...", nargs=-1),
     options=parts.GenerateOptions,
     help="Print responses to prompts, or write those to the records of a file.",
+)
+add(
+    commands,
+    "studio = aligner.studio.app:studio",
+    Argument(
+        "folder", "[FOLDER]", "FOLDER: every run below it is shown (default: this folder).", required=False, default=".", type=DIRECTORY
+    ),
+    options=parts.StudioOptions,
+    help="Show, compare and start runs in a browser.",
 )
 add(
     commands,

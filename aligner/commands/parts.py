@@ -47,15 +47,16 @@ def add(
     options: type[Any] | None = None,
     kind: type[Command] = Command,
 ) -> None:
-    """Add the command `name = module:function`, imported when it runs. The function gets the parameters by name; the fields of the
-    dataclass `options` are further options, and reach it as `options`."""
+    """Add the command `name = module:function`, imported when it runs; `module` is one of `aligner.commands`, or a full name. The function
+    gets the parameters by name; the fields of the dataclass `options` are further options, and reach it as `options`."""
     name, module, function = re.split(" = |:", place)
+    module = module if module.startswith("aligner.") else f"aligner.commands.{module}"
     declared = () if options is None else fields(options)
 
     def call(**given: Any) -> int:
         if options is not None:
             given["options"] = options(**{one.name: given.pop(one.name) for one in declared})
-        return getattr(import_module(f"aligner.commands.{module}"), function)(**given)  # type: ignore[no-any-return]
+        return getattr(import_module(module), function)(**given)  # type: ignore[no-any-return]
 
     of_fields = [click.Option([one.metadata["name"], one.name], default=one.default, **one.metadata["settings"]) for one in declared]
     epilog = " ".join(one.about for one in parameters if isinstance(one, Argument) and one.about)
@@ -282,3 +283,12 @@ class MigrateOptions:
     examples: int = option(0, "--examples", "N", "Number of training examples, used to convert epochs to steps.", type=NOT_NEGATIVE)
     output: Path | None = option(None, "--output", "FILE", "Write the config (.yaml) or the command (.sh) to FILE.", type=FILE)
     json_path: Path | None = json_field()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudioOptions:
+    port: int = option(8080, "--port", "N", "Port; 0 chooses a free one.", type=click.IntRange(0, 65535))
+    host: str = option("127.0.0.1", "--host", "HOST", "Address to listen on (default: 127.0.0.1, this machine alone).")
+    allow_host: tuple[str, ...] = option((), "--allow-host", "NAME", "Another host name in the browser, of a proxy.", multiple=True)
+    root_path: str = option("", "--root-path", "PATH", "Path below which a proxy shows the pages (Open OnDemand, JupyterHub).")
+    read_only: bool = option(False, "--read-only", help="Show runs, but start and write nothing.")

@@ -58,6 +58,33 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     return [_decode(line, f"{path}:{number}") for number, line in enumerate(complete, start=1)]
 
 
+class MetricsTail:
+    """Reads a growing file by what is new; `records` are all complete lines so far. The last line is read again each time, because a step
+    that is logged again is merged into it; a file that a resumed run has replaced is read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.records: list[StepMetrics] = []
+        self._path = path
+        self._file, self._start = 0, 0  # inode; the byte at which the last complete line begins
+
+    def follow(self) -> None:
+        """Read on. Raises DataError for a line that is not metrics, OSError; a missing file has no lines."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            self.records, self._file = [], 0
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._file or status.st_size < self._start:
+                self._file, self._start, self.records = status.st_ino, 0, []
+            file.seek(self._start)
+            lines = file.read().split(b"\n")[:-1]
+            read = [_decode(line, f"{self._path}: byte {self._start} or later") for line in lines]
+            self.records = self.records[:-1] + read if self.records and read else self.records + read
+            self._start += sum(len(line) + 1 for line in lines[:-1])
+
+
 class MetricsFile:
     """Appends steps to a file; a step that is logged again right away is merged into its line. A resumed run gets a new file without the
     lines of later steps."""
