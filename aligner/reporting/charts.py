@@ -1,0 +1,341 @@
+"""Metrics as interactive charts: options of Apache ECharts, plain data without callbacks, for the report and for pages that show runs.
+
+A line that is longer than `max_points` keeps the extremes of each stretch; a value that is not finite is a gap in its line.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from aligner.reporting.diagnosis import Finding
+from aligner.reporting.jsonl import StepMetrics
+from aligner.reporting.progress import phases, step_seconds
+from aligner.telemetry.spans import Span, rows
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # Okabe and Ito's: distinct for the colour-blind
+GREY, FAINT = "#7a818e", "#7a818e40"  # of texts and lines, on light and on dark ground
+MAX_POINTS = 480  # of a line
+MAX_BARS = 60  # of the steps in a timeline; more are means of equal stretches
+MAX_SPANS = 2000  # of a timeline: the longest
+_DASHES = ("solid", "dashed", "dotted")
+_FEW = 40  # points that are drawn as dots too
+MORE = "more"
+
+# Group, title and the metrics of a panel (a regular expression). A metric is in the first that fits; a title with {} is a panel for each.
+_PANELS = (
+    ("reward", "reward of the rollouts", r"rollout/reward|reward/mean"),
+    ("reward", "reward on validation prompts", r"validation/reward.*"),
+    ("reward", "accuracy", r".+/(accuracy|agreement|first_error_accuracy)|validation/(pass|mean)@\d+"),
+    ("loss", "loss", r"(sft|preference|reward|kto|distillation)/loss|validation/loss"),
+    ("loss", "loss of the policy", r"policy/loss"),
+    ("loss", "loss of the critic", r"critic/loss"),
+    ("loss", "supervised part of the loss, nats per token", r".+/(sft_loss|nll)"),
+    ("reward", "margin of chosen over rejected", r".+/margin"),
+    ("reward", "implicit rewards of chosen and rejected", r"(preference|kto|validation)/(chosen|rejected|desirable|undesirable)_reward"),
+    ("reward", "scores of the reward model", r"reward/(chosen|rejected|label|score)_mean"),
+    ("reward", "error of the reward model", r"(reward|validation)/(absolute_error|mse.*)"),
+    ("reward", "correlation with the labels", r"validation/correlation_.*"),
+    ("reward", "mean reward by how the response ended", r"rollout/reward_(ended|truncated|empty)"),
+    ("reward", "spread of the rewards", r"rollout/reward_std|reward_std/environment"),
+    ("reward", "part of the reward: {}", r"reward/(.+)"),
+    ("reward", "spread of a part of the reward: {}", r"reward_std/(.+)"),
+    ("KL", "KL to the start or reference, nats per token", r"(policy|pairs|kto|steerlm|validation|distillation)/(ref_|reverse_)?kl"),
+    ("KL", "KL of an update, nats per token", r"policy/approx_kl"),
+    ("KL", "coefficient of the KL penalty", r"policy/kl_coef"),
+    ("KL", "share of clipped tokens", r".+/clip_fraction"),
+    ("KL", "mean probability ratio of an update", r"policy/ratio_mean"),
+    ("entropy", "entropy, nats per token", r".+/entropy"),
+    ("lengths", "length, tokens", r"(rollout|validation|kept|data|constitution)/.*length(_max)?"),
+    (
+        "lengths",
+        "share of truncated, empty, repeated",
+        r".+/(truncated_fraction|truncated@\d+|empty_fraction|repeated_ngrams|same_response)",
+    ),
+    ("log-probs", "gap of the log-probs of sampler and trainer, nats", r"rollout/logprob_gap.*"),
+    ("log-probs", "KL of sampler and trainer, nats per token", r"rollout/logprob_kl.*"),
+    ("log-probs", "importance weights", r"rollout/importance_weight.*"),
+    ("log-probs", "effective sample size, share", r"rollout/effective_sample_size"),
+    ("log-probs", "log-probs of chosen and rejected, nats", r".+/(chosen|rejected)_logprob"),
+    ("optimizer", "norm of the gradient", r".+/(optim_)?grad_norm"),
+    ("optimizer", "learning rate", r".+/(optim_)?lr"),
+    ("optimizer", "updates of a step", r".+/(optim_)?(updates|skipped|overflows|spoilt|skipped_in_a_row|step_left_out)"),
+    ("critic", "explained variance", r"critic/explained_variance"),
+    ("critic", "mean value and return", r"critic/(return_)?mean"),
+    ("critic", "errors and squares", r"critic/.*_(sq_)?mean"),
+    ("throughput", "speed, tokens per second", r".+/tokens_per_second"),
+    ("throughput", "seconds of a step and its phases", r"time/.*"),
+    ("throughput", "imbalance of the replicas (1: none)", r"rollout/.*_imbalance"),
+    ("throughput", "age of the rollouts, versions of the weights", r"rollout/(staleness.*|versions)"),
+    ("memory", "memory: {}", r"(.*memory.*|.+_(gib|bytes))"),
+    ("learnt", "tokens learnt from, of a step", r"learnt/tokens.*"),
+    ("learnt", "samples learnt from, of a step", r"learnt/samples.*"),
+    ("learnt", "samples left out, of a step", r"left_out/.*"),
+    ("data", "epochs", r"data/epoch.*"),
+    ("data", "shares of the sets", r"data/share/.*"),
+    (MORE, "findings of the diagnosis (1: holds)", r"diagnosis/.*"),
+)
+_PATTERNS = [(place, title, re.compile(pattern)) for place, (_, title, pattern) in enumerate(_PANELS)]
+_GROUPS = list(dict.fromkeys(group for group, _, _ in _PANELS))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """One chart: `option` is for `setOption` of ECharts."""
+
+    title: str
+    group: str
+    option: dict[str, Any]
+    height: int = 280  # pixels that it needs
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One metric of one run: its values, and the records (by number) that have them."""
+
+    run: str
+    metric: str
+    places: Sequence[int]
+    values: Sequence[float]
+
+
+def panels(
+    runs: Mapping[str, Sequence[StepMetrics]],
+    *,
+    against: Literal["step", "time"] = "step",
+    smoothing: float = 0.0,
+    log: bool = False,
+    marks: Sequence[Finding] = (),
+    max_points: int = MAX_POINTS,
+) -> list[Panel]:
+    """All metrics of these runs, a line for each run and metric, in the order in which people look at them.
+
+    Args:
+        against: the horizontal axis: steps, or the time since each run's first step.
+        smoothing: weight of the past in an exponential mean, from 0 (none) to below 1; the raw line is faint behind it.
+        log: logarithmic vertical axes where all values are positive.
+        marks: findings, each shown in the panels whose metrics its evidence names, at the steps of the first run.
+        max_points: of a line.
+    """
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"smoothing={smoothing}: must be at least 0 and below 1")
+    xs, unit = _horizontal(runs, against)
+    chosen: dict[tuple[int, int, str], list[_Line]] = {}
+    for run, records in runs.items():
+        for line in _lines(run, records):
+            chosen.setdefault(_place(line.metric), []).append(line)
+    steps = {record.step: x for run, records in list(runs.items())[:1] for record, x in zip(records, xs[run], strict=True)}
+    found = []
+    for (_, place, title), lines in sorted(chosen.items(), key=lambda one: one[0]):
+        lines, title = _scaled(lines, title)
+        series = _series(lines, xs, smoothing, max_points, several=len(runs) > 1)
+        is_log = log and all(value > 0 for line in lines for value in line.values if math.isfinite(value))
+        option = _option(series, unit, "log" if is_log else "value")
+        series[0] |= _marked([one for one in marks if any(_names(one, line.metric) for line in lines)], steps)
+        found.append(Panel(title=title, group=_PANELS[place][0] if place < len(_PANELS) else MORE, option=option))
+    return found
+
+
+def timeline(records: Sequence[StepMetrics], spans: Sequence[Span] = ()) -> Panel:
+    """Where the time goes: the phases of each step as a stacked bar; with the spans of a trace, what each lane of each component did."""
+    if spans:
+        option = _gantt(spans)
+        return Panel(title="what ran when, seconds", group="timeline", option=option, height=120 + 20 * len(option["yAxis"]["data"]))
+    timed = [(record.step, phases(record.values), step_seconds(record.values)) for record in records if step_seconds(record.values)]
+    stretches = [list(part) for part in np.array_split(np.arange(len(timed)), min(MAX_BARS, len(timed)))] if timed else []
+    names = list(dict.fromkeys(name for _, own, _ in timed for name in own))
+    times = [[sum(timed[k][1].get(name, 0.0) for k in part) / len(part) for part in stretches] for name in names]
+    whole = [sum(timed[k][2] or 0.0 for k in part) / len(part) for part in stretches]
+    times.append(
+        [max(0.0, total - sum(own)) for total, own in zip(whole, zip(*times, strict=True) if times else [()] * len(whole), strict=True)]
+    )
+    total = math.fsum(map(math.fsum, times)) or 1.0
+    bars = [
+        {"name": f"{name} ({math.fsum(own) / total:.0%})", "data": _rounded(own), "type": "bar", "stack": "step", "barCategoryGap": "10%"}
+        for name, own in zip([*names, "other"], times, strict=True)
+        if math.fsum(own)
+    ]
+    option = _option(bars, "step", "value")
+    option["xAxis"] |= {"type": "category", "data": [str(timed[part[0]][0]) for part in stretches], "boundaryGap": True}
+    option["legend"] |= {"show": True}
+    return Panel(title="phases of a step, seconds", group="timeline", option=option)
+
+
+def _place(metric: str) -> tuple[int, int, str]:
+    """Of a metric's panel: its group's number, its own, and its title."""
+    for place, title, pattern in _PATTERNS:
+        if found := pattern.fullmatch(metric):
+            return _GROUPS.index(_PANELS[place][0]), place, title.format(*found.groups()) if "{}" in title else title
+    return len(_GROUPS), len(_PANELS), metric
+
+
+def _lines(run: str, records: Sequence[StepMetrics]) -> list[_Line]:
+    columns: dict[str, tuple[list[int], list[float]]] = {}
+    for place, record in enumerate(records):
+        for metric, value in record.values.items():
+            if metric not in columns:
+                columns[metric] = ([], [])
+            places, values = columns[metric]
+            places.append(place)
+            values.append(value)
+    return [_Line(run, metric, *column) for metric, column in columns.items()]
+
+
+def _scaled(lines: list[_Line], title: str) -> tuple[list[_Line], str]:
+    """Values below 1e-4 in units of 1e-6, 1e-9 and so on, which the title names: an axis of zeros has no room for its chart."""
+    most = max((abs(value) for line in lines for value in line.values if math.isfinite(value)), default=0.0)
+    if not 0 < most < 1e-4:
+        return lines, title
+    power = -3 * math.floor(math.log10(most) / 3)
+    scaled = [replace(line, values=[value * 10.0**power for value in line.values]) for line in lines]
+    return scaled, f"{title}, in units of 1e-{power}"
+
+
+def _horizontal(runs: Mapping[str, Sequence[StepMetrics]], against: str) -> tuple[dict[str, Sequence[float]], str]:
+    """For each run the place of its records on the axis, and the axis's name."""
+    if against == "step":
+        return {run: [record.step for record in records] for run, records in runs.items()}, "step"
+    longest = max((records[-1].time - records[0].time for records in runs.values() if records), default=0.0)
+    divisor, unit = (3600, "hours") if longest > 7200 else (60, "minutes") if longest > 120 else (1, "seconds")
+    return {run: [round((one.time - records[0].time) / divisor, 4) for one in records] for run, records in runs.items()}, unit
+
+
+def _series(
+    lines: Sequence[_Line], xs: Mapping[str, Sequence[float]], smoothing: float, max_points: int, *, several: bool
+) -> list[dict[str, Any]]:
+    metrics = list(dict.fromkeys(line.metric for line in lines))
+    runs = list(xs)
+    found = []
+    for line in lines:
+        number, run = metrics.index(line.metric), runs.index(line.run)
+        name = line.metric if not several else line.run if len(metrics) == 1 else f"{line.run}: {line.metric}"
+        colour = COLOURS[(run if several else number) % len(COLOURS)]
+        style = {"width": 1.6, "type": _DASHES[(number if several else number // len(COLOURS)) % len(_DASHES)]}
+        own = [xs[line.run][place] for place in line.places]
+        shown = {"name": name, "type": "line", "itemStyle": {"color": colour}, "emphasis": {"disabled": True}}
+        raw = shown | _points(own, line.values, max_points)
+        if smoothing:
+            found.append({**raw, "lineStyle": style | {"opacity": 0.25}, "symbol": "none", "tooltip": {"show": False}})
+            raw = shown | _points(own, _smoothed(line.values, smoothing), max_points)
+        found.append({**raw, "lineStyle": style})
+    return found
+
+
+def _smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Exponential means without the bias to 0 of the first ones; what is not finite stays, and counts for none."""
+    total = mass = 0.0
+    found = []
+    for value in values:
+        if math.isfinite(value):
+            total, mass = weight * total + (1 - weight) * value, weight * mass + 1 - weight
+            value = total / mass
+        found.append(value)
+    return found
+
+
+def _points(xs: Sequence[float], values: Sequence[float], max_points: int) -> dict[str, Any]:
+    """The points of a line: null is a gap, and a value alone between gaps is a dot."""
+    kept = _kept(np.asarray(values, dtype=float), max_points)
+    shown = _rounded([values[place] for place in kept])
+    data: list[Any] = [[xs[place], value] for place, value in zip(kept, shown, strict=True)]
+    if len(data) <= _FEW:
+        return {"data": data, "symbol": "circle", "symbolSize": 5}
+    around = [None, *shown, None]
+    for place, value in enumerate(shown):
+        if value is not None and around[place] is None and around[place + 2] is None:
+            data[place] = {"value": data[place], "symbol": "circle", "symbolSize": 5}
+    return {"data": data, "symbol": "none"}
+
+
+def _kept(values: np.ndarray, most: int) -> list[int]:
+    """The places of at most so many values: the first, the last, and of each stretch the lowest, the highest and a gap, if any."""
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    size = math.ceil(count / max(1, (most - 2) // 3))
+    table = np.pad(values, (0, -count % size), mode="edge").reshape(-1, size)
+    starts, is_finite = np.arange(len(table)) * size, np.isfinite(table)
+    lowest = starts + np.where(is_finite, table, np.inf).argmin(1)
+    highest = starts + np.where(is_finite, table, -np.inf).argmax(1)
+    gaps = (starts + is_finite.argmin(1))[~is_finite.all(1)]
+    return np.unique(np.minimum(np.concatenate([[0, count - 1], lowest, highest, gaps]), count - 1)).tolist()
+
+
+def _rounded(values: Iterable[float]) -> list[float | None]:
+    """As many digits as tell the values apart, but six to nine: beyond, there is only noise. Null for what is not finite."""
+    values = list(values)
+    finite = [value for value in values if math.isfinite(value)]
+    most, span = max(map(abs, finite), default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    digits = min(9, max(6, 4 + math.ceil(math.log10(most / span)))) if span and most else 6
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]
+
+
+def _option(series: list[dict[str, Any]], unit: str, scale: str) -> dict[str, Any]:
+    axis = {"axisLabel": {"color": GREY, "hideOverlap": True}, "axisLine": {"lineStyle": {"color": GREY}}, "nameTextStyle": {"color": GREY}}
+    has_legend = len({one["name"] for one in series}) > 1
+    steps = {"minInterval": 1} if unit == "step" else {}
+    return {
+        "animation": False,
+        "backgroundColor": "transparent",
+        "color": list(COLOURS),
+        "textStyle": {"color": GREY},
+        "grid": {"left": 12, "right": 20, "top": 36, "bottom": 62 if has_legend else 34},
+        "tooltip": {"trigger": "axis", "confine": True},
+        "legend": {"show": has_legend, "type": "scroll", "bottom": 0, "textStyle": {"color": GREY}, "pageTextStyle": {"color": GREY}},
+        "toolbox": {"right": 8, "iconStyle": {"borderColor": GREY}, "feature": {"dataZoom": {"yAxisIndex": "none"}, "restore": {}}},
+        "dataZoom": [{"type": "inside", "filterMode": "none", "zoomOnMouseWheel": "ctrl", "preventDefaultMouseMove": False}],
+        "xAxis": {**axis, "type": "value", "name": unit, "nameLocation": "middle", "nameGap": 24, "splitLine": {"show": False}}
+        | {"min": "dataMin", "max": "dataMax", **steps},
+        "yAxis": {**axis, "type": scale, "scale": True, "splitLine": {"lineStyle": {"color": FAINT}}},
+        "series": series,
+    }
+
+
+def _names(finding: Finding, metric: str) -> bool:
+    return re.search(rf"(?<![\w/]){re.escape(metric)}(?![\w/])", finding.evidence) is not None
+
+
+def _marked(findings: Sequence[Finding], places: Mapping[int, float]) -> dict[str, Any]:
+    """A line at the first step of each finding, and an area from there to its last."""
+    spans = [
+        (one.rule.title, places[one.steps[0]], places[one.steps[-1]]) for one in findings if {one.steps[0], one.steps[-1]} <= places.keys()
+    ]
+    if not spans:
+        return {}
+    label = {"formatter": "{b}", "position": "insideEndTop", "color": GREY, "width": 150, "overflow": "truncate"}
+    style = {"color": COLOURS[-1], "type": "dashed"}
+    lines = [{"name": title, "xAxis": first} for title, first, _ in spans]
+    areas = [[{"xAxis": first}, {"xAxis": last}] for _, first, last in spans]
+    return {
+        "markLine": {"symbol": "none", "silent": True, "label": label, "lineStyle": style, "data": lines},
+        "markArea": {"silent": True, "itemStyle": {"color": COLOURS[-1], "opacity": 0.08}, "data": areas},
+    }
+
+
+def _gantt(spans: Sequence[Span]) -> dict[str, Any]:
+    """A thick line for each span, in a row for each lane; a colour for each name, short spans over those that hold them."""
+    longest = sorted(spans, key=lambda span: -span.seconds)[:MAX_SPANS]
+    zero = min(span.start for span in longest)
+    lanes: list[str] = []
+    by_name: dict[str, list[list[Any]]] = {}
+    for row in rows(sorted(longest, key=lambda span: span.component)):
+        lanes.append(f"{row.component} {row.title}")
+        for span in row.spans:
+            begin, seconds = round(span.start - zero, 4), round(span.seconds, 4)
+            by_name.setdefault(span.name, []).extend(
+                [[begin, lanes[-1], seconds], [round(begin + seconds, 4), lanes[-1], seconds], [None] * 3]
+            )
+    series = [
+        {"name": name, "type": "line", "data": data, "symbol": "rect", "symbolSize": [2, 12], "lineStyle": {"width": 12, "cap": "butt"}}
+        | {"dimensions": ["start", "lane", "seconds"], "encode": {"x": 0, "y": 1, "tooltip": [2]}}
+        for name, data in sorted(by_name.items(), key=lambda one: -max(point[2] or 0.0 for point in one[1]))
+    ]
+    option = _option(series, "seconds", "value")
+    option["yAxis"] |= {"type": "category", "data": lanes, "inverse": True, "axisLabel": {"color": GREY, "interval": 0}}
+    option["tooltip"] |= {"trigger": "item"}
+    return option
