@@ -115,17 +115,23 @@ def _linked(thing: HubName | str) -> str:
     return f"[{thing.repo}](https://huggingface.co/{place}{thing.repo}){revision}"
 
 
+def changed_settings(recipe: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, by full key, that differ from the recipe's defaults; empty for an unknown recipe."""
+    if recipe not in recipes():
+        return {}
+    known: Recipe[Any] = recipes()[recipe]
+    defaults = dict(flat(yaml.safe_load(to_yaml(known.config()))))
+    return {key: value for key, value in flat(dict(settings)) if defaults.get(key) != value}
+
+
 def _settings(origin: Origin) -> list[str]:
     """The settings that differ from the recipe's defaults; none if the recipe is unknown."""
     if not origin.recipe:
         return []
-    recipe: Recipe[Any] = recipes()[origin.recipe]
-    defaults = dict(flat(yaml.safe_load(to_yaml(recipe.config()))))
     changed = {
         key: value
-        for key, value in flat(dict(origin.settings))
-        if defaults.get(key) != value
-        and not key.startswith(_LEFT_OUT)
+        for key, value in changed_settings(origin.recipe, origin.settings).items()
+        if not key.startswith(_LEFT_OUT)
         and ".server." not in key
         and key.rpartition(".")[2] not in _PATHS
         and not (isinstance(value, str) and Path(value).is_absolute())

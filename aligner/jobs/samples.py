@@ -306,7 +306,8 @@ class OnlineJob(Generic[C]):
 
 def train(recipe: Recipe, config: OnlineRun) -> int:
     """Run a recipe that learns from its own samples; the exit code. Every rank calls it."""
-    with open_session(config, config.run, config.parallel, component="actor") as session, announced(session, "actor") as publication:
+    opened = open_session(config, config.run, config.parallel, component="actor", recipe=recipe.name)
+    with opened as session, announced(session, "actor") as publication:
         job = OnlineJob(session=session, config=with_lengths(config), publication=publication)
         built: Built = recipe.build(job)
         code = train_to_end(session, job.config, built, tokenizer=job.tokenizer_files, shown=recipe.columns, length=job.length)

@@ -92,7 +92,7 @@ class TrainerJob(Generic[C]):
 
 def train(recipe: Recipe, config: TrainerRun) -> int:
     """Run a recipe that trains on data; the exit code. Every rank calls it."""
-    with open_session(config, config.run, config.parallel, component=recipe.component or recipe.name) as session:
+    with open_session(config, config.run, config.parallel, component=recipe.component or recipe.name, recipe=recipe.name) as session:
         pin = pinned if config.has_frozen_start else pinned_base
         config = replace(config, model=pin(session, "model", config.model))
         config.check_complete()

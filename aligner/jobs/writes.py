@@ -136,7 +136,7 @@ class WriterJob(Generic[C]):
 
 def write(recipe: Recipe, config: WritingRun) -> int:
     """Run a recipe that writes; the exit code. Every rank calls it; a restarted job continues after the existing files."""
-    with open_session(config, config.run, config.parallel, component=recipe.component or recipe.name) as session:
+    with open_session(config, config.run, config.parallel, component=recipe.component or recipe.name, recipe=recipe.name) as session:
         config = with_lengths(replace(config, model=pinned(session, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model, config.data, session)
         config.check(architecture, session.topology.world_size)

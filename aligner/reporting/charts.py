@@ -82,6 +82,7 @@ _PANELS = (
 )
 _PATTERNS = [(place, title, re.compile(pattern)) for place, (_, title, pattern) in enumerate(_PANELS)]
 _GROUPS = list(dict.fromkeys(group for group, _, _ in _PANELS))
+GROUPS = (*_GROUPS, MORE)  # in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,14 +132,20 @@ def panels(
             chosen.setdefault(_place(line.metric), []).append(line)
     steps = {record.step: x for run, records in list(runs.items())[:1] for record, x in zip(records, xs[run], strict=True)}
     found = []
-    for (_, place, title), lines in sorted(chosen.items(), key=lambda one: one[0]):
+    for (*_, title), lines in sorted(chosen.items(), key=lambda one: one[0]):
         lines, title = _scaled(lines, title)
         series = _series(lines, xs, smoothing, max_points, several=len(runs) > 1)
         is_log = log and all(value > 0 for line in lines for value in line.values if math.isfinite(value))
         option = _option(series, unit, "log" if is_log else "value")
         series[0] |= _marked([one for one in marks if any(_names(one, line.metric) for line in lines)], steps)
-        found.append(Panel(title=title, group=_PANELS[place][0] if place < len(_PANELS) else MORE, option=option))
+        found.append(Panel(title=title, group=group_of(lines[0].metric), option=option))
     return found
+
+
+def group_of(metric: str) -> str:
+    """The group of a metric's panel."""
+    place = _place(metric)[1]
+    return _PANELS[place][0] if place < len(_PANELS) else MORE
 
 
 def timeline(records: Sequence[StepMetrics], spans: Sequence[Span] = ()) -> Panel:

@@ -128,7 +128,8 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The rules' results for a run: findings, and for each other rule, by name, why it could not be judged."""
+    """The rules' results for a run, which were judged after `num_steps` steps: findings, and for each other rule, by name, why it could
+    not be judged."""
 
     num_steps: int
     last_step: int
@@ -173,9 +174,13 @@ class Watch:
                 if METRIC_AREA + rule.name in record.values:
                     self._is_due(rule.name, record.step)
 
+    def pass_over(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Remember a step without judging it; steps increase."""
+        self._history.add(step, metrics)
+
     def step(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """Findings after a step; steps increase."""
-        self._history.add(step, metrics)
+        self.pass_over(step, metrics)
         self.not_judged = {}
         found = []
         for rule in self._rules:
@@ -206,19 +211,24 @@ def metrics_of(findings: Iterable[Finding]) -> dict[str, float]:
     return {METRIC_AREA + finding.rule.name: 1.0 for finding in findings}
 
 
-def diagnose(records: Iterable[StepMetrics], rules: Sequence[Rule]) -> Diagnosis:
-    """The findings of a watch over these steps; of several lines of one step the last counts."""
+def diagnose(records: Iterable[StepMetrics], rules: Sequence[Rule], *, most: int = 0) -> Diagnosis:
+    """The findings of a watch over these steps; of several lines of one step the last counts. With `most` the rules are judged after about
+    that many of them, evenly spread, and after the last."""
     watch = Watch(rules)
     stood: dict[str, list[int]] = {}
     last: dict[str, Finding] = {}
     steps = {record.step: record for record in records}
-    for step in sorted(steps):
+    stride = max(len(steps) // most, 1) if most else 1
+    for left, step in zip(range(len(steps) - 1, -1, -1), sorted(steps), strict=True):
+        if left % stride:
+            watch.pass_over(step, steps[step].values)
+            continue
         for finding in watch.step(step, steps[step].values):
             stood.setdefault(finding.rule.name, []).append(step)
             last[finding.rule.name] = finding
     findings = [Finding(rule=rule, steps=stood[rule.name], evidence=last[rule.name].evidence) for rule in rules if rule.name in stood]
     not_judged = {name: reason for name, reason in watch.not_judged.items() if name not in stood}
-    return Diagnosis(num_steps=len(steps), last_step=max(steps, default=0), findings=findings, not_judged=not_judged)
+    return Diagnosis(num_steps=-(-len(steps) // stride), last_step=max(steps, default=0), findings=findings, not_judged=not_judged)
 
 
 def _span(steps: Sequence[int]) -> str:

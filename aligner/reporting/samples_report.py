@@ -95,7 +95,7 @@ def render(
         measured=COLUMNS,
         before=before,
         after=after,
-        pairs=[(prompt, [(digest, _thumbnail(images, digest)) for digest in seen], old, new) for prompt, seen, old, new in pairs],
+        pairs=[(prompt, [(digest, image_of(images, digest)) for digest in seen], old, new) for prompt, seen, old, new in pairs],
         thumbnail_pixels=THUMBNAIL_PIXELS,
     )
 
@@ -145,7 +145,7 @@ def _pairs(before: Samples, after: Samples) -> list[tuple[str, tuple[str, ...], 
     return [(*asked, old.get(asked), new.get(asked)) for asked in new | old]
 
 
-def _thumbnail(images: ImageStore | None, digest: str) -> str:
+def image_of(images: ImageStore | None, digest: str) -> str:
     """A small copy of an image, as the model saw it, as a data URI; empty if its file is missing, or no image any more."""
     try:
         return thumbnail(images.get(digest), THUMBNAIL_PIXELS) if images is not None and is_plain_name(digest) else ""

@@ -178,8 +178,10 @@ def _may_wrap(rollout: RolloutConfig) -> bool:
 
 
 @contextmanager
-def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component: str, writes_config: bool = True) -> Iterator[Session]:
-    """Join the component's ranks and make its groups; destroy them on success. `component` names its files.
+def open_session(
+    config: Any, run: RunConfig, parallel: ParallelConfig, *, component: str, recipe: str = "", writes_config: bool = True
+) -> Iterator[Session]:
+    """Join the component's ranks and make its groups; destroy them on success. `component` names its files; `recipe` is recorded.
 
     Meanwhile the rank's health is in the run directory, and a component stalled for `run.stall_timeout_seconds` is ended.
     After an error the groups stay until the process ends: other ranks may hang in a collective, and the launcher ends them.
@@ -205,7 +207,7 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
     _check_ranks(config, component, world.world_size)  # MPI tells only now
     layout = topology.initialize(parallel, seed=run.seed)
     directory, yaml = RunDirectory(Path(run.directory)), to_yaml(with_names(config))
-    incarnation = from_rank_0(lambda: _open(directory, component, config, yaml if writes_config else ""))
+    incarnation = from_rank_0(lambda: _open(directory, component, recipe, config, yaml if writes_config else ""))
     _record(directory, component, layout.rank, run)
     progress = Progress()
     place = Place(
@@ -264,7 +266,7 @@ def _record(directory: RunDirectory, component: str, rank: int, run: RunConfig) 
     raise_everywhere(refused)
 
 
-def _open(directory: RunDirectory, component: str, config: Any, config_yaml: str) -> str:
+def _open(directory: RunDirectory, component: str, recipe: str, config: Any, config_yaml: str) -> str:
     """Make the run directory and write the configuration, if any, into it. Returns a name for this start of the component.
 
     Raises ConfigError if the directory belongs to another experiment or is unusable.
@@ -276,7 +278,8 @@ def _open(directory: RunDirectory, component: str, config: Any, config_yaml: str
             if changes := check_changes(directory, type(config), config_yaml, allowed=config.run.allow_changes):
                 print(changes, flush=True)
             directory.config.write_text(config_yaml)
-            directory.record(float32_matmul={key: model.float32_matmul.value for key, model in config.readers().items()})
+            matmul = {key: model.float32_matmul.value for key, model in config.readers().items()}
+            directory.record(float32_matmul=matmul, **({"recipe": recipe} if recipe else {}))
     except OSError as error:
         raise ConfigError(f"run.directory={directory.path}: {describe_os_error(error, directory)}") from error
     return uuid.uuid4().hex

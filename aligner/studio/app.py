@@ -17,7 +17,7 @@ try:
     from fastapi import FastAPI
     from nicegui import ui
 
-    from aligner.studio import runs_page
+    from aligner.studio import compare_page, run_page, runs_page
     from aligner.studio.guard import PARAMETER, Guard
     from aligner.studio.runs import Runs
     from aligner.studio.shared import Studio
@@ -25,7 +25,7 @@ except ImportError as error:
     raise ConfigError(f'aligner studio needs NiceGUI: pip install "aligner[studio]" ({error})') from error
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-PAGES: tuple[Callable[[Studio], None], ...] = (runs_page.register,)
+PAGES: tuple[Callable[[Studio], None], ...] = (runs_page.register, run_page.register, compare_page.register)
 
 
 def studio(folder: Path, options: StudioOptions) -> int:
@@ -36,6 +36,7 @@ def studio(folder: Path, options: StudioOptions) -> int:
     port = listening.getsockname()[1]
     token = secrets.token_urlsafe(24)
     about = Studio(runs=Runs(folder.resolve()), read_only=options.read_only)
+    about.runs.warm_up()
     root_path = "/" + options.root_path.strip("/") if options.root_path.strip("/") else ""
     hosts = {options.host, *options.allow_host, *(LOCAL if options.host in LOCAL else (socket.gethostname(), socket.getfqdn()))}
     guarded = Guard(application(about), token=token, hosts=hosts, cookie=f"aligner_studio_{port}", root_path=root_path)

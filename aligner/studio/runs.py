@@ -16,6 +16,8 @@ import yaml
 from aligner.cluster.lease import read_lease
 from aligner.errors import AlignerError, DataError
 from aligner.files import publish
+from aligner.reporting.diagnosis import Diagnosis, diagnose
+from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.jsonl import MetricsTail, StepMetrics
 from aligner.reporting.progress import step_seconds
 from aligner.reporting.run_view import RunView
@@ -23,6 +25,7 @@ from aligner.telemetry.run_files import RunFiles
 
 DEPTH = 6  # folders below the studio's in which runs are looked for
 SCAN_SECONDS, LOOK_SECONDS = 10.0, 1.0  # between two searches for runs, and two looks at the files of one
+JUDGE_SECONDS, MOST_JUDGED = 30.0, 500  # between two diagnoses; steps of a run after which the rules are judged
 RECENT = 20  # steps whose mean pace gives the time left
 ARCHIVE = ".aligner_studio.json"  # in the studio's folder: the runs that are put away
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
@@ -45,7 +48,8 @@ class Run:
         self._tail = MetricsTail(self.files.metrics)
         self._looked = -LOOK_SECONDS
         self._config: tuple[int, dict[str, Any]] = (0, {})
-        self._lock = threading.Lock()
+        self._lock, self._judging = threading.Lock(), threading.Lock()
+        self._diagnosis: tuple[int, float, Diagnosis | None] = (0, 0.0, None)  # of so many steps, when
         self.problem = ""  # what cannot be read
         self.state = State("unknown")
         self.identity: dict[str, Any] = {}
@@ -100,6 +104,15 @@ class Run:
     def max_steps(self) -> int:
         """0 if the settings give epochs instead."""
         return int((self.config.get("loop") or {}).get("max_steps") or 0)
+
+    def diagnosis(self) -> Diagnosis:
+        """The rules' findings so far, judged again at most every JUDGE_SECONDS."""
+        with self._judging:
+            count, judged, found = self._diagnosis
+            if found is None or (len(self.steps) > count and time.monotonic() - judged > JUDGE_SECONDS):
+                found = diagnose(list(self.steps), RULES, most=MOST_JUDGED)
+                self._diagnosis = len(self.steps), time.monotonic(), found
+            return found
 
     def seconds_left(self) -> float | None:
         """By the pace of the newest steps; None if unknown."""
@@ -188,6 +201,10 @@ class Runs:
     _runs: dict[Path, Run] = field(default_factory=dict)
     _scanned: float = -SCAN_SECONDS
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def warm_up(self) -> None:
+        """Read everything in the background, so that the first page need not wait for all of it."""
+        threading.Thread(target=lambda: [run.config for run in self.all()], name="warm-up", daemon=True).start()
 
     def all(self) -> list[Run]:
         """Every run, the newest first, each looked at."""

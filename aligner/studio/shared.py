@@ -20,6 +20,20 @@ class Studio:
 
 
 LINKS = {"Runs": "/"}
+# Colours of a state and of the text on it, with a contrast of at least 4.5.
+_BADGES = {
+    "running": ("blue-8", "white"),
+    "stalled": ("amber-3", "black"),
+    "queued": ("grey-4", "black"),
+    "failed": ("red-9", "white"),
+    "stopped": ("grey-8", "white"),
+    "done": ("green-9", "white"),
+}
+
+
+def state_badge(kind: str) -> tuple[str, str]:
+    """Quasar's colours of a state: ground and text."""
+    return _BADGES.get(kind, ("grey-4", "black"))
 
 
 @contextmanager
@@ -35,3 +49,21 @@ def frame(title: str) -> Iterator[None]:
     with ui.element("main").classes("w-full column gap-4 q-pa-md"):
         ui.label(title).classes("text-h5").props('role="heading" aria-level="1"')
         yield
+
+
+def badge(kind: str) -> None:
+    """A run's state."""
+    colour, ink = state_badge(kind)
+    ui.badge(kind).props(f"color={colour} text-color={ink}")
+
+
+def code(text: str) -> ui.label:
+    """Text in a fixed-width font that scrolls in its own box."""
+    style = "white-space: pre; overflow: auto; max-height: 60vh; width: 100%; font-family: monospace"
+    return ui.label(text).style(style).classes("text-body2 q-pa-sm rounded-borders").props('tabindex="0"')
+
+
+def not_found(name: str) -> None:
+    """The page of a run that does not exist."""
+    with frame("No such run"):
+        ui.label(f"There is no run {name!r} below this folder.")

@@ -1,0 +1,222 @@
+"""One run: curves, where the time goes, samples, findings, settings, logs, checkpoints and the commands that continue from here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from nicegui import run as background
+from nicegui import ui
+
+from aligner.commands.model_card import changed_settings
+from aligner.errors import AlignerError
+from aligner.reporting.charts import timeline
+from aligner.reporting.evaluations import COLUMNS, read_evaluations
+from aligner.reporting.formats import seconds
+from aligner.studio.curves import Curves
+from aligner.studio.runs import Run, tail
+from aligner.studio.samples import Samples
+from aligner.studio.shared import Studio, badge, code, frame, not_found
+from aligner.telemetry.terminal import plain
+
+REFRESH_SECONDS = 2.0
+LOG_BYTES = 1 << 17
+PARTS = ("curves", "time", "samples", "findings", "settings", "logs", "files")
+
+
+def register(studio: Studio) -> None:
+    """Serve the pages at `/run/NAME`; `?part=samples` opens one of PARTS."""
+
+    @ui.page("/run/{name:path}")
+    async def page(name: str, part: str = "curves") -> None:
+        run = await background.io_bound(studio.runs.get, name)
+        if run is None:
+            return not_found(name)
+        with frame(run.name):
+            await _RunPage(run).build(part if part in PARTS else "curves")
+
+
+class _RunPage:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._curves = Curves([run])
+        self._refreshes: dict[str, Callable[[], Any]] = {}  # of the part that is open
+        self._built: set[str] = set()
+
+    async def build(self, part: str) -> None:
+        self._head = ui.row().classes("items-center gap-4")
+        self._show_head()
+        with ui.tabs(value=part, on_change=self._open).props('no-caps aria-label="Parts"') as self._tabs:
+            for name in PARTS:
+                ui.tab(name)
+        with ui.tab_panels(self._tabs, value=part, animated=False).classes("w-full").props("keep-alive"):
+            self._panels = {name: ui.tab_panel(name).classes("q-px-none") for name in PARTS}
+        await self._build_part(part)
+        ui.timer(REFRESH_SECONDS, self._refresh, immediate=False)
+
+    async def _open(self, event: Any) -> None:
+        await self._build_part(str(event.value))
+
+    async def _build_part(self, part: str) -> None:
+        if part in self._built:
+            return
+        self._built.add(part)
+        with self._panels[part]:
+            await getattr(self, f"_show_{part}")()
+
+    async def _refresh(self) -> None:
+        before = self._run.state, len(self._run.steps), self._run.last
+        await background.io_bound(self._run.look)
+        if (self._run.state, len(self._run.steps), self._run.last) != before:
+            self._show_head()
+        if refresh := self._refreshes.get(str(self._tabs.value)):
+            await refresh()
+
+    def _show_head(self) -> None:
+        run = self._run
+        last, left = run.last, run.seconds_left()
+        self._head.clear()
+        with self._head:
+            badge(run.state.kind)
+            progress = f"step {last.step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "") if last else "no steps yet"
+            texts = [run.recipe, progress, f"{seconds(left)} left" if left else "", run.state.why]
+            ui.label(" · ".join(filter(None, texts)))
+            if run.problem:
+                ui.label(run.problem).classes("text-negative")
+
+    async def _show_curves(self) -> None:
+        await self._curves.build()
+        self._refreshes["curves"] = self._refresh_curves
+
+    async def _refresh_curves(self) -> None:
+        self._curves.marks = (await background.io_bound(self._run.diagnosis)).findings
+        await self._curves.refresh()
+
+    async def _show_time(self) -> None:
+        run = self._run
+        spans, damaged = await background.io_bound(run.view.spans)
+        for panel in (timeline(run.steps), *([timeline(run.steps, spans)] if spans else [])):
+            with ui.card().classes("w-full"):
+                ui.label(panel.title).classes("text-subtitle2")
+                ui.echart(panel.option).style(f"height: {panel.height}px; width: 100%")
+        if damaged:
+            ui.label(f"{damaged} lines of the trace cannot be read")
+        ui.label("Against the plan, and the trace for ui.perfetto.dev:")
+        code(f"aligner plan --against {shlex.quote(str(run.files.path))}")
+        code(f"aligner trace {shlex.quote(str(run.files.path))}")
+
+    async def _show_samples(self) -> None:
+        await Samples([self._run]).build()
+
+    async def _show_findings(self) -> None:
+        found = await background.io_bound(self._run.diagnosis)
+        if not found.findings:
+            ui.label("Nothing found." if self._run.steps else "No steps yet.")
+        for finding in found.findings:
+            with ui.card().classes("w-full"):
+                ui.label(finding.rule.title).classes("text-subtitle1")
+                ui.label(f"Steps {found.when(finding)}: {finding.evidence}")
+                ui.label(f"Likely cause: {finding.rule.cause}")
+                ui.label(f"Remedy: {finding.rule.remedy}")
+        for evaluation in await background.io_bound(self._evaluations):
+            ui.label(f"{evaluation['model']}, {evaluation['time']}").classes("text-subtitle2")
+            columns = [{"name": str(i), "label": name, "field": str(i), "align": "left"} for i, name in enumerate(COLUMNS)]
+            ui.table(columns=columns, rows=[{str(i): cell for i, cell in enumerate(row)} for row in evaluation["rows"]])
+
+    def _evaluations(self) -> list[dict[str, Any]]:
+        try:
+            return read_evaluations(self._run.files.evaluations)
+        except (AlignerError, OSError) as error:
+            self._run.problem = str(error)
+            return []
+
+    async def _show_settings(self) -> None:
+        config = await background.io_bound(lambda: self._run.config)
+        changed = await background.io_bound(_changed, self._run.recipe, config)
+        ui.label("Different from the recipe's defaults" if changed else "Settings").classes("text-subtitle1")
+        if changed:
+            code("\n".join(f"{key}={_shown(value)}" for key, value in sorted(changed.items())))
+        with ui.expansion("config.yaml").classes("w-full"):
+            code(yaml.safe_dump(config, sort_keys=False) if config else "no settings yet")
+
+    async def _show_logs(self) -> None:
+        names = await background.io_bound(lambda: sorted(path.name for path in self._run.files.logs.glob("*.log")))
+        if not names:
+            ui.label("No logs yet.")
+            return
+        first = next((name for name in names if not name.startswith("launcher")), names[0])
+        chooser = ui.select(names, value=first, label="Log").classes("w-64")
+        shown = code("")
+
+        async def show(*_: Any) -> None:
+            text = await background.io_bound(self._log, str(chooser.value))
+            if text != shown.text:
+                shown.set_text(text)
+
+        chooser.on_value_change(show)
+        self._refreshes["logs"] = show
+        await show()
+
+    def _log(self, name: str) -> str:
+        path = self._run.files.logs / Path(name).name
+        try:
+            return plain("\n".join(tail(path, LOG_BYTES))) or "empty"
+        except OSError as error:
+            return f"cannot be read: {error}"
+
+    async def _show_files(self) -> None:
+        files, rows = self._run.files, await background.io_bound(self._checkpoints)
+        ui.label("Checkpoints").classes("text-subtitle1")
+        if rows:
+            columns = [{"name": key, "label": key, "field": key, "align": "left"} for key in rows[0]]
+            ui.table(columns=columns, rows=rows)
+        else:
+            ui.label("None yet.")
+        here = shlex.quote(str(files.path))
+        ui.label("Commands").classes("text-subtitle1")
+        for about, command in (
+            (
+                "Continue, with the settings it was started with",
+                f"aligner launch local {self._run.recipe or 'RECIPE'} ... run.directory={here}",
+            ),
+            ("Talk with the newest policy", f"aligner chat {here}"),
+            ("Serve it to OpenAI clients", f"aligner serve {here}"),
+            ("Measure it", f"aligner eval {here}"),
+            ("Export to Hugging Face's format", f"aligner convert --from-megatron {here}/checkpoints/policy --to-hf DIR"),
+            ("Write the report", f"aligner report {here}"),
+        ):
+            ui.label(about).classes("text-caption")
+            code(command)
+
+    def _checkpoints(self) -> list[dict[str, str]]:
+        found = []
+        for folder in sorted(path for path in self._run.files.checkpoints.glob("*") if path.is_dir()):
+            pointers = {name: _text(folder / name) for name in ("latest", "best")}
+            for step in sorted(folder.glob("step_*")):
+                marks = [name for name, target in pointers.items() if target == step.name]
+                when = time.strftime("%Y-%m-%d %H:%M", time.localtime(step.stat().st_mtime))
+                found.append({"of": folder.name, "checkpoint": step.name, "written": when, "is": ", ".join(marks)})
+        return found
+
+
+def _changed(recipe: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return changed_settings(recipe, config)
+    except AlignerError:  # of another version
+        return {}
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
