@@ -87,6 +87,7 @@ setup(
         "docs": ["markdown-it-py", "mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"],
         "dev": [
             "anthropic>=2,<3",  # a client of the endpoint in tests
+            "axe-core-python",  # accessibility of the studio's pages
             "bitsandbytes>=0.50.1",
             "gymnasium>=1.0,<2",
             "import-linter",

@@ -23,6 +23,7 @@ sys.path.insert(0, str(TESTS))
 import ranks  # noqa: E402
 
 sys.path[:0] = ranks.FOLDERS
+import browser  # noqa: E402
 import slurm_cluster  # noqa: E402
 import tiers  # noqa: E402
 from preloaded import ForkedProcess, Preloaded  # noqa: E402
@@ -55,6 +56,8 @@ def _missing(mark: str) -> str | None:
         return None if find_spec("tensorrt_llm") else "tensorrt_llm is not installed"
     if mark == "slurm":
         return slurm_cluster.missing()
+    if mark == "browser":
+        return browser.missing()
     if mark == "mpi":
         return None if find_spec("mpi4py") and find_mpiexec() else "mpi4py or mpiexec is not installed"
     if mark == "pytriton":

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from aligner.errors import DataError
 from aligner.files import publish
@@ -75,14 +75,21 @@ class MetricsTail:
             self.records, self._file = [], 0
             return
         with file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._file or status.st_size < self._start:
-                self._file, self._start, self.records = status.st_ino, 0, []
+            if os.fstat(file.fileno()).st_ino != self._file or not self._continues(file):
+                self._file, self._start, self.records = os.fstat(file.fileno()).st_ino, 0, []
             file.seek(self._start)
             lines = file.read().split(b"\n")[:-1]
             read = [_decode(line, f"{self._path}: byte {self._start} or later") for line in lines]
-            self.records = self.records[:-1] + read if self.records and read else self.records + read
+            self.records = self.records[:-1] + read if read else self.records
             self._start += sum(len(line) + 1 for line in lines[:-1])
+
+    def _continues(self, file: BinaryIO) -> bool:
+        """Whether the last line that was read is where it was: a new file may have the number of one before."""
+        file.seek(self._start)
+        line = file.readline()
+        return not self.records or (
+            line.endswith(b"\n") and _decode(line, f"{self._path}: byte {self._start}").step == self.records[-1].step
+        )
 
 
 class MetricsFile:

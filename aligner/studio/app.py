@@ -60,6 +60,7 @@ def application(about: Studio) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     for register in PAGES:
         register(about)
+    ui.add_head_html('<script>document.documentElement.lang = "en"</script>', shared=True)
     ui.run_with(app, title="aligner studio", dark=None, show_welcome_message=False, reconnect_timeout=30.0)
     return app
 

@@ -47,11 +47,12 @@ class _RunPage:
         self._curves = Curves([run])
         self._refreshes: dict[str, Callable[[], Any]] = {}  # of the part that is open
         self._built: set[str] = set()
+        self._shown: tuple[Any, ...] = ()  # in the head
 
     async def build(self, part: str) -> None:
         self._head = ui.row().classes("items-center gap-4")
         self._show_head()
-        with ui.tabs(value=part, on_change=self._open).props('no-caps aria-label="Parts"') as self._tabs:
+        with ui.tabs(value=part, on_change=self._open).props('no-caps align=left aria-label="Parts"').classes("w-full") as self._tabs:
             for name in PARTS:
                 ui.tab(name)
         with ui.tab_panels(self._tabs, value=part, animated=False).classes("w-full").props("keep-alive"):
@@ -70,16 +71,17 @@ class _RunPage:
             await getattr(self, f"_show_{part}")()
 
     async def _refresh(self) -> None:
-        before = self._run.state, len(self._run.steps), self._run.last
         await background.io_bound(self._run.look)
-        if (self._run.state, len(self._run.steps), self._run.last) != before:
-            self._show_head()
+        self._show_head()
         if refresh := self._refreshes.get(str(self._tabs.value)):
             await refresh()
 
     def _show_head(self) -> None:
         run = self._run
         last, left = run.last, run.seconds_left()
+        if (shown := (run.state, last, run.problem)) == self._shown:
+            return
+        self._shown = shown
         self._head.clear()
         with self._head:
             badge(run.state.kind)
@@ -178,6 +180,7 @@ class _RunPage:
         else:
             ui.label("None yet.")
         here = shlex.quote(str(files.path))
+        recipe, changed = self._run.recipe or "RECIPE", await background.io_bound(_changed, self._run.recipe, self._run.config)
         ui.label("Commands").classes("text-subtitle1")
         for about, command in (
             (

@@ -220,7 +220,7 @@ class Runs:
 
     def get(self, name: str) -> Run | None:
         """The run of this name. A name that leads out of the folder, or to no run, is None."""
-        path = (self.folder / name).resolve()
+        path = (self.folder / name.replace("\0", "?")).resolve()  # no path has one
         if not path.is_relative_to(self.folder) or not is_run(path):
             return None
         with self._lock:

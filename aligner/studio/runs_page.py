@@ -58,7 +58,7 @@ class _Table:
         with ui.row().classes("w-full items-center gap-4"):
             search = ui.input("Filter by name, recipe or state").props("clearable dense").classes("w-72")
             self._compare = ui.button("Compare", on_click=self._open_comparison).props("outline")
-            self._archive = ui.button("Archive", on_click=self._put_away).props("outline")
+            self._archive = ui.button("Archive", on_click=self._put_away).props('outline aria-label="Archive"')
             self._archive.set_visibility(not self._studio.read_only)
             ui.switch("Archived", on_change=self._switch).props('aria-label="Show archived runs"')
         self._table = ui.table(
@@ -68,6 +68,8 @@ class _Table:
         self._table.on_select(lambda _: self._selected())
         for name, template in (("name", _NAME), ("state", _STATE), ("step", _STEP), ("metric", _METRIC), ("changed", _CHANGED)):
             self._table.add_slot(f"body-cell-{name}", template)
+        self._table.add_slot("header-selection", '<q-checkbox v-model="props.selected" aria-label="Select all" />')
+        self._table.add_slot("body-selection", """<q-checkbox v-model="props.selected" :aria-label="'Select ' + props.row.name" />""")
         self._table.add_slot("no-data", "<span>No runs below this folder yet.</span>")
         self._selected()
         ui.timer(REFRESH_SECONDS, self._refresh, immediate=False)
@@ -84,7 +86,9 @@ class _Table:
 
     async def _switch(self, event: Any) -> None:
         self._shows_archived = bool(event.value)
-        self._archive.set_text("Restore" if self._shows_archived else "Archive")
+        name = "Restore" if self._shows_archived else "Archive"
+        self._archive.set_text(name)
+        self._archive.props(f'aria-label="{name}"')
         self._table.selected = []
         self._selected()
         await self._refresh()
@@ -124,7 +128,7 @@ def row(run: Run) -> dict[str, Any]:
     value = next((record.values[name] for record in reversed(run.steps) if name in record.values), None) if name else None
     return {
         "name": run.name,
-        "link": f"run/{quote(run.name)}",
+        "link": f"run/{quote(run.name.removeprefix('.'))}",  # a browser takes /run/. for /run/
         "recipe": run.recipe,
         "state": run.state.kind,
         "why": run.problem or run.state.why,

@@ -1,0 +1,273 @@
+"""The studio in a real browser: runs that go on, curves, samples that attack the page, comparisons; what it writes, and what it fetches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import browser
+import pytest
+
+from aligner.cluster.lease import LeaseRecord
+from aligner.cluster.run_directory import RunDirectory
+from aligner.reporting.jsonl import MetricsFile
+from aligner.reporting.rollout_table import write_rows
+from aligner.types import FinishReason, SampleRow
+
+pytestmark = pytest.mark.browser
+WAIT_SECONDS = 30.0
+HOSTILE = (
+    "<script>window.hacked = 1</script>",
+    '<img src=x onerror="window.hacked = 1">',
+    "<svg onload=window.hacked=1>",
+    "[a](javascript:window.hacked=1)",
+    '"><iframe srcdoc="<script>parent.hacked = 1</script>"></iframe>',
+    "{{ constructor.constructor('window.hacked = 1')() }}",
+    "${window.hacked = 1}",
+    "$$\\href{javascript:window.hacked=1}{x}$$",
+    "</script><script>window.hacked = 1</script>",
+    "\u202eevil\u2028line\x00\x1b[31mred",
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A driver over the pages of a server at `url`, which shows `folder`."""
+
+    driver: Any
+    url: str
+    folder: Path
+
+    def open(self, path: str) -> None:
+        self.driver.get(self.url + path)
+
+    def until(self, what: str, true: Callable[[], Any]) -> Any:
+        until = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < until:
+            if found := true():
+                return found
+            time.sleep(0.1)
+        shot = self.folder / "page.png"
+        self.driver.save_screenshot(str(shot))
+        pytest.fail(f"waited {WAIT_SECONDS} s for {what}; {shot} shows the page, whose text is {self.text[:2000]!r}")
+
+    @property
+    def text(self) -> str:
+        return str(self.driver.execute_script("return document.body.innerText"))
+
+    def all(self, css: str) -> list[Any]:
+        return list(self.driver.find_elements("css selector", css))
+
+    def click(self, text: str) -> None:
+        """The button, tab or link with this text."""
+        same = f"normalize-space()='{text}'"
+        path = f"//button[{same}] | //a[{same}] | //*[@role='tab'][{same}] | //label[{same}] | //*[@role='switch'][{same}]"
+        self.until(f"{text!r}", lambda: self.driver.find_elements("xpath", path))[0].click()
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[str]:
+    """`aligner studio` over the folder; its URL with the token."""
+    command = [sys.executable, "-m", "aligner.cli", "studio", str(folder), "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as server:
+        assert server.stdout is not None
+        try:
+            lines = iter(server.stdout.readline, "")
+            yield next(line.removeprefix("open: ").strip() for line in lines if line.startswith("open: "))
+        finally:
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(30) in (0, -signal.SIGTERM)
+
+
+def _rows(response: str, reward: float = 0.5) -> list[SampleRow]:
+    kinds = (FinishReason.stop, FinishReason.length)
+    return [
+        SampleRow(prompt=f"prompt {i // 2}", response=f"{response} {i}", reward=reward + i, finish_reason=kinds[i % 2]) for i in range(6)
+    ]
+
+
+def _make(folder: Path, name: str, *, steps: int, recipe: str = "grpo", lr: float = 0.1, done: bool = True) -> RunDirectory:
+    run = RunDirectory(folder / name).create()
+    run.record(recipe=recipe)
+    run.config.write_text(f"loop: {{max_steps: 100}}\noptimizer: {{lr: {lr}}}\n")
+    with_metrics(run, 1, steps)
+    write_rows(run.rollouts, 1, _rows("first"))
+    write_rows(run.rollouts, steps, _rows("last"))
+    run.validation.mkdir()
+    write_rows(run.validation, steps, [SampleRow(prompt="what?", response=f"of {name}", reward=1.0, finish_reason=FinishReason.stop)])
+    run.log("actor", 0).write_text("step 1\nstep 2 \x1b[31mred\x1b[0m\n")
+    if done:
+        run.done.write_text(json.dumps({"step": steps}))
+    else:
+        lease = LeaseRecord(job="local-1", attempt="local-1.0", host="here", pid=os.getpid(), valid_seconds=3600.0)
+        run.lease.write_text(json.dumps(asdict(lease)))
+    return run
+
+
+def with_metrics(run: RunDirectory, first: int, last: int) -> None:
+    metrics = MetricsFile(run.metrics, resumed_step=first - 1)
+    for step in range(first, last + 1):
+        values = {"rollout/reward": 1 - 1 / step, "policy/loss": 1 / step, "policy/entropy": 0.5, "time/step": 1.0, "time/train": 0.6}
+        metrics.write(step, values | {"optim/grad_norm": float("nan") if step == 3 else 1.0})
+    metrics.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("studio")
+    _make(root, "first", steps=20)
+    _make(root, "group/second", steps=30, lr=0.2)
+    _make(root, "live", steps=5, done=False)
+    hostile = _make(root, "<img src=x onerror='window.hacked = 1'>", steps=4, recipe="{{ constructor.constructor('window.hacked=1')() }}")
+    write_rows(
+        hostile.rollouts, 4, [SampleRow(prompt=text, response=text, reward=0.0, finish_reason=FinishReason.stop) for text in HOSTILE]
+    )
+    hostile.log("actor", 0).write_text("\n".join(HOSTILE))
+    hostile.config.write_text(json.dumps({"loop": {"max_steps": 9}, "data": {"train": HOSTILE[0]}}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> Iterator[Seen]:
+    with serving(folder) as url, browser.chromium() as driver:
+        driver.get(url)
+        assert "token" not in driver.current_url  # neither the address bar nor the history keeps it
+        yield Seen(driver, url.partition("/?")[0], folder)
+
+
+def _rows_shown(seen: Seen) -> list[str]:
+    """The text of each line of the table of runs; one read, because the page changes meanwhile."""
+    return list(seen.driver.execute_script("return [...document.querySelectorAll('tbody tr')].map(row => row.innerText)"))
+
+
+def test_all_runs_are_listed_and_a_live_one_goes_on(seen: Seen) -> None:
+    seen.open("/")
+    assert len(seen.until("four runs", lambda: len(_rows_shown(seen)) == 4 and _rows_shown(seen))) == 4
+    live = next(text for text in _rows_shown(seen) if text.startswith("\tlive") or "\nlive" in text or "live\t" in text)
+    assert "running" in live and "5 of 100" in live and "grpo" in live
+    with_metrics(RunDirectory(seen.folder / "live"), 6, 9)
+    seen.until("step 9 without a reload", lambda: "9 of 100" in seen.text)
+    search = seen.all("input[type=text], input:not([type])")[0]
+    search.send_keys("second")
+    seen.until("one run left by the filter", lambda: len(_rows_shown(seen)) == 1)
+    search.clear()
+
+
+def test_curves_are_drawn_and_grow(seen: Seen) -> None:
+    seen.open("/run/live")
+    seen.until("a chart", lambda: seen.all("canvas"))
+    assert "step 9 of 100" in seen.text or "step 5 of 100" in seen.text
+    with_metrics(RunDirectory(seen.folder / "live"), 10, 14)
+    seen.until("the newest step", lambda: "step 14 of 100" in seen.text)
+    seen.click("all")
+    seen.until("all charts", lambda: len(seen.all("canvas")) >= 4)
+    assert "norm of the gradient" in seen.text  # which is NaN at step 3: a gap
+    assert not browser.errors(seen.driver)
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("time", "phases of a step"),
+        ("findings", "Nothing found."),
+        ("settings", "config.yaml"),
+        ("logs", "step 2 red"),
+        ("files", "aligner launch local grpo"),
+    ],
+)
+def test_the_parts_of_a_run(seen: Seen, part: str, expected: str) -> None:
+    seen.open(f"/run/group/second?part={part}")
+    seen.until(expected, lambda: expected in seen.text)
+
+
+def test_samples_by_step_and_filter(seen: Seen) -> None:
+    seen.open("/run/first?part=samples")
+    seen.until("the newest samples", lambda: "last 0" in seen.text and "last 5" in seen.text)
+    from selenium.webdriver.common.keys import Keys
+
+    search = next(one for one in seen.all("input") if one.get_attribute("aria-label") == "Search")
+    search.send_keys("last 4")
+    seen.until("the group of one sample", lambda: "prompt 2" in seen.text and "prompt 0" not in seen.text)
+    seen.click("Validation")
+    search.send_keys(Keys.CONTROL, "a")
+    search.send_keys("of first")
+    seen.until("validation", lambda: "what?" in seen.text)
+
+
+def test_a_comparison(seen: Seen) -> None:
+    seen.open("/compare?run=first&run=group/second")
+    seen.until("the settings that differ", lambda: "optimizer.lr" in seen.text and "0.2" in seen.text)
+    seen.until("samples side by side", lambda: "of first" in seen.text and "of group/second" in seen.text)
+    assert seen.all("canvas")
+    seen.open("/compare?run=first&run=nothing")
+    seen.until("the missing run", lambda: "There is no run 'nothing'" in seen.text)
+
+
+def test_hostile_text_is_shown_and_does_nothing(seen: Seen) -> None:
+    name = "%3Cimg%20src%3Dx%20onerror%3D'window.hacked%20%3D%201'%3E"
+    for path in (
+        "/",
+        f"/run/{name}",
+        f"/run/{name}?part=samples",
+        f"/run/{name}?part=logs",
+        f"/run/{name}?part=settings",
+        f"/compare?run={name}",
+    ):
+        seen.open(path)
+        seen.until("the page", lambda: "<img src=x" in seen.text)
+        if "samples" in path or "logs" in path:
+            seen.until("the text as it is", lambda: "<script>window.hacked = 1</script>" in seen.text and "{{ constructor" in seen.text)
+        time.sleep(0.5)
+        assert seen.driver.execute_script("return window.hacked === undefined"), path
+        assert not seen.all("iframe") and not seen.all("img[src=x]")
+
+
+def test_nothing_comes_from_elsewhere_and_pages_are_accessible(seen: Seen) -> None:
+    for path in ("/", "/run/first", "/run/first?part=samples", "/run/first?part=files", "/compare?run=first&run=group/second"):
+        seen.open(path)
+        seen.until("the page", lambda: seen.all("main"))
+        time.sleep(1.5)
+        assert [url for url in browser.fetched(seen.driver) if not url.startswith((seen.url, "data:", "blob:"))] == []
+        assert not browser.axe(seen.driver), path
+
+
+def test_archived_runs_leave_the_list(seen: Seen) -> None:
+    seen.open("/")
+    seen.until("the runs", lambda: len(_rows_shown(seen)) == 4)
+    seen.driver.execute_script("document.querySelector('[aria-label=\"Select group/second\"]').click()")  # rows are drawn anew meanwhile
+    seen.until("the button", lambda: seen.driver.execute_script("return !document.querySelector('button[aria-label=Archive]').disabled"))
+    seen.driver.execute_script("document.querySelector('button[aria-label=Archive]').click()")
+    seen.until("three runs", lambda: len(_rows_shown(seen)) == 3)
+    assert json.loads((seen.folder / ".aligner_studio.json").read_text()) == {"archived": ["group/second"]}
+    (seen.folder / ".aligner_studio.json").unlink()
+
+
+def test_read_only_writes_nothing_and_a_taken_port_is_named(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "runs"
+    shutil.copytree(folder / "first", copy / "first")
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    with serving(copy, "--read-only") as url, browser.chromium() as driver:
+        page = Seen(driver, url.partition("/?")[0], tmp_path)
+        driver.get(url)
+        page.until("the run", lambda: "first" in page.text)
+        assert not re.search(r"archive\n", page.text, re.IGNORECASE)
+        page.open("/run/first")
+        page.until("a chart", lambda: page.all("canvas"))
+        port = url.split(":")[2].split("/")[0]
+        command = [sys.executable, "-m", "aligner.cli", "studio", str(copy), "--port", port]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert refused.returncode and f"--port {port}" in refused.stderr
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
+    missing = subprocess.run([*command[:4], "nowhere"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert missing.returncode == 2 and "nowhere: is not a directory" in missing.stderr
