@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +20,7 @@ from aligner.errors import AlignerError
 from aligner.reporting.charts import timeline
 from aligner.reporting.evaluations import COLUMNS, read_evaluations
 from aligner.reporting.formats import seconds
+from aligner.settings.command_line import override
 from aligner.studio.curves import Curves
 from aligner.studio.runs import Run, tail
 from aligner.studio.samples import Samples
@@ -26,6 +29,7 @@ from aligner.telemetry.terminal import plain
 
 REFRESH_SECONDS = 2.0
 LOG_BYTES = 1 << 17
+_PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[A-Za-z/][\w./+-]*", re.IGNORECASE)  # a word that Hydra needs no quotes for
 PARTS = ("curves", "time", "samples", "findings", "settings", "logs", "files")
 
 
@@ -184,8 +188,8 @@ class _RunPage:
         ui.label("Commands").classes("text-subtitle1")
         for about, command in (
             (
-                "Continue, with the settings it was started with",
-                f"aligner launch local {self._run.recipe or 'RECIPE'} ... run.directory={here}",
+                "Continue, with the settings it has",
+                command_line(recipe, changed),
             ),
             ("Talk with the newest policy", f"aligner chat {here}"),
             ("Serve it to OpenAI clients", f"aligner serve {here}"),
@@ -212,6 +216,15 @@ def _changed(recipe: str, config: Mapping[str, Any]) -> dict[str, Any]:
         return changed_settings(recipe, config)
     except AlignerError:  # of another version
         return {}
+
+
+def command_line(recipe: str, changed: Mapping[str, Any]) -> str:
+    """What continues a run of the recipe with these settings, as typed in a shell."""
+
+    def typed(key: str, value: Any) -> str:
+        return f"{key}={value}" if isinstance(value, str) and _PLAIN.fullmatch(value) else override(key, value)
+
+    return shlex.join(["aligner", "launch", "local", recipe, *itertools.starmap(typed, changed.items())])
 
 
 def _shown(value: Any) -> str:

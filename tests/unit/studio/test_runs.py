@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -11,12 +12,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("nicegui", reason="nicegui is not installed")
+from aligner.algorithms.registry import composed
 from aligner.cluster.lease import LeaseRecord
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import DataError
 from aligner.reporting.jsonl import MetricsFile, MetricsTail, read_metrics
 from aligner.studio import runs as module
 from aligner.studio.compare_page import differing_settings, last_figures
+from aligner.studio.run_page import command_line
 from aligner.studio.runs import Run, Runs
 from aligner.studio.runs_page import main_metric, row
 
@@ -178,3 +181,14 @@ def test_long_runs_are_judged_in_part(tmp_path: Path) -> None:
     assert 500 <= diagnosis.num_steps <= 1000 and diagnosis.last_step == 2000
     assert all(finding.steps[-1] == 2000 for finding in diagnosis.findings)
     assert found.diagnosis() is diagnosis
+
+
+def test_the_command_that_continues_has_the_run_s_settings() -> None:
+    settings = {"run.directory": "/a b/c", "model.path": "true", "optimizer.lr": 0.2, "data.train": [{"path": "x.jsonl", "weight": 2}]}
+    settings |= {"model.tokenizer": "/t/k", "logging.progress": "plain", "loop.max_steps": 7}
+    settings["logging.wandb_run_name"] = "{prompt} it''s $(rm) `x`"
+    words = shlex.split(command_line("sft", settings))
+    assert words[:4] == ["aligner", "launch", "local", "sft"] and {"model.tokenizer=/t/k", "logging.progress=plain"} <= set(words)
+    config = composed("sft", words[4:])
+    assert config.run.directory == "/a b/c" and config.model.path == "true" and config.optimizer.lr == 0.2 and config.loop.max_steps == 7
+    assert config.logging.wandb_run_name == settings["logging.wandb_run_name"] and list(config.data.train)[0]["path"] == "x.jsonl"
