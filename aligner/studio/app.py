@@ -40,9 +40,7 @@ def studio(folder: Path, options: StudioOptions) -> int:
     root_path = "/" + options.root_path.strip("/") if options.root_path.strip("/") else ""
     hosts = {options.host, *options.allow_host, *(LOCAL if options.host in LOCAL else (socket.gethostname(), socket.getfqdn()))}
     guarded = Guard(application(about), token=token, hosts=hosts, cookie=f"aligner_studio_{port}", root_path=root_path)
-    server = uvicorn.Server(
-        uvicorn.Config(guarded, log_level="warning", root_path=root_path, timeout_graceful_shutdown=2, server_header=False)
-    )
+    server = uvicorn.Server(uvicorn.Config(guarded, log_level="warning", timeout_graceful_shutdown=2, server_header=False))
     name = f"[{options.host}]" if ":" in options.host else options.host
     print(f"runs: {about.runs.folder}{' (read-only)' if options.read_only else ''}", flush=True)
     print(f"open: http://{name}:{port}{root_path}/?{PARAMETER}={token}", flush=True)

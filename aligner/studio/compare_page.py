@@ -15,7 +15,7 @@ from aligner.studio.curves import Curves
 from aligner.studio.runs import Run
 from aligner.studio.runs_page import MOST_COMPARED
 from aligner.studio.samples import Samples
-from aligner.studio.shared import Studio, frame, not_found
+from aligner.studio.shared import Studio, found, frame, later
 
 REFRESH_SECONDS = 5.0
 
@@ -24,14 +24,16 @@ def register(studio: Studio) -> None:
     """Serve the page at `/compare?run=A&run=B`."""
 
     @ui.page("/compare")
-    async def page(run: list[str] = Query(default=[])) -> None:  # noqa: B008  FastAPI's way to read a repeated parameter
+    def page(run: list[str] = Query(default=[])) -> None:  # noqa: B008  FastAPI's way to read a repeated parameter
         names = list(dict.fromkeys(run))[:MOST_COMPARED]
-        found = [await background.io_bound(studio.runs.get, name) for name in names]
-        runs = [one for one in found if one is not None]
-        if len(runs) < len(names) or not runs:
-            return not_found(next((name for name, one in zip(names, found, strict=True) if one is None), ""))
+
+        async def build() -> None:
+            runs = [await found(studio, name) for name in names]
+            if runs and all(runs):
+                await _build([one for one in runs if one is not None])
+
         with frame("Compare"):
-            await _build(runs)
+            later(build)
 
 
 async def _build(runs: Sequence[Run]) -> None:

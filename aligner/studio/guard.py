@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import HTTPConnection
@@ -35,6 +35,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):  # the application's start and end
             return await self.app(scope, receive, send)
+        scope = self._below_root(scope)
         connection = HTTPConnection(scope)
         refusal = self._refusal(connection)
         if refusal is None:
@@ -42,6 +43,14 @@ class Guard:
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
         await refusal(scope, receive, _with_headers(send))
+
+    def _below_root(self, scope: Scope) -> Scope:
+        """The scope as ASGI has it below a path: some proxies pass their own path on, others strip it."""
+        root, path = self._root_path, scope["path"]
+        if not root:
+            return scope
+        whole = path if path == root or path.startswith(f"{root}/") else root + path
+        return {**scope, "root_path": root, "path": whole, "raw_path": quote(whole).encode()}
 
     def _refusal(self, connection: HTTPConnection) -> Response | None:
         host = connection.headers.get("host", "")
@@ -56,7 +65,7 @@ class Guard:
         if not self._admits(connection.query_params.get(PARAMETER, "")):
             return PlainTextResponse(_NO_TOKEN, 401)
         kept = [(key, value) for key, value in connection.query_params.multi_items() if key != PARAMETER]
-        target = f"{self._root_path}{connection.scope['path'].removeprefix(self._root_path)}" + (f"?{urlencode(kept)}" if kept else "")
+        target = quote(connection.scope["path"]) + (f"?{urlencode(kept)}" if kept else "")
         answer = RedirectResponse(target, 303)  # an address bar, and a history, without the token
         answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path=self._root_path or "/")
         return answer

@@ -24,7 +24,7 @@ from aligner.settings.command_line import override
 from aligner.studio.curves import Curves
 from aligner.studio.runs import Run, tail
 from aligner.studio.samples import Samples
-from aligner.studio.shared import Studio, badge, code, frame, not_found
+from aligner.studio.shared import Studio, badge, code, found, frame, later
 from aligner.telemetry.terminal import plain
 
 REFRESH_SECONDS = 2.0
@@ -37,12 +37,13 @@ def register(studio: Studio) -> None:
     """Serve the pages at `/run/NAME`; `?part=samples` opens one of PARTS."""
 
     @ui.page("/run/{name:path}")
-    async def page(name: str, part: str = "curves") -> None:
-        run = await background.io_bound(studio.runs.get, name)
-        if run is None:
-            return not_found(name)
-        with frame(run.name):
-            await _RunPage(run).build(part if part in PARTS else "curves")
+    def page(name: str, part: str = "curves") -> None:
+        async def build() -> None:
+            if (run := await found(studio, name)) is not None:
+                await _RunPage(run).build(part if part in PARTS else PARTS[0])
+
+        with frame(name or studio.runs.folder.name):
+            later(build)
 
 
 class _RunPage:
@@ -120,13 +121,13 @@ class _RunPage:
         await Samples([self._run]).build()
 
     async def _show_findings(self) -> None:
-        found = await background.io_bound(self._run.diagnosis)
-        if not found.findings:
+        judged = await background.io_bound(self._run.diagnosis)
+        if not judged.findings:
             ui.label("Nothing found." if self._run.steps else "No steps yet.")
-        for finding in found.findings:
+        for finding in judged.findings:
             with ui.card().classes("w-full"):
                 ui.label(finding.rule.title).classes("text-subtitle1")
-                ui.label(f"Steps {found.when(finding)}: {finding.evidence}")
+                ui.label(f"Steps {judged.when(finding)}: {finding.evidence}")
                 ui.label(f"Likely cause: {finding.rule.cause}")
                 ui.label(f"Remedy: {finding.rule.remedy}")
         for evaluation in await background.io_bound(self._evaluations):

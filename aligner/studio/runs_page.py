@@ -13,7 +13,7 @@ from nicegui import ui
 from aligner.reporting.formats import seconds, stretches
 from aligner.reporting.jsonl import StepMetrics
 from aligner.studio.runs import Run
-from aligner.studio.shared import Studio, frame, state_badge
+from aligner.studio.shared import Studio, frame, later, state_badge
 
 REFRESH_SECONDS = 2.0
 MOST_COMPARED = 8
@@ -44,9 +44,9 @@ def register(studio: Studio) -> None:
     """Serve the page at `/`."""
 
     @ui.page("/")
-    async def page() -> None:
+    def page() -> None:
         with frame("Runs"):
-            await _Table(studio).build()
+            later(_Table(studio).build)
 
 
 class _Table:

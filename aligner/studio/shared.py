@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from nicegui import run as background
 from nicegui import ui
 
-from aligner.studio.runs import Runs
+from aligner.studio.runs import Run, Runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +64,23 @@ def code(text: str) -> ui.label:
     return ui.label(text).style(style).classes("text-body2 q-pa-sm rounded-borders").props('tabindex="0"')
 
 
-def not_found(name: str) -> None:
-    """The page of a run that does not exist."""
-    with frame("No such run"):
+def later(build: Callable[[], Awaitable[None]]) -> None:
+    """Build this part of the page once the browser has the rest: what it reads may take longer than a browser's patience."""
+    place = ui.column().classes("w-full gap-4")
+    with place:
+        ui.spinner(size="lg").props('role="status" aria-label="Reading"')
+
+    async def fill() -> None:
+        place.clear()
+        with place:
+            await build()
+
+    ui.timer(0.01, fill, once=True)
+
+
+async def found(studio: Studio, name: str) -> Run | None:
+    """The run of this name; without one the page says so."""
+    run = await background.io_bound(studio.runs.get, name)
+    if run is None:
         ui.label(f"There is no run {name!r} below this folder.")
+    return run
