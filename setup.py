@@ -42,7 +42,7 @@ setup(
         "aligner.settings": ["synonyms.yaml"],
         "aligner.data": ["constitution.yaml"],
         "aligner.commands.migrate": ["tables/*.yaml"],
-        "aligner.reporting": ["templates/*.html"],
+        "aligner.reporting": ["templates/*.html", "static/*"],
         "aligner.rollout.tensorrt_llm": ["contracts/*.json"],
         "aligner.rollout.builtin.native": ["*.c", "*.h"],  # compiled where they run
     },

@@ -39,7 +39,7 @@ _SHORT |= {"max_steps": "loop.max_steps", "directory": "run.directory"}
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Result:
-    """What a finished run left. A notebook shows it as a table of its metrics with a curve."""
+    """What a finished run left. A notebook shows it as a table of its metrics with their courses."""
 
     directory: Path  # of the run
     metrics: list[dict[str, float]]  # of every step: the names of docs/algorithms.md, and `step`

@@ -267,9 +267,16 @@ add(
 add(
     commands,
     "report = report:report",
-    RUN,
-    click.Option(["--output"], type=FILE, metavar="FILE", help="The HTML file (default: RUN_DIRECTORY/report.html)."),
-    help="Summarise a run, and write its curves and samples before and after as one HTML file.",
+    Argument(
+        "directories",
+        "RUN_DIRECTORY...",
+        "RUN_DIRECTORY: run.directory of runs, which may still be running.",
+        type=DIRECTORY,
+        nargs=-1,
+        required=True,
+    ),
+    click.Option(["-o", "--output"], type=FILE, metavar="FILE", help="The HTML file (default: report.html in the first RUN_DIRECTORY)."),
+    help="Summarise runs, and write their curves, differences and samples before and after as one HTML file.",
 )
 add(
     commands,

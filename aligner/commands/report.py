@@ -19,22 +19,26 @@ from aligner.telemetry.spans import Span, chrome_trace
 STEP = "step"  # the span of a training step, on every rank that trains
 
 
-def report(directory: Path, output: Path | None = None) -> int:
-    """Print the summary of a run and its samples before and after, and write `output` (None: report.html in the run's directory)."""
-    run = RunView(directory).begun(str(directory))
-    output = run.files.path / "report.html" if output is None else output
+def report(directories: Sequence[Path], output: Path | None = None) -> int:
+    """Print the summary of each run and its samples before and after, and write `output` (None: report.html in the first run's
+    directory)."""
+    runs = [RunView(directory).begun(str(directory)) for directory in directories]
+    output = runs[0].files.path / "report.html" if output is None else output
+    columns = all_columns()
     try:
-        write_report(run, output)
+        write_report(runs, output, columns)
     except OSError as error:
         raise AlignerError(f"the report could not be written: {describe_os_error(error, output)}") from error
-    print(run.summary(all_columns()))
-    for finding in run.diagnosis().findings:
-        print(f"\n{finding.text()}")
-    if text := text_of(*run.before_and_after()):
-        print(f"\n{text}")
-    for record in read_evaluations(run.files.evaluations):
-        print(f"\n{markdown(record)}")
-    print(f"\nwritten to {output}")
+    for directory, run in zip(directories, runs, strict=True):
+        print(f"{directory}\n" * (len(runs) > 1) + run.summary(columns))
+        for finding in run.diagnosis().findings:
+            print(f"\n{finding.text()}")
+        if text := text_of(*run.before_and_after()):
+            print(f"\n{text}")
+        for record in read_evaluations(run.files.evaluations):
+            print(f"\n{markdown(record)}")
+        print()
+    print(f"written to {output}")
     return 0
 
 

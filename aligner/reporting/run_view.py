@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from aligner.errors import DataError
 from aligner.reporting.diagnosis import Diagnosis, diagnose
@@ -45,6 +48,13 @@ class RunView:
 
     def metrics(self) -> list[StepMetrics]:
         return read_metrics(self.files.metrics) if self.files.metrics.is_file() else []
+
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration. Raises DataError for a damaged one."""
+        try:
+            return dict(yaml.safe_load(self.files.config.read_text(encoding="utf-8"))) if self.files.config.is_file() else {}
+        except (yaml.YAMLError, TypeError, ValueError) as error:
+            raise DataError(f"{self.files.config}: not the configuration of a run: {error}") from error
 
     def newest(self, metric: str) -> float | None:
         """The last value of a metric; None if no step has it."""

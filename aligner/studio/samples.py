@@ -115,7 +115,7 @@ class Samples:
             ui.label(prompt).style(BOX).classes("text-body2 text-grey-8")
             with ui.row():
                 for digest in images:
-                    if uri := image_of(ImageStore(self._runs[0].files.images), digest):
+                    if uri := image_of([ImageStore(run.files.images) for run in self._runs], digest):
                         ui.image(uri).style("width: 160px").props('alt="image of the prompt"')
             with ui.element("div").style(GRID):
                 for name, row in answers:

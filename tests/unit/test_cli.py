@@ -120,7 +120,7 @@ def test_help_of_the_command(arguments: list[str], capsys) -> None:
         (["gap", "grpo", "--ulps=nan"], "'--ulps': nan is not finite"),
         (["gap", "grpo", "--gap=inf"], "'--gap': inf is not finite"),
         (["preflight", "grpo", "--timeout=nan"], "'--timeout': nan is not finite"),
-        (["report", "runs/x", "a=b"], "unexpected extra argument"),
+        (["diagnose", "runs/x", "a=b"], "unexpected extra argument"),
         (["diagnose", __file__], "is a file"),
     ],
 )

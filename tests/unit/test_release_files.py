@@ -62,3 +62,10 @@ def test_hosted_ci_runs_the_projects_own_on_every_python_that_is_supported(monke
     assert any(step.get("run") == ".ci/run" for step in jobs["tests"]["steps"])
     said = [line.rsplit(" ", 1)[1] for line in setup_arguments(monkeypatch)["classifiers"] if re.search(r"Python :: 3\.\d", line)]
     assert jobs["tests"]["strategy"]["matrix"]["python"] == said
+
+
+def test_a_wheel_has_what_the_pages_are_made_of(monkeypatch: pytest.MonkeyPatch):
+    package = ROOT / "aligner" / "reporting"
+    shipped = {file for pattern in setup_arguments(monkeypatch)["package_data"]["aligner.reporting"] for file in package.glob(pattern)}
+    assert shipped == {file for folder in ("templates", "static") for file in (package / folder).iterdir()}
+    assert {"echarts.common.min.js", "LICENSE", "NOTICE", "LICENSE-d3", "report.js"} <= {file.name for file in shipped}

@@ -1,8 +1,9 @@
-"""The report of a run: its curves, its samples before and after, and that nothing in it can be more than text."""
+"""The report of runs: figures, curves, differences, samples, and that nothing in it can be more than text."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import math
@@ -10,7 +11,6 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
@@ -18,11 +18,15 @@ from PIL import Image
 from aligner import cli
 from aligner.data.vision import ImageStore
 from aligner.errors import DataError
+from aligner.reporting.formats import Column, Goal
 from aligner.reporting.jsonl import StepMetrics
 from aligner.reporting.rollout_table import read_rows, write_rows
 from aligner.reporting.run_view import RunView, Samples
-from aligner.reporting.samples_report import MAX_POINTS, chart, render, text_of
+from aligner.reporting.samples_report import Reported, fragment, render, text_of
 from aligner.types import FinishReason, SampleRow
+
+LIBRARY_SHA256 = "61f13280aba3161f77fc801bf5f9c786f55f10432153a0683fc5cc0700b013d5"  # of echarts 6.1.0's dist/echarts.common.min.js
+COLUMNS = (Column("reward", "rollout/reward", ".3f", Goal.highest), Column("KL", "policy/kl"))
 
 
 def row(prompt: str, response: str, reward: float = 0.5, finish_reason: FinishReason = FinishReason.stop) -> SampleRow:
@@ -44,21 +48,27 @@ def run(tmp_path: Path) -> Path:
 
 
 class Texts(HTMLParser):
-    """The tags of a page, and the texts of its heading and table cells."""
+    """The tags of a page, and the texts of its heading, of its tables' cells, and of those of the samples, the last table."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.heading = ""
+        self.tables: list[list[str]] = []
         self.cells: list[str] = []
+        self.scripts: list[str] = []
         self._open = ""
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         self.tags.append(tag)
-        if tag in ("h1", "td"):
+        if tag == "table":
+            self.cells = []
+            self.tables.append(self.cells)
+        if tag in ("h1", "td", "script"):
             self._open = tag
             self.cells += [""] * (tag == "td")
+            self.scripts += [""] * (tag == "script")
 
     def handle_endtag(self, tag: str) -> None:
         if tag == self._open:
@@ -69,6 +79,8 @@ class Texts(HTMLParser):
             self.heading += data
         elif self._open == "td":
             self.cells[-1] += data
+        elif self._open == "script":
+            self.scripts[-1] += data
 
 
 def test_the_command_writes_one_page_with_curves_and_samples(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,8 +89,11 @@ def test_the_command_writes_one_page_with_curves_and_samples(run: Path, capsys: 
     assert re.search(r"reward +0\.100 +0\.400", out) and "before (step 0) and after (step 3)" in out
     page = (run / "report.html").read_text(encoding="utf-8")
     read = Texts(page)
-    assert read.tags.count("svg") == 3  # rollout reward, validation reward, KL: the run has no other
-    assert "script" not in read.tags and "b" not in read.tags and "link" not in read.tags and "\x1b" not in page
+    titles = re.findall("<figcaption>(.*)</figcaption>", page)
+    assert titles == ["reward of the rollouts", "reward on validation prompts", "KL to the start or reference, nats per token"]
+    assert read.tags.count("script") == 3 and "b" not in read.tags and "link" not in read.tags and "\x1b" not in page
+    assert [option["series"][0]["data"] for option in json.loads(read.scripts[0])][0] == [[1, 0.1], [2, 0.2], [3, 0.4]]
+    assert read.tables[0][:4] == ["reward", "0.100", "0.400", "0.400 @ 3"]
     # In the order of the later validation, each prompt with its own responses.
     assert read.cells == [
         *("two", "reward 0.500, ended by lengthold 2", "reward 1.000new 2"),
@@ -92,7 +107,8 @@ def test_a_run_without_validations_has_a_page_too(run: Path) -> None:
     assert RunView(run).before_and_after() == (None, None)
     assert text_of(None, None) == ""
     assert cli.main(["report", str(run), "--output", str(run / "other.html")]) == 0
-    assert "data.validation" in (run / "other.html").read_text() and "<table" not in (run / "other.html").read_text()
+    page = (run / "other.html").read_text()
+    assert "data.validation" in page and "Greedy responses" not in page
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,34 +127,46 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
         read_rows(path)
 
 
-def points(values: list[tuple[int, float]]) -> list[list[tuple[float, float]]]:
-    """The coordinates of each line of a chart of (step, value)."""
-    return [[tuple(float(x) for x in pair.split(",")) for pair in line.split()] for line in chart("", values).lines]
+def test_several_runs_are_set_side_by_side(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    (other / "validation").mkdir(parents=True)
+    write_rows(other / "validation", 3, [row("two", "other 2"), row("three", "other 3")])
+    (other / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 1.0, "rollout/reward": 0.7}\n{"step": 2, "time": 2.0, "rollout/reward": 0.6}\n'
+    )
+    (run / "config.yaml").write_text("run: {directory: a, seed: 1}\noptimizer: {lr: 0.1}\nold: [1]\n")
+    (other / "config.yaml").write_text("run: {directory: b, seed: 1}\noptimizer: {lr: 0.2}\n")
+    assert cli.main(["report", str(run), str(other), "-o", str(tmp_path / "both.html")]) == 0
+    assert capsys.readouterr().out.startswith(f"{run}\nsteps 0 to 3")
+    page = (tmp_path / "both.html").read_text()
+    read = Texts(page)
+    assert read.heading == "run, other"
+    assert read.tables[0] == ["reward", "0.400 (0.400)", "0.600 (0.700)", "KL", "0.0400", "", "val reward", "0.250 (0.250)", ""]
+    assert read.tables[1] == ["optimizer.lr", "0.1", "0.2", "old", "[1]", ""]
+    assert "<th>run before (step 0)</th><th>run after (step 3)</th><th>other after (step 3)</th>" in page
+    assert read.cells[:4] == ["two", "reward 0.500, ended by lengthold 2", "reward 1.000new 2", "reward 0.500other 2"]
+    assert read.cells[-4:-2] == ["one <b>", "reward 0.000old 1"]
+    assert [line["name"] for line in json.loads(read.scripts[0])[0]["series"]] == ["run", "other"]
+    (other / "config.yaml").write_text("- no\n")
+    assert cli.main(["report", str(run), str(other)]) == 2
+    assert "config.yaml: not the configuration of a run" in capsys.readouterr().err
 
 
-def test_charts_span_their_frame_and_break_where_there_is_no_number() -> None:
-    # 62 to 508 pixels across, 148 (lowest) up to 12 (highest): step 5 of 0..10 is half way, value 3 of 1..5 too.
-    assert points([(0, 1.0), (5, 3.0), (10, 5.0)]) == [[(62.0, 148.0), (285.0, 80.0), (508.0, 12.0)]]
-    broken = points([(0, 1.0), (1, 2.0), (2, math.nan), (4, 5.0)])
-    assert [len(line) for line in broken] == [2, 2] and broken[1][0] == broken[1][1]  # the point alone is drawn as a dot
-    assert points([(7, 2.0)]) == [[(285.0, 80.0)] * 2]
-    assert points([(1, math.nan)]) == []
+def test_only_the_scripts_of_the_page_may_run() -> None:
+    """The policy names the two scripts by their digests, and the drawing one is the published file."""
+    page = render([Reported(name="run", records=[StepMetrics(step=1, time=0.0, values={"a/</script>\u2028<!--": 1.0})])], COLUMNS)
+    read = Texts(page)
+    allowed = re.search("default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src ([^\"]+)", page)[1].split()
+    digests = [hashlib.sha256(script.encode()).digest() for script in read.scripts[1:]]
+    assert allowed == [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+    assert digests[0].hex() == LIBRARY_SHA256
+    assert len(read.scripts) == 3 and "<" not in read.scripts[0] and read.scripts[0].isascii()
+    assert json.loads(read.scripts[0])[0]["series"][0]["name"] == "a/</script>\u2028<!--"
 
 
-def test_long_curves_are_thinned() -> None:
-    (line,) = points([(step, float(step)) for step in range(10 * MAX_POINTS)])
-    assert len(line) == MAX_POINTS
-    assert line[0][0] == 62.0
-
-
-def test_a_chart_is_an_svg_with_its_scale() -> None:
-    records = [StepMetrics(step=step, time=0.0, values={"rollout/reward": value}) for step, value in enumerate((0.5, math.nan, 2.5))]
-    page = render("run", records, None, None)
-    assert "<span>0.500 to 2.500</span>" in page
-    svg = ElementTree.fromstring(re.search(r"<svg.*</svg>", page, re.DOTALL)[0])
-    assert svg.attrib["viewBox"] == "0 0 520 170"
-    assert [line.attrib["points"] for line in svg.iter("polyline")] == ["62.0,148.0 62.0,148.0", "508.0,12.0 508.0,12.0"]
-    assert [text.text for text in svg.iter("text")] == ["2.500", "0.500", "step 0", "2"]
+def test_a_notebook_gets_the_table(run: Path) -> None:
+    found = fragment(RunView(run), COLUMNS)
+    assert "<td>reward</td><td>0.100</td><td>0.400</td><td>0.400 @ 3</td>" in found and "<script" not in found
 
 
 @pytest.mark.parametrize(
@@ -155,8 +183,14 @@ def test_a_chart_is_an_svg_with_its_scale() -> None:
 )
 def test_every_text_of_a_run_stays_text(text: str) -> None:
     before = Samples(step=0, rows=[row(text, text)])
-    page = render(text, [], before, Samples(step=1, rows=[row(text, text), row("new" + text, text)]))
-    clean = render("name", [], Samples(step=0, rows=[row("a", "b")]), Samples(step=1, rows=[row("a", "b"), row("c", "d")]))
+    after = Samples(step=1, rows=[row(text, text), row("new" + text, text)])
+    records = [StepMetrics(step=1, time=0.0, values={"rollout/reward": 1.0, text: 2.0})]
+    page = render([Reported(name=text, records=records, before=before, after=after)], COLUMNS)
+    before, after = Samples(step=0, rows=[row("a", "b")]), Samples(step=1, rows=[row("a", "b"), row("c", "d")])
+    clean = render(
+        [Reported(name="name", records=[replace(records[0], values={"rollout/reward": 1.0, "x": 2.0})], before=before, after=after)],
+        COLUMNS,
+    )
     read = Texts(page)
     assert read.tags == Texts(clean).tags  # no tag more
     responses = ["reward 0.500" + text] * 2
@@ -182,10 +216,10 @@ def test_prompts_of_one_text_are_told_apart_by_their_images(run: Path) -> None:
 
 
 def test_control_characters_are_shown_as_such() -> None:
-    page = render("a\x00b\x1b[2J\u2028c", [], None, None)
+    page = render([Reported(name="a\x00b\x1b[2J\u2028c")], COLUMNS)
     assert "a\ufffdb\ufffd[2J\ufffdc" in page and not {"\x00", "\x1b", "\u2028"} & set(page)
 
 
 def test_a_run_that_has_just_begun() -> None:
-    assert "no steps yet" in render("name & <co>", [], None, None)
-    assert "name &amp; &lt;co&gt;" in render("name & <co>", [], None, None)
+    page = render([Reported(name="name & <co>")], COLUMNS)
+    assert "no steps yet" in page and "name &amp; &lt;co&gt;" in page and "<script" not in page
