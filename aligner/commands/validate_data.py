@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -94,22 +94,29 @@ class Finding:
 
 def validate(target: str, overrides: Sequence[str], options: ValidateOptions) -> int:
     """Check the data of `conf/<target>.yaml`, or a file of `options.kind`; prints, returns the exit code: 1 if lines are bad."""
-    config = config_of(target, overrides, options)
-    fetch_named(config, weights=False)
-    tokenizer = _tokenizer(config)
-    config = _with_lengths(config, tokenizer, options)
     findings, pages = [], []
-    for location, data in read_alone(config.data):
-        finding, views = inspect(replace(config, data=data), location, tokenizer)
+    for finding, views, tokenizer in examine(target, overrides, options):
         findings.append(finding)
         show(finding, sys.stdout, lists_all=options.lists_all)
         show_samples(views[: options.num_samples], tokenizer, sys.stdout)
-        pages.append((finding, [_sample(view, tokenizer) for view in views[: options.num_samples]]))
+        pages.append((finding, samples(views[: options.num_samples], tokenizer)))
     if options.html_path is not None:
         options.html_path.write_text(render_page("data.html", target=target, sets=pages), encoding="utf-8")
     if options.json_path is not None:
         options.json_path.write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
     return BAD if any(finding.report.num_bad for finding in findings) else 0
+
+
+def examine(
+    target: str, overrides: Sequence[str], options: ValidateOptions, first: int | None = None
+) -> Iterator[tuple[Finding, list[View], Tokenizer]]:
+    """Of every source of the data what `inspect` finds, and the tokenizer that it was read with."""
+    config = config_of(target, overrides, options)
+    fetch_named(config, weights=False)
+    tokenizer = _tokenizer(config)
+    config = _with_lengths(config, tokenizer, options)
+    for location, data in read_alone(config.data):
+        yield *inspect(replace(config, data=data), location, tokenizer, first), tokenizer
 
 
 def inspect(config: JobRun, location: str, tokenizer: Tokenizer, first: int | None = None) -> tuple[Finding, list[View]]:
@@ -194,6 +201,11 @@ def show_samples(views: Sequence[View], tokenizer: Tokenizer, out: TextIO) -> No
 def _seen(row: Row, tokenizer: Tokenizer) -> str:
     slots = [str(tokenizer.vision.num_slots(image)) for image in row.images] if row.images and tokenizer.vision is not None else []
     return f", {len(slots)} images of {', '.join(slots)} tokens" if slots else ""
+
+
+def samples(views: Sequence[View], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Some examples as plain data, for pages."""
+    return [_sample(view, tokenizer) for view in views]
 
 
 def _sample(view: View, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -297,7 +297,7 @@ def unknown_in_file(path: Path, package: str, keys: Sequence[SchemaKey]) -> Iter
 
 def of_shipped(config: str, topic: str, *, program: str) -> str | None:
     """The help of a config of conf/; None for another config. Raises ConfigError as `render` does."""
-    if (found := _shipped().get(config)) is None:
+    if (found := shipped().get(config)) is None:
         return None
     groups, keys, values = found
     return render(keys, values, program=program, file=config, groups=groups, topic=topic)
@@ -305,13 +305,13 @@ def of_shipped(config: str, topic: str, *, program: str) -> str | None:
 
 def recipe_with(settings: Sequence[str]) -> str:
     """The recipe of conf/ with all of these settings and the fewest others; empty if there is no such recipe."""
-    known = {folder.name: _shipped()[folder.name][1] for folder in recipe_folders() if folder.name in _shipped()}
+    known = {folder.name: shipped()[folder.name][1] for folder in recipe_folders() if folder.name in shipped()}
     having = [name for name, keys in known.items() if all(is_known(setting, keys) for setting in settings)]
     return min(having, key=lambda name: len(known[name]), default="")
 
 
 @functools.cache
-def _shipped() -> dict[str, tuple[list[str], list[SchemaKey], dict[str, str]]]:
+def shipped() -> dict[str, tuple[list[str], list[SchemaKey], dict[str, str]]]:
     """The groups, keys and values of every config of conf/."""
     file = conf_directory() / SETTINGS_FILE
     written = json.loads(file.read_text()) if file.is_file() else {"configs": {}}

@@ -17,15 +17,23 @@ try:
     from fastapi import FastAPI
     from nicegui import ui
 
-    from aligner.studio import compare_page, run_page, runs_page
+    from aligner.studio import chat_page, compare_page, new_page, run_page, runs_page
     from aligner.studio.guard import PARAMETER, Guard
     from aligner.studio.runs import Runs
     from aligner.studio.shared import Studio
-except ImportError as error:
+except ModuleNotFoundError as error:
+    if error.name not in ("uvicorn", "fastapi", "nicegui"):
+        raise
     raise ConfigError(f'aligner studio needs NiceGUI: pip install "aligner[studio]" ({error})') from error
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-PAGES: tuple[Callable[[Studio], None], ...] = (runs_page.register, run_page.register, compare_page.register)
+PAGES: tuple[Callable[[Studio], None], ...] = (
+    runs_page.register,
+    run_page.register,
+    compare_page.register,
+    new_page.register,
+    chat_page.register,
+)
 
 
 def studio(folder: Path, options: StudioOptions) -> int:
@@ -46,9 +54,8 @@ def studio(folder: Path, options: StudioOptions) -> int:
     print(f"open: http://{name}:{port}{root_path}/?{PARAMETER}={token}", flush=True)
     if options.host in LOCAL:
         print(f"from your own machine first: ssh -L {port}:127.0.0.1:{port} {getpass.getuser()}@{socket.gethostname()}", flush=True)
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module="nicegui.ui_run_with"
-    )  # it looks at every object, torch's old ones too
+    # It looks at every object of the process, torch's deprecated ones too.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="nicegui.ui_run_with")
     server.run(sockets=[listening])
     return 0
 

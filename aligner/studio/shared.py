@@ -20,7 +20,7 @@ class Studio:
     read_only: bool = False
 
 
-LINKS = {"Runs": "/"}
+LINKS = {"Runs": "/", "New run": "/new", "Chat": "/chat"}
 # Colours of a state and of the text on it, with a contrast of at least 4.5.
 _BADGES = {
     "running": ("blue-8", "white"),
