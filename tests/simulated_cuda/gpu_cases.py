@@ -156,7 +156,7 @@ def _read(path: Path) -> Process:
 
 
 def note(table: str, row: dict[str, object]) -> None:
-    """Keep a row of a table of docs/gpu_path.md; table.py writes them there."""
+    """Keep a row of a table of docs/containers.md; table.py writes them there."""
     folder = ROWS / table
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(letter if letter.isalnum() else "_" for letter in str(row["what"]))

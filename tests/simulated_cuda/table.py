@@ -1,4 +1,4 @@
-"""Writes what `make test-gpu-path` measured into the tables of docs/gpu_path.md."""
+"""Writes what `make test-gpu-path` measured into the tables of docs/containers.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, ROWS = ROOT / "docs" / "gpu_path.md", ROOT / "build" / "gpu_path"
+PAGE, ROWS = ROOT / "docs" / "containers.md", ROOT / "build" / "gpu_path"
 COLUMNS = {
     "recipes": ("ranks", "waits", "pageable", "captures", "replays"),
     "memory": ("planned", "allocated"),
