@@ -267,14 +267,7 @@ add(
 add(
     commands,
     "report = report:report",
-    Argument(
-        "directories",
-        "RUN_DIRECTORY...",
-        "RUN_DIRECTORY: run.directory of runs, which may still be running.",
-        type=DIRECTORY,
-        nargs=-1,
-        required=True,
-    ),
+    Argument("directories", "RUN_DIRECTORY...", RUN.about, type=DIRECTORY, nargs=-1, required=True),
     click.Option(["-o", "--output"], type=FILE, metavar="FILE", help="The HTML file (default: report.html in the first RUN_DIRECTORY)."),
     help="Summarise runs, and write their curves, differences and samples before and after as one HTML file.",
 )

@@ -178,7 +178,8 @@ class GRPO(OnlineAlgorithm[GRPOConfig]):
         cut = batch.truncated if config.mask_truncated else torch.zeros_like(batch.truncated)
         learnt = of_rows(weighs, batch.loss_mask, no_reward=~groups.chosen.valid, truncated=cut, no_signal=torch.ones_like(cut))
         metrics |= totals([learnt, groups.dropped(config.group_size)])
-        return StepResult(metrics=metrics, samples=sample_rows(groups.sampled, task.decode))
+        known = {"trainer": old_logprobs, "reference": ref_logprobs, "advantage": policy_batch.advantages}
+        return StepResult(metrics=metrics, samples=sample_rows(groups.chosen, task.decode, per_token=known))
 
     def experience(
         self, batch: RolloutBatch, collected: ScoredRollouts, old_logprobs: Tensor | None, ref_logprobs: Tensor | None

@@ -135,7 +135,8 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         # The critic's batch: while it warms up it is the only one that learns.
         metrics |= of_rows(value_batch.loss_mask, batch.loss_mask, no_reward=~collected.valid, truncated=batch.truncated)
         self.critic.end_step()
-        return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
+        known = {"trainer": old_logprobs, "reference": ref_logprobs, "advantage": policy_batch.advantages, "value": value_batch.old_values}
+        return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode, per_token=known))
 
     def experience(
         self, batch: RolloutBatch, collected: ScoredRollouts, old_logprobs: Tensor, kl: Tensor

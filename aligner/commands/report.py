@@ -20,8 +20,7 @@ STEP = "step"  # the span of a training step, on every rank that trains
 
 
 def report(directories: Sequence[Path], output: Path | None = None) -> int:
-    """Print the summary of each run and its samples before and after, and write `output` (None: report.html in the first run's
-    directory)."""
+    """Print each run's summary and its samples before and after, and write `output` (None: report.html in the first directory)."""
     runs = [RunView(directory).begun(str(directory)) for directory in directories]
     output = runs[0].files.path / "report.html" if output is None else output
     columns = all_columns()

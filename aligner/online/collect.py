@@ -30,12 +30,14 @@ from aligner.types import (
     SamplingConfig,
     Scores,
     TokenBatch,
+    TokenTable,
 )
 
 MAX_SEED = 2**62
 HEARTBEAT_SECONDS = 1.0  # between two signs of life while a batch is compared
 NUM_NAMED = 3  # rollouts that an error names
 EXCERPT_CHARACTERS = 80
+MAX_TABLE_TOKENS = 512  # of a response's table of tokens
 
 _Pending = tuple[list[Rollout], Future[Scores] | None, Future[Tensor] | None]  # what the scorers are sent (None: not yet), their answers
 
@@ -280,8 +282,17 @@ def _age_metrics(ages: Tensor | None) -> dict[str, float]:
     }
 
 
-def sample_rows(collected: ScoredRollouts, decode: Callable[[Sequence[int]], str], count: int = 4) -> list[SampleRow]:
-    """The first few rollouts as text."""
+def sample_rows(
+    collected: ScoredRollouts,
+    decode: Callable[[Sequence[int]], str],
+    count: int = 4,
+    *,
+    per_token: Mapping[str, Tensor | None] | None = None,
+) -> list[SampleRow]:
+    """The first few rollouts as text; with `per_token`, their tokens with these numbers by name, float32 [B, S] (None: left out).
+
+    A step calls it when it has trained: advantages, values and the trainer's log-probs are then at hand, of the policy before the step.
+    """
     return [
         SampleRow(
             prompt=rollout.prompt.text or decode(rollout.prompt.tokens),
@@ -289,9 +300,23 @@ def sample_rows(collected: ScoredRollouts, decode: Callable[[Sequence[int]], str
             reward=reward,
             finish_reason=rollout.finish_reason,
             images=images_in({**rollout.prompt.extras, **rollout.extras}),
+            group=rollout.prompt.id,
+            parts={name: part[row].item() for name, part in collected.parts.items()},
+            tokens=None if per_token is None else _token_table(rollout, row, decode, per_token),
         )
-        for rollout, reward in zip(collected.rollouts[:count], collected.rewards[:count].tolist(), strict=True)
+        for row, (rollout, reward) in enumerate(zip(collected.rollouts[:count], collected.rewards[:count].tolist(), strict=True))
     ]
+
+
+def _token_table(rollout: Rollout, row: int, decode: Callable[[Sequence[int]], str], per_token: Mapping[str, Tensor | None]) -> TokenTable:
+    ids, first = rollout.response[:MAX_TABLE_TOKENS], len(rollout.prompt.tokens)
+    known = {name: x[row, first : first + len(ids)].tolist() for name, x in per_token.items() if x is not None}
+    texts = []
+    for place in range(len(ids)):  # after the token before it: alone a token would lose its space with some tokenizers
+        before, both = decode(ids[max(0, place - 1) : place]), decode(ids[max(0, place - 1) : place + 1])
+        texts.append(both[len(before) :] if both.startswith(before) else decode(ids[place : place + 1]))
+    numbers = {"sampler": rollout.logprobs[: len(ids)], **known}
+    return TokenTable(texts=tuple(texts), numbers={name: tuple(float(f"{x:.5g}") for x in own) for name, own in numbers.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -168,7 +168,8 @@ class OnlineAlgorithm(Generic[Config]):
     def result(self, collected: ScoredRollouts, metrics: Mapping[str, float]) -> StepResult:
         """The end of a step."""
         self.sample_again()
-        return StepResult(metrics={**metrics, **self.task.shares(collected.rollouts)}, samples=sample_rows(collected, self.task.decode))
+        samples = sample_rows(collected, self.task.decode, per_token={})
+        return StepResult(metrics={**metrics, **self.task.shares(collected.rollouts)}, samples=samples)
 
     def validate(self) -> Mapping[str, float]:
         return validation.validate(self.task)

@@ -9,11 +9,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 
 from aligner.reporting.diagnosis import Finding
+from aligner.reporting.formats import stretches
 from aligner.reporting.jsonl import StepMetrics
 from aligner.reporting.progress import phases, step_seconds
 from aligner.telemetry.spans import Span, rows
@@ -80,9 +82,7 @@ _PANELS = (
     ("data", "shares of the sets", r"data/share/.*"),
     (MORE, "findings of the diagnosis (1: holds)", r"diagnosis/.*"),
 )
-_PATTERNS = [(place, title, re.compile(pattern)) for place, (_, title, pattern) in enumerate(_PANELS)]
-_GROUPS = list(dict.fromkeys(group for group, _, _ in _PANELS))
-GROUPS = (*_GROUPS, MORE)  # in order
+GROUPS = tuple(dict.fromkeys(group for group, _, _ in _PANELS))  # in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +121,6 @@ def panels(
         smoothing: weight of the past in an exponential mean, from 0 (none) to below 1; the raw line is faint behind it.
         log: logarithmic vertical axes where all values are positive.
         marks: findings, each shown in the panels whose metrics its evidence names, at the steps of the first run.
-        max_points: of a line.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing={smoothing}: must be at least 0 and below 1")
@@ -132,20 +131,19 @@ def panels(
             chosen.setdefault(_place(line.metric), []).append(line)
     steps = {record.step: x for run, records in list(runs.items())[:1] for record, x in zip(records, xs[run], strict=True)}
     found = []
-    for (*_, title), lines in sorted(chosen.items(), key=lambda one: one[0]):
+    for (group, _, title), lines in sorted(chosen.items(), key=lambda one: one[0]):
         lines, title = _scaled(lines, title)
         series = _series(lines, xs, smoothing, max_points, several=len(runs) > 1)
         is_log = log and all(value > 0 for line in lines for value in line.values if math.isfinite(value))
         option = _option(series, unit, "log" if is_log else "value")
         series[0] |= _marked([one for one in marks if any(_names(one, line.metric) for line in lines)], steps)
-        found.append(Panel(title=title, group=group_of(lines[0].metric), option=option))
+        found.append(Panel(title=title, group=GROUPS[group], option=option))
     return found
 
 
 def group_of(metric: str) -> str:
     """The group of a metric's panel."""
-    place = _place(metric)[1]
-    return _PANELS[place][0] if place < len(_PANELS) else MORE
+    return GROUPS[_place(metric)[0]]
 
 
 def timeline(records: Sequence[StepMetrics], spans: Sequence[Span] = ()) -> Panel:
@@ -153,32 +151,30 @@ def timeline(records: Sequence[StepMetrics], spans: Sequence[Span] = ()) -> Pane
     if spans:
         option = _gantt(spans)
         return Panel(title="what ran when, seconds", group="timeline", option=option, height=120 + 20 * len(option["yAxis"]["data"]))
-    timed = [(record.step, phases(record.values), step_seconds(record.values)) for record in records if step_seconds(record.values)]
-    stretches = [list(part) for part in np.array_split(np.arange(len(timed)), min(MAX_BARS, len(timed)))] if timed else []
-    names = list(dict.fromkeys(name for _, own, _ in timed for name in own))
-    times = [[sum(timed[k][1].get(name, 0.0) for k in part) / len(part) for part in stretches] for name in names]
-    whole = [sum(timed[k][2] or 0.0 for k in part) / len(part) for part in stretches]
-    times.append(
-        [max(0.0, total - sum(own)) for total, own in zip(whole, zip(*times, strict=True) if times else [()] * len(whole), strict=True)]
-    )
-    total = math.fsum(map(math.fsum, times)) or 1.0
+    timed = [(record.step, phases(record.values), seconds) for record in records if (seconds := step_seconds(record.values))]
+    parts = stretches(timed, MAX_BARS)
+    names = dict.fromkeys(name for _, own, _ in timed for name in own)
+    times = {name: [fmean(own.get(name, 0.0) for _, own, _ in part) for part in parts] for name in names}
+    whole = [fmean(seconds for _, _, seconds in part) for part in parts]
+    times["other"] = [max(0.0, seconds - sum(own[k] for own in times.values())) for k, seconds in enumerate(whole)]
+    total = sum(map(sum, times.values())) or 1.0
     bars = [
-        {"name": f"{name} ({math.fsum(own) / total:.0%})", "data": _rounded(own), "type": "bar", "stack": "step", "barCategoryGap": "10%"}
-        for name, own in zip([*names, "other"], times, strict=True)
-        if math.fsum(own)
+        {"name": f"{name} ({sum(own) / total:.0%})", "data": _rounded(own), "type": "bar", "stack": "step", "barCategoryGap": "10%"}
+        for name, own in times.items()
+        if sum(own)
     ]
     option = _option(bars, "step", "value")
-    option["xAxis"] |= {"type": "category", "data": [str(timed[part[0]][0]) for part in stretches], "boundaryGap": True}
+    option["xAxis"] |= {"type": "category", "data": [str(part[0][0]) for part in parts], "boundaryGap": True}
     option["legend"] |= {"show": True}
     return Panel(title="phases of a step, seconds", group="timeline", option=option)
 
 
 def _place(metric: str) -> tuple[int, int, str]:
     """Of a metric's panel: its group's number, its own, and its title."""
-    for place, title, pattern in _PATTERNS:
-        if found := pattern.fullmatch(metric):
-            return _GROUPS.index(_PANELS[place][0]), place, title.format(*found.groups()) if "{}" in title else title
-    return len(_GROUPS), len(_PANELS), metric
+    for place, (group, title, pattern) in enumerate(_PANELS):
+        if found := re.fullmatch(pattern, metric):
+            return GROUPS.index(group), place, title.format(*found.groups())
+    return GROUPS.index(MORE), len(_PANELS), metric
 
 
 def _lines(run: str, records: Sequence[StepMetrics]) -> list[_Line]:

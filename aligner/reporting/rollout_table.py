@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.text import Text
 from aligner.errors import DataError
 from aligner.files import publish
 from aligner.reporting.jsonl import json_number
-from aligner.types import FinishReason, SampleRow
+from aligner.types import FinishReason, SampleRow, TokenTable
 
 _VISIBLE = {"\n": "⏎", "\t": "⇥"}
 
@@ -23,14 +24,24 @@ _VISIBLE = {"\n": "⏎", "\t": "⇥"}
 def write_rows(directory: Path, step: int, rows: Sequence[SampleRow]) -> Path:
     """Write the rows of a step (atomically: a reader sees all or nothing; a repeated step replaces its file) and return the path."""
     path = directory / f"step_{step:06d}.jsonl"
-    records = [
-        {"prompt": row.prompt, "response": row.response, "reward": json_number(row.reward), "finish_reason": row.finish_reason.value}
-        | ({"images": row.images} if row.images else {})
-        for row in rows
-    ]
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    lines = [json.dumps(_record(row), ensure_ascii=False) + "\n" for row in rows]
     publish(path, lambda new: new.write_text("".join(lines), encoding="utf-8"))
     return path
+
+
+def _record(row: SampleRow) -> dict[str, Any]:
+    """What a row does not have, its record does not have either."""
+    record = {"prompt": row.prompt, "response": row.response, "reward": json_number(row.reward), "finish_reason": row.finish_reason.value}
+    more = {"images": row.images, "group": row.group, "parts": {name: json_number(part) for name, part in row.parts.items()}}
+    if row.tokens is not None:
+        numbers = {name: list(map(json_number, own)) for name, own in row.tokens.numbers.items()}
+        more["tokens"] = {"texts": row.tokens.texts, "numbers": numbers}
+    return record | {name: value for name, value in more.items() if value not in (None, (), {})}
+
+
+def _tokens(found: Mapping[str, Any]) -> TokenTable:
+    numbers = {name: tuple(map(float, own)) for name, own in found["numbers"].items()}
+    return TokenTable(texts=tuple(map(str, found["texts"])), numbers=numbers)
 
 
 def read_rows(path: Path) -> list[SampleRow]:
@@ -40,11 +51,18 @@ def read_rows(path: Path) -> list[SampleRow]:
     for number, line in enumerate(complete, start=1):
         try:
             record = json.loads(line)
-            reason = FinishReason(record["finish_reason"])
-            reward = float(record["reward"])
-            images = tuple(map(str, record.get("images", ())))
-            rows.append(SampleRow(prompt=record["prompt"], response=record["response"], reward=reward, finish_reason=reason, images=images))
-        except (ValueError, TypeError, KeyError) as error:
+            row = SampleRow(
+                prompt=record["prompt"],
+                response=record["response"],
+                reward=float(record["reward"]),
+                finish_reason=FinishReason(record["finish_reason"]),
+                images=tuple(map(str, record.get("images", ()))),
+                group=int(record["group"]) if "group" in record else None,
+                parts={name: float(part) for name, part in record.get("parts", {}).items()},
+                tokens=_tokens(record["tokens"]) if "tokens" in record else None,
+            )
+            rows.append(row)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{path}:{number}: not a sample rollout ({error}): {line[:80]!r}") from error
     return rows
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -34,7 +34,6 @@ from aligner.types import SampleRow
 
 THUMBNAIL_PIXELS = 160  # of the longer side of a sample's image
 _NAME_CHARS, _VALUE_CHARS = 80, 200  # of a run's name and of a setting
-_FINDING = ("finding", "steps", "evidence", "likely cause", "remedy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +64,9 @@ class Reported:
 
 def write_report(runs: Sequence[RunView], output: Path, columns: Sequence[Column]) -> None:
     """Write the report of these runs. Raises DataError if something of one is damaged, OSError if the file cannot be written."""
-    names = [run.files.path.name for run in runs]
-    shown = [name if names.count(name) == 1 else str(run.files.path) for name, run in zip(names, runs, strict=True)]
-    page = render([Reported.read(run, cell(name, _NAME_CHARS)) for run, name in zip(runs, shown, strict=True)], columns)
+    names = [cell(run.files.path.name, _NAME_CHARS) for run in runs]
+    shown = [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
+    page = render([Reported.read(run, name) for run, name in zip(runs, shown, strict=True)], columns)
     output.write_text(page, encoding="utf-8")
 
 
@@ -88,9 +87,10 @@ def render(runs: Sequence[Reported], columns: Sequence[Column]) -> str:
     diagnoses = [diagnose(run.records, RULES) for run in runs]
     charts = _charts(runs, () if several else diagnoses[0].findings)
     groups = {name: list(own) for name, own in groupby(enumerate(charts), key=lambda one: one[1].group)}
-    titles, samples = _samples(runs)
+    samples = _samples(runs)
     stores = [run.images for run in runs if run.images is not None]
-    library, program = (_script(name) for name in ("echarts.common.min.js", "report.js"))
+    (library, of_library), (program, of_program) = (_script(name) for name in ("echarts.common.min.js", "report.js"))
+    seen = _asked([own for _, own in samples])
     return render_page(
         "report.html",
         title=", ".join(run.name for run in runs),
@@ -100,11 +100,11 @@ def render(runs: Sequence[Reported], columns: Sequence[Column]) -> str:
         groups=groups,
         more=MORE,
         measured=COLUMNS,
-        columns=titles,
-        asked=[(prompt, [(digest, image_of(stores, digest)) for digest in seen], rows) for prompt, seen, rows in _asked(samples)],
+        columns=[title for title, _ in samples],
+        asked=[(prompt, [(digest, image_of(stores, digest)) for digest in images], rows) for prompt, images, rows in seen],
         thumbnail_pixels=THUMBNAIL_PIXELS,
         options=[panel.option for panel in charts],
-        allowed=Markup(" ").join(_digest(script) for script in (library, program)),
+        allowed=Markup(f"{of_library} {of_program}"),
         library=library,
         program=program,
     )
@@ -119,16 +119,14 @@ def fragment(run: RunView, columns: Sequence[Column]) -> str:
 def _head(run: Reported, diagnosis: Diagnosis, *, several: bool) -> dict[str, Any]:
     found = [(one.rule.title, diagnosis.when(one), one.evidence, one.rule.cause, one.rule.remedy) for one in diagnosis.findings]
     shown = {"name": run.name, "of": f" of {run.name}" if several else "", "evaluations": run.evaluations}
-    return shown | {"heading": heading(run.records) if run.records else "no steps yet", "diagnosis": diagnosis, "found": [_FINDING, *found]}
+    return shown | {"heading": heading(run.records) if run.records else "no steps yet", "diagnosis": diagnosis, "found": found}
 
 
 def _charts(runs: Sequence[Reported], marks: Sequence[Any]) -> list[Panel]:
     """The curves of all runs together, each run's phases behind them; what has no group of its own comes last."""
     curves = panels({run.name: run.records for run in runs}, marks=marks)
-    phases = [(run, timeline(run.records)) for run in runs]
-    named = [Panel(title=f"{panel.title}: {run.name}", group=panel.group, option=panel.option) for run, panel in phases]
-    shown = [panel for panel in named if panel.option["series"]]
-    return sorted([*curves, *shown], key=lambda panel: panel.group == MORE)
+    phases = [replace(panel, title=f"{panel.title}: {run.name}") for run in runs if (panel := timeline(run.records)).option["series"]]
+    return sorted([*curves, *phases], key=lambda panel: panel.group == MORE)
 
 
 def _figures(runs: Sequence[Reported], columns: Sequence[Column]) -> list[tuple[str, ...]]:
@@ -139,13 +137,11 @@ def _figures(runs: Sequence[Reported], columns: Sequence[Column]) -> list[tuple[
     for column in columns:
         courses = [[record.values[column.metric] for record in run.records if column.metric in record.values] for run in runs]
         if any(courses):
-            rows.append((column.label, *(_last_and_best(column, values) for values in courses)))
+            rows.append((column.label, *(_last_and_best(column, values) if values else "" for values in courses)))
     return rows
 
 
 def _last_and_best(column: Column, values: Sequence[float]) -> str:
-    if not values:
-        return ""
     best = column.best(values)
     return column.text(values[-1]) + (f" ({column.text(best)})" if best is not None else "")
 
@@ -154,29 +150,19 @@ def _differences(runs: Sequence[Reported]) -> list[tuple[str, ...]]:
     """The settings that are not the same in all runs, in the order of the first; without the directories, which never are."""
     settings = [dict(flat(run.config)) for run in runs]
     keys = dict.fromkeys(key for own in settings for key in own if key != "run.directory")
-    rows = [(key, *(cell(str(own[key]), _VALUE_CHARS) if key in own else "" for own in settings)) for key in keys]
-    different = [row for row in rows if len(set(row[1:])) > 1]
-    return [("setting", *(run.name for run in runs)), *different] if different else []
+    values = {key: [own.get(key, "") for own in settings] for key in keys}
+    rows = [(key, *(cell(str(value), _VALUE_CHARS) for value in own)) for key, own in values.items() if any(one != own[0] for one in own)]
+    return [("setting", *(run.name for run in runs)), *rows] if rows else []
 
 
-def _samples(runs: Sequence[Reported]) -> tuple[list[str], list[Samples]]:
-    """The columns of responses: one run before and after; of several the first one before, and all after."""
-    if len(runs) == 1:
-        titled = [
-            (f"before (step {one.step})" if one is runs[0].before else f"after (step {one.step})", one) for one in _validated(runs[0])
-        ]
-    else:
-        titled = [(f"{run.name} after (step {run.after.step})", run.after) for run in runs if run.after]
-        first = next((run for run in runs if run.before), None)
-        titled[:0] = [(f"{first.name} before (step {first.before.step})", first.before)] if first and first.before else []
-    return [title for title, _ in titled], [samples for _, samples in titled]
+def _samples(runs: Sequence[Reported]) -> list[tuple[str, Samples]]:
+    """The columns of responses: the first run's before, and all runs' after."""
+    of = [f"{run.name} " if len(runs) > 1 else "" for run in runs]
+    before = [(f"{name}before (step {run.before.step})", run.before) for name, run in zip(of[:1], runs[:1], strict=True) if run.before]
+    return before + [(f"{name}after (step {run.after.step})", run.after) for name, run in zip(of, runs, strict=True) if run.after]
 
 
-def _validated(run: Reported) -> list[Samples]:
-    return [run.before, run.after] if run.before and run.after else []
-
-
-def _asked(samples: Sequence[Samples]) -> Iterable[tuple[str, tuple[str, ...], list[SampleRow | None]]]:
+def _asked(samples: Sequence[Samples]) -> list[tuple[str, tuple[str, ...], list[SampleRow | None]]]:
     """All prompts, their images, and the response in each of the samples, in the order of the last ones."""
     tables = [{(row.prompt, row.images): row for row in one.rows} for one in samples]
     asked = dict.fromkeys(key for table in reversed(tables) for key in table)
@@ -193,11 +179,8 @@ def image_of(stores: Sequence[ImageStore], digest: str) -> str:
     return ""
 
 
-def _script(name: str) -> Markup:
-    """A file of static/, as it is."""
-    return Markup((files("aligner.reporting") / "static" / name).read_text(encoding="utf-8"))
-
-
-def _digest(script: str) -> Markup:
-    """The script, as the page's policy names what may run."""
-    return Markup(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'")
+def _script(name: str) -> tuple[Markup, Markup]:
+    """A file of static/ as it is, and as the page's policy names what may run."""
+    text = (files("aligner.reporting") / "static" / name).read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return Markup(text), Markup(f"'sha256-{digest}'")

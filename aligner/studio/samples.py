@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from aligner.reporting.rollout_table import read_rows
 from aligner.reporting.samples_report import image_of
 from aligner.studio.curves import GRID
 from aligner.studio.runs import Run
+from aligner.studio.tokens import show_tokens
 from aligner.types import FinishReason, SampleRow
 
 PAGE = 20  # prompts that are shown at once
@@ -126,6 +128,10 @@ class Samples:
                                 ui.badge(row.finish_reason.value).props("color=amber-3 text-color=black")
                             if len(self._runs) > 1:
                                 ui.label(name).classes("text-caption")
+                            if row.parts:
+                                ui.label(", ".join(f"{part} {value:.3g}" for part, value in row.parts.items())).classes("text-caption")
+                            if row.tokens is not None:
+                                ui.button("Tokens", on_click=partial(show_tokens, row)).props("flat dense no-caps size=sm")
                         ui.label(row.response).style(BOX).classes("text-body2")
 
 

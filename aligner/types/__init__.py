@@ -33,6 +33,7 @@ from aligner.types.rollouts import (
     SampleRow,
     SamplingConfig,
     Scores,
+    TokenTable,
     TurnMark,
 )
 
@@ -60,6 +61,7 @@ __all__ = [
     "StepBatch",
     "TokenBatch",
     "TokenOutputs",
+    "TokenTable",
     "TurnMark",
     "ValueBatch",
     "no_expert",

@@ -210,14 +210,32 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenTable:
+    """The first tokens of a response as texts, and numbers by name, each one for every token: log-probs of the `sampler`, of the
+    `trainer` before the step's updates and of the `reference`, the `advantage`, the `value`; a recipe has some of them."""
+
+    texts: tuple[str, ...]
+    numbers: Mapping[str, tuple[float, ...]]
+
+    def __post_init__(self) -> None:
+        for name, numbers in self.numbers.items():
+            if len(numbers) != len(self.texts):
+                raise ValueError(f"TokenTable.numbers[{name}] has {len(numbers)} entries for {len(self.texts)} tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
-    """One rollout as text, for people to read, and the digests of its images."""
+    """One rollout as text, for people to read, and the digests of its images. `group` is the number of its prompt in the data, `parts`
+    are what the reward is made of."""
 
     prompt: str
     response: str
     reward: float
     finish_reason: FinishReason
     images: tuple[str, ...] = ()
+    group: int | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    tokens: TokenTable | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from aligner.online import collect as rollouts
 from aligner.online.collect import SampleRequest, Scorers, collect, finish, joined, response_metrics, sample_rows, sample_seeds, start
 from aligner.online.policy_gradient import mini_batches
 from aligner.protocols import Replica
-from aligner.types import FinishReason, PolicyBatch, Scores
+from aligner.types import FinishReason, PolicyBatch, Scores, TokenTable
 
 
 @pytest.fixture
@@ -273,3 +274,24 @@ def test_response_metrics_and_samples(fakes, prompts) -> None:
     }
     (row,) = sample_rows(collected, str, count=1)
     assert (row.prompt, row.response, row.reward, row.finish_reason) == ("p0", "(7, 7, 7)", 1.0, FinishReason.length)
+    assert (row.group, row.parts, row.tokens) == (prompts[0].id, {}, None)
+
+
+def test_sample_rows_with_tokens(fakes, prompts) -> None:
+    """Texts join to the response also if a token alone loses its space; numbers are those of the response, not of the prompt."""
+    prompt = replace(prompts[0], tokens=(3, 4))
+    rollout = replace(fakes.rollout(prompt, 5, 6, fakes.EOS), logprobs=(-0.5, -1 / 3, -0.25))
+    parts = {"length": torch.tensor([0.5])}
+    collected = rollouts.ScoredRollouts(rollouts=[rollout], rewards=torch.tensor([1.0]), parts=parts)
+    words = {5: " two", 6: " words", fakes.EOS: ""}
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(words.get(token, "") for token in ids).removeprefix(" ")
+
+    per_token = {"advantage": torch.tensor([[0.0, 0.0, 1.0, 2.0, 3.0, 0.0]]), "trainer": None}
+    (row,) = sample_rows(collected, decode, per_token=per_token)
+    assert row.tokens == TokenTable(texts=("two", " words", ""), numbers={"sampler": (-0.5, -0.33333, -0.25), "advantage": (1.0, 2.0, 3.0)})
+    assert row.response == "".join(row.tokens.texts) and (row.group, row.parts) == (prompt.id, {"length": 0.5})
+    long = fakes.rollout(prompt, *[5] * 600)
+    (row,) = sample_rows(rollouts.ScoredRollouts(rollouts=[long], rewards=torch.tensor([1.0])), decode, per_token={})
+    assert len(row.tokens.texts) == len(row.tokens.numbers["sampler"]) == 512

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
-from aligner.reporting.rollout_table import SampleRow, cell, markdown_table, plain_table, write_rows
-from aligner.types import FinishReason
+import pytest
+
+from aligner.errors import DataError
+from aligner.reporting.rollout_table import SampleRow, cell, markdown_table, plain_table, read_rows, write_rows
+from aligner.types import FinishReason, TokenTable
 
 
 def _row(prompt: str = "2+2=", response: str = "4", reward: float = 1.0) -> SampleRow:
@@ -19,6 +23,32 @@ def test_rows_are_written_in_full(tmp_path: Path) -> None:
     assert first == {"prompt": "2+2=", "response": "é\n" * 500, "reward": 1.0, "finish_reason": "stop"}
     assert second["reward"] == "NaN"
     assert [p.name for p in tmp_path.iterdir()] == ["step_000012.jsonl"]
+
+
+def test_tokens_come_back_as_they_were_written(tmp_path: Path) -> None:
+    table = TokenTable(texts=("a\u2028", "\ufffd", ""), numbers={"sampler": (-0.5, -math.inf, 0.0), "advantage": (1.0, 2.0, 3.0)})
+    rows = [replace(_row(), group=7, parts={"format": 0.5}, tokens=table), _row()]
+    path = write_rows(tmp_path, 1, rows)
+    assert read_rows(path) == rows
+    assert "tokens" not in json.loads(path.read_text(encoding="utf-8").split("\n")[1])  # files without them are those of before
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        {"texts": ["a"], "numbers": {"sampler": [1.0, 2.0]}},
+        {"texts": ["a"], "numbers": [1.0]},
+        {"texts": ["a"], "numbers": {"sampler": ["x"]}},
+        {"numbers": {}},
+        "a",
+    ],
+)
+def test_damaged_tokens_are_an_error_with_file_and_line(tmp_path: Path, tokens: object) -> None:
+    path = write_rows(tmp_path, 1, [_row()])
+    record = json.loads(path.read_text())
+    path.write_text(path.read_text() + json.dumps(record | {"tokens": tokens}) + "\n")
+    with pytest.raises(DataError, match=r"step_000001.jsonl:2: not a sample rollout"):
+        read_rows(path)
 
 
 def test_cells_are_one_line_short_and_harmless() -> None:

@@ -134,15 +134,18 @@ def test_several_runs_are_set_side_by_side(run: Path, tmp_path: Path, capsys: py
     (other / "metrics.jsonl").write_text(
         '{"step": 1, "time": 1.0, "rollout/reward": 0.7}\n{"step": 2, "time": 2.0, "rollout/reward": 0.6}\n'
     )
-    (run / "config.yaml").write_text("run: {directory: a, seed: 1}\noptimizer: {lr: 0.1}\nold: [1]\n")
-    (other / "config.yaml").write_text("run: {directory: b, seed: 1}\noptimizer: {lr: 0.2}\n")
+    (run / "config.yaml").write_text(
+        f"run: {{directory: a, seed: 1}}\noptimizer: {{lr: 0.1}}\nold: [1]\nlong: {'a' * 200 + 'b' + 'a' * 200}\n"
+    )
+    (other / "config.yaml").write_text(f"run: {{directory: b, seed: 1}}\noptimizer: {{lr: 0.2}}\nlong: {'a' * 401}\n")
     assert cli.main(["report", str(run), str(other), "-o", str(tmp_path / "both.html")]) == 0
     assert capsys.readouterr().out.startswith(f"{run}\nsteps 0 to 3")
     page = (tmp_path / "both.html").read_text()
     read = Texts(page)
     assert read.heading == "run, other"
     assert read.tables[0] == ["reward", "0.400 (0.400)", "0.600 (0.700)", "KL", "0.0400", "", "val reward", "0.250 (0.250)", ""]
-    assert read.tables[1] == ["optimizer.lr", "0.1", "0.2", "old", "[1]", ""]
+    assert read.tables[1][:6] == ["optimizer.lr", "0.1", "0.2", "old", "[1]", ""]
+    assert read.tables[1][6] == "long" and len(read.tables[1]) == 9  # cut, but they differ
     assert "<th>run before (step 0)</th><th>run after (step 3)</th><th>other after (step 3)</th>" in page
     assert read.cells[:4] == ["two", "reward 0.500, ended by lengthold 2", "reward 1.000new 2", "reward 0.500other 2"]
     assert read.cells[-4:-2] == ["one <b>", "reward 0.000old 1"]
