@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -102,5 +103,5 @@ def _grammar(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """Any text as a quoted value of Hydra's grammar."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """Any text as a quoted value of Hydra's grammar, in which a backslash escapes only before a quote."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), text) + "'"

@@ -21,7 +21,9 @@ from aligner.telemetry.run_files import RunFiles
 DIRECTORY = "run.directory"  # made from the run's name
 IMPORTANT = "most important"
 _TEXT = ("str", "Any")  # types whose values need no quotes in the form
-_PLAIN = re.compile(r"(?!(null|true|false|none|nan|inf)$)[\w./@+-][\w./@:+-]*", re.IGNORECASE)  # text without quotes in Hydra's grammar
+_PLAIN = re.compile(
+    r"(?!(null|true|false|none|nan|inf)$)[\w./@+-][\w./@:+-]*", re.ASCII | re.IGNORECASE
+)  # text without quotes in Hydra's grammar
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 
 

@@ -1,0 +1,222 @@
+"""A run that is configured, planned and started in a real browser, and then talked with; its better answers become data."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_jobs import ROOT, eventually, read_rows, run_aligner, write_rows
+
+pytest.importorskip("nicegui", reason="NiceGUI is not installed")
+pytest.importorskip("selenium", reason="selenium is not installed")
+if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
+    pytest.skip("chromium and chromedriver are not installed", allow_module_level=True)
+
+import torch
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from aligner.studio.form import launch_log
+from aligner.studio.served import PREFERENCES
+
+pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600)]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HOSTILE = "<img src=x onerror=\"document.title='taken over'\">"
+
+
+def write_model(folder: Path, template: str = "") -> None:
+    """A tiny Llama whose tokens are bytes."""
+    from aligner.commands.validate_data import _stand_in
+
+    folder.mkdir()
+    tokenizer = AutoTokenizer.from_pretrained(_stand_in(folder))
+    tokenizer.chat_template = template or None
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    LlamaForCausalLM(LlamaConfig(vocab_size=260, max_position_embeddings=512, **sizes, **ends)).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("studio")
+    write_model(root / "chats", CHATML)
+    write_model(root / "continues")
+    rows = ((f"What is {a} plus {b}? {HOSTILE}", f"It is {a + b}.") for a in range(4) for b in range(4))
+    turns = ([{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in rows)
+    write_rows(root / "train.jsonl", ({"messages": messages} for messages in turns))
+    (root / "runs").mkdir()
+    return root
+
+
+class Browser:
+    """A page of a studio, used as a person does: by labels of fields, names of buttons and what can be read."""
+
+    def __init__(self, driver: Any, url: str) -> None:
+        self.driver, self.base = driver, url.partition("/?")[0]
+        driver.get(url)
+
+    def open(self, page: str) -> None:
+        self.driver.get(self.base + page)
+
+    @property
+    def text(self) -> str:
+        return self.driver.find_element(By.TAG_NAME, "body").text
+
+    def field(self, label: str) -> Any:
+        return self.driver.find_element(By.CSS_SELECTOR, f'input[aria-label="{label}"], textarea[aria-label="{label}"]')
+
+    def type(self, label: str, text: str) -> None:
+        self.field(label).send_keys(Keys.CONTROL, "a")
+        self.field(label).send_keys(text)
+
+    def buttons(self, name: str) -> list[Any]:
+        return [one for one in self.driver.find_elements(By.TAG_NAME, "button") if one.text.strip() == name and one.is_displayed()]
+
+    def press(self, name: str) -> None:
+        self.buttons(name)[0].click()
+
+    def wait_for(self, text: str, seconds: float = 60.0) -> None:
+        assert eventually(lambda: text in self.text, seconds), f"no {text!r} in: {self.text}"
+
+
+@contextmanager
+def studio_over(folder: Path, *options: str) -> Iterator[Browser]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-u", "-m", "aligner.cli", "studio", str(folder), "--port", "0", *options]
+    settings = webdriver.ChromeOptions()
+    settings.binary_location = shutil.which("chromium")
+    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1500,1400"):
+        settings.add_argument(option)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
+        try:
+            url = next(found[1] for line in process.stdout or () if (found := re.match(r"open: (\S+)", line)))
+            driver = webdriver.Chrome(options=settings, service=Service(shutil.which("chromedriver")))
+            try:
+                yield Browser(driver, url)
+            finally:
+                driver.quit()
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+def fill(page: Browser, place: Path, name: str) -> None:
+    page.open("/new?config=sft")
+    page.wait_for("Cannot start: data.train is required")
+    values = {"data.train": place / "train.jsonl", "model.path": place / "chats", "loop.max_steps": 2, "algorithm.batch_size": 4}
+    for label, value in {**values, "optimizer.lr": "1e-2", "Name of the run": name}.items():
+        page.type(label, str(value))
+    page.wait_for("All 2 steps take")
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    """A run that was planned, refused, mended and started in the page; the studio is killed while it runs."""
+    with studio_over(place / "runs") as page:
+        fill(page, place, "first")
+        assert page.driver.find_element(By.CSS_SELECTOR, '[role=img][aria-label^="memory of trainer"]').rect["height"] > 50
+        assert page.driver.find_elements(By.CSS_SELECTOR, "[role=img] canvas, [role=img] svg")
+        page.press("Look at the data")
+        page.wait_for("16 of 16 records can be used, 0 bad")
+        assert HOSTILE in page.text  # as text
+        assert "taken over" not in page.driver.title
+        trained = page.driver.find_elements(By.CSS_SELECTOR, "div[style*=underline]")
+        assert "It is 0.<|im_end|>" in trained[0].text
+
+        page.type("optimizer.lr", "-3")
+        page.wait_for("Cannot start: optimizer.lr=-3.0")
+        beside = page.driver.find_element(By.CSS_SELECTOR, ".q-field--error")
+        assert eventually(lambda: "optimizer.lr=-3.0, min_lr" in beside.text, 10), beside.text
+        page.press("Start")
+        page.wait_for("not started")
+        page.type("optimizer.lr", "1e-2")
+        page.type("Name of the run", "../outside")
+        page.wait_for("name='../outside'")
+        page.type("Name of the run", "first")
+        page.wait_for("All 2 steps take")
+        assert f"run.directory={place / 'runs' / 'first'}" in page.text  # of the command
+        page.press("Start")
+        assert eventually(lambda: page.driver.current_url.endswith("/run/first"), 120), page.text
+    directory = place / "runs" / "first"
+    assert eventually(lambda: (directory / "done.json").is_file(), 120), launch_log(directory).read_text()
+    return directory
+
+
+def test_the_run_outlives_the_studio_and_is_the_one_of_the_form(run: Path, place: Path) -> None:
+    assert json.loads((run / "done.json").read_text())["step"] == 2
+    config = (run / "config.yaml").read_text()
+    assert f"train: {place / 'train.jsonl'}" in config
+    assert "lr: 0.01" in config
+    assert sorted(path.name for path in (place / "runs").iterdir() if not path.name.startswith(".")) in (["first"], ["first", PREFERENCES])
+
+
+def test_the_better_of_two_answers_becomes_a_pair(run: Path, place: Path) -> None:
+    with studio_over(place / "runs") as page:
+        page.open("/chat")
+        page.wait_for("Ctrl+Enter sends")
+        offered = [one.get_attribute("value") for one in page.driver.find_elements(By.CSS_SELECTOR, "datalist option")]
+        assert str(run / "export") in offered
+        for label, value in {
+            "Policy A": run / "export",
+            "Policy B": place / "chats",
+            "Most tokens": 12,
+            "System prompt": "Be kind.",
+        }.items():
+            page.type(label, str(value))
+        page.type("Message", "What is 2 plus 3?")
+        page.press("Send")
+        assert eventually(lambda: bool(page.buttons("B is better")), 120), page.text
+        page.press("B is better")
+        page.wait_for("appended to")
+
+        page.type("Policy B", Keys.BACKSPACE)
+        page.type("Policy A", str(place / "continues"))
+        page.field("Message").send_keys("Once ", Keys.CONTROL, Keys.ENTER)
+        page.wait_for("has no chat template: it continues the text", 120)
+        page.type("Policy A", str(place / "missing"))
+        assert eventually(lambda: page.buttons("Send")[0].is_enabled(), 60)
+        page.field("Message").send_keys("Who?", Keys.CONTROL, Keys.ENTER)
+        page.wait_for(f"error: model.path={place / 'missing'}: no such directory", 120)
+    pairs = place / "runs" / PREFERENCES
+    (pair,) = read_rows(pairs)
+    assert pair["prompt"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is 2 plus 3?"}]
+    assert pair["chosen"][0]["role"] == pair["rejected"][0]["role"] == "assistant"
+    assert pair["chosen"] != pair["rejected"]
+    code, said = run_aligner("data", "validate", pairs, "--kind", "preference", "--tokenizer", place / "chats")
+    assert (code, "1 of 1 records can be used, 0 bad" in said) == (0, True), said
+
+
+def test_a_read_only_studio_starts_and_writes_nothing(run: Path, place: Path) -> None:
+    before = sorted(place.rglob("*"))
+    with studio_over(place / "runs", "--read-only") as page:
+        fill(page, place, "second")
+        assert not page.buttons("Start")
+        assert "read-only: it starts nothing" in page.text
+        page.type("Name of the run", "first")
+        page.wait_for("exists: it will be resumed")
+        page.open("/chat")
+        page.wait_for("Ctrl+Enter sends")
+        for label, value in {"Policy A": run / "export", "Policy B": run / "export", "Most tokens": 12}.items():
+            page.type(label, str(value))
+        page.field("Message").send_keys("Hello", Keys.CONTROL, Keys.ENTER)
+        assert eventually(lambda: bool(page.buttons("A is better")), 120), page.text
+        page.press("A is better")
+        page.wait_for("--read-only: this studio writes nothing")
+    assert sorted(place.rglob("*")) == before
