@@ -20,15 +20,22 @@ def missing() -> str | None:
 
 
 @contextmanager
-def chromium(width: int = 1400, height: int = 1000) -> Iterator[Any]:
-    """A driver of a window of this size, in CSS pixels."""
+def chromium(*arguments: str, width: int = 1400, height: int = 1000) -> Iterator[Any]:
+    """A driver of a window of this size, in CSS pixels, with more of Chromium's arguments."""
     from selenium.webdriver import Chrome
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service
 
     options = Options()
     options.binary_location = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--window-size={width},{height}"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--window-size={width},{height}",
+        *arguments,
+    ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = Chrome(options=options, service=Service(shutil.which("chromedriver")))

@@ -13,8 +13,8 @@ from aligner.types import SampleRow, TokenTable
 TOKENS_A_LINE = 64  # at most; a line break of the text ends a line too
 _VIEWPORT = "height: 60vh; width: 100%; font-family: monospace"
 # Only the lines in view are in the page. A token is {t: text, c: color, n: its numbers}; all of it is shown as text.
-_LINE = """<div style="white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.6" :key="props.index">
-<span v-for="(token, i) in props.item" :key="i" :style="{backgroundColor: token.c, color: '#000'}" :title="token.n">{{ token.t }}</span></div>"""
+_LINE = """<div :key="props.index" style="white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.6; color: #000">
+<span v-for="(token, i) in props.item" :key="i" :style="{backgroundColor: token.c}" :title="token.n">{{ token.t }}</span></div>"""
 _LOW, _HIGH, _NONE = (230, 159, 0), (0, 114, 178), "#ffffff"  # orange to blue: distinct for the color-blind
 
 

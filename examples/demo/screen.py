@@ -179,6 +179,8 @@ def _next(root: Path, program: str) -> RenderableType:
         ("# GRPO on a model of yours", "dim"),
         (f"{aligner} train grpo model.path=HF_DIRECTORY \\", ""),
         ("    data.train=PROMPTS.jsonl reward.function.path=my_rewards.py:reward", ""),
+        ("# all of it in a browser", "dim"),
+        (f"{aligner} studio {_short(root)}", ""),
     ]
     body = Group(*(Text(line, style=style, overflow="fold") for line, style in lines))
     return _section("Next", body)

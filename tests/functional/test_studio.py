@@ -234,7 +234,15 @@ def test_hostile_text_is_shown_and_does_nothing(seen: Seen) -> None:
 
 
 def test_nothing_comes_from_elsewhere_and_pages_are_accessible(seen: Seen) -> None:
-    for path in ("/", "/run/first", "/run/first?part=samples", "/run/first?part=files", "/compare?run=first&run=group/second"):
+    for path in (
+        "/",
+        "/run/first",
+        "/run/first?part=samples",
+        "/run/first?part=files",
+        "/compare?run=first&run=group/second",
+        "/new",
+        "/chat",
+    ):
         seen.open(path)
         seen.until("the page", lambda: seen.all("main"))
         time.sleep(1.5)
@@ -251,6 +259,69 @@ def test_archived_runs_leave_the_list(seen: Seen) -> None:
     seen.until("three runs", lambda: len(_rows_shown(seen)) == 3)
     assert json.loads((seen.folder / ".aligner_studio.json").read_text()) == {"archived": ["group/second"]}
     (seen.folder / ".aligner_studio.json").unlink()
+
+
+NAMES = "--host-resolver-rules=MAP portal.test 127.0.0.1"
+PROXY = """
+import sys
+from aiohttp import ClientSession, WSMsgType, web
+from yarl import URL
+import asyncio
+port, strips, root = int(sys.argv[1]), sys.argv[2] == "strips", sys.argv[3]
+OWN = {"host", "connection", "upgrade", "sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions"}
+
+async def copy(source, target):
+    async for message in source:
+        await (target.send_str(message.data) if message.type is WSMsgType.TEXT else target.send_bytes(message.data))
+    await target.close()
+
+async def passed_on(request):
+    path = request.raw_path.removeprefix(root) if strips else request.raw_path
+    headers = {name: value for name, value in request.headers.items() if name.lower() not in OWN}
+    async with ClientSession(f"http://127.0.0.1:{port}", auto_decompress=False) as session:
+        if request.headers.get("Upgrade", "").lower() == "websocket":
+            front = web.WebSocketResponse()
+            await front.prepare(request)
+            async with session.ws_connect(path or "/", headers=headers) as back:
+                await asyncio.gather(copy(front, back), copy(back, front))
+            return front
+        target = URL(path or "/", encoded=True)
+        async with session.request(request.method, target, headers=headers, data=await request.read(), allow_redirects=False) as answer:
+            kept = [(k, v) for k, v in answer.headers.items() if k.lower() not in ("transfer-encoding", "content-length", "connection")]
+            return web.Response(status=answer.status, body=await answer.read(), headers=kept)
+
+app = web.Application()
+app.router.add_route("*", root + "{tail:.*}", passed_on)
+async def main():
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    print(site._server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.sleep(3600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", ["strips", "keeps"])
+def test_behind_a_proxy_s_path(folder: Path, tmp_path: Path, kind: str) -> None:
+    root = "/node/n1/8080"
+    with serving(folder, "--root-path", root, "--allow-host", "portal.test") as url, browser.chromium(NAMES) as driver:
+        port = url.split(":")[2].split("/")[0]
+        with subprocess.Popen([sys.executable, "-c", PROXY, port, kind, root], stdout=subprocess.PIPE, text=True) as proxy:
+            try:
+                assert proxy.stdout is not None
+                front = f"http://portal.test:{int(proxy.stdout.readline())}{root}"
+                page = Seen(driver, front, tmp_path)
+                driver.get(f"{front}/?{url.partition('?')[2]}")
+                page.until("the runs", lambda: len(_rows_shown(page)) == 4)
+                driver.execute_script("[...document.querySelectorAll('tbody tr a')].find(link => link.innerText == 'first').click()")
+                page.until("its charts", lambda: page.all("canvas"))
+                assert driver.current_url == f"{front}/run/first"
+                page.click("Runs")
+                page.until("the runs again", lambda: len(_rows_shown(page)) == 4)
+            finally:
+                proxy.kill()
 
 
 def test_read_only_writes_nothing_and_a_taken_port_is_named(folder: Path, tmp_path: Path) -> None:
