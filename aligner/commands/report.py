@@ -29,15 +29,14 @@ def report(directories: Sequence[Path], output: Path | None = None) -> int:
     except OSError as error:
         raise AlignerError(f"the report could not be written: {describe_os_error(error, output)}") from error
     for directory, run in zip(directories, runs, strict=True):
-        print(f"{directory}\n" * (len(runs) > 1) + run.summary(columns))
+        print(f"\n{directory}\n" * (len(runs) > 1) + run.summary(columns))
         for finding in run.diagnosis().findings:
             print(f"\n{finding.text()}")
         if text := text_of(*run.before_and_after()):
             print(f"\n{text}")
         for record in read_evaluations(run.files.evaluations):
             print(f"\n{markdown(record)}")
-        print()
-    print(f"written to {output}")
+    print(f"\nwritten to {output}")
     return 0
 
 

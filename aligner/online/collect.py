@@ -308,14 +308,14 @@ def sample_rows(
     ]
 
 
-def _token_table(rollout: Rollout, row: int, decode: Callable[[Sequence[int]], str], per_token: Mapping[str, Tensor | None]) -> TokenTable:
+def _token_table(rollout: Rollout, row: int, decode: Callable[[Sequence[int]], str], known: Mapping[str, Tensor | None]) -> TokenTable:
     ids, first = rollout.response[:MAX_TABLE_TOKENS], len(rollout.prompt.tokens)
-    known = {name: x[row, first : first + len(ids)].tolist() for name, x in per_token.items() if x is not None}
+    of_row = {name: x[row, first : first + len(ids)].tolist() for name, x in known.items() if x is not None}
     texts = []
     for place in range(len(ids)):  # after the token before it: alone a token would lose its space with some tokenizers
         before, both = decode(ids[max(0, place - 1) : place]), decode(ids[max(0, place - 1) : place + 1])
         texts.append(both[len(before) :] if both.startswith(before) else decode(ids[place : place + 1]))
-    numbers = {"sampler": rollout.logprobs[: len(ids)], **known}
+    numbers = {"sampler": rollout.logprobs[: len(ids)], **of_row}
     return TokenTable(texts=tuple(texts), numbers={name: tuple(float(f"{x:.5g}") for x in own) for name, own in numbers.items()})
 
 

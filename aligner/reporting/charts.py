@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
@@ -102,7 +102,11 @@ class _Line:
     run: str
     metric: str
     places: Sequence[int]
-    values: Sequence[float]
+    values: np.ndarray
+
+    @property
+    def finite(self) -> np.ndarray:
+        return self.values[np.isfinite(self.values)]
 
 
 def panels(
@@ -134,7 +138,7 @@ def panels(
     for (group, _, title), lines in sorted(chosen.items(), key=lambda one: one[0]):
         lines, title = _scaled(lines, title)
         series = _series(lines, xs, smoothing, max_points, several=len(runs) > 1)
-        is_log = log and all(value > 0 for line in lines for value in line.values if math.isfinite(value))
+        is_log = log and all((line.finite > 0).all() for line in lines)
         option = _option(series, unit, "log" if is_log else "value")
         series[0] |= _marked([one for one in marks if any(_names(one, line.metric) for line in lines)], steps)
         found.append(Panel(title=title, group=GROUPS[group], option=option))
@@ -186,17 +190,16 @@ def _lines(run: str, records: Sequence[StepMetrics]) -> list[_Line]:
             places, values = columns[metric]
             places.append(place)
             values.append(value)
-    return [_Line(run, metric, *column) for metric, column in columns.items()]
+    return [_Line(run, metric, places, np.array(values)) for metric, (places, values) in columns.items()]
 
 
 def _scaled(lines: list[_Line], title: str) -> tuple[list[_Line], str]:
     """Values below 1e-4 in units of 1e-6, 1e-9 and so on, which the title names: an axis of zeros has no room for its chart."""
-    most = max((abs(value) for line in lines for value in line.values if math.isfinite(value)), default=0.0)
+    most = max(np.abs(line.finite).max(initial=0.0) for line in lines)
     if not 0 < most < 1e-4:
         return lines, title
     power = -3 * math.floor(math.log10(most) / 3)
-    scaled = [replace(line, values=[value * 10.0**power for value in line.values]) for line in lines]
-    return scaled, f"{title}, in units of 1e-{power}"
+    return [replace(line, values=line.values * 10.0**power) for line in lines], f"{title}, in units of 1e-{power}"
 
 
 def _horizontal(runs: Mapping[str, Sequence[StepMetrics]], against: str) -> tuple[dict[str, Sequence[float]], str]:
@@ -211,8 +214,7 @@ def _horizontal(runs: Mapping[str, Sequence[StepMetrics]], against: str) -> tupl
 def _series(
     lines: Sequence[_Line], xs: Mapping[str, Sequence[float]], smoothing: float, max_points: int, *, several: bool
 ) -> list[dict[str, Any]]:
-    metrics = list(dict.fromkeys(line.metric for line in lines))
-    runs = list(xs)
+    metrics, runs = list(dict.fromkeys(line.metric for line in lines)), list(xs)
     found = []
     for line in lines:
         number, run = metrics.index(line.metric), runs.index(line.run)
@@ -229,22 +231,22 @@ def _series(
     return found
 
 
-def _smoothed(values: Sequence[float], weight: float) -> list[float]:
+def _smoothed(values: np.ndarray, weight: float) -> np.ndarray:
     """Exponential means without the bias to 0 of the first ones; what is not finite stays, and counts for none."""
     total = mass = 0.0
     found = []
-    for value in values:
+    for value in values.tolist():
         if math.isfinite(value):
             total, mass = weight * total + (1 - weight) * value, weight * mass + 1 - weight
             value = total / mass
         found.append(value)
-    return found
+    return np.array(found)
 
 
-def _points(xs: Sequence[float], values: Sequence[float], max_points: int) -> dict[str, Any]:
+def _points(xs: Sequence[float], values: np.ndarray, max_points: int) -> dict[str, Any]:
     """The points of a line: null is a gap, and a value alone between gaps is a dot."""
-    kept = _kept(np.asarray(values, dtype=float), max_points)
-    shown = _rounded([values[place] for place in kept])
+    kept = _kept(values, max_points)
+    shown = _rounded(values[kept].tolist())
     data: list[Any] = [[xs[place], value] for place, value in zip(kept, shown, strict=True)]
     if len(data) <= _FEW:
         return {"data": data, "symbol": "circle", "symbolSize": 5}
@@ -269,9 +271,8 @@ def _kept(values: np.ndarray, most: int) -> list[int]:
     return np.unique(np.minimum(np.concatenate([[0, count - 1], lowest, highest, gaps]), count - 1)).tolist()
 
 
-def _rounded(values: Iterable[float]) -> list[float | None]:
+def _rounded(values: Sequence[float]) -> list[float | None]:
     """As many digits as tell the values apart, but six to nine: beyond, there is only noise. Null for what is not finite."""
-    values = list(values)
     finite = [value for value in values if math.isfinite(value)]
     most, span = max(map(abs, finite), default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
     digits = min(9, max(6, 4 + math.ceil(math.log10(most / span)))) if span and most else 6
@@ -281,7 +282,6 @@ def _rounded(values: Iterable[float]) -> list[float | None]:
 def _option(series: list[dict[str, Any]], unit: str, scale: str) -> dict[str, Any]:
     axis = {"axisLabel": {"color": GREY, "hideOverlap": True}, "axisLine": {"lineStyle": {"color": GREY}}, "nameTextStyle": {"color": GREY}}
     has_legend = len({one["name"] for one in series}) > 1
-    steps = {"minInterval": 1} if unit == "step" else {}
     return {
         "animation": False,
         "backgroundColor": "transparent",
@@ -293,7 +293,7 @@ def _option(series: list[dict[str, Any]], unit: str, scale: str) -> dict[str, An
         "toolbox": {"right": 8, "iconStyle": {"borderColor": GREY}, "feature": {"dataZoom": {"yAxisIndex": "none"}, "restore": {}}},
         "dataZoom": [{"type": "inside", "filterMode": "none", "zoomOnMouseWheel": "ctrl", "preventDefaultMouseMove": False}],
         "xAxis": {**axis, "type": "value", "name": unit, "nameLocation": "middle", "nameGap": 24, "splitLine": {"show": False}}
-        | {"min": "dataMin", "max": "dataMax", **steps},
+        | {"min": "dataMin", "max": "dataMax", "minInterval": 1 if unit == "step" else 0},
         "yAxis": {**axis, "type": scale, "scale": True, "splitLine": {"lineStyle": {"color": FAINT}}},
         "series": series,
     }
@@ -311,11 +311,16 @@ def _marked(findings: Sequence[Finding], places: Mapping[int, float]) -> dict[st
     if not spans:
         return {}
     label = {"formatter": "{b}", "position": "insideEndTop", "color": GREY, "width": 150, "overflow": "truncate"}
-    style = {"color": COLOURS[-1], "type": "dashed"}
     lines = [{"name": title, "xAxis": first} for title, first, _ in spans]
     areas = [[{"xAxis": first}, {"xAxis": last}] for _, first, last in spans]
     return {
-        "markLine": {"symbol": "none", "silent": True, "label": label, "lineStyle": style, "data": lines},
+        "markLine": {
+            "symbol": "none",
+            "silent": True,
+            "label": label,
+            "lineStyle": {"color": COLOURS[-1], "type": "dashed"},
+            "data": lines,
+        },
         "markArea": {"silent": True, "itemStyle": {"color": COLOURS[-1], "opacity": 0.08}, "data": areas},
     }
 

@@ -39,9 +39,21 @@ def _record(row: SampleRow) -> dict[str, Any]:
     return record | {name: value for name, value in more.items() if value not in (None, (), {})}
 
 
-def _tokens(found: Mapping[str, Any]) -> TokenTable:
-    numbers = {name: tuple(map(float, own)) for name, own in found["numbers"].items()}
-    return TokenTable(texts=tuple(map(str, found["texts"])), numbers=numbers)
+def _row(record: Mapping[str, Any]) -> SampleRow:
+    tokens = record.get("tokens")
+    if tokens is not None:
+        numbers = {name: tuple(map(float, own)) for name, own in tokens["numbers"].items()}
+        tokens = TokenTable(texts=tuple(map(str, tokens["texts"])), numbers=numbers)
+    return SampleRow(
+        prompt=record["prompt"],
+        response=record["response"],
+        reward=float(record["reward"]),
+        finish_reason=FinishReason(record["finish_reason"]),
+        images=tuple(map(str, record.get("images", ()))),
+        group=int(record["group"]) if "group" in record else None,
+        parts={name: float(part) for name, part in record.get("parts", {}).items()},
+        tokens=tokens,
+    )
 
 
 def read_rows(path: Path) -> list[SampleRow]:
@@ -50,18 +62,7 @@ def read_rows(path: Path) -> list[SampleRow]:
     complete = path.read_text(encoding="utf-8").split("\n")[:-1]  # splitlines would cut at U+2028 too, which JSON leaves in strings
     for number, line in enumerate(complete, start=1):
         try:
-            record = json.loads(line)
-            row = SampleRow(
-                prompt=record["prompt"],
-                response=record["response"],
-                reward=float(record["reward"]),
-                finish_reason=FinishReason(record["finish_reason"]),
-                images=tuple(map(str, record.get("images", ()))),
-                group=int(record["group"]) if "group" in record else None,
-                parts={name: float(part) for name, part in record.get("parts", {}).items()},
-                tokens=_tokens(record["tokens"]) if "tokens" in record else None,
-            )
-            rows.append(row)
+            rows.append(_row(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{path}:{number}: not a sample rollout ({error}): {line[:80]!r}") from error
     return rows

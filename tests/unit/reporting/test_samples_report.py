@@ -139,7 +139,7 @@ def test_several_runs_are_set_side_by_side(run: Path, tmp_path: Path, capsys: py
     )
     (other / "config.yaml").write_text(f"run: {{directory: b, seed: 1}}\noptimizer: {{lr: 0.2}}\nlong: {'a' * 401}\n")
     assert cli.main(["report", str(run), str(other), "-o", str(tmp_path / "both.html")]) == 0
-    assert capsys.readouterr().out.startswith(f"{run}\nsteps 0 to 3")
+    assert capsys.readouterr().out.startswith(f"\n{run}\nsteps 0 to 3")
     page = (tmp_path / "both.html").read_text()
     read = Texts(page)
     assert read.heading == "run, other"
