@@ -124,7 +124,7 @@ def panels(
         against: the horizontal axis: steps, or the time since each run's first step.
         smoothing: weight of the past in an exponential mean, from 0 (none) to below 1; the raw line is faint behind it.
         log: logarithmic vertical axes where all values are positive.
-        marks: findings, each shown in the panels whose metrics its evidence names, at the steps of the first run.
+        marks: findings, each shown in the panels whose metrics its evidence names, else in the first, at the steps of the first run.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing={smoothing}: must be at least 0 and below 1")
@@ -134,13 +134,16 @@ def panels(
         for line in _lines(run, records):
             chosen.setdefault(_place(line.metric), []).append(line)
     steps = {record.step: x for run, records in list(runs.items())[:1] for record, x in zip(records, xs[run], strict=True)}
-    found = []
+    unnamed = [one for one in marks if not any(_names(one, line.metric) for lines in chosen.values() for line in lines)]
+    found: list[Panel] = []
     for (group, _, title), lines in sorted(chosen.items(), key=lambda one: one[0]):
         lines, title = _scaled(lines, title)
         series = _series(lines, xs, smoothing, max_points, several=len(runs) > 1)
         is_log = log and all((line.finite > 0).all() for line in lines)
         option = _option(series, unit, "log" if is_log else "value")
-        series[0] |= _marked([one for one in marks if any(_names(one, line.metric) for line in lines)], steps)
+        series[0] |= _marked(
+            [one for one in marks if (one in unnamed and not found) or any(_names(one, line.metric) for line in lines)], steps
+        )
         found.append(Panel(title=title, group=GROUPS[group], option=option))
     return found
 
@@ -305,22 +308,15 @@ def _names(finding: Finding, metric: str) -> bool:
 
 def _marked(findings: Sequence[Finding], places: Mapping[int, float]) -> dict[str, Any]:
     """A line at the first step of each finding, and an area from there to its last."""
-    spans = [
-        (one.rule.title, places[one.steps[0]], places[one.steps[-1]]) for one in findings if {one.steps[0], one.steps[-1]} <= places.keys()
-    ]
-    if not spans:
+    shown = [one for one in findings if {one.steps[0], one.steps[-1]} <= places.keys()]
+    if not shown:
         return {}
     label = {"formatter": "{b}", "position": "insideEndTop", "color": GREY, "width": 150, "overflow": "truncate"}
-    lines = [{"name": title, "xAxis": first} for title, first, _ in spans]
-    areas = [[{"xAxis": first}, {"xAxis": last}] for _, first, last in spans]
+    lines = [{"name": one.rule.title, "xAxis": places[one.steps[0]]} for one in shown]
+    areas = [[{"xAxis": places[one.steps[0]]}, {"xAxis": places[one.steps[-1]]}] for one in shown]
+    style = {"color": COLOURS[-1], "type": "dashed"}
     return {
-        "markLine": {
-            "symbol": "none",
-            "silent": True,
-            "label": label,
-            "lineStyle": {"color": COLOURS[-1], "type": "dashed"},
-            "data": lines,
-        },
+        "markLine": {"symbol": "none", "silent": True, "label": label, "lineStyle": style, "data": lines},
         "markArea": {"silent": True, "itemStyle": {"color": COLOURS[-1], "opacity": 0.08}, "data": areas},
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -134,6 +135,9 @@ def test_findings_are_marked_where_their_metrics_are():
     assert with_it.option["series"][0]["markLine"]["data"] == [{"name": RULES[0].title, "xAxis": 2}]
     assert with_it.option["series"][0]["markArea"]["data"] == [[{"xAxis": 2}, {"xAxis": 3}]]
     assert "markLine" not in without.option["series"][0]
+    elsewhere = replace(mark, evidence="100% of the responses were cut")
+    with_it, without = panels({"a": records}, marks=[elsewhere])  # it names no metric: in the first panel
+    assert "markLine" in with_it.option["series"][0] and "markLine" not in without.option["series"][0]
     timed = panels({"a": records}, marks=[mark], against="time")[0]
     assert timed.option["series"][0]["markLine"]["data"][0]["xAxis"] == 10.0
 
