@@ -134,16 +134,14 @@ def panels(
         for line in _lines(run, records):
             chosen.setdefault(_place(line.metric), []).append(line)
     steps = {record.step: x for run, records in list(runs.items())[:1] for record, x in zip(records, xs[run], strict=True)}
-    unnamed = [one for one in marks if not any(_names(one, line.metric) for lines in chosen.values() for line in lines)]
+    unnamed = [one for one in marks if not any(_names(one, lines) for lines in chosen.values())]
     found: list[Panel] = []
     for (group, _, title), lines in sorted(chosen.items(), key=lambda one: one[0]):
         lines, title = _scaled(lines, title)
         series = _series(lines, xs, smoothing, max_points, several=len(runs) > 1)
         is_log = log and all((line.finite > 0).all() for line in lines)
         option = _option(series, unit, "log" if is_log else "value")
-        series[0] |= _marked(
-            [one for one in marks if (one in unnamed and not found) or any(_names(one, line.metric) for line in lines)], steps
-        )
+        series[0] |= _marked([one for one in marks if (one in unnamed and not found) or _names(one, lines)], steps)
         found.append(Panel(title=title, group=GROUPS[group], option=option))
     return found
 
@@ -302,8 +300,8 @@ def _option(series: list[dict[str, Any]], unit: str, scale: str) -> dict[str, An
     }
 
 
-def _names(finding: Finding, metric: str) -> bool:
-    return re.search(rf"(?<![\w/]){re.escape(metric)}(?![\w/])", finding.evidence) is not None
+def _names(finding: Finding, lines: Sequence[_Line]) -> bool:
+    return any(re.search(rf"(?<![\w/]){re.escape(line.metric)}(?![\w/])", finding.evidence) for line in lines)
 
 
 def _marked(findings: Sequence[Finding], places: Mapping[int, float]) -> dict[str, Any]:
