@@ -250,7 +250,8 @@ def _card(title: str) -> ui.card:
 def _copied(what: str) -> ui.label:
     """A text with a button that copies it."""
     with _card(f"{what[0].upper()}{what[1:]}"):
-        text = ui.label().style(f"{MONO}; max-height: 20rem; overflow: auto").classes("w-full").props(f'tabindex="0" role="region" aria-label="{what}"')
+        text = ui.label().style(f"{MONO}; max-height: 20rem; overflow: auto").classes("w-full")
+        text.props(f'tabindex="0" role="region" aria-label="{what}"')
         ui.button(f"Copy the {what}", on_click=lambda: ui.clipboard.write(text.text)).props("no-caps flat dense")
     return text
 
