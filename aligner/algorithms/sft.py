@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.config import SFTDataConfig
 from aligner.data.supervised import load_supervised
+from aligner.errors import ConfigError, check_numbers
 from aligner.loop.epochs import BatchConfig, EpochTraining, mean_loss
 from aligner.loop.loop import Built
 from aligner.losses.sft import sft_loss
@@ -29,6 +30,11 @@ class SFTConfig(BatchConfig):
     reports = ("validation/loss",)  # of a validation
     batch_size: int = 128  # examples per update
     validation_batch_size: int = 128  # examples per forward batch of a validation
+    neftune_alpha: float = 0.0  # uniform noise of alpha / sqrt(tokens of the row * width) on training embeddings (2310.05914); 0: off
+
+    def __post_init__(self) -> None:
+        BatchConfig.__post_init__(self)
+        check_numbers(self, "algorithm", not_negative=("neftune_alpha",))
 
 
 class SFT(EpochTraining[SFTConfig, SupervisedExample, LabeledBatch, Policy]):
@@ -63,10 +69,18 @@ class TrainSFT(TrainerRun):
     algorithm: SFTConfig = field(default_factory=SFTConfig)
     read = reading(load_supervised)
 
+    def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
+        if self.algorithm.neftune_alpha and self.model.share_prompts:
+            raise ConfigError(
+                f"algorithm.neftune_alpha={self.algorithm.neftune_alpha}: not with model.share_prompts=true, because every row has noise "
+                "of its own on its prompt; allowed: 0"
+            )
+
 
 def build(job: TrainerJob[TrainSFT]) -> Built:
     train, validation = job.load(load_supervised)
-    policy = job.policy()
+    policy = job.policy(neftune_alpha=job.config.algorithm.neftune_alpha)
     job.describe(train, policy.model)
     return Built(algorithm=SFT(job.config.algorithm, policy, train=train, validation=validation, **job.common), model=policy.model)
 

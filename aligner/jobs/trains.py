@@ -62,9 +62,10 @@ class TrainerJob(Generic[C]):
         self.length = length_of(self.config, order, f"about {tokens:,.0f} tokens")
         return train, validation
 
-    def policy(self) -> MegatronPolicy:
+    def policy(self, *, neftune_alpha: float = 0.0) -> MegatronPolicy:
         """The language model that is trained."""
-        return create.create_policy(self.config.model, self.architecture, self.config.parallel, self.session.topology, self._training())
+        how = self._training(neftune_alpha=neftune_alpha)
+        return create.create_policy(self.config.model, self.architecture, self.config.parallel, self.session.topology, how)
 
     def reward_model(self, head: ScalarHead) -> MegatronRewardModel:
         """The model with a scalar head that is trained."""
@@ -83,10 +84,15 @@ class TrainerJob(Generic[C]):
         """Print a line on the training rows and their batches."""
         self.session.say(batches_of(examples, self.config, model))
 
-    def _training(self) -> Training:
+    def _training(self, *, neftune_alpha: float = 0.0) -> Training:
         config = self.config
         return create.training(
-            config.model, config.optimizer, total_steps=config.loop.max_steps, guard=Guard(config.guard), vision=self.tokenizer.vision
+            config.model,
+            config.optimizer,
+            total_steps=config.loop.max_steps,
+            guard=Guard(config.guard),
+            vision=self.tokenizer.vision,
+            neftune_alpha=neftune_alpha,
         )
 
 

@@ -154,6 +154,7 @@ def training(
     guard: Guard | None = None,
     replay_routes: bool = False,
     vision: Vision | None = None,
+    neftune_alpha: float = 0.0,
 ) -> Training:
     """How the model of `config` is trained, or used frozen where `optimizer` is None. Without a `guard`: the default settings' one.
     `vision` reads the images of rows."""
@@ -164,6 +165,7 @@ def training(
         micro_batch_tokens=config.micro_batch_tokens,
         packing=config.packing,
         share_prompts=config.share_prompts,
+        neftune_alpha=neftune_alpha,
         temperature=temperature,
         router_aux_loss_coef=config.router_aux_loss_coef,
         router_z_loss_coef=config.router_z_loss_coef,

@@ -125,7 +125,8 @@ def make_model(kind: str, spec: Spec, topology, optimizer):
     }
     create = create_value_model if kind == "value" else partial(create_reward_model, head=heads[kind]) if kind in heads else create_policy
     temperature = 0.8 if kind in ("ppo", "objectives") else 1.0
-    how = training(config, optimizer, total_steps=10, temperature=temperature, replay_routes=kind == "routed")
+    alpha = 5.0 if kind == "noisy" else 0.0
+    how = training(config, optimizer, total_steps=10, temperature=temperature, replay_routes=kind == "routed", neftune_alpha=alpha)
     return create(config, make_architecture(kind, spec.experts, spec.num_layers, spec.biases), parallel, topology, how)
 
 
@@ -173,6 +174,7 @@ def make_losses(kind: str) -> list:
         "value": partial(value_loss, clip=0.2),
         "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard),
         "sft": sft_loss,
+        "noisy": sft_loss,
         "regression": partial(regression_loss, attributes=("good", "long")),
         "steps": process_loss,
         "kto": partial(kto_loss, kl=0.7, beta=0.1, undesirable_weight=1.5, sft_coef=0.3),

@@ -20,13 +20,13 @@ from aligner.models.training.optimizer import OptimizerConfig
 
 KINDS = ("ppo", "dpo", "value")
 LOSSES = ("objectives", "preferences", "reward_mean", "regression", "steps")
-OTHERS = ("reward", "sft", "distill", "regression", "steps")
+OTHERS = ("reward", "sft", "noisy", "distill", "regression", "steps")
 WITH_OBJECTIVES = ["dp2", "tp2_cp2_packed", "token_budget"]  # with every loss
 PACKED = {"micro_batch_tokens": 48, "packing": True}
 SHARED = PACKED | {"share_prompts": True}
 ROUTER = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
 SP = {"tp": 2, "sequence_parallel": True}
-WITH_OTHERS = ["tp2_cp2_packed", "pp2_interleaved", "dp2"]
+WITH_OTHERS = ["tp2_cp2_packed", "pp2_interleaved", "dp2", "token_budget"]
 FOUR = {"num_layers": 4}  # instead of two: several to a pipeline stage, or one to each of its chunks
 
 DENSE = {  # name: (processes, what differs from the single process)

@@ -34,6 +34,7 @@ from aligner.models.modules.layers import KINDS, ORDINARY, SPLIT_INPUTS, LayerMo
 from aligner.models.modules.linear import is_split, linear_weight
 from aligner.models.modules.lora import attach
 from aligner.models.modules.megatron_config import transformer_config
+from aligner.models.modules.noise import Noise
 from aligner.models.modules.packed import packed_modules
 from aligner.models.modules.scalar_head import HEAD, ScalarHead
 from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
@@ -136,6 +137,7 @@ class Transformer(Chunk, mcore.GPTModel):
     """A GPTModel that ends at the hidden states; the output layer holds weights only."""
 
     _sight: tuple[Sight, Tensor | None] | None = None  # of the pass, with the tower's features on the first stage
+    _noise: Noise | None = None  # of the pass
 
     def __init__(
         self,
@@ -218,7 +220,8 @@ class Transformer(Chunk, mcore.GPTModel):
         seen = sight.at(token_of)
         return (seen if self.pre_process else replace(seen, pixels=seen.pixels[:0])).to(platform.device())
 
-    def forward(self, *args: Any, images: Sight | None = None, **options: Any) -> Tensor:
+    def forward(self, *args: Any, images: Sight | None = None, noise: Noise | None = None, **options: Any) -> Tensor:
+        self._noise = noise
         if images is None:
             return super().forward(*args, **options)
         found = features(self.visual, images) if self.pre_process else None
@@ -242,6 +245,10 @@ class Transformer(Chunk, mcore.GPTModel):
         embedded, rotary, *rest = super()._preprocess(*args, position_ids=position_ids, packed_seq_params=packed_seq_params, **options)
         if self.architecture.embedding_scale != 1 and self.pre_process:
             embedded = embedded * rounded_scale(self.architecture.embedding_scale, embedded.dtype)
+        if self._noise is not None and self.pre_process:
+            tp = self.pg_collection.tp
+            own = self._noise.part(tp.rank(), tp.size()) if self.config.sequence_parallel else self._noise
+            embedded = own.added(embedded.transpose(0, 1)).transpose(0, 1).contiguous()
         if self.architecture.rope_local_theta:
             rotary = self.with_local_angles(rotary, packed=packed_seq_params is not None)
         is_segmented = isinstance(packed_seq_params, SegmentedPackedSeqParams)

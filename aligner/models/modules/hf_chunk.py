@@ -31,6 +31,7 @@ from aligner.models.modules.chunk import WholeChunk
 from aligner.models.modules.heads import linear_head
 from aligner.models.modules.lora import Adapter, MergedWeights, attach
 from aligner.models.modules.megatron_config import resolve_dtype
+from aligner.models.modules.noise import Noise
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead
 from aligner.parallel.logprobs import shaped
 from aligner.parallel.mcore import ProcessGroupCollection, ShardedTensor, TransformerConfig, parallel_state
@@ -112,7 +113,14 @@ class HFChunk(WholeChunk):
         return self
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attention_mask: Tensor | None = None, *, images: Tensor | None = None, **options: Any
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        images: Tensor | None = None,
+        noise: Noise | None = None,
+        **options: Any,
     ) -> Tensor:
         """Tokens and positions [rows, L], and the `Images` of the rows -> hidden states [L, rows, H].
 
@@ -124,7 +132,8 @@ class HFChunk(WholeChunk):
         if seen and options.get("packed_seq_params") is not None:
             raise ConfigError(NOT_PACKED)
         given = {"input_ids": tokens, "position_ids": positions, "attention_mask": attention_mask, "use_cache": False}
-        hidden = (self.hf.base_model if seen else self.backbone)(**{**given, **seen}).last_hidden_state
+        with _adding(noise, self.hf.get_input_embeddings()):
+            hidden = (self.hf.base_model if seen else self.backbone)(**{**given, **seen}).last_hidden_state
         return hidden.transpose(0, 1).contiguous()
 
     def see(self, batch: Batch, images: Tensor, token_of: Tensor) -> Tensor:
@@ -283,6 +292,18 @@ def _with_types(model: Any, dtype: torch.dtype) -> Any:
             if kept.search(name) and tensor.is_floating_point():
                 tensor.data = tensor.data.float()
     return model
+
+
+@contextmanager
+def _adding(noise: Noise | None, embedding: torch.nn.Module) -> Iterator[None]:
+    if noise is None:
+        yield
+        return
+    hook = embedding.register_forward_hook(lambda module, inputs, output: noise.added(output))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.models.modules.noise import Noise
 from aligner.models.modules.router import give, routers
 from aligner.models.training.placement import Placement, Splits, in_slots, input_lengths, input_shape, place
 from aligner.parallel import platform
@@ -26,7 +27,8 @@ from aligner.types.rows import take_rows, to_device, trim_columns, upload
 class MicroBatch:
     """Rows of one forward pass, on the device and on the host. A `filler` micro-batch keeps ranks in step and counts nothing.
 
-    `routes` [L, rows, layers, k], on the host, are those of the tokens in the placement's slots; `images` the `Images` of the rows.
+    `routes` [L, rows, layers, k], on the host, are those of the tokens in the placement's slots; `images` the `Images` of the rows; `noise`
+    is added to their embeddings.
     """
 
     batch: Batch
@@ -35,6 +37,7 @@ class MicroBatch:
     filler: bool = False
     routes: Tensor | None = None
     images: Tensor | None = None
+    noise: Noise | None = None
 
 
 Outputs = Callable[[Tensor, MicroBatch], TokenOutputs]
@@ -117,6 +120,8 @@ def _run(chunks: list[Any], parts: list[MicroBatch], loss_of: Callable[[MicroBat
         options = {}
         if part.images is not None and (seen := _unwrapped(model).see(part.host, part.images, placed.token_of)) is not None:
             options["images"] = seen
+        if part.noise is not None:
+            options["noise"] = part.noise
         if model.config.num_moe_experts:
             options["padding_mask"] = _padding(part, model)
             module, routes = _unwrapped(model), part.routes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from aligner.models.architecture.divisible import fp8_token_multiple
 from aligner.models.modules.chunk import Chunk, WeightGather, WholeChunk
 from aligner.models.modules.fusions import note_once
 from aligner.models.modules.linear import weight_storage
+from aligner.models.modules.noise import noise_of
 from aligner.models.modules.router import AuxiliaryLosses, routers, take_metrics
 from aligner.models.modules.shared_prompts import prompt_keys
 from aligner.models.training import forward as passes
@@ -51,6 +52,7 @@ class Training:
     micro_batch_tokens: int = 0  # where it is not 0: tokens per forward pass
     packing: bool = False
     share_prompts: bool = False
+    neftune_alpha: float = 0.0  # noise on the embeddings of training passes (`aligner.models.modules.noise`); 0: none
     temperature: float = 1.0  # of the policy's log-probs
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
@@ -143,6 +145,7 @@ class TrainableModel:
             chunk.vision = training.sees
         self.version = 0
         self.guard = training.guard
+        self.neftune_alpha = training.neftune_alpha
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.runners: list[Any] = list(self.chunks)
@@ -253,7 +256,7 @@ class TrainableModel:
             runner.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.auxiliary.weigh(self.config, batch, loss)
-        parts = self._micro_batches(batch, self._plan(batch))
+        parts = self._with_noise(self._micro_batches(batch, layout := self._plan(batch)), layout)
         totals: list[Tensor] = []
         metrics = passes.forward_backward(self.runners, parts, outputs, _noting_totals(loss, totals), counts=self.topology.cp_rank == 0)
         problem, is_of_gradient = self._find_non_finite(totals)
@@ -386,6 +389,16 @@ class TrainableModel:
         if len(self.chunks) > 1:  # the interleaved schedule works in groups of pp micro-batches
             count = -(-count // self.topology.pp_size) * self.topology.pp_size
         return passes.cut(batch, own, self.splits, count=count, unit=_unit(batch), fixed_shape=self.topology.pp_size > 1)
+
+    def _with_noise(self, parts: list[passes.MicroBatch], layout: Plan) -> list[passes.MicroBatch]:
+        if not self.neftune_alpha:
+            return parts
+        own, common = layout[self.topology.dp_rank], {"alpha": self.neftune_alpha, "seed": (self.topology.seed, self.version)}
+        noisy = [
+            replace(part, noise=noise_of(part.placement.token_of, part.host.lengths, rows, width=part.host.tokens.shape[1], **common))
+            for part, rows in zip(parts, own, strict=False)
+        ]
+        return noisy + parts[len(own) :]  # fillers count nothing
 
 
 def families(batch: MaskedBatch, *, unit: int, capacity: int) -> list[Family]:

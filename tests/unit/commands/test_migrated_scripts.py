@@ -135,6 +135,12 @@ def test_adapters_on_packed_weights(tmp_path: Path) -> None:
     assert {key: found.settings[key] for key in wanted} == wanted
 
 
+def test_noise_on_embeddings_is_of_sft_alone(tmp_path: Path) -> None:
+    found = of_llama(tmp_path, neftune_noise_alpha=5.0)
+    assert not changed(found) and found.settings["algorithm.neftune_alpha"] == 5.0
+    assert changed(of_llama(tmp_path, neftune_noise_alpha=5.0, stage="dpo", pref_loss="sigmoid")) == {"neftune_noise_alpha"}
+
+
 def test_what_is_the_same_experiment(tmp_path: Path) -> None:
     assert not of_llama(tmp_path).is_other and migrate([str(tmp_path / "config.yaml")], MigrateOptions(ranks=2)) == 0
 
