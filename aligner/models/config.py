@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -123,6 +123,13 @@ class LoraTarget(str, Enum):
     experts = "experts"
 
 
+class LoraInit(str, Enum):
+    """What new adapters begin with."""
+
+    uniform = "uniform"  # A as PEFT's default, B = 0
+    pissa = "pissa"  # the largest singular values and vectors of the weights (2404.02948)
+
+
 def _default_targets() -> list[LoraTarget]:
     return [LoraTarget.qkv, LoraTarget.proj, LoraTarget.fc1, LoraTarget.fc2]
 
@@ -138,12 +145,15 @@ class LoraConfig:
     dropout: float = 0.0  # dropout of the adapters' inputs, in training
     targets: list[LoraTarget] = field(default_factory=_default_targets)  # linear layers that get adapters (docs/lora.md)
     parts: list[Part] = field(default_factory=lambda: [Part.text])  # parts that get them, of a model that sees: text, vision, projector
+    init: LoraInit = LoraInit.uniform  # new adapters: uniform A and B = 0, or pissa, the weights' largest singular vectors (2404.02948)
+    pissa_iterations: int = 0  # of a randomized decomposition with init=pissa, fast on large weights (16 is usual); 0: an exact one
     path: str = ""  # an adapter to start from: PEFT's (or ORG/NAME[@REV] of the Hub), or a checkpoint's step_...; empty: B = 0
     from_hub: ClassVar[Mapping[str, Files]] = {"path": Files.model}
 
     def __post_init__(self) -> None:
         self.targets, self.parts = list(self.targets), list(self.parts)
         require(self, "model.lora", NOT_NEGATIVE, "rank", note=" (0 is off)")
+        require(self, "model.lora", NOT_NEGATIVE, "pissa_iterations", note=" (0 is exact)")
         require(self, "model.lora", POSITIVE, "alpha")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.lora.dropout={self.dropout}: must be in [0, 1)")
@@ -153,6 +163,10 @@ class LoraConfig:
             )
         if self.dora and LoraTarget.experts in self.targets:
             raise ConfigError("model.lora.targets: PEFT has no DoRA of experts; allowed with model.lora.dora=true: the other targets")
+        if self.dora and self.is_pissa:
+            raise ConfigError("model.lora.init=pissa: not with model.lora.dora=true, whose magnitudes are of W; allowed: uniform")
+        if self.pissa_iterations and not self.is_pissa:
+            raise ConfigError(f"model.lora.pissa_iterations={self.pissa_iterations}: needs model.lora.init=pissa; allowed: 0")
         if not self.targets:
             raise ConfigError(f"model.lora.targets=[]: name at least one; allowed: {', '.join(LoraTarget.__members__)}")
         if not self.parts:
@@ -164,6 +178,19 @@ class LoraConfig:
     def is_on(self) -> bool:
         """Whether adapters are trained instead of the weights."""
         return self.rank > 0
+
+    @property
+    def is_pissa(self) -> bool:
+        """Whether a layer has a frozen first pair, whose product is subtracted."""
+        return self.init is LoraInit.pissa
+
+    @property
+    def plain(self) -> LoraConfig:
+        """The ordinary adapters that compute the same: the frozen first pair behind the trained one."""
+        if not self.is_pissa:
+            return self
+        alpha = self.alpha * (math.sqrt(2) if self.rslora else 2)
+        return replace(self, rank=2 * self.rank, alpha=alpha, init=LoraInit.uniform, pissa_iterations=0)
 
     @property
     def scaling(self) -> float:
@@ -239,6 +266,11 @@ class ModelConfig:
             (
                 self.quantization.is_on and self.layers is Layers.transformer_engine,
                 f"{quantized}: Transformer Engine's layers read dense weights; allowed: layers=auto, torch",
+            ),
+            (
+                self.quantization.is_on and self.lora.is_pissa,
+                f"model.lora.init=pissa: not with {quantized}: its residual would have to be packed instead of the weights; "
+                "allowed: uniform",
             ),
             (self.packing and not self.micro_batch_tokens, f"model.packing=true: {tokens}"),
             (self.share_prompts and not self.packing, "model.share_prompts=true: needs model.packing=true"),

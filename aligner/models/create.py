@@ -33,6 +33,7 @@ from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from aligner.models.modules.peft import load_peft, peft_config, targets_in_wrapper
+from aligner.models.modules.pissa import start_from_weights
 from aligner.models.modules.scalar_head import VALUES, ScalarHead, read_head
 from aligner.models.training.guard import Guard, GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
@@ -327,11 +328,17 @@ def _start_adapters(chunks: Sequence[Chunk], config: ModelConfig, seed: int) -> 
         chunk.base, chunk.base_digest = "" if source is None else wrapper.named(source), digest
     initialise_adapters(chunks, seed)
     peft_config(chunks[0].architecture, config.lora, base="") | targets_in_wrapper(chunks[0])  # refused before it is trained
-    if not config.lora.path:
-        return
     path = Path(config.lora.path)
-    if (path / files.MARKER).exists():
+    if not config.lora.path:
+        if config.lora.is_pissa:
+            start_from_weights(chunks)
+    elif (path / files.MARKER).exists():
         checkpoint.load_same(chunks, path)
+    elif config.lora.is_pissa:
+        raise ConfigError(
+            f"model.lora.path={path}: PEFT's adapters have no first pair, as model.lora.init=pissa needs; allowed: uniform, with the rank "
+            "of the adapter there"
+        )
     else:
         load_peft(chunks, path)
 

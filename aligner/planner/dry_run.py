@@ -104,7 +104,7 @@ def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple
         if lora.is_on and has_adapter(f"{PREFIX}{name}", architecture, lora):
             numel = lora.rank * sum(parameter.shape) + (parameter.shape[0] if lora.dora else 0)
             pair = Parameter(name=f"{name}{ADAPTER}", numel=numel, itemsize=itemsize, is_adapter=True)
-            found.append(pair)
+            found += [pair, *([replace(pair, is_frozen=True)] if lora.is_pissa else [])]
     return tuple(found)
 
 

@@ -25,12 +25,14 @@ from layout_models import (
 from ranks import joined, laid_out
 
 from aligner.models.checkpoint import checkpoint
+from aligner.models.config import LoraInit
 from aligner.models.modules.lora import Adapter
 from aligner.models.modules.peft import export_adapters
 from aligner.models.training.optimizer import OptimizerConfig
 
 SP = {"tp": 2, "sequence_parallel": True}
 MODELS = {"dense": ["qkv", "proj", "fc1", "fc2"], "experts": ["qkv", "proj", "experts"], "dora": ["q", "v", "proj", "fc1", "fc2"]}
+MODELS["pissa"] = MODELS["dora"]
 LAYOUTS = {  # name: (model, kinds, fields of ParallelConfig, fields of ModelConfig)
     "tp2_shared_prompts": ("dense", ["dpo"], {"tp": 2}, {"micro_batch_tokens": 48, "packing": True, "share_prompts": True}),
     "pp2_recompute": ("dense", ["dpo", "value"], {"pp": 2}, {"recompute": "full"}),
@@ -38,6 +40,8 @@ LAYOUTS = {  # name: (model, kinds, fields of ParallelConfig, fields of ModelCon
     "tp2_ep2": ("experts", ["dpo"], SP | {"ep": 2}, {}),
     "tp2_dora": ("dora", ["dpo"], {"tp": 2}, {}),
     "tp2_sp_dora": ("dora", ["dpo", "value"], SP, {"recompute": "full"}),
+    "tp2_sp_pissa": ("pissa", ["dpo"], SP, {}),
+    "pp2_pissa": ("pissa", ["dpo"], {"pp": 2}, {"recompute": "full"}),
 }
 DROPPING = ("tp2_shared_prompts", "tp2_etp2")  # that show which inputs of adapters are dropped
 RESUMED = "tp2_shared_prompts"  # that of them which goes on from its own checkpoint, too
@@ -46,7 +50,8 @@ RESUMED = "tp2_shared_prompts"  # that of them which goes on from its own checkp
 def spec_of(name: str, adapters: Path, **lora) -> Spec:
     """The settings of a layout; of a name of `MODELS`: of one process."""
     model, _, parallel, settings = LAYOUTS.get(name, (name, [], {}, {}))
-    lora = {"rank": 3, "alpha": 6.0, "targets": MODELS[model], "path": str(adapters / model), "dora": model == "dora"} | lora
+    own = {"init": LoraInit.pissa} if model == "pissa" else {"path": str(adapters / model), "dora": model == "dora"}
+    lora = {"rank": 3, "alpha": 6.0, "targets": MODELS[model]} | own | lora
     return Spec(parallel=parallel, model=settings, experts=model == "experts", lora=lora, distributed_optimizer=True)
 
 
@@ -131,7 +136,7 @@ def in_every_layout(adapters: Path) -> dict[str, dict]:
 def adapters(tmp_path_factory) -> Path:
     """An adapter for each model, whose B's are not zero."""
     folder = tmp_path_factory.mktemp("adapters")
-    for model in MODELS:
+    for model in MODELS.keys() - {"pissa"}:  # which starts from the weights
         write_adapter(spec_of(model, folder))
     return folder
 
@@ -172,14 +177,15 @@ def test_ranks_drop_the_same_of_what_they_all_have(layout, many):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_new_adapters_are_those_of_a_single_process(layout, adapters, many, topology):
-    """Whatever ranks have which part of them: drawn for the whole width of a layer, and B's of 0."""
+    """Whatever ranks have which part of them: drawn for the whole width of a layer, and B's of 0; with PiSSA
+    both of the whole weight."""
     expected = new(spec_of(LAYOUTS[layout][0], adapters, path=""), topology)
     assert expected.keys() == many[layout]["new"].keys()
     for name, tensor in expected.items():
         if name.endswith("lora_magnitude_vector"):  # norms of rows that may be split are sums of two
             torch.testing.assert_close(many[layout]["new"][name], tensor, rtol=1e-6, atol=0)
             continue
-        assert torch.equal(many[layout]["new"][name], tensor) and tensor.any() == ("lora_A" in name)
+        assert torch.equal(many[layout]["new"][name], tensor) and tensor.any() == ("lora_A" in name or LAYOUTS[layout][0] == "pissa")
 
 
 def assert_end(expected: dict, got: dict) -> None:

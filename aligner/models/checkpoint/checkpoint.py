@@ -40,6 +40,7 @@ from aligner.models.checkpoint.weights import to_marker as adapters_to_marker
 from aligner.models.checkpoint.wrapper import WRAPPER
 from aligner.models.config import HFArchitecture, Implementation
 from aligner.models.families import architecture_to_hf
+from aligner.models.families.mapping import ADAPTER
 from aligner.models.training.trainable import TrainableModel, check_before_save, generator_state, set_generator_state
 from aligner.parallel.collectives import broadcast_object, from_rank_0, gather_objects, raise_everywhere
 
@@ -355,10 +356,10 @@ def estimated_bytes(model: TrainableModel) -> int:
     own = 0.0
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
-            if chunk.lora.is_on and not parameter.requires_grad:  # of a model with adapters, they are saved alone
+            if chunk.lora.is_on and not parameter.requires_grad and ADAPTER not in name:  # of a model with adapters, they are saved alone
                 continue
             copies = expert_copies if ".experts." in name else dense_copies
-            own += parameter.numel() * (parameter.element_size() + state) / copies
+            own += parameter.numel() * (parameter.element_size() + state * parameter.requires_grad) / copies
     return int(sum(gather_objects(own)) * async_save.OVERHEAD)
 
 

@@ -19,7 +19,7 @@ from aligner.models.checkpoint.files import MARKER, read_marker, resolve
 from aligner.models.checkpoint.foreign.model import is_foreign, open_weights
 from aligner.models.checkpoint.hf_files import CONFIG_FILE, read_json
 from aligner.models.checkpoint.wrapper import same_weights
-from aligner.models.config import HFArchitecture, LoraConfig, LoraTarget, Part, Quantization
+from aligner.models.config import HFArchitecture, LoraConfig, LoraInit, LoraTarget, Part, Quantization
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
 from aligner.models.modules.chunk import Chunk, global_name
@@ -227,6 +227,8 @@ def to_marker(chunk: Chunk) -> dict[str, Any]:
     described = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": [target.value for target in lora.targets]}
     if lora.dora:
         described["dora"] = True
+    if lora.is_pissa:
+        described["init"] = lora.init.value
     if lora.parts != LoraConfig().parts:
         described["parts"] = [part.value for part in lora.parts]
     packed = {"kind": chunk.quantization.value, "dtype": str(chunk.config.params_dtype).removeprefix("torch.")}
@@ -258,7 +260,8 @@ def saved_lora(marker: Mapping[str, Any]) -> LoraConfig:
     """The adapters that a marker describes."""
     described = marker[LORA]
     parts = [Part(part) for part in described.get("parts", LoraConfig().parts)]
-    return LoraConfig(**{**described, "targets": [LoraTarget(target) for target in described["targets"]], "parts": parts})
+    targets, init = [LoraTarget(target) for target in described["targets"]], LoraInit(described.get("init", LoraConfig().init))
+    return LoraConfig(**{**described, "targets": targets, "parts": parts, "init": init})
 
 
 def saved_quantization(marker: Mapping[str, Any]) -> tuple[Quantization, torch.dtype]:

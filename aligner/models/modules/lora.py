@@ -5,6 +5,8 @@ With `model.lora.dora` (Liu et al. 2024, 2402.09353) it becomes m (W + scaling B
 the sum: A and B give the direction of a row, and the magnitude m of each output, at first ||W||, learns too. The norm gets no gradient, as
 in the paper (section 4.3) and in PEFT. Without dropout: what scales the layer's own product would have to see dropped inputs, too.
 
+With `model.lora.init=pissa` it becomes W x + scaling (B A - B0 A0) x with the frozen first pair (`aligner.models.modules.pissa`).
+
 A layer that holds several of Hugging Face's projections (query, key and value; gate and up) has a pair for each of them, so that an adapter
 is one of PEFT's, too. The A's lie one below the other and are one product; each B gives its own rows of the fused output.
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +99,8 @@ class AdapterSite:
 
 
 class Adapter(torch.nn.Module):
-    """The pairs of one linear layer: `a` [pairs * rank, in] and `b` by part, [rows, rank]; with DoRA the magnitudes `m` by part, [rows, 1].
+    """The pairs of one linear layer: `a` [pairs * rank, in] and `b` by part, [rows, rank]; with DoRA the magnitudes `m` by part, [rows, 1];
+    with PiSSA what the pairs began with, `a0` and `b0`, frozen.
 
     All are this rank's shares.
     """
@@ -117,8 +120,12 @@ class Adapter(torch.nn.Module):
         self.a = torch.nn.Parameter(torch.empty(len(self.pairs.projections) * lora.rank, site.weight.shape[1], **options))
         self.b = torch.nn.ParameterDict({part: torch.zeros(site.sizes[part], lora.rank, **options) for part in self.pairs.trained})
         self.m = torch.nn.ParameterDict({part: torch.ones(len(b), 1, **options) for part, b in self.b.items()} if lora.dora else {})
-        self._mark(self.a, split_dim=None if self.pairs.splits_output else 1)
-        for matrix in (*self.b.values(), *self.m.values()):
+        self.a0 = torch.nn.Parameter(torch.zeros_like(self.a), requires_grad=False) if lora.is_pissa else None
+        self.b0 = torch.nn.ParameterDict({part: torch.zeros_like(b) for part, b in self.b.items()} if lora.is_pissa else {})
+        self.b0.requires_grad_(False)
+        for matrix in (self.a, *([] if self.a0 is None else [self.a0])):
+            self._mark(matrix, split_dim=None if self.pairs.splits_output else 1)
+        for matrix in (*self.b.values(), *self.b0.values(), *self.m.values()):
             self._mark(matrix, split_dim=0 if self.pairs.splits_output else None)
         for b in self.b.values():
             b.is_lora_b = True
@@ -134,8 +141,10 @@ class Adapter(torch.nn.Module):
         """The adapter's addition to the layer's output, for the layer's input [..., in on this rank]."""
         whole_a, whole_b = self.pairs.splits_output, not self.pairs.splits_output
         hidden = F.linear(self._dropped(x), self._complete(self.a) if whole_a else self.a) * self.scaling
+        if self.a0 is not None:  # without dropout, as the weight that it is a part of
+            hidden = torch.cat([hidden, F.linear(x, self._complete(self.a0) if whole_a else self.a0) * self.scaling], dim=-1)
         hidden = self._exchanged(hidden)
-        return self._expanded(hidden, {part: self._complete(b) if whole_b else b for part, b in self.b.items()})
+        return self._added_up(hidden, self._complete if whole_b else lambda b: b)
 
     def added(self, x: Tensor, product: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's output from its input and its own product; `bias` is what the product has of one."""
@@ -148,7 +157,7 @@ class Adapter(torch.nn.Module):
     def share(self, x: Tensor) -> Tensor:
         """This rank's rows of the addition, for inputs without dropout; where the ranks have parts of the input, its term of the rows. No
         communication."""
-        return self._expanded(F.linear(x, self.a) * self.scaling, dict(self.b))
+        return self._added_up(F.linear(x, self._all_a()) * self.scaling, lambda b: b)
 
     @torch.no_grad()
     def merged(self, weight: LinearWeight) -> Tensor:
@@ -162,9 +171,8 @@ class Adapter(torch.nn.Module):
 
     def _sums(self, weight: LinearWeight) -> Iterator[tuple[slice, Tensor]]:
         """(rows, W + scaling B A of them in float32): no whole matrix exists in float32."""
-        one = torch.eye(self.a.shape[0], device=weight.device)
-        fused = self._expanded(one, {part: b.float() for part, b in self.b.items()}).t() * self.scaling  # [rows, pairs * rank]
-        a = self.a.float()
+        a = self._all_a().float()
+        fused = self._added_up(torch.eye(a.shape[0], device=weight.device), Tensor.float).t() * self.scaling  # [rows, pairs * rank]
         for first in range(0, weight.shape[0], MERGED_ROWS):
             part = slice(first, first + MERGED_ROWS)
             yield part, torch.addmm(weight.read(torch.float32, part), fused[part], a)
@@ -220,6 +228,23 @@ class Adapter(torch.nn.Module):
     def _complete(self, parameter: Tensor) -> Tensor:
         """A replicated parameter whose gradient is summed over an expert's ranks, which hold parts of it."""
         return mcore.copy_to_tensor_model_parallel_region(parameter, group=self.group) if self.pairs.is_expert else parameter
+
+    @torch.no_grad()
+    def freeze_start(self) -> None:
+        """Let the pairs add nothing until they are trained."""
+        assert self.a0 is not None
+        self.a0.copy_(self.a)
+        for part, b in self.b.items():
+            self.b0[part].copy_(b)
+
+    def _all_a(self) -> Tensor:
+        return self.a if self.a0 is None else torch.cat([self.a, self.a0])
+
+    def _added_up(self, hidden: Tensor, given: Callable[[Tensor], Tensor]) -> Tensor:
+        """[..., rows of the fused output on this rank] from A x, or from A x and A0 x side by side; `given` makes of a B what is used."""
+        own, *start = hidden.split(self.a.shape[0], dim=-1)
+        total = self._expanded(own, {part: given(b) for part, b in self.b.items()})
+        return total - self._expanded(start[0], {part: given(b) for part, b in self.b0.items()}) if start else total
 
     def _expanded(self, hidden: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
         """[..., rows of the fused output on this rank]; zeros where a part has no pair."""
@@ -363,7 +388,7 @@ def _fill(adapter: Adapter, unique: str, seed: int) -> None:
         generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(f"{seed}/{unique}{ADAPTER}{part}".encode()))
         whole = (torch.rand(adapter.rank, size, generator=generator, device="cpu") * 2 - 1) / math.sqrt(size)
         own.copy_(upload(whole if pairs.splits_output else whole.chunk(group.size(), dim=1)[group.rank()], own.device), non_blocking=True)
-    for matrix in adapter.b.values():
+    for matrix in (*adapter.b.values(), *adapter.b0.values()):
         matrix.zero_()
     adapter.start_magnitudes()
 

@@ -60,10 +60,9 @@ class Projection:
     block: int
     b: tuple[str, ...]  # Megatron's parameters, whose rows one after the other are the B
 
-    @property
-    def m(self) -> tuple[str, ...]:
-        """Megatron's parameters that together are the projection's magnitudes, if the adapters have those."""
-        return tuple(f"{prefix}{ADAPTER}m.{part}" for prefix, part in (name.split(f"{ADAPTER}b.") for name in self.b))
+    def like_b(self, kind: str) -> tuple[str, ...]:
+        """Megatron's parameters that lie as the B's do: magnitudes (`m`) or frozen first B's (`b0`), if the adapters have those."""
+        return tuple(f"{prefix}{ADAPTER}{kind}.{part}" for prefix, part in (name.split(f"{ADAPTER}b.") for name in self.b))
 
 
 def projections(architecture: Architecture, lora: LoraConfig) -> list[Projection]:
@@ -93,11 +92,13 @@ def export_adapters(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
             if place.name.startswith(HEAD):
                 yield _head_name(chunk, place.name), shard_anywhere(chunk, place, heads.get(place.name))
     for one in projections(chunk.architecture, chunk.lora):
-        name = _module(chunk, one.name)
-        yield f"{_PREFIX}{name}.lora_A.weight", whole(one.a).split(chunk.lora.rank)[one.block]
-        yield f"{_PREFIX}{name}.lora_B.weight", torch.cat([whole(name) for name in one.b])
+        a, b = whole(one.a).split(chunk.lora.rank)[one.block], torch.cat([whole(name) for name in one.b])
+        if chunk.lora.is_pissa:
+            a = torch.cat([a, whole(f"{one.a}0").split(chunk.lora.rank)[one.block]])
+            b = torch.cat([b, -torch.cat([whole(name) for name in one.like_b("b0")])], dim=1)
+        yield from zip(pair_names(chunk, one.name), (a, b), strict=True)
         if chunk.lora.dora:
-            yield f"{_PREFIX}{name}.{_MAGNITUDE}", torch.cat([whole(name) for name in one.m])[:, 0]
+            yield f"{_PREFIX}{_module(chunk, one.name)}.{_MAGNITUDE}", torch.cat([whole(name) for name in one.like_b("m")])[:, 0]
 
 
 def save_peft(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None:
@@ -107,7 +108,7 @@ def save_peft(chunks: Sequence[Chunk], directory: Path, *, writer: bool) -> None
         return
     directory.mkdir(parents=True, exist_ok=True)
     with_umask_mode(directory / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    config = peft_config(chunks[0].architecture, chunks[0].lora, base=chunks[0].base, head=chunks[0].head)
+    config = peft_config(chunks[0].architecture, chunks[0].lora.plain, base=chunks[0].base, head=chunks[0].head)
     config |= targets_in_wrapper(chunks[0])
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
@@ -209,21 +210,33 @@ def load_peft(chunks: Sequence[Chunk], directory: Path) -> None:
     chunk = chunks[0]
     heads = _saved_head(chunk, config, directory)
     check_peft_config(config, chunk.architecture, chunk.lora, directory)
-    wanted: dict[str, list[Projection]] = {}
-    for one in projections(chunk.architecture, chunk.lora):
-        wanted.setdefault(one.a, []).append(one)
-    named = [f"{_PREFIX}{_module(chunk, one.name)}" for group in wanted.values() for one in group]
+    named = [f"{_PREFIX}{_module(chunk, one.name)}" for one in projections(chunk.architecture, chunk.lora)]
     kinds = ("lora_A.weight", "lora_B.weight", *([_MAGNITUDE] if chunk.lora.dora else []))
     names = {f"{name}.{kind}" for name in named for kind in kinds} | heads.keys()
     if difference := sorted(stored.keys() ^ names):
         where = "there and in no adapter of the model" if difference[0] in stored else "missing there"
         raise CheckpointError(f"model.lora.path={directory}: {difference[0]} is {where} (model.lora.targets); {len(difference)} differ")
+    fill_adapters(chunks, stored, directory)
     for chunk in chunks:
-        for name, adapter in named_adapters(chunk):
-            _fill(chunk, adapter, wanted[f"{global_name(chunk, name)}{ADAPTER}a"], stored, directory)
         with torch.no_grad():
             for theirs, ours in heads.items() if chunk.post_process else ():
                 _copy(chunk.get_parameter(ours), stored[theirs], directory, theirs)
+
+
+def fill_adapters(chunks: Sequence[Chunk], stored: dict[str, Tensor], source: Path | str) -> None:
+    """Fill this rank's adapters from whole tensors by PEFT's names. No communication. `source`: for messages."""
+    wanted: dict[str, list[Projection]] = {}
+    for one in projections(chunks[0].architecture, chunks[0].lora):
+        wanted.setdefault(one.a, []).append(one)
+    for chunk in chunks:
+        for name, adapter in named_adapters(chunk):
+            _fill(chunk, adapter, wanted[f"{global_name(chunk, name)}{ADAPTER}a"], stored, source)
+
+
+def pair_names(chunk: Chunk, name: str) -> tuple[str, str]:
+    """PEFT's names of the A and the B of one of Hugging Face's projections."""
+    module = f"{_PREFIX}{_module(chunk, name)}"
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -285,26 +298,26 @@ def check_peft_config(config: Mapping[str, Any], architecture: Architecture, lor
 
 
 @torch.no_grad()
-def _fill(chunk: Chunk, adapter: Adapter, found: Sequence[Projection], stored: dict[str, Tensor], directory: Path) -> None:
+def _fill(chunk: Chunk, adapter: Adapter, found: Sequence[Projection], stored: dict[str, Tensor], source: Path | str) -> None:
     ranks, index = adapter.group.size(), adapter.group.rank()
     splits_output = adapter.pairs.splits_output
-    whole_a = torch.cat([stored[f"{_PREFIX}{_module(chunk, one.name)}.lora_A.weight"] for one in found])
-    _copy(adapter.a, whole_a if splits_output else whole_a.chunk(ranks, dim=1)[index], directory, found[0].name)
+    whole_a = torch.cat([stored[pair_names(chunk, one.name)[0]] for one in found])
+    _copy(adapter.a, whole_a if splits_output else whole_a.chunk(ranks, dim=1)[index], source, found[0].name)
     for one in found:
-        whole_b = stored[f"{_PREFIX}{_module(chunk, one.name)}.lora_B.weight"]
+        whole_b = stored[pair_names(chunk, one.name)[1]]
         parts = [name.rsplit(".", 1)[1] for name in one.b]
         sizes = [adapter.b[part].shape[0] * (ranks if splits_output else 1) for part in parts]
         if whole_b.shape[0] != sum(sizes):
-            raise CheckpointError(f"{directory}: lora_B of {one.name} has {whole_b.shape[0]} rows, the model's layer has {sum(sizes)}")
+            raise CheckpointError(f"{source}: lora_B of {one.name} has {whole_b.shape[0]} rows, the model's layer has {sum(sizes)}")
         stacks = [(adapter.b, whole_b)]
         if adapter.m:
             stacks.append((adapter.m, stored[f"{_PREFIX}{_module(chunk, one.name)}.{_MAGNITUDE}"][:, None]))
         for ours, whole in stacks:
             for part, rows in zip(parts, whole.split(sizes), strict=True):
-                _copy(ours[part], rows.chunk(ranks)[index] if splits_output else rows, directory, one.name)
+                _copy(ours[part], rows.chunk(ranks)[index] if splits_output else rows, source, one.name)
 
 
-def _copy(target: Tensor, source: Tensor, directory: Path, name: str) -> None:
-    if source.shape != target.shape:
-        raise CheckpointError(f"{directory}: a matrix of {name} is {tuple(source.shape)} on this rank, the model's {tuple(target.shape)}")
-    target.copy_(source)
+def _copy(target: Tensor, found: Tensor, source: Path | str, name: str) -> None:
+    if found.shape != target.shape:
+        raise CheckpointError(f"{source}: a matrix of {name} is {tuple(found.shape)} on this rank, the model's {tuple(target.shape)}")
+    target.copy_(found)

@@ -135,6 +135,14 @@ def test_adapters_on_packed_weights(tmp_path: Path) -> None:
     assert {key: found.settings[key] for key in wanted} == wanted
 
 
+def test_adapters_from_singular_vectors(tmp_path: Path) -> None:
+    for given, iterations in (({}, 16), ({"pissa_iter": 4}, 4), ({"pissa_iter": -1}, 0)):
+        found = of_llama(tmp_path, pissa_init=True, pissa_convert=True, **given)
+        assert not changed(found)
+        assert (found.settings["model.lora.init"], found.settings.get("model.lora.pissa_iterations", 0)) == ("pissa", iterations)
+    assert "model.lora.init" not in of_llama(tmp_path).settings
+
+
 def test_noise_on_embeddings_is_of_sft_alone(tmp_path: Path) -> None:
     found = of_llama(tmp_path, neftune_noise_alpha=5.0)
     assert not changed(found) and found.settings["algorithm.neftune_alpha"] == 5.0
@@ -146,7 +154,7 @@ def test_what_is_the_same_experiment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"double_quantization": True}, {"val_size": 0.1}, {"image_max_pixels": 262144}, {"packing": True}, {"pissa_init": True}]
+    "keys", [{"double_quantization": True}, {"val_size": 0.1}, {"image_max_pixels": 262144}, {"packing": True}, {"use_galore": True}]
 )
 def test_what_changes_the_result(keys: dict[str, Any], tmp_path: Path) -> None:
     assert changed(of_llama(tmp_path, **keys)) == set(keys)
