@@ -209,6 +209,8 @@ class TrainPPO(OnlineRun):
         self.critic.check_served(self.parallel, self.num_processes)
         if self.critic.with_reward and not self.reward.serve:
             raise ConfigError("critic.with_reward=true: needs reward.serve=true: a reward that the actor computes is in no server")
+        if self.critic.optimizer.ema_decay:
+            raise ConfigError(f"critic.optimizer.ema_decay={self.critic.optimizer.ema_decay}: no critic is exported; allowed: 0")
         OnlineRun.__post_init__(self)
         if self.placement is Placement.colocated and not self.critic.is_served:
             self.critic.optimizer.offload = True  # as of every model whose GPUs others use

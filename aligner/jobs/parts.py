@@ -208,7 +208,8 @@ def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path
     logging, guard = config.logging, config.guard
     how = {"logging": logging, "shown": shown, "guard": guard, "model": built.model, "length": length}
     last = run_loop(session, built.algorithm, keeper, config.loop, **how)
-    export_at_end(session, config, last, built.model.chunks, tokenizer, source)
+    with built.model.averaged():
+        export_at_end(session, config, last, built.model.chunks, tokenizer, source)
     return conclude(session, last, config.loop)
 
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from aligner.cluster.run_directory import POLICY
 from aligner.errors import AlignerError, RollBack, RunHalted
@@ -109,6 +109,14 @@ class Algorithm(Protocol):
         """JSON-able state to resume from, besides models and step number."""
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Averages(Protocol):
+    """A model that may keep a moving average of its weights."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The average in the weights' place; collective."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +239,7 @@ def run(
         try:
             if config.validate_first and not finished:
                 with progress.phase("validate"):
-                    reporter.log(0, algorithm.validate())
+                    reporter.log(0, _validated(algorithm))
             reason = ""
             while finished < config.max_steps and not (reason := _stop_reason(stop, budget)):
                 step = finished + 1
@@ -315,11 +323,18 @@ def _report(
     validation: Mapping[str, float] = {}
     if _due(step, config.validate_every):
         with progress.phase("validate"):
-            validation = algorithm.validate()
+            validation = _validated(algorithm)
     reporter.log(step, {**result.metrics, **validation})
     if result.samples and (_due(step, config.table_every) or (config.table_every and step in (1, config.max_steps))):
         reporter.table(step, result.samples)
     return validation
+
+
+def _validated(algorithm: Algorithm) -> Mapping[str, float]:
+    """Metrics of a validation; of a recipe on data with the averaged weights, if it keeps such."""
+    model = getattr(algorithm, "model", None)
+    with model.averaged() if isinstance(model, Averages) else nullcontext():
+        return algorithm.validate()
 
 
 def _heed(alarms: Sequence[Alarm], reporter: Reporter, step: int, result: StepResult) -> str:

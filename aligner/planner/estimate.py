@@ -110,7 +110,7 @@ def replication(component: Component, cluster: ClusterConfig, *, stage: int, chu
         dense_shards=dense,
         expert_shards=component.num_ranks // (parallel.pp * parallel.ep * parallel.etp),
         bucket_elements=max(40_000_000, 1_000_000 * dense) if overlaps else None,
-        moment_bytes=4 if optimizer.precision_aware else 8,
+        moment_bytes=(4 if optimizer.precision_aware else 8) + (4 if optimizer.ema_decay else 0),
         # bfloat16 moments; of a bfloat16 weight the other half of the float32 one
         main_bytes=2 if optimizer.precision_aware and component.model.dtype is Dtype.bfloat16 else 4,
     )
@@ -294,7 +294,7 @@ class Replication:
     dense_shards: int  # dp x cp
     expert_shards: int  # replicas of an expert
     bucket_elements: int | None  # None: one bucket per buffer
-    moment_bytes: int = 8  # both Adam moments of an element
+    moment_bytes: int = 8  # both Adam moments of an element, and its average (optimizer.ema_decay)
     main_bytes: int = 4  # float32 copy of a 2-byte weight
 
 

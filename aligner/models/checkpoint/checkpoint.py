@@ -352,7 +352,7 @@ def estimated_bytes(model: TrainableModel) -> int:
     if model.optimizer is not None:
         adam = model.optimizer.chained_optimizers[0].config
         moments = 2 * (adam.exp_avg_dtype.itemsize if adam.use_precision_aware_optimizer else torch.float32.itemsize)
-        state = MAIN_COPY_BYTES + moments
+        state = MAIN_COPY_BYTES + moments + (MAIN_COPY_BYTES if model.ema_decay else 0)
     own = 0.0
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():

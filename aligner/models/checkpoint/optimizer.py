@@ -21,6 +21,7 @@ from torch import Tensor
 
 from aligner.errors import CheckpointError
 from aligner.models.training.adam import HostAdam
+from aligner.models.training.average import EMA, make_room
 from aligner.parallel.mcore import ChainedOptimizer, DistributedOptimizer, ShardedTensor, sharded_leaves
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")  # Adam's, for each parameter; the first are the float32 weights
@@ -91,15 +92,19 @@ class _Held:
     start: int
     size: int
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        return (*_STATES, EMA) if self.part.keeps_average else _STATES
+
     def values(self) -> Iterator[tuple[str, Tensor]]:
         tensors = self.part._get_main_param_and_optimizer_states(self.parameter)
-        for state in _STATES:
+        for state in self.states:
             tensor = tensors[state].detach()
             # Moments and weights in fewer bits were converted for this already, and would fill the device.
             yield state, tensor if tensor.dtype == torch.float32 else tensor.to("cpu", torch.float32)
 
     def blank(self) -> Iterator[tuple[str, Tensor]]:
-        for state in _STATES:
+        for state in self.states:
             yield state, torch.empty(self.size, dtype=torch.float32)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -144,7 +149,7 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
     found, strangers = [], []
     for held in _held(optimizer, sharded_weights):
         tensors = {}
-        for state in _STATES:
+        for state in held.states:
             numbered = (f"{held.name}.{state}.{number}" for number in itertools.count())
             tensors[state] = torch.cat([loaded.pop(name).flatten() for name in itertools.takewhile(loaded.__contains__, numbered)])
         found.append((held, tensors))
@@ -159,6 +164,8 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
                 continue
             groups = part.state_dict()["optimizer"]["param_groups"]
             part.load_state_dict({"optimizer": {"param_groups": [{**group, "step": step} for group in groups]}})
+    if any(held.part.keeps_average for held, _ in found):
+        make_room(optimizer)
     for held, tensors in found:
         held.fill(tensors)
     return []

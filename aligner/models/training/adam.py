@@ -144,6 +144,7 @@ def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dt
     for part in optimizer.chained_optimizers:
         if isinstance(part, mcore.DistributedOptimizer) and not part.is_stub_optimizer:
             _number_as_grouped(part)
+            part.keeps_average = config.ema_decay > 0
             if config.cpu_offload:
                 part.optimizer.open()
     return optimizer

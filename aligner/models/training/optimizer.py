@@ -37,6 +37,7 @@ class OptimizerConfig:
     eps: float = 1e-8  # added to the root of the mean of squared gradients (Adam)
     loraplus_ratio: float = 1.0  # learning rate of adapters' B's over that of their A's (LoRA+, 2402.12354, takes 16); 1: the same
     clip_grad: float = 1.0  # longest gradient (global L2 norm); a longer one is scaled down to it; 0: off
+    ema_decay: float = 0.0  # of a moving average of the weights, which validations on data and exports have; 0: none
     distributed: bool = True  # shard the optimizer's state over data-parallel ranks
     precision_aware: bool = False  # moments in bfloat16 (needs Transformer Engine)
     initial_loss_scale: float = 1024.0  # with model.dtype=float16: initial factor of the loss, a power of two; an overflow halves it
@@ -57,7 +58,15 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.warmup_steps={self.warmup_steps}: must not be negative (-1: use optimizer.warmup_fraction)")
         require(self, "optimizer", FINITE, "decay_steps", "clip_grad")
         require(self, "optimizer", AT_LEAST_1, "loss_scale_window")
-        require(self, "optimizer", (lambda beta: 0 <= beta < 1, "must be at least 0 and below 1"), "warmup_fraction", "beta1", "beta2")
+        require(
+            self,
+            "optimizer",
+            (lambda beta: 0 <= beta < 1, "must be at least 0 and below 1"),
+            "warmup_fraction",
+            "beta1",
+            "beta2",
+            "ema_decay",
+        )
         require(self, "optimizer", (lambda eps: 0 < eps < 1, "must be above 0 and below 1"), "eps")
         powers: Range = (lambda scale: 0 < scale < math.inf and math.frexp(scale)[0] == 0.5, "must be a power of two")
         require(self, "optimizer", powers, "initial_loss_scale", "min_loss_scale", note=", so that scaling rounds nothing")
@@ -69,6 +78,11 @@ class OptimizerConfig:
             )
         if self.precision_aware and not self.distributed:
             raise ConfigError("optimizer.precision_aware=true: needs optimizer.distributed=true")
+        if self.ema_decay and (not self.distributed or self.precision_aware or self.cpu_offload):
+            raise ConfigError(
+                f"optimizer.ema_decay={self.ema_decay}: needs optimizer.distributed=true, precision_aware=false and cpu_offload=false, "
+                "whose float32 weights are all on the device; allowed otherwise: 0"
+            )
         if not 0 < self.cpu_offload_fraction <= 1:
             raise ConfigError(f"optimizer.cpu_offload_fraction={self.cpu_offload_fraction}: must be above 0 and at most 1")
         if self.cpu_offload and not self.distributed:

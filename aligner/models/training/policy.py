@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -44,6 +44,10 @@ class _Trained(ABC):
     def train_step(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
         """One optimizer step on a loss of the model's outputs. Returns metrics over the global batch."""
         return self.model.train_step(batch, self._outputs, loss)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """See `TrainableModel.averaged`."""
+        return self.model.averaged()
 
     @abstractmethod
     def _outputs(self, hidden: Tensor, part: MicroBatch) -> TokenOutputs:

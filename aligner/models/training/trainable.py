@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from aligner.models.modules.router import AuxiliaryLosses, routers, take_metrics
 from aligner.models.modules.shared_prompts import prompt_keys
 from aligner.models.training import forward as passes
 from aligner.models.training.adam import LossScale, build_optimizer, build_scheduler, main_weights
+from aligner.models.training.average import averaging_step, exchange
 from aligner.models.training.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
 from aligner.models.training.offload import HostMemory, by_device, device_tensors, gradients, optimizer_tensors
 from aligner.models.training.optimizer import OptimizerConfig
@@ -146,6 +148,7 @@ class TrainableModel:
         self.version = 0
         self.guard = training.guard
         self.neftune_alpha = training.neftune_alpha
+        self.ema_decay = 0.0 if optimizer is None else optimizer.ema_decay
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.runners: list[Any] = list(self.chunks)
@@ -268,7 +271,7 @@ class TrainableModel:
             return without_values(self._metrics(batch, metrics)) | self._optimizer_metrics(None)
         self.guard.accept()
         self.scheduler.step(1)  # before the update: the first update of a warm-up must not have a learning rate of 0
-        _, grad_norm, _ = self.optimizer.step()
+        _, grad_norm, _ = averaging_step(self.optimizer, self.ema_decay)
         self.version += 1
         spoilt = non_finite_parameters(self.runners, self.guard.max_weight)
         found = self._metrics(batch, metrics)
@@ -280,6 +283,29 @@ class TrainableModel:
             self.guard.spoilt(f"optimizer step {self.version} was made and left {spoilt}")
             return without_values(found) | {SPOILT: Sum(total=1)} | self._optimizer_metrics(None)
         return found | self._optimizer_metrics(float(grad_norm))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with the moving average of its weights in their place, if it keeps one (`optimizer.ema_decay`). Collective."""
+        if not self.ema_decay:
+            yield
+            return
+        self._exchange_average()
+        try:
+            yield
+        finally:
+            self._exchange_average()
+
+    def _exchange_average(self) -> None:
+        self.wake()
+        self.settle()
+        exchange(self.optimizer)
+        for chunk, runner in zip(self.chunks, self.runners, strict=True):
+            if chunk.gather is None:
+                runner.start_param_sync()
+            else:
+                chunk.gather.start()
+        self.settle()
 
     def settle(self) -> None:
         """Wait for weights that an update has left under way between the replicas: before they are read other than by `train_step`."""
