@@ -168,6 +168,16 @@ def hybrid_optimizer(kind: type) -> Iterator[None]:
         optimizers.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = HybridDeviceOptimizer
 
 
+@contextmanager
+def sgd_as(make: Any) -> Iterator[None]:
+    """In the block, Megatron-Core gets from `make` what it asks for by `optimizer="sgd"`: the way to an optimizer that it does not know."""
+    original, optimizers.SGD = optimizers.SGD, make
+    try:
+        yield
+    finally:
+        optimizers.SGD = original
+
+
 def _te_extension() -> Any:
     return importlib.import_module("megatron.core.extensions.transformer_engine")
 

@@ -17,6 +17,7 @@ from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Dtype, HFArchitecture, Layers
 from aligner.models.families.own_modules import dense_twin
+from aligner.models.training.optimizer import OptimizerKind
 from aligner.planner import dry_run, layers
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.memory import (
@@ -33,7 +34,7 @@ from aligner.planner.memory import (
     train_micro_batches,
 )
 from aligner.planner.times import PhaseTime, phase_times
-from aligner.planner.workload import GIB, BlockBytes, Component, MicroBatches, Parameter, Phase, StateBytes
+from aligner.planner.workload import EIGHT_BIT_MOMENTS, GIB, BlockBytes, Component, MicroBatches, Parameter, Phase, StateBytes
 from aligner.rollout.config import EngineKind, check_ahead, check_engine
 from aligner.servers.components import SERVERS, in_section
 
@@ -103,6 +104,7 @@ def replication(component: Component, cluster: ClusterConfig, *, stage: int, chu
     if optimizer is None:
         raise ValueError(f"{component.name} is frozen: it has no training state")
     dense = component.dp * parallel.cp
+    moments = EIGHT_BIT_MOMENTS if optimizer.kind is OptimizerKind.adam8bit else 4 if optimizer.precision_aware else 8
     # On GPUs the first stage reduces its gradients in buckets during the backward pass; elsewhere a buffer is one bucket.
     overlaps = cluster.device == Device.gpu and stage == 0 and chunk == 0
     return Replication(
@@ -110,7 +112,7 @@ def replication(component: Component, cluster: ClusterConfig, *, stage: int, chu
         dense_shards=dense,
         expert_shards=component.num_ranks // (parallel.pp * parallel.ep * parallel.etp),
         bucket_elements=max(40_000_000, 1_000_000 * dense) if overlaps else None,
-        moment_bytes=(4 if optimizer.precision_aware else 8) + (4 if optimizer.ema_decay else 0),
+        moment_bytes=moments + (4 if optimizer.ema_decay else 0),
         # bfloat16 moments; of a bfloat16 weight the other half of the float32 one
         main_bytes=2 if optimizer.precision_aware and component.model.dtype is Dtype.bfloat16 else 4,
     )
@@ -294,7 +296,7 @@ class Replication:
     dense_shards: int  # dp x cp
     expert_shards: int  # replicas of an expert
     bucket_elements: int | None  # None: one bucket per buffer
-    moment_bytes: int = 8  # both Adam moments of an element, and its average (optimizer.ema_decay)
+    moment_bytes: float = 8  # both Adam moments of an element, and its average (optimizer.ema_decay)
     main_bytes: int = 4  # float32 copy of a 2-byte weight
 
 
@@ -347,7 +349,7 @@ def state_bytes(parameters: Sequence[Parameter], replication: Replication, *, dp
         else:
             held, weights = elements, elements * itemsize
         per_element = replication.moment_bytes + (replication.main_bytes if itemsize == 2 else 0)
-        total += StateBytes(weights=weights, gradients=buffer.numel * 4, optimizer=held * per_element)
+        total += StateBytes(weights=weights, gradients=buffer.numel * 4, optimizer=int(held * per_element))
     return total
 
 
@@ -365,7 +367,7 @@ def approximate_state_bytes(parameters: Sequence[Parameter], replication: Replic
         if p.is_frozen:
             continue
         gradients += p.numel * 4
-        optimizer += p.numel * (replication.moment_bytes + (replication.main_bytes if p.itemsize == 2 else 0)) // shards
+        optimizer += int(p.numel * (replication.moment_bytes + (replication.main_bytes if p.itemsize == 2 else 0))) // shards
     return StateBytes(weights=weights, gradients=gradients, optimizer=optimizer)
 
 

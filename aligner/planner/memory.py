@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from aligner.models.training.optimizer import OptimizerKind
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.workload import (
+    EIGHT_BIT_MOMENTS,
     GIB,
     BlockBytes,
     Component,
@@ -385,7 +387,9 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
     if component.optimizer is not None:
         # A resume reads the whole state into host memory first; a save that training waits for copies at most that, file by file.
         copied = trained_bytes(component, fullest) // component.dp if component.saves_asynchronously else 0
-        parts["checkpoint being read or written"] = ranks * (fullest.optimizer + copied)
+        main = 4 if component.dtype_bytes == 2 else 0
+        dense = (8 + main) / (EIGHT_BIT_MOMENTS + main) if component.optimizer.kind is OptimizerKind.adam8bit else 1
+        parts["checkpoint being read or written"] = ranks * int(fullest.optimizer * dense + copied)
         # The first rank of all collects a file of the exported model.
         dense = component.dtype_bytes / (component.model.quantization.num_bytes or component.dtype_bytes)
         exported = int(sum(state.weights for state in sizes.stages) * component.parallel.tp * dense)

@@ -147,7 +147,7 @@ def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str
     for name, size in smallest.items():
         yield f"{prefix}model.{name}={size}", replace(component, model=replace(model, **smallest))
     if optimizer is not None:
-        names = ("distributed", "offload", *(["cpu_offload"] if optimizer.distributed and not optimizer.precision_aware else []))
+        names = ("distributed", "offload", *(["cpu_offload"] if optimizer.may_move_to_host else []))
         for name in names:
             yield f"{prefix}optimizer.{name}=true", replace(component, optimizer=replace(optimizer, **{name: True}))
     if engine is not None:
@@ -269,7 +269,7 @@ class Space:
             engines = [replace(engine, offload=offload) for offload in (False, True)]
         if optimizer is not None and not component.turns:
             states = self._choose(component, "optimizer.offload", optimizer.offload, [False, True])
-            can = optimizer.cpu_offload or (self.host_updates and optimizer.distributed and not optimizer.precision_aware)
+            can = optimizer.cpu_offload or (self.host_updates and optimizer.may_move_to_host)
             hosts = self._choose(component, "optimizer.cpu_offload", optimizer.cpu_offload, sorted({optimizer.cpu_offload, can}))
             optimizers = [replace(optimizer, offload=offload, cpu_offload=host) for host, offload in product(hosts, states)]
 

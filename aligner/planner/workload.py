@@ -252,6 +252,9 @@ class Parameter:
         return self.packed_bytes or self.numel * self.itemsize
 
 
+EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)  # bytes of an element's moments in optimizer.kind=adam8bit, with its part of their blocks' scales
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:
     """Storage of one rank: weights, main gradients, optimizer state (moments and float32 main weights, without its scalars)."""

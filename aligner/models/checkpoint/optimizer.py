@@ -21,6 +21,7 @@ from torch import Tensor
 
 from aligner.errors import CheckpointError
 from aligner.models.training.adam import HostAdam
+from aligner.models.training.adam8bit import Adam8bit
 from aligner.models.training.average import EMA, make_room
 from aligner.parallel.mcore import ChainedOptimizer, DistributedOptimizer, ShardedTensor, sharded_leaves
 
@@ -68,6 +69,12 @@ def restore(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded
     return []
 
 
+def rounds(optimizer: ChainedOptimizer) -> tuple[str, ...]:
+    """How the names of states begin that this optimizer may round as it takes them, if they were other blocks or in float32."""
+    holds_codes = any(isinstance(part.optimizer, Adam8bit) for part in optimizer.chained_optimizers if not part.is_stub_optimizer)
+    return tuple(f"optimizer.state.{state}." for state in _STATES[1:]) if holds_codes else ()
+
+
 def _saved_groups(loaded: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
     """The parameter groups of one optimizer's state, of its float32 part, or of several optimizers."""
     for name, part in loaded.items():
@@ -98,6 +105,8 @@ class _Held:
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         tensors = self.part._get_main_param_and_optimizer_states(self.parameter)
+        if isinstance(self.part.optimizer, Adam8bit):
+            tensors |= self.part.optimizer.moments(tensors["param"])
         for state in self.states:
             tensor = tensors[state].detach()
             # Moments and weights in fewer bits were converted for this already, and would fill the device.
@@ -108,10 +117,14 @@ class _Held:
             yield state, torch.empty(self.size, dtype=torch.float32)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        if not isinstance(self.part.optimizer, HostAdam):
+        if not isinstance(self.part.optimizer, HostAdam | Adam8bit):
             self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
             return
         own = self.part._get_main_param_and_optimizer_states(self.parameter)  # Megatron-Core would put others in the place of these
+        if isinstance(self.part.optimizer, Adam8bit):
+            self.part.optimizer.fill(own["param"], tensors)
+            own["param"].copy_(tensors["param"])
+            return
         for state in _STATES:
             own[state].copy_(tensors[state])
 
@@ -159,7 +172,7 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
         return strangers
     for part in optimizer.chained_optimizers:
         if any(True for _ in _ranges(part)):  # it allocates the state; a rank that holds only padding has none
-            if isinstance(part.optimizer, HostAdam):
+            if isinstance(part.optimizer, HostAdam | Adam8bit):
                 part.optimizer.begin(step)
                 continue
             groups = part.state_dict()["optimizer"]["param_groups"]

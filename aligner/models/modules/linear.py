@@ -67,7 +67,7 @@ class LinearWeight:
 
 
 @cache
-def operators() -> Any:
+def operators(setting: str = "model.quantization=nf4", others: str = "int8, none") -> Any:
     """Those of bitsandbytes, which is imported where they are needed: it takes seconds. Not while tensors are fake."""
     kernels = sys.modules.get("kernels")
     sys.modules["kernels"] = None  # else it fetches one from the Hub that is not used here
@@ -76,8 +76,8 @@ def operators() -> Any:
         import bitsandbytes  # noqa: F401  (registers them)
     except ImportError as error:
         raise ConfigError(
-            f"model.quantization=nf4: needs bitsandbytes 0.50.1 or newer, which does not import ({error}); "
-            'allowed: pip install "aligner[qlora]", or int8, none'
+            f"{setting}: needs bitsandbytes 0.50.1 or newer, which does not import ({error}); "
+            f'allowed: pip install "aligner[qlora]", or {others}'
         ) from error
     finally:
         del sys.modules["kernels"]

@@ -13,6 +13,7 @@ Megatron-Core's precision-aware mode goes with it: gradients reach it in the buf
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.models.modules.lora import LORA_B
+from aligner.models.training.adam8bit import Adam8bit
 from aligner.models.training.offload import LockedMemory
-from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 from aligner.parallel import mcore
 from aligner.parallel.mcore import HybridDeviceOptimizer
 
@@ -108,7 +110,7 @@ def main_weights(optimizer: Any) -> list[Tensor]:
 def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dtype) -> Any:
     """Megatron's distributed optimizer (states sharded over data-parallel ranks) for the DDP-wrapped chunks of one model."""
     settings = mcore.OptimizerConfig(
-        optimizer="adam",
+        optimizer="adam" if config.kind is OptimizerKind.adam else "sgd",  # of which the class is another in the block below
         lr=config.lr,
         min_lr=config.min_lr,
         weight_decay=config.weight_decay,
@@ -139,7 +141,7 @@ def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dt
             raise ConfigError(f"optimizer.loraplus_ratio={config.loraplus_ratio:g}: is of adapters; needs model.lora.rank above 0")
         faster = {name: getattr(config, name.removeprefix("max_")) * config.loraplus_ratio for name in ("max_lr", "min_lr")}
         overrides[mcore.ParamKey(attr=LORA_B)] = faster
-    with mcore.hybrid_optimizer(HostAdam):
+    with mcore.hybrid_optimizer(HostAdam), mcore.sgd_as(partial(_other_kind, config)):
         optimizer = mcore.get_megatron_optimizer(settings, runners, config_overrides=overrides, use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:
         if isinstance(part, mcore.DistributedOptimizer) and not part.is_stub_optimizer:
@@ -148,6 +150,10 @@ def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dt
             if config.cpu_offload:
                 part.optimizer.open()
     return optimizer
+
+
+def _other_kind(config: OptimizerConfig, groups: Any, *, lr: float, weight_decay: float, momentum: float) -> Adam8bit:
+    return Adam8bit(groups, lr=lr, weight_decay=weight_decay, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 def _number_as_grouped(part: Any) -> None:

@@ -21,10 +21,18 @@ class Decay(str, Enum):
     cosine = "cosine"
 
 
+class OptimizerKind(str, Enum):
+    """What makes updates of gradients."""
+
+    adam = "adam"
+    adam8bit = "adam8bit"
+
+
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW with decoupled weight decay; NeMo-Aligner's PPO values are the defaults."""
 
+    kind: OptimizerKind = OptimizerKind.adam  # adam; adam8bit: moments in 8 bits, which needs bitsandbytes
     lr: float = 9e-7  # learning rate after the warm-up
     min_lr: float = 9e-8  # learning rate at the end of the decay
     decay: Decay = Decay.cosine  # shape of the learning rate after the warm-up
@@ -83,12 +91,28 @@ class OptimizerConfig:
                 f"optimizer.ema_decay={self.ema_decay}: needs optimizer.distributed=true, precision_aware=false and cpu_offload=false, "
                 "whose float32 weights are all on the device; allowed otherwise: 0"
             )
+        if self.ema_decay and self.kind is not OptimizerKind.adam:
+            raise ConfigError(f"optimizer.ema_decay={self.ema_decay}: not with optimizer.kind={self.kind.value}; allowed beside it: adam")
         if not 0 < self.cpu_offload_fraction <= 1:
             raise ConfigError(f"optimizer.cpu_offload_fraction={self.cpu_offload_fraction}: must be above 0 and at most 1")
         if self.cpu_offload and not self.distributed:
             raise ConfigError("optimizer.cpu_offload=true: needs optimizer.distributed=true")
         if self.cpu_offload and self.precision_aware:
             raise ConfigError("optimizer.cpu_offload=true: its moments are float32; allowed beside it: optimizer.precision_aware=false")
+
+        self._check_kind()
+
+    @property
+    def may_move_to_host(self) -> bool:
+        """Whether `cpu_offload` may be set."""
+        return self.kind is OptimizerKind.adam and self.distributed and not self.precision_aware
+
+    def _check_kind(self) -> None:
+        others = {OptimizerKind.adam8bit: {"distributed": True, "precision_aware": False, "cpu_offload": False}}
+        for name, allowed in others.get(self.kind, {}).items():
+            if getattr(self, name) != allowed:
+                typed = f"optimizer.kind={self.kind.value}: not with optimizer.{name}={str(getattr(self, name)).lower()}"
+                raise ConfigError(f"{typed}; allowed beside it: {str(allowed).lower()}")
 
     def warmup(self, total_steps: int) -> int:
         """Optimizer steps of the warm-up in a run of `total_steps`."""

@@ -11,7 +11,7 @@ from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype, LoraConfig
 from aligner.models.training.adam import main_weights
 from aligner.models.training.average import EMA
-from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 
 
 def average_of(policy) -> list[torch.Tensor]:
@@ -91,5 +91,7 @@ def test_it_is_of_adapters_alone(make):
 def test_what_cannot_be_is_refused(fields):
     with pytest.raises(ConfigError, match="optimizer.ema_decay=0.9: needs optimizer.distributed=true"):
         OptimizerConfig(ema_decay=0.9, **fields)
+    with pytest.raises(ConfigError, match="optimizer.ema_decay=0.9: not with optimizer.kind=adam8bit; allowed beside it: adam"):
+        OptimizerConfig(ema_decay=0.9, kind=OptimizerKind.adam8bit)
     with pytest.raises(ConfigError, match="optimizer.ema_decay=1.0"):
         OptimizerConfig(ema_decay=1.0)

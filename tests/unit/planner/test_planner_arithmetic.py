@@ -12,13 +12,13 @@ from aligner.algorithms.sft import TrainSFT
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
 from aligner.models.config import Dtype, Recompute
-from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import layers, memory, times, workload
+from aligner.planner import estimate, layers, memory, times, workload
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.estimate import check
-from aligner.planner.workload import GIB, BlockBytes, Component, Engine, Phase, ResponseLengths, StateBytes
+from aligner.planner.workload import GIB, BlockBytes, Component, Engine, Parameter, Phase, ResponseLengths, StateBytes
 from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit, VLLMConfig
 from aligner.settings.compose import compose
 from aligner.types import SamplingConfig
@@ -245,6 +245,20 @@ def test_what_waits_in_host_memory_is_moved() -> None:
     assert moved - kept == pytest.approx(2 * 20 / 20)
     in_turns = component(engine=engines[1], turns=frozenset([Phase.generate]))
     assert times.policy_away_seconds(in_turns, engines[1], sizes, cluster) == 0
+
+
+def test_moments_in_8_bits_take_less_of_the_device_and_as_much_of_a_checkpoint() -> None:
+    """1024 bfloat16 parameters: 4 bytes of main weights and 2 codes each, and a float32 scale of each moment for 256 of them."""
+    own = component(num_ranks=1, optimizer=OptimizerConfig(kind=OptimizerKind.adam8bit))
+    parameters = [Parameter(name="weight", numel=1024, itemsize=2)]
+    placed = estimate.replication(own, CLUSTER, stage=0)
+    state = estimate.state_bytes(parameters, placed)
+    assert state.optimizer == estimate.approximate_state_bytes(parameters, placed).optimizer == 1024 * (4 + 2) + 2 * 4 * 4
+    full = estimate.state_bytes(parameters, estimate.replication(component(num_ranks=1), CLUSTER, stage=0))
+    assert full.optimizer == 1024 * 12
+    sizes = {kind: plan_parts.sizes(weights=2048, optimizer=one.optimizer) for kind, one in (("8", state), ("32", full))}
+    hosts = [memory.host_memory(own, sizes["8"], CLUSTER), memory.host_memory(component(num_ranks=1), sizes["32"], CLUSTER)]
+    assert {host["checkpoint being read or written"] for host in hosts} == {1024 * 12}
 
 
 def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
