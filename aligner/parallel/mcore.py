@@ -64,7 +64,7 @@ with warnings.catch_warnings():
         get_standard_config_overrides,
     )
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func

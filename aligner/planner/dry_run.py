@@ -110,6 +110,7 @@ def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple
 
 def _parameter(name: str, parameter: Tensor) -> Parameter:
     from aligner.models.modules.linear import linear_weight
+    from aligner.models.training.muon import is_matrix
 
     marks = parameter.__dict__  # Megatron-Core's attributes, which parameters of other kinds do not have at all
     weight = linear_weight(parameter)
@@ -122,6 +123,7 @@ def _parameter(name: str, parameter: Tensor) -> Parameter:
         is_split=bool(marks.get("tensor_model_parallel", False)),
         own_bucket=bool(marks.get("shared_embedding", False)),
         is_frozen=not parameter.requires_grad,
+        is_matrix=is_matrix(name, weight.shape),
         is_adapter=ADAPTER in name,
     )
 

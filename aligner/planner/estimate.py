@@ -113,6 +113,7 @@ def replication(component: Component, cluster: ClusterConfig, *, stage: int, chu
         expert_shards=component.num_ranks // (parallel.pp * parallel.ep * parallel.etp),
         bucket_elements=max(40_000_000, 1_000_000 * dense) if overlaps else None,
         moment_bytes=moments + (4 if optimizer.ema_decay else 0),
+        matrix_moment_bytes=4 if optimizer.kind is OptimizerKind.muon else None,
         # bfloat16 moments; of a bfloat16 weight the other half of the float32 one
         main_bytes=2 if optimizer.precision_aware and component.model.dtype is Dtype.bfloat16 else 4,
     )
@@ -297,7 +298,13 @@ class Replication:
     expert_shards: int  # replicas of an expert
     bucket_elements: int | None  # None: one bucket per buffer
     moment_bytes: float = 8  # both Adam moments of an element, and its average (optimizer.ema_decay)
+    matrix_moment_bytes: float | None = None  # of a hidden matrix; None: the same
     main_bytes: int = 4  # float32 copy of a 2-byte weight
+
+    def optimizer_bytes(self, p: Parameter) -> float:
+        """Of all elements of a parameter, wherever they are held."""
+        moments = self.moment_bytes if self.matrix_moment_bytes is None or not p.is_matrix else self.matrix_moment_bytes
+        return p.numel * (moments + (self.main_bytes if p.itemsize == 2 else 0))
 
 
 def lay_out(parameters: Sequence[Parameter], *, distributed: bool, shards: int, bucket_elements: int | None) -> Buffer:
@@ -348,7 +355,7 @@ def state_bytes(parameters: Sequence[Parameter], replication: Replication, *, dp
             weights = buffer.numel * itemsize
         else:
             held, weights = elements, elements * itemsize
-        per_element = replication.moment_bytes + (replication.main_bytes if itemsize == 2 else 0)
+        per_element = sum(map(replication.optimizer_bytes, own)) / elements
         total += StateBytes(weights=weights, gradients=buffer.numel * 4, optimizer=int(held * per_element))
     return total
 
@@ -367,7 +374,7 @@ def approximate_state_bytes(parameters: Sequence[Parameter], replication: Replic
         if p.is_frozen:
             continue
         gradients += p.numel * 4
-        optimizer += int(p.numel * (replication.moment_bytes + (replication.main_bytes if p.itemsize == 2 else 0))) // shards
+        optimizer += int(replication.optimizer_bytes(p)) // shards
     return StateBytes(weights=weights, gradients=gradients, optimizer=optimizer)
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import uneven_stages
 from aligner.models.config import ModelConfig, Recompute
-from aligner.models.training.optimizer import OptimizerConfig
+from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run
 from aligner.planner.config import ClusterConfig
@@ -147,7 +147,8 @@ def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str
     for name, size in smallest.items():
         yield f"{prefix}model.{name}={size}", replace(component, model=replace(model, **smallest))
     if optimizer is not None:
-        names = ("distributed", "offload", *(["cpu_offload"] if optimizer.may_move_to_host else []))
+        names = [*(["distributed"] if optimizer.kind is not OptimizerKind.muon else []), "offload"]
+        names += ["cpu_offload"] if optimizer.may_move_to_host else []
         for name in names:
             yield f"{prefix}optimizer.{name}=true", replace(component, optimizer=replace(optimizer, **{name: True}))
     if engine is not None:

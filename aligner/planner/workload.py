@@ -243,6 +243,7 @@ class Parameter:
     is_split: bool = False  # whether the tensor-parallel ranks (of an expert the expert-tensor-parallel ones) share it
     own_bucket: bool = False  # whether it is the tied embedding
     is_frozen: bool = False  # whether it has no buffer, no gradient and no optimizer state
+    is_matrix: bool = False  # whether `optimizer.kind=muon` has one moment of it
     is_adapter: bool = False  # whether it belongs to an adapter, which rollout engines merge with its linear layer
     packed_bytes: int = 0  # of its form in few bits; 0: it is dense
 

@@ -5,6 +5,9 @@ holds a range of each parameter's flattened elements. A range of a tensor of n d
 of the whole model's tensor: nothing is gathered, and no offset in a buffer is used. (Upstream's `fully_reshardable`, with the same files,
 gathers everything on every rank and, up to 0.19, cuts at the wrong places behind a bucket that ends in padding: pull request 5077.)
 
+Muon's parts are not distributed: every rank holds its whole parameters, in the same form. Other optimizers that are not distributed have
+Megatron-Core's.
+
 The only parameter-group state that the run's config does not give is the number of steps taken: the model's version.
 """
 
@@ -23,7 +26,8 @@ from aligner.errors import CheckpointError
 from aligner.models.training.adam import HostAdam
 from aligner.models.training.adam8bit import Adam8bit
 from aligner.models.training.average import EMA, make_room
-from aligner.parallel.mcore import ChainedOptimizer, DistributedOptimizer, ShardedTensor, sharded_leaves
+from aligner.models.training.muon import Muon
+from aligner.parallel.mcore import ChainedOptimizer, DistributedOptimizer, Range, ShardedTensor, sharded_leaves
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")  # Adam's, for each parameter; the first are the float32 weights
 _CONFIGURED = ("max_lr", "min_lr", "betas", "eps")
@@ -33,12 +37,12 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 
 def sharded_state(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
     """The optimizer's state with its place in the whole model's; with `is_loading` tensors on the CPU to read it into."""
-    if not _is_distributed(optimizer):
+    if not _is_ours(optimizer):
         return optimizer.sharded_state_dict(sharded_weights, is_loading=is_loading, metadata=_METADATA)
     shards = {}
     for held in _held(optimizer, sharded_weights):
         for state, values in held.blank() if is_loading else held.values():
-            for number, piece in enumerate(_pieces(held.weight, f"optimizer.state.{state}.{held.weight.key}", values, held.start)):
+            for number, piece in enumerate(_pieces(held.weight, f"optimizer.state.{state}.{held.weight.key}", values, held)):
                 shards[f"{held.name}.{state}.{number}"] = piece
     return shards
 
@@ -51,7 +55,7 @@ def restore(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded
     non-distributed optimizers were saved with another distribution of the experts.
     """
     configured = [{name: group[name] for name in _CONFIGURED} for group in optimizer.param_groups]
-    if _is_distributed(optimizer):
+    if _is_ours(optimizer):
         if strangers := _fill(optimizer, sharded_weights, loaded, step):
             return strangers
     else:
@@ -84,16 +88,17 @@ def _saved_groups(loaded: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
             yield from _saved_groups(part)
 
 
-def _is_distributed(optimizer: ChainedOptimizer) -> bool:
-    return all(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
+def _is_ours(optimizer: ChainedOptimizer) -> bool:
+    parts = optimizer.chained_optimizers
+    return all(isinstance(part, DistributedOptimizer) for part in parts) or any(isinstance(part.optimizer, Muon) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Held:
-    """One distributed optimizer's part of one parameter on this rank: elements start.. of the flattened parameter."""
+    """One optimizer's part of one parameter on this rank: elements start.. of the flattened parameter."""
 
     name: str  # unique on this rank
-    part: DistributedOptimizer
+    part: Any
     parameter: Tensor
     weight: Any  # the parameter's shard of the whole model, or what makes its shards
     start: int
@@ -101,14 +106,24 @@ class _Held:
 
     @property
     def states(self) -> tuple[str, ...]:
+        own = self.part.optimizer
+        if isinstance(own, Muon):
+            return ("param", *own.moments(own.main[self.parameter]))
         return (*_STATES, EMA) if self.part.keeps_average else _STATES
 
+    def _own(self) -> dict[str, Any]:
+        """What the optimizer has of the parameter."""
+        own = self.part.optimizer
+        if isinstance(own, Muon):
+            return {"param": own.main[self.parameter], **own.state[own.main[self.parameter]]}
+        return self.part._get_main_param_and_optimizer_states(self.parameter)
+
     def values(self) -> Iterator[tuple[str, Tensor]]:
-        tensors = self.part._get_main_param_and_optimizer_states(self.parameter)
+        tensors = self._own()
         if isinstance(self.part.optimizer, Adam8bit):
             tensors |= self.part.optimizer.moments(tensors["param"])
         for state in self.states:
-            tensor = tensors[state].detach()
+            tensor = tensors[state].detach().flatten()
             # Moments and weights in fewer bits were converted for this already, and would fill the device.
             yield state, tensor if tensor.dtype == torch.float32 else tensor.to("cpu", torch.float32)
 
@@ -117,21 +132,21 @@ class _Held:
             yield state, torch.empty(self.size, dtype=torch.float32)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        if not isinstance(self.part.optimizer, HostAdam | Adam8bit):
+        if not isinstance(self.part.optimizer, HostAdam | Adam8bit | Muon):
             self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
             return
-        own = self.part._get_main_param_and_optimizer_states(self.parameter)  # Megatron-Core would put others in the place of these
+        own = self._own()  # Megatron-Core would put others in the place of these
         if isinstance(self.part.optimizer, Adam8bit):
             self.part.optimizer.fill(own["param"], tensors)
             own["param"].copy_(tensors["param"])
             return
-        for state in _STATES:
-            own[state].copy_(tensors[state])
+        for state in self.states:
+            own[state].copy_(tensors[state].view_as(own[state]))
 
     def is_of_the_weights(self, main: Tensor) -> bool:
         """Whether float32 weights equal the model's weights up to one rounding."""
         weights = self.parameter.detach().flatten()[self.start : self.start + self.size]
-        main = main.to(weights.device)
+        main = main.to(weights.device).flatten()
         if weights.dtype == torch.float32:
             return torch.equal(main, weights)
         kind = torch.finfo(weights.dtype)
@@ -147,8 +162,11 @@ def _held(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any]) -> Itera
             yield _Held(name=name, part=part, parameter=parameter, weight=weights[parameter], start=span.start, size=span.size)
 
 
-def _ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Any]]:
+def _ranges(part: Any) -> Iterator[tuple[Tensor, Any]]:
     if part.is_stub_optimizer:
+        return
+    if isinstance(part.optimizer, Muon):
+        yield from ((parameter, Range(0, parameter.numel())) for parameter in part.optimizer.main)
         return
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
@@ -172,7 +190,7 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
         return strangers
     for part in optimizer.chained_optimizers:
         if any(True for _ in _ranges(part)):  # it allocates the state; a rank that holds only padding has none
-            if isinstance(part.optimizer, HostAdam | Adam8bit):
+            if isinstance(part.optimizer, HostAdam | Adam8bit | Muon):
                 part.optimizer.begin(step)
                 continue
             groups = part.state_dict()["optimizer"]["param_groups"]
@@ -184,10 +202,12 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
     return []
 
 
-def _pieces(weight: Any, key: str, values: Tensor, start: int) -> list[ShardedTensor]:
-    """The shards that hold `values`, elements start.. of the flattened parameter whose shard, or factory of shards, is `weight`."""
+def _pieces(weight: Any, key: str, values: Tensor, held: _Held) -> list[ShardedTensor]:
+    """The shards that hold `values`, the held elements of the flattened parameter whose shard, or factory of shards, is `weight`."""
     layout = torch.empty(weight.data.shape, device="meta")  # gives the offsets of the parts that a factory makes of a parameter
-    replica = (*weight.replica_id[:2], 0)  # no two ranks of a data-parallel group hold the same elements
+    start, replica = held.start, weight.replica_id
+    if isinstance(held.part, DistributedOptimizer):  # no two ranks of a data-parallel group hold the same elements
+        replica = (*replica[:2], 0)
     if hasattr(weight, "build_fn"):
         parts = list(sharded_leaves(replace(weight, key=key, data=layout, replica_id=replica).build()))
     else:

@@ -149,11 +149,18 @@ def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dt
             part.keeps_average = config.ema_decay > 0
             if config.cpu_offload:
                 part.optimizer.open()
+        elif config.kind is OptimizerKind.muon and part.optimizer is not None:
+            part.optimizer.open([runner.module for runner in runners])
     return optimizer
 
 
-def _other_kind(config: OptimizerConfig, groups: Any, *, lr: float, weight_decay: float, momentum: float) -> Adam8bit:
-    return Adam8bit(groups, lr=lr, weight_decay=weight_decay, betas=(config.beta1, config.beta2), eps=config.eps)
+def _other_kind(config: OptimizerConfig, groups: Any, *, lr: float, weight_decay: float, momentum: float) -> torch.optim.AdamW:
+    settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if config.kind is OptimizerKind.muon:
+        from aligner.models.training.muon import Muon  # imports all that knows Hugging Face's tensors
+
+        return Muon(groups, momentum=config.muon_momentum, **settings)
+    return Adam8bit(groups, **settings)
 
 
 def _number_as_grouped(part: Any) -> None:

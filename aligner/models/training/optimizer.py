@@ -26,13 +26,16 @@ class OptimizerKind(str, Enum):
 
     adam = "adam"
     adam8bit = "adam8bit"
+    muon = "muon"
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW with decoupled weight decay; NeMo-Aligner's PPO values are the defaults."""
 
-    kind: OptimizerKind = OptimizerKind.adam  # adam; adam8bit: moments in 8 bits, which needs bitsandbytes
+    kind: OptimizerKind = (
+        OptimizerKind.adam
+    )  # adam; adam8bit: moments in 8 bits (bitsandbytes); muon: hidden matrices by Muon, the rest by adam
     lr: float = 9e-7  # learning rate after the warm-up
     min_lr: float = 9e-8  # learning rate at the end of the decay
     decay: Decay = Decay.cosine  # shape of the learning rate after the warm-up
@@ -43,6 +46,7 @@ class OptimizerConfig:
     beta1: float = 0.9  # decay of the mean of gradients (Adam)
     beta2: float = 0.98  # decay of the mean of squared gradients (Adam)
     eps: float = 1e-8  # added to the root of the mean of squared gradients (Adam)
+    muon_momentum: float = 0.95  # with kind=muon: decay of the mean of gradients of matrices
     loraplus_ratio: float = 1.0  # learning rate of adapters' B's over that of their A's (LoRA+, 2402.12354, takes 16); 1: the same
     clip_grad: float = 1.0  # longest gradient (global L2 norm); a longer one is scaled down to it; 0: off
     ema_decay: float = 0.0  # of a moving average of the weights, which validations on data and exports have; 0: none
@@ -56,6 +60,7 @@ class OptimizerConfig:
     cpu_offload_fraction: float = 1.0  # part of the parameters that optimizer.cpu_offload moves; the rest is updated on the GPU
 
     def __post_init__(self) -> None:
+        self._check_kind()
         if not (0 < self.lr <= MAX_LR and 0 <= self.min_lr <= self.lr):
             raise ConfigError(f"optimizer.lr={self.lr}, min_lr={self.min_lr}: need 0 <= min_lr <= lr and 0 < lr <= {MAX_LR:g}")
         if not 1 <= self.loraplus_ratio <= MAX_LR / self.lr:
@@ -74,6 +79,7 @@ class OptimizerConfig:
             "beta1",
             "beta2",
             "ema_decay",
+            "muon_momentum",
         )
         require(self, "optimizer", (lambda eps: 0 < eps < 1, "must be above 0 and below 1"), "eps")
         powers: Range = (lambda scale: 0 < scale < math.inf and math.frexp(scale)[0] == 0.5, "must be a power of two")
@@ -100,15 +106,17 @@ class OptimizerConfig:
         if self.cpu_offload and self.precision_aware:
             raise ConfigError("optimizer.cpu_offload=true: its moments are float32; allowed beside it: optimizer.precision_aware=false")
 
-        self._check_kind()
-
     @property
     def may_move_to_host(self) -> bool:
         """Whether `cpu_offload` may be set."""
         return self.kind is OptimizerKind.adam and self.distributed and not self.precision_aware
 
     def _check_kind(self) -> None:
-        others = {OptimizerKind.adam8bit: {"distributed": True, "precision_aware": False, "cpu_offload": False}}
+        never: dict[str, object] = {"precision_aware": False, "cpu_offload": False}
+        others = {
+            OptimizerKind.adam8bit: never | {"distributed": True},
+            OptimizerKind.muon: never | {"distributed": False, "loraplus_ratio": 1.0},
+        }
         for name, allowed in others.get(self.kind, {}).items():
             if getattr(self, name) != allowed:
                 typed = f"optimizer.kind={self.kind.value}: not with optimizer.{name}={str(getattr(self, name)).lower()}"

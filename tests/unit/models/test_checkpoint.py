@@ -116,7 +116,7 @@ def test_a_value_model_starts_from_a_reward_or_a_language_model(make_model, tmp_
 def test_spread_experts_of_an_optimizer_that_is_not_distributed():
     from types import SimpleNamespace
 
-    one, two = (SimpleNamespace(param_groups=[], chained_optimizers=[object()] * number) for number in (1, 2))
+    one, two = (SimpleNamespace(param_groups=[], chained_optimizers=[SimpleNamespace(optimizer=None)] * number) for number in (1, 2))
     for optimizer, loaded in ((one, {0: {}, 1: {}}), (two, {"optimizer": {}, 0: {}, 1: {}})):
         with pytest.raises(CheckpointError, match=r"spread over ranks otherwise \(parallel.ep\).*needs optimizer.distributed=true"):
             checkpoint_optimizer.restore(optimizer, {}, loaded, step=1)

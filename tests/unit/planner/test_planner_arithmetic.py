@@ -261,6 +261,14 @@ def test_moments_in_8_bits_take_less_of_the_device_and_as_much_of_a_checkpoint()
     assert {host["checkpoint being read or written"] for host in hosts} == {1024 * 12}
 
 
+def test_muon_keeps_one_moment_of_a_matrix_on_every_replica() -> None:
+    own = component(num_ranks=2, optimizer=OptimizerConfig(kind=OptimizerKind.muon, distributed=False))
+    parameters = [Parameter(name="table", numel=64, itemsize=2), Parameter(name="matrix", numel=1024, itemsize=2, is_matrix=True)]
+    placed = estimate.replication(own, CLUSTER, stage=0)
+    assert estimate.state_bytes(parameters, placed).optimizer == 64 * 12 + 1024 * 8
+    assert estimate.approximate_state_bytes(parameters, placed).optimizer == 64 * 12 + 1024 * 8
+
+
 def test_an_optimizer_on_the_host_takes_its_memory_and_time() -> None:
     """A rank with 1e9 bfloat16 parameters of its own: 12 bytes of state each, 16 with the gradient, of which 28 are read or written.
 
