@@ -36,3 +36,12 @@ def test_runs(command: list[str], tmp_path: Path) -> None:
     assert ran.returncode == 0, f"{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
     (written,) = tmp_path.glob("*.json")
     assert json.loads(written.read_text())
+
+
+def test_the_price_of_what_saves_memory() -> None:
+    tiny = ["--layers", "1", "--hidden", "128", "--tokens", "128", "--rounds", "1"]
+    ran = subprocess.run([sys.executable, BENCHMARKS / "few_gpus.py", *tiny], capture_output=True, text=True, timeout=200, check=False)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found = json.loads(ran.stdout)
+    assert list(found["adapters"]) == ["none", "nf4", "int8"]
+    assert list(found["all weights"]) == ["adam", "cpu_offload", "adam8bit", "muon"]

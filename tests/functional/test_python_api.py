@@ -75,7 +75,7 @@ def test_a_recipe_that_there_is_not() -> None:
 
 def test_the_programs_of_the_documentation(sft: aligner.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """They are complete, short, and run as they stand on a model of that name."""
-    text = (ROOT / "docs" / "python.md").read_text()
+    text = (ROOT / "docs" / "index.md").read_text()
     programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(programs) == 3
     (tmp_path / "models").mkdir()
@@ -84,5 +84,5 @@ def test_the_programs_of_the_documentation(sft: aligner.Result, tmp_path: Path, 
     for program in programs:
         lines = [line for line in program.splitlines() if line.strip()]
         assert len(lines) <= 12
-        exec(compile(program, "docs/python.md", "exec"), {"__name__": "__main__"})
+        exec(compile(program, "docs/index.md", "exec"), {"__name__": "__main__"})
     assert (tmp_path / "runs" / "grpo" / "done.json").is_file()

@@ -46,7 +46,7 @@ OTHERS = {
     "docs/coming_from.md": r"algorithm\.adv_estimator|rollout\.name",
     "docs/models.md": r"model\.embed_tokens\.weight",
     "docs/planning.md": r"plan\.(activations|fits|peak\..+)",
-    "docs/python.md": r"model\.generate",
+    "docs/index.md": r"model\.generate",
     "aligner/data/templates.py": r"loop\..+",
     "aligner/data/tokenizer.py": r"model\.vocab_size",
     "aligner/commands/evaluate.py": r"judge\.\w+",  # of a file with a judge alone
