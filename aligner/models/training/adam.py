@@ -144,9 +144,9 @@ def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dt
     with mcore.hybrid_optimizer(HostAdam), mcore.sgd_as(partial(_other_kind, config)):
         optimizer = mcore.get_megatron_optimizer(settings, runners, config_overrides=overrides, use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:
+        part.keeps_average = config.ema_decay > 0
         if isinstance(part, mcore.DistributedOptimizer) and not part.is_stub_optimizer:
             _number_as_grouped(part)
-            part.keeps_average = config.ema_decay > 0
             if config.cpu_offload:
                 part.optimizer.open()
         elif config.kind is OptimizerKind.muon and part.optimizer is not None:

@@ -208,6 +208,12 @@ def of(text: str, trains: str = "") -> Migration:
         ),
         # PEFT's own choice of layers where none are named
         ("trl sft --model_name_or_path m --dataset_name d.jsonl --use_peft", "", {"model.lora.rank": 16, "model.lora.targets": ["q", "v"]}),
+        # 8-bit moments by each of transformers' names
+        (
+            "trl sft --model_name_or_path m --dataset_name d.jsonl --optim paged_adamw_8bit",
+            "",
+            {"optimizer.kind": "adam8bit"},
+        ),
         # weights outside of the bounds are 0, and the others are multiplied
         (
             "trl grpo --model_name_or_path m --dataset_name d.jsonl --use_vllm --vllm_importance_sampling_mode token_mask"
@@ -216,7 +222,7 @@ def of(text: str, trains: str = "") -> Migration:
             {"algorithm.correction.kind": "icepop", "algorithm.correction.high": 4, "algorithm.correction.low": 0.25},
         ),
     ],
-    ids=["simpo", "alpha", "adapters", "accumulated", "warmup", "peft", "masked"],
+    ids=["simpo", "alpha", "adapters", "accumulated", "warmup", "peft", "adam8bit", "masked"],
 )
 def test_meanings_of_the_code(text: str, trains: str, wanted: dict[str, Any]) -> None:
     found = of(text, trains).settings

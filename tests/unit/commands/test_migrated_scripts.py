@@ -149,6 +149,17 @@ def test_noise_on_embeddings_is_of_sft_alone(tmp_path: Path) -> None:
     assert changed(of_llama(tmp_path, neftune_noise_alpha=5.0, stage="dpo", pref_loss="sigmoid")) == {"neftune_noise_alpha"}
 
 
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [({"optim": name}, {"optimizer.kind": "adam8bit"}) for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")]
+    + [({"use_muon": True, "finetuning_type": "full"}, {"optimizer.kind": "muon", "optimizer.distributed": False})],
+)
+def test_other_optimizers(keys: dict[str, Any], wanted: dict[str, Any], tmp_path: Path) -> None:
+    found = of_llama(tmp_path, **keys)
+    assert not changed(found) and {key: found.settings[key] for key in wanted} == wanted
+    planned(found)
+
+
 def test_what_is_the_same_experiment(tmp_path: Path) -> None:
     assert not of_llama(tmp_path).is_other and migrate([str(tmp_path / "config.yaml")], MigrateOptions(ranks=2)) == 0
 
