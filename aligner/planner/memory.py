@@ -303,7 +303,8 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
 def unpacked_bytes(component: Component, engine: Engine) -> int:
     """A packed policy's largest weight, dense while the engine computes with it."""
     a = component.architecture
-    return a.hidden_size * a.ffn_hidden_size * (1 + a.gated_mlp) * component.dtype_bytes // engine.tp
+    widths = [a.ffn_hidden_size] if not a.num_experts or a.dense_layers else [a.expert_ffn_hidden_size, a.shared_ffn_hidden_size]
+    return a.hidden_size * max(widths) * (1 + a.gated_mlp) * component.dtype_bytes // engine.tp
 
 
 def cache_bytes(component: Component, engine: Engine) -> int:

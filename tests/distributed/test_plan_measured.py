@@ -35,6 +35,7 @@ LAYOUTS = {  # fields of `component`; "rank" is that of adapters
     "tp2_sp": {"ranks": 2, "parallel": {"tp": 2, "sequence_parallel": True}},
     "tp2_sp_adapters": {"ranks": 2, "parallel": {"tp": 2, "sequence_parallel": True}, "rank": 4},
     "tp2_packed": {"ranks": 2, "parallel": {"tp": 2}, "rank": 4, "packed": "nf4", "inner": 256, "hidden": 128, "dtype": "bfloat16"},
+    "ep2_packed": {"ranks": 2, "experts": True, "parallel": {"ep": 2}, "rank": 4, "packed": "nf4", "inner": 128, "hidden": 128},
     "pp2": {"ranks": 2, "parallel": {"pp": 2}},
     "pp2_interleaved": {"ranks": 2, "parallel": {"pp": 2, "vpp": 2}},
     "cp2": {"ranks": 2, "parallel": {"cp": 2}},
@@ -50,7 +51,7 @@ FAST = ("single", "full_recompute", "tp2_sp", "tp2_sp_adapters", "tp2_packed", "
 
 
 def component(spec: dict) -> Component:
-    experts = {"family": Family.mixtral, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 96}
+    experts = {"family": Family.mixtral, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": spec.get("inner", 96)}
     sizes = {
         "num_layers": 4,
         "hidden_size": spec.get("hidden", 64),

@@ -5,7 +5,7 @@ imports no Megatron-Core.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from aligner.errors import ConfigError
@@ -108,23 +108,39 @@ def _check_packed(a: Architecture, model: ModelConfig, parallel: ParallelConfig)
     if not model.quantization.is_on:
         return
     setting = f"model.quantization={model.quantization.value}"
-    refuse(
-        (a.num_experts, f"{setting}: experts have no packed form here; allowed: none, or dense models"),
-        (a.latent_size, f"{setting}: latent attention has no packed form here; allowed: none"),
-        (a.linear_attention_layers, f"{setting}: delta nets have no packed form here; allowed: none"),
-        (isinstance(a, SeeingArchitecture), f"{setting}: not for a model that reads images; allowed: none, or images=false"),
-    )
+    if isinstance(a, SeeingArchitecture):
+        raise ConfigError(f"{setting}: not for a model that reads images; allowed: none, or images=false")
     if model.quantization is not Quantization.nf4:
         return
-    inputs = {"linear_qkv": (a.hidden_size, 1), "linear_proj": (a.num_attention_heads * a.head_dim, parallel.tp)}
-    inputs |= {"linear_fc1": (a.hidden_size, 1), "linear_fc2": (a.ffn_hidden_size, parallel.tp)}
-    for name, (size, ranks) in inputs.items():
+    for name, size, degree in _inputs(a):
+        ranks = getattr(parallel, degree) if degree else 1
         if size % (PACKED_BLOCK * ranks):
-            where = f"{size} inputs" if ranks == 1 else f"{size} inputs over parallel.tp={ranks} ranks, {size / ranks:g} on each"
+            where = f"{size} inputs" if ranks == 1 else f"{size} inputs over parallel.{degree}={ranks} ranks, {size / ranks:g} on each"
             raise ConfigError(
                 f"{setting}: {name} has {where}: no multiple of {PACKED_BLOCK}, the numbers that share a scale; allowed: int8, none"
                 + (", or fewer ranks" if size % PACKED_BLOCK == 0 else "")
             )
+
+
+def _inputs(a: Architecture) -> Iterator[tuple[str, int, str]]:
+    """(a layer that has a packed form, its inputs, the parallel degree that splits them; empty if none does)."""
+    delta, heads = len(a.linear_attention_layers), a.num_attention_heads
+    if delta:
+        yield "linear_qkvz", a.hidden_size, ""
+        yield "linear_out", a.linear_value_heads * a.linear_value_head_dim, "tp"
+    if a.latent_size:
+        yield "linear_q_up_proj" if a.query_latent_size else "linear_q_proj", a.query_latent_size or a.hidden_size, ""
+        yield "linear_kv_up_proj", a.latent_size, ""
+        yield "linear_proj", heads * a.value_head_dim, "tp"
+    elif delta < a.num_layers:
+        yield "linear_qkv", a.hidden_size, ""
+        yield "linear_proj", heads * a.head_dim, "tp"
+    yield "linear_fc1", a.hidden_size, ""
+    if not a.num_experts or a.dense_layers:
+        yield "linear_fc2", a.ffn_hidden_size, "tp"
+    if a.num_experts:
+        yield "local_experts.linear_fc2", a.expert_ffn_hidden_size, "etp"
+        yield "shared_experts.linear_fc2", a.shared_ffn_hidden_size, "tp"
 
 
 _PARALLEL = ("tp", "pp", "cp", "ep", "etp", "vpp")

@@ -215,8 +215,11 @@ def biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
     return type(f"Biased{linear.__name__}", (linear,), {"__init__": init})
 
 
-class BiasedExpertOut(mcore.RowParallelLinear):
-    """An expert's second matrix with a bias. Of ranks that share the expert, whose outputs are summed, the first one adds it."""
+class BiasedExpertOut:
+    """What an expert's second matrix has more with a bias. Of ranks that share the expert, whose outputs are summed, the first adds it."""
+
+    bias: torch.nn.Parameter
+    tp_group: Any
 
     def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
         super().__init__(*args, bias=True, **options)
@@ -225,9 +228,15 @@ class BiasedExpertOut(mcore.RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
         """The product and the bias: one without value, but with its gradient, where another rank adds it."""
-        out, bias = super().forward(input_)
+        out, bias = super().forward(input_)  # type: ignore[misc]  # of the linear layer beside it
         # A copy: Megatron-Core adds to the product in place, which a view of an autograd function does not allow.
         return out.clone(), bias if self.tp_group.rank() == 0 else bias - bias.detach()
+
+
+@cache
+def biased_expert_out(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """`BiasedExpertOut` of this kind of linear layer."""
+    return type(f"BiasedExpert{linear.__name__}", (BiasedExpertOut, linear), {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,9 +299,13 @@ def _plug_dense(layer: Layer) -> None:
 
 
 def _plug_mixture(layer: Layer) -> None:
-    if layer.architecture.expert_biases:
-        experts = mcore.submodules_of(mcore.submodules_of(layer.spec.submodules.mlp).experts)
-        experts.linear_fc1, experts.linear_fc2 = biased(layer.modules.column_linear), BiasedExpertOut
+    column, row = layer.modules.column_linear, layer.modules.row_linear
+    parts = mcore.submodules_of(layer.spec.submodules.mlp)
+    if layer.architecture.shared_ffn_hidden_size:
+        shared = mcore.submodules_of(parts.shared_experts)
+        shared.linear_fc1, shared.linear_fc2 = column, row
+    experts, has_biases = mcore.submodules_of(parts.experts), layer.architecture.expert_biases
+    experts.linear_fc1, experts.linear_fc2 = (biased(column), biased_expert_out(row)) if has_biases else (column, row)
 
 
 _ATTENDED = {"linear_qkv": Operation.qkv, "core_attention": Operation.attention, "linear_proj": Operation.projection}

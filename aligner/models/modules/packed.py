@@ -19,11 +19,12 @@ from torch import Tensor
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import PACKED_BLOCK
 from aligner.models.config import Quantization
-from aligner.models.modules.layers import SPLIT_INPUTS, LayerModules
+from aligner.models.modules.chunk import global_name
+from aligner.models.modules.layers import KINDS, SPLIT_INPUTS, LayerModules
 from aligner.models.modules.linear import PackedWeight, Packing, linear_weight
 from aligner.parallel import mcore
 
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")  # the layers with a packed form
+LINEARS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.linears))  # the layers with a packed form
 
 
 class _Product(torch.autograd.Function):
@@ -32,11 +33,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: PackedWeight) -> Tensor:
         ctx.weight = weight
-        return F.linear(x, weight.read(x.dtype))
+        return F.linear(x, weight.read(x.dtype)) if x.numel() else x.new_empty(*x.shape[:-1], weight.shape[0])  # an expert without tokens
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.matmul(ctx.weight.read(grad.dtype)), None
+        return grad.matmul(ctx.weight.read(grad.dtype)) if grad.numel() else grad.new_empty(*grad.shape[:-1], ctx.weight.shape[1]), None
 
 
 class _Packed(torch.nn.Module):
@@ -106,12 +107,16 @@ def round_as(chunks: Sequence[Any], kind: Quantization, dtype: torch.dtype) -> N
     """Give the dense linear layers of a model the numbers that they have where they are packed. Raises ConfigError for NF4 if ranks have
     parts of its blocks."""
     for chunk in chunks:
-        for name, module in chunk.decoder.named_modules():
-            if (last := name.rsplit(".", 1)[-1]) in LINEARS:
-                packing = Packing(kind, dtype, chunk.pg_collection.tp if last in SPLIT_INPUTS else None)
-                if kind is Quantization.nf4 and module.weight.shape[1] % PACKED_BLOCK:
-                    raise ConfigError(
-                        f"parallel.tp={chunk.pg_collection.tp.size()}: {name} has {module.weight.shape[1]} inputs on each rank, and the "
-                        f"adapters are of weights in nf4, of which {PACKED_BLOCK} share a scale; allowed: fewer ranks"
-                    )
-                module.weight.copy_(packing.unpack(*packing.pack(module.weight), dtype))
+        for own, weight in chunk.named_parameters():
+            name = global_name(chunk, own).removesuffix(".weight")
+            if (last := name.rsplit(".", 1)[-1]) not in LINEARS or weight.dim() != 2:
+                continue
+            of_expert = ".local_experts." in name
+            group = chunk.pg_collection.expt_tp if of_expert else chunk.pg_collection.tp
+            if kind is Quantization.nf4 and weight.shape[1] % PACKED_BLOCK:
+                raise ConfigError(
+                    f"parallel.{'etp' if of_expert else 'tp'}={group.size()}: {name} has {weight.shape[1]} inputs on each rank, and the "
+                    f"adapters are of weights in nf4, of which {PACKED_BLOCK} share a scale; allowed: fewer ranks"
+                )
+            packing = Packing(kind, dtype, group if last in SPLIT_INPUTS else None)
+            weight.copy_(packing.unpack(*packing.pack(weight), dtype))

@@ -22,7 +22,7 @@ from aligner.models.config import Architecture, Normalization, SeeingArchitectur
 from aligner.models.modules.gated_delta_net import chunked, convolved, gated_norm, split_heads, step, tokens_of
 from aligner.models.modules.router import limited
 from aligner.rollout.builtin.attention import DecodePlan, PrefillPlan, SeatStates
-from aligner.rollout.builtin.weights import Affine, DeltaWeights, FeedForward, LatentWeights
+from aligner.rollout.builtin.weights import Affine, DeltaWeights, FeedForward, LatentWeights, dense, linear
 
 Norm = Callable[[Tensor, Affine], Tensor]
 Tables = tuple[Tensor, Tensor]  # cosines and sines
@@ -129,7 +129,7 @@ class LatentHeads:
         compressed = F.linear(x, weights.kv_down)
         latent, shared = self.norm(compressed[:, : a.latent_size], weights.kv_norm), compressed[:, a.latent_size :]
         read = x if weights.q_down is None else self.norm(F.linear(x, weights.q_down), weights.q_norm)
-        query = F.linear(read, weights.q_up).unflatten(-1, (self.heads, a.head_dim))
+        query = linear(read, weights.q_up).unflatten(-1, (self.heads, a.head_dim))
         plain, rotated = query.split([a.head_dim - a.rotated, a.rotated], dim=-1)
         absorbed = torch.einsum("nhd,hdl->nhl", plain, self._matrices(weights)[:, : a.head_dim - a.rotated])
         turned = [neighbours_apart(part, a.rotated) if a.rotary_interleaved else part for part in (rotated, shared[:, None])]
@@ -146,7 +146,7 @@ class LatentHeads:
 
     def _matrices(self, weights: LatentWeights) -> Tensor:
         """[heads, plain D + value D, latent]"""
-        return weights.kv_up.unflatten(0, (self.heads, -1))
+        return dense(weights.kv_up).unflatten(0, (self.heads, -1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +159,7 @@ class DeltaHeads:
     def mixed(self, x: Tensor, layer: int, weights: DeltaWeights, plan: PrefillPlan | DecodePlan, states: SeatStates) -> Tensor:
         """[N, heads * V] of what a layer reads [N, H]; moves what it remembers of the sequences on past these tokens."""
         number, seats, conv = self.number[layer], plan.seats, weights.conv[:, 0]
-        channels, gates, rate, decay = split_heads(F.linear(x, weights.qkvz), F.linear(x, weights.ba), self.architecture)
+        channels, gates, rate, decay = split_heads(linear(x, weights.qkvz), linear(x, weights.ba), self.architecture)
         tails, state = states.at(number, seats)
         if isinstance(plan, DecodePlan):
             rows = torch.cat([tails, channels[:, None]], dim=1)
@@ -208,7 +208,7 @@ def mix(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, Tens
         if not rows.shape[0]:
             continue
         hidden = inner(x[rows], expert)
-        part = F.linear((hidden * scale).to(x.dtype), expert.down.weight)
+        part = linear((hidden * scale).to(x.dtype), expert.down.weight)
         if biased and expert.down.bias is not None:
             part = part + (scale * expert.down.bias).to(x.dtype)
         out.index_add_(0, rows, part)
@@ -223,7 +223,8 @@ def mix_all(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, 
     for expert, scale in zip(experts, scales.split(1, dim=1), strict=True):
         # `where`, not a product: an expert's output for a token of others may overflow.
         hidden = torch.where(scale != 0, inner(x, expert) * scale, 0.0).to(x.dtype)
-        out = torch.addmm(out, hidden, expert.down.weight.t())
+        down = expert.down.weight
+        out = torch.addmm(out, hidden, down.t()) if isinstance(down, Tensor) else out + linear(hidden, down)
         if biased and expert.down.bias is not None:
             out = out + (scale * expert.down.bias).to(x.dtype)
     return out
@@ -264,8 +265,10 @@ def multiplies_groups(weight: Tensor) -> bool:
 
 
 def stack_of(experts: Sequence[FeedForward]) -> Stack | None:
-    """Views of the experts' weights; None if these are not at equal distances in one storage (`OwnWeights` are, training's buffers mostly),
-    or not aligned for the kernels."""
+    """Views of the experts' weights; None if these are packed, not at equal distances in one storage (`OwnWeights` are, training's buffers
+    mostly), or not aligned for the kernels."""
+    if not isinstance(experts[0].down.weight, Tensor):
+        return None
     for is_backwards in (False, True):
         ordered = experts[::-1] if is_backwards else experts
         up, down = (_stacked_affine([getattr(expert, name) for expert in ordered]) for name in ("up", "down"))

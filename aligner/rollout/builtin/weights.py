@@ -39,6 +39,11 @@ class AdaptedWeight:
         out = F.linear(x, linear_weight(self.parameter).read(x.dtype))
         return out if self.adapter is None else out + self.adapter.share(x)
 
+    def numbers(self) -> Tensor:
+        """All of it, dense, with the adapter added up in float32."""
+        weight = linear_weight(self.parameter)
+        return weight.read() if self.adapter is None else self.adapter.merged(weight)
+
     @property
     def storage(self) -> tuple[Tensor, ...]:
         """All tensors of it."""
@@ -59,6 +64,11 @@ def linear(x: Tensor, weight: Tensor | AdaptedWeight, bias: Tensor | None = None
         return F.linear(x, weight, bias)
     out = weight.product(x)
     return out if bias is None else out + bias
+
+
+def dense(weight: Tensor | AdaptedWeight) -> Tensor:
+    """A weight's numbers in either form."""
+    return weight if isinstance(weight, Tensor) else weight.numbers()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import VOCAB
+from packed_models import adam, codes, equal, make_batch, packed, rollouts_of, rounded, train
 
 from aligner.errors import CheckpointError, ConfigError, EngineError
 from aligner.losses.sft import sft_loss
@@ -18,11 +19,10 @@ from aligner.models.architecture.divisible import check_together
 from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Architecture, Dtype, Family, Layers, LoraConfig, LoraTarget, ModelConfig, Quantization, Recompute
 from aligner.models.modules import linear
-from aligner.models.modules.linear import PackedWeight, Packing, linear_weight, weight_storage
+from aligner.models.modules.linear import Packing, weight_storage
 from aligner.models.modules.packed import LINEARS
 from aligner.models.modules.peft import export_adapters, save_peft
 from aligner.models.training.offload import HostMemory
-from aligner.models.training.optimizer import OptimizerConfig
 from aligner.models.training.policy import ReferencePolicy
 from aligner.models.weights import save_hf
 from aligner.parallel.topology import ParallelConfig
@@ -31,27 +31,10 @@ from aligner.rollout.builtin.refit import OwnWeights, TrainingWeights, negated, 
 from aligner.rollout.builtin.weights import tensors
 from aligner.rollout.config import RolloutConfig, VerifyRefit
 from aligner.rollout.create import create_engine
-from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
 ALL = [LoraTarget.qkv, LoraTarget.proj, LoraTarget.fc1, LoraTarget.fc2]
 KINDS = [Quantization.nf4, Quantization.int8]
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-
-
-def make_batch() -> LabeledBatch:
-    generator = torch.Generator().manual_seed(2)
-    tokens, lengths = torch.randint(3, VOCAB, (4, 12), generator=generator), torch.tensor([12, 7, 10, 12])
-    positions = torch.arange(12)
-    mask = (positions >= 3) & (positions < lengths[:, None])
-    return LabeledBatch(tokens=torch.where(positions < lengths[:, None], tokens, 0), lengths=lengths, loss_mask=mask)
-
-
-def adam() -> OptimizerConfig:
-    return OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, clip_grad=0.0)
-
-
-def train(policy, steps: int) -> list[float]:
-    return [policy.train_step(make_batch(), sft_loss)["sft/loss"].value() for _ in range(steps)]
 
 
 def write_base(directory: Path, **sizes: int) -> Path:
@@ -99,17 +82,6 @@ def adapter(base, tmp_path_factory) -> Path:
     return directory
 
 
-def rounded(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
-    """What bitsandbytes stores of a whole weight, by its operators."""
-    import bitsandbytes  # noqa: F401
-
-    if kind is Quantization.int8:
-        codes, largest, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(weight)
-        return codes * (largest / 127)[:, None]
-    codes, scales = torch.ops.bitsandbytes.quantize_4bit(weight, 64, "nf4", torch.uint8)
-    return torch.ops.bitsandbytes.dequantize_4bit(codes, scales, 64, "nf4", list(weight.shape), torch.float32)
-
-
 def theirs(base: Path, adapter: Path, kind: Quantization):
     """PEFT's model on the numbers that bitsandbytes stores of the base's layers."""
     from peft import PeftModel
@@ -139,19 +111,6 @@ def adapter_gradients(policy) -> dict[str, torch.Tensor]:
     for p, data in zip(trained, weights, strict=True):
         p.data = data
     return found
-
-
-def packed(policy) -> list[PackedWeight]:
-    found = [linear_weight(p) for p in policy.module.parameters()]
-    return [weight for weight in found if isinstance(weight, PackedWeight)]
-
-
-def codes(policy) -> list[torch.Tensor]:
-    return [tensor.clone() for weight in packed(policy) for tensor in weight.storage]
-
-
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -302,12 +261,6 @@ def test_packed_weights_and_scales_go_to_host_memory_and_come_back(make):
     assert torch.equal(policy.logprobs(make_batch()), before)
 
 
-def rollouts_of(engine, policy) -> list:
-    prompts = [Prompt(id=n, tokens=(3 + n, 7, 9), source="test") for n in range(3)]
-    sampling = SamplingConfig(max_response_length=8)
-    return [rollout for part in engine.generate(prompts, [1, 2, 3], sampling) for rollout in part]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("merged", "dora"), [(False, False), (True, False), (True, True)])
 def test_the_engine_samples_as_the_policy_does(kind, merged, dora, make, logprob_gap):
@@ -360,6 +313,7 @@ def test_settings_that_do_not_fit_are_refused(fields, message):
 
 LLAMA = {"family": Family.llama, "num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"ffn_hidden_size": 192, "vocab_size": 61}
+LATENT = {"family": Family.deepseek_v3, "latent_size": 64, "head_dim": 32, "value_head_dim": 32, "num_key_value_heads": 4}
 EXPERTS = {"family": Family.mixtral, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 64}
 
 
@@ -370,14 +324,14 @@ EXPERTS = {"family": Family.mixtral, "num_experts": 4, "experts_per_token": 2, "
         ({"ffn_hidden_size": 200}, 1, "nf4: linear_fc2 has 200 inputs: no multiple of 64"),
         ({}, 2, "nf4: linear_fc2 has 192 inputs over parallel.tp=2 ranks, 96 on each: no multiple of 64, .*or fewer ranks"),
         ({"head_dim": 32}, 4, "nf4: linear_proj has 128 inputs over parallel.tp=4 ranks, 32 on each"),
-        (EXPERTS, 1, "model.quantization=nf4: experts have no packed form"),
+        (EXPERTS | {"expert_ffn_hidden_size": 96}, 1, "nf4: local_experts.linear_fc2 has 96 inputs: no multiple of 64"),
+        (LATENT | {"latent_size": 96}, 1, "nf4: linear_kv_up_proj has 96 inputs"),
     ],
 )
 def test_models_without_a_packed_form_are_refused_by_name(sizes, tp, message):
     with pytest.raises(ConfigError, match=message):
         check_together(Architecture(**(LLAMA | sizes)), ModelConfig(**NF4), ParallelConfig(tp=tp))
-    if "num_experts" not in sizes:
-        check_together(Architecture(**(LLAMA | sizes)), ModelConfig(**NF4 | {"quantization": Quantization.int8}), ParallelConfig(tp=tp))
+    check_together(Architecture(**(LLAMA | sizes)), ModelConfig(**NF4 | {"quantization": Quantization.int8}), ParallelConfig(tp=tp))
 
 
 def test_without_bitsandbytes_the_error_says_what_to_install(monkeypatch):
