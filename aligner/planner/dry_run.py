@@ -34,7 +34,7 @@ from aligner.models.config import (
     Recompute,
 )
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.families.own_modules import PREFIX, has_adapter, is_multimodal, outline, part_of
+from aligner.models.families.own_modules import PREFIX, has_adapter, is_multimodal, outline, packed_linears, part_of
 from aligner.parallel.topology import ParallelConfig, initialize
 from aligner.planner.config import Device
 from aligner.planner.workload import BlockBytes, Component, Head, Parameter
@@ -89,6 +89,7 @@ def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple
     model, lora, itemsize = outline(architecture), component.model.lora, component.model.dtype.num_bytes
     frozen = set() if lora.is_on or not is_multimodal(model) else {None, *component.model.freeze}
     output = model.get_output_embeddings().weight if component.head != Head.language else None
+    packed = _packed_bytes(component, architecture)
     found = []
     for name, parameter in model.named_parameters():
         if parameter is output and output is not model.get_input_embeddings().weight:
@@ -98,6 +99,7 @@ def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple
                 name=name,
                 numel=parameter.numel(),
                 itemsize=itemsize,
+                packed_bytes=packed.get(name, 0),
                 is_frozen=lora.is_on or bool(frozen) and part_of(name, model) in frozen,
             )
         )
@@ -106,6 +108,19 @@ def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple
             pair = Parameter(name=f"{name}{ADAPTER}", numel=numel, itemsize=itemsize, is_adapter=True)
             found += [pair, *([replace(pair, is_frozen=True)] if lora.is_pissa else [])]
     return tuple(found)
+
+
+def _packed_bytes(component: Component, architecture: HFArchitecture) -> dict[str, int]:
+    """Bytes of the packed weights of `transformers`' own modules, by name."""
+    from aligner.models.modules.linear import Packing
+    from aligner.models.modules.megatron_config import resolve_dtype
+
+    kind = component.model.quantization
+    if not kind.is_on:
+        return {}
+    packing, model = Packing(kind, resolve_dtype(component.model.dtype), None), outline(architecture)
+    names = [f"{name}.weight" for name in packed_linears(architecture, kind)]
+    return {name: sum(one.nbytes for one in packing.room(model.get_parameter(name).shape, torch.device("meta"))) for name in names}
 
 
 def _parameter(name: str, parameter: Tensor) -> Parameter:

@@ -1,5 +1,5 @@
-"""Packed experts over two ranks, expert by expert and split, equal the single process: log-probs, gradients, updates, the merged model, what
-the engine samples, and a resume bit for bit."""
+"""Packed experts over two ranks, expert by expert and split, equal the single process: log-probs, gradients, updates, the merged model,
+what the engine samples, and a resume bit for bit."""
 
 from __future__ import annotations
 

@@ -154,7 +154,6 @@ def _check_own_modules(architecture: HFArchitecture, model: ModelConfig, paralle
         "layers=transformer_engine": model.layers is Layers.transformer_engine,
         "fp8=true": model.fp8,
         "batch_invariant=true": model.batch_invariant,
-        f"quantization={model.quantization.value}": model.quantization.is_on,
         "share_prompts=true": model.share_prompts,
         f"router_aux_loss_coef={model.router_aux_loss_coef}": model.router_aux_loss_coef,
         f"router_z_loss_coef={model.router_z_loss_coef}": model.router_z_loss_coef,

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, HFArchitecture, LoraConfig, LoraTarget, Part
+from aligner.models.architecture.divisible import PACKED_BLOCK
+from aligner.models.config import Architecture, HFArchitecture, LoraConfig, LoraTarget, Part, Quantization
 from aligner.models.families.mapping import NameTable, Rule, rule
 
 LEAST_RELEASE = (5, 4)  # of transformers, whose caches and conversions of files this needs
@@ -156,6 +157,27 @@ def has_adapter(weight: str, architecture: HFArchitecture, lora: LoraConfig) -> 
     model = outline(architecture)
     is_named = not is_multimodal(model) or part_of(f"{path}.weight", model) in lora.parts
     return is_named and isinstance(model.get_submodule(path), torch.nn.Linear)
+
+
+def packed_linears(architecture: HFArchitecture, quantization: Quantization) -> list[str]:
+    """The linear layers of the `transformers` model whose weights are packed: those of its text part, without the output layer. Raises
+    ConfigError for NF4 if the inputs of one are not a multiple of 64.
+
+    Only torch's own kind of layer counts: experts that are one tensor, convolutions and the towers of models that see stay as they are.
+    """
+    model = outline(architecture)
+    sees, output = is_multimodal(model), model.get_output_embeddings()
+    found = []
+    for name, layer in model.named_modules():
+        if type(layer) is not torch.nn.Linear or layer is output or (sees and part_of(f"{name}.weight", model) is not Part.text):
+            continue
+        found.append(name)
+        if quantization is Quantization.nf4 and layer.in_features % PACKED_BLOCK:
+            raise ConfigError(
+                f"model.quantization=nf4: {name} has {layer.in_features} inputs: no multiple of {PACKED_BLOCK}, the numbers that share a "
+                "scale; allowed: int8, none"
+            )
+    return found
 
 
 def dense_twin(architecture: HFArchitecture) -> Architecture:

@@ -24,15 +24,18 @@ from torch import Tensor
 from aligner.errors import ConfigError, DataError, ModelFilesError
 from aligner.models.checkpoint.files import MARKER
 from aligner.models.checkpoint.hf_files import stored_tensors
-from aligner.models.config import HFArchitecture, ModelConfig, Part, Recompute
+from aligner.models.config import HFArchitecture, ModelConfig, Part, Quantization, Recompute
 from aligner.models.families.mapping import ADAPTER
-from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, layer_of, part_of
+from aligner.models.families.own_modules import PREFIX, auto_class, hf_config, is_multimodal, layer_of, packed_linears, part_of
 from aligner.models.modules.chunk import WholeChunk
 from aligner.models.modules.heads import linear_head
+from aligner.models.modules.linear import linear_weight
 from aligner.models.modules.lora import Adapter, MergedWeights, attach
 from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.noise import Noise
+from aligner.models.modules.packed import PackedLinear, pack_linears
 from aligner.models.modules.scalar_head import HEAD, HF_HEADS, ScalarHead
+from aligner.parallel import platform
 from aligner.parallel.logprobs import shaped
 from aligner.parallel.mcore import ProcessGroupCollection, ShardedTensor, TransformerConfig, parallel_state
 from aligner.types import Batch, Images
@@ -64,7 +67,7 @@ class HFChunk(WholeChunk):
             )
         )
         self.architecture, self.lora, self.head = architecture, model.lora, head
-        self.quantization = model.quantization  # none
+        self.quantization = model.quantization
         self.logits_chunk_size, self.float32_logits = model.logits_chunk_size, model.float32_logits
         self.batch_invariant, self.share_embeddings_and_output_weights = False, False
         self.max_sequence_length = model.seq_length or architecture.max_position_embeddings
@@ -99,6 +102,9 @@ class HFChunk(WholeChunk):
             enable({"use_reentrant": False})
         if model.lora.is_on:
             attach(self, model.lora)
+        if self.quantization.is_on:
+            self.hf.to(platform.device())  # whose kernels pack: a scale may have other last bits on another
+            pack_linears(self.hf, packed_linears(architecture, self.quantization), self.quantization, dtype)
 
     @property
     def backbone(self) -> Any:
@@ -177,12 +183,16 @@ class HFChunk(WholeChunk):
         linears = [(name, one) for name, one in whole.named_modules() if isinstance(one, torch.nn.Linear)]
         have, lack = ([name.rsplit(".", 1)[-1] for name, one in linears if hasattr(one, "adapter") is wanted] for wanted in (True, False))
         none = f"; none on {', '.join(sorted(set(lack)))}" if lack else ""
-        return f"{self.architecture.model_type}: adapters on {len(have)} layers ({', '.join(sorted(set(have)))}){none}"
+        packed = [one for one in self.hf.modules() if isinstance(one, PackedLinear)]
+        in_all = sum(linear_weight(one).shape.numel() for name, one in self.hf.named_parameters() if ADAPTER not in name)
+        part = sum(one.in_features * one.out_features for one in packed) / in_all
+        form = f"; {len(packed)} layers in {self.quantization.value}, {part:.0%} of all weights" if packed else ""
+        return f"{self.architecture.model_type}: adapters on {len(have)} layers ({', '.join(sorted(set(have)))}){none}{form}"
 
     def twin(self) -> HFChunk:
         """The same model with weights of its own, which `take_weights` fills: for who samples while this one is trained."""
         made, device = copy(self), next(self.hf.parameters()).device
-        made._modules, made.gather = dict(self._modules), None
+        made._modules, made.gather, made.quantization = dict(self._modules), None, Quantization.none
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             made.hf = _with_types(self._made_by.from_config(self.hf.config, dtype=self.config.params_dtype), self.config.params_dtype)
         _keep_buffers(made.hf)
@@ -214,7 +224,7 @@ class HFChunk(WholeChunk):
             with torch.no_grad():
                 for name, parameter in self.hf.named_parameters():
                     if ADAPTER not in name:
-                        parameter.copy_(theirs[name])
+                        linear_weight(parameter).write(theirs[name])
         self._fresh_from = None
         if self.head is None or not with_head:
             return
@@ -234,7 +244,8 @@ class HFChunk(WholeChunk):
     def file_outline(self) -> Iterator[tuple[str, Tensor]]:
         """`file_tensors` on the meta device."""
         own = {name: parameter for name, parameter in self.named_parameters() if ADAPTER not in name}
-        yield from self._in_files({name: torch.empty_like(parameter, device="meta") for name, parameter in own.items()})
+        weights = {name: linear_weight(parameter) for name, parameter in own.items()}
+        yield from self._in_files({name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weights.items()})
 
     def _in_files(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """One layer at a time: what is converted, or has an adapter merged into it, takes memory."""

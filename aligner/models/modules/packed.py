@@ -6,7 +6,7 @@ layer at a time is dense, and nothing dense waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import PACKED_BLOCK
-from aligner.models.config import Quantization
+from aligner.models.config import HFArchitecture, Quantization
+from aligner.models.families.own_modules import PREFIX, packed_linears
 from aligner.models.modules.chunk import global_name
 from aligner.models.modules.layers import KINDS, SPLIT_INPUTS, LayerModules
 from aligner.models.modules.linear import PackedWeight, Packing, linear_weight
@@ -85,6 +86,25 @@ def packed_modules(kind: Quantization) -> LayerModules:
     return LayerModules(column_linear=column, row_linear=row)
 
 
+class PackedLinear(torch.nn.Linear):
+    """torch's linear layer with a packed weight. It is made of one by `pack_linears`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = _Product.apply(input, linear_weight(self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+def pack_linears(module: torch.nn.Module, names: Iterable[str], kind: Quantization, dtype: torch.dtype) -> None:
+    """Pack the weights of torch's linear layers with these names, on the device on which they are."""
+    for name in names:
+        linear = module.get_submodule(name)
+        linear.weight.requires_grad_(False)
+        packing = Packing(kind, dtype, None)
+        linear.weight.data, scales = packing.pack(linear.weight.data)
+        linear.weight.packed = (packing, scales)
+        linear.__class__ = PackedLinear
+
+
 @contextmanager
 def dense(chunks: Sequence[Any]) -> Iterator[None]:
     """In the block the packed weights of a model's chunks are dense, with any contents; at its end they are packed. For checkpoints, which
@@ -107,11 +127,8 @@ def round_as(chunks: Sequence[Any], kind: Quantization, dtype: torch.dtype) -> N
     """Give the dense linear layers of a model the numbers that they have where they are packed. Raises ConfigError for NF4 if ranks have
     parts of its blocks."""
     for chunk in chunks:
-        for own, weight in chunk.named_parameters():
-            name = global_name(chunk, own).removesuffix(".weight")
-            if (last := name.rsplit(".", 1)[-1]) not in LINEARS or weight.dim() != 2:
-                continue
-            of_expert = ".local_experts." in name
+        for name, weight in _layers(chunk, kind):
+            of_expert, last = ".local_experts." in name, name.rsplit(".", 1)[-1]
             group = chunk.pg_collection.expt_tp if of_expert else chunk.pg_collection.tp
             if kind is Quantization.nf4 and weight.shape[1] % PACKED_BLOCK:
                 raise ConfigError(
@@ -120,3 +137,13 @@ def round_as(chunks: Sequence[Any], kind: Quantization, dtype: torch.dtype) -> N
                 )
             packing = Packing(kind, dtype, group if last in SPLIT_INPUTS else None)
             weight.copy_(packing.unpack(*packing.pack(weight), dtype))
+
+
+def _layers(chunk: Any, kind: Quantization) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(name in the whole model, weight) of each layer of a chunk that has a packed form."""
+    own = isinstance(chunk.architecture, HFArchitecture)
+    names = {f"{PREFIX}{name}" for name in packed_linears(chunk.architecture, kind)} if own else set(LINEARS)
+    for name, parameter in chunk.named_parameters():
+        layer = global_name(chunk, name).removesuffix(".weight")
+        if (layer if own else layer.rsplit(".", 1)[-1]) in names:
+            yield layer, parameter
