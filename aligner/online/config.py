@@ -246,6 +246,7 @@ class OnlineRun(JobRun):
                 update_rows=algorithm.mini_batch_size * unit,
                 num_updates=algorithm.updates_per_step,
                 unit=unit,
+                prompts=getattr(algorithm, "prompts_per_step", 0),
                 extra_rows=extra_rows,
             ),
             has_reference=has_reference,

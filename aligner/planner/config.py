@@ -86,12 +86,13 @@ class ClusterConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PlanConfig:
-    """What a plan assumes of a run beyond its settings. Only `aligner plan` reads it; times depend on it, memory does not."""
+    """What a plan assumes of a run beyond its settings. Only `aligner plan` reads it; memory depends on `image_tokens` alone."""
 
     response_length: float = 0.0  # mean tokens of a response; 0: every response has the greatest length
     response_spread: float = 0.7  # standard deviation of the logarithm of the responses' lengths
     prompt_length: float = 0.0  # mean tokens of a prompt; 0: every prompt has the greatest length
     example_length: float = 0.0  # mean tokens of an example (both responses of a pair), in recipes that sample nothing; 0: the longest
+    image_tokens: int = 0  # tokens that images take in each row, of models that see; 0: the prompt's, or all if there are no prompts
     lengths_of: str = ""  # a run's directory or metrics.jsonl, whose last steps give the mean; or a text file with a length on each line
     rollout_ranks: int = 0  # GPUs of the engine's own, beside the actor's: a plan of what no run has yet; 0: the actor's
     static_batches: bool = False  # whether the engine begins a batch only when all responses of the one before have ended

@@ -34,7 +34,8 @@ from aligner.planner.memory import (
     train_micro_batches,
 )
 from aligner.planner.times import PhaseTime, phase_times
-from aligner.planner.workload import EIGHT_BIT_MOMENTS, GIB, BlockBytes, Component, MicroBatches, Parameter, Phase, StateBytes
+from aligner.planner.tower import tower_of
+from aligner.planner.workload import EIGHT_BIT_MOMENTS, GIB, BlockBytes, Component, MicroBatches, Parameter, Phase, StateBytes, Tower
 from aligner.rollout.config import EngineKind, check_ahead, check_engine
 from aligner.servers.components import SERVERS, in_section
 
@@ -58,7 +59,7 @@ class ComponentPlan:
     def activations(self, phase: Phase, stage: int = 0) -> int:
         """Bytes of activations, workspace and logits at the fullest moment of a phase."""
         (moment,) = (m for m in self.memory if m.phase == phase and m.stage == stage)
-        return sum(moment.parts.get(name, 0) for name in ("activations", "backward workspace", "logits"))
+        return sum(moment.parts.get(name, 0) for name in ("activations", "backward workspace", "logits", "vision tower"))
 
     @property
     def fits(self) -> bool:
@@ -167,6 +168,7 @@ class Scales:
         self.device = device
         self._known: dict[str, BlockBytes] = {}
         self._shards: dict[str, list[tuple[Parameter, ...]]] = {}
+        self._towers: dict[str, Tower | None] = {}
 
     def block(self, component: Component, passes: MicroBatches) -> BlockBytes:
         """The activations of the component's layers at these micro-batches: measured, or listed for Transformer Engine's modules."""
@@ -183,6 +185,15 @@ class Scales:
             found = dry_run.measure_block(component, passes.rows, passes.length, self.device)
             self._known[key] = replace(found, layer=found.layer + dry_run.expert_extra_bytes(component, passes.tokens))
         return self._known[key]
+
+    def tower(self, component: Component) -> Tower | None:
+        """What the model's vision tower costs; None if it has none that is counted."""
+        model = component.model
+        of_model = (model.dtype, model.images, model.lora, model.freeze, model.recompute, component.optimizer is None)
+        key = repr((component.architecture, *of_model))
+        if key not in self._towers:
+            self._towers[key] = tower_of(component)
+        return self._towers[key]
 
     def shards(self, component: Component, stage: int) -> list[tuple[Parameter, ...]]:
         """The parameters of every chunk on a rank of this stage; the number of replicas makes no difference."""
@@ -213,6 +224,7 @@ def plan_component(component: Component, cluster: ClusterConfig, scales: Scales)
         train=inference if component.optimizer is None else scales.block(component, train_micro_batches(component)),
         inference=inference,
         engine_weights=engine_weight_bytes(component, shards),
+        tower=scales.tower(component),
     )
     counts = tuple(sum(p.numel for chunk in chunks for p in chunk) for chunks in shards)
     return predict(component, cluster, sizes, stage_parameters=counts, model_parameters=whole_parameters(component, shards))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from aligner.models.config import SeeingArchitecture
 from aligner.models.training.optimizer import OptimizerKind
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.workload import (
@@ -18,13 +19,14 @@ from aligner.planner.workload import (
     MicroBatches,
     Phase,
     StateBytes,
+    Tower,
     in_flight,
     micro_batches,
     padded_vocabulary,
     stage_layers,
 )
 from aligner.rollout.builtin.graphs import round_rows
-from aligner.rollout.config import PAGE_SIZE, EngineKind, Kernels
+from aligner.rollout.config import KEPT_FEATURES, PAGE_SIZE, EngineKind, Kernels
 from aligner.types import route_dtype
 
 _OVERLAP_BUFFERS = 8  # buffers of a micro-batch's hidden states that Transformer Engine exchanges around a layer's four matrix products
@@ -55,6 +57,7 @@ class Sizes:
     train: BlockBytes  # activations of the layers at the training pass's micro-batch
     inference: BlockBytes  # the same at the micro-batch of passes without gradient
     engine_weights: int  # weights of a rank of the rollout engine, in its own layout
+    tower: Tower | None = None  # of a model that sees
 
 
 def train_micro_batches(component: Component) -> MicroBatches:
@@ -100,6 +103,8 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
         parts |= _inference(component, sizes, stage)
         if phase == Phase.ref_logprobs:
             parts["reference"] = trained_bytes(component, state)
+    if sizes.tower is not None:
+        parts["vision tower"] = _tower(component, sizes, sizes.tower, phase, stage, parts)
     if cluster.device == Device.cpu:
         parts |= _resident(component, state)
     if engine is not None and engine.asynchronous:
@@ -188,6 +193,38 @@ def _training(component: Component, sizes: Sizes, stage: int) -> dict[str, int]:
         parts["logits"] = head
         parts["backward workspace"] = max(0, sizes.train.backward - head)  # the layers' turn comes when the head's memory is free again
     return parts
+
+
+def _tower(component: Component, sizes: Sizes, tower: Tower, phase: Phase, stage: int, parts: Mapping[str, int]) -> int:
+    """The vision tower on a first stage, or in the engine: what waits, and by how much its own fullest moment, at the ends of a micro-batch
+    or before a prompt's prefill, is above what `parts` then do not need."""
+    if phase == Phase.generate:
+        return _engines_tower(component, tower, parts)
+    if stage:
+        return 0
+    if phase == Phase.train:
+        passes, parallel = train_micro_batches(component), component.parallel
+        seen = passes.rows * component.seen_tokens
+        layers = stage_layers(component.architecture.num_layers, parallel)[0] // parallel.vpp
+        free = layers * sizes.train.layer + parts["backward workspace"] + parts.get("logits", 0)
+        waiting = in_flight(parallel, 0, math.ceil(passes.count / parallel.vpp)) * seen * tower.kept
+        return int(waiting + max(0.0, seen * tower.working + tower.fixed - free))
+    seen = inference_micro_batches(component).rows * component.seen_tokens
+    return int(max(0.0, seen * tower.forward - parts["activations"] - parts.get("logits", 0)))
+
+
+def _engines_tower(component: Component, tower: Tower, parts: Mapping[str, int]) -> int:
+    """The built-in engine computes a prompt's images before its prefill and keeps features; vLLM those of a chunk of prompts."""
+    engine, seen = component.engine, component.seen_tokens
+    if engine is None or (engine.own_ranks and not engine.asynchronous):
+        return 0
+    if engine.settings.engine == EngineKind.vllm:
+        seen = max(seen, engine.prefill_chunk_tokens)
+    a, kept = component.architecture, 0
+    if isinstance(a, SeeingArchitecture) and not engine.is_foreign:
+        prompts = math.ceil((component.work.prompts or component.work.rows) / max(1, component.num_ranks // engine.tp))
+        kept = min(KEPT_FEATURES, prompts * seen * (1 + a.deep_layers) * a.hidden_size * component.dtype_bytes)
+    return kept + int(max(0.0, seen * tower.forward - parts.get("prefill and sampling", 0)))
 
 
 def boundary_bytes(component: Component, passes: MicroBatches) -> int:

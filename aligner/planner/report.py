@@ -27,7 +27,7 @@ COLUMNS = {  # columns of the memory table, and the parts that each sums
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
     "engine": ("engine weights", "refit buckets", "KV cache", "prefill and sampling", "graph buffers"),
-    "activations": ("activations", "backward workspace"),
+    "activations": ("activations", "backward workspace", "vision tower"),
     "logits": ("logits",),
     "other": ("host copies", "gather buffer", "exchange buffers", "lost between blocks", "context and communicators", "other components"),
 }

@@ -28,6 +28,7 @@ from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
 from aligner.planner.layers import (
     GIGA,
+    HIDDEN_PASSES,
     MICRO,
     TERA,
     Kernels,
@@ -40,7 +41,7 @@ from aligner.planner.layers import (
     passes,
 )
 from aligner.planner.memory import Sizes, cache_tokens, device_optimizer, host_optimizer, kv_bytes_per_token, state_bytes, trained_bytes
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase, padded_vocabulary, stage_layers
+from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Tower, padded_vocabulary, stage_layers
 
 DATA_PARALLEL_OVERLAP = 0.5
 BACKWARD_PRODUCTS, BACKWARD_ATTENTION, BACKWARD_LAUNCHES = 2.0, 2.5, 1.5  # in forward passes
@@ -66,7 +67,7 @@ def phase_times(component: Component, sizes: Sizes, cluster: ClusterConfig) -> l
         elif phase == Phase.generate and component.engine is not None:
             parts = generation(component, component.engine, sizes, cluster)
         else:
-            parts = _through_pipeline(component, passes(component, component.work.rows), cluster, trains=False)
+            parts = _through_pipeline(component, passes(component, component.work.rows), cluster, sizes.tower, trains=False)
         if phase in component.turns:
             parts["turns on the GPUs"] = turn_seconds(component, sizes, cluster, phase)
         if cluster.phase_seconds:
@@ -110,7 +111,7 @@ def _head(component: Component, selected: float, k: Kernels) -> tuple[float, flo
 
 def _training(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[str, float]:
     shape = passes(component, component.work.update_rows)
-    parts = _through_pipeline(component, shape, cluster, trains=True)
+    parts = _through_pipeline(component, shape, cluster, sizes.tower, trains=True)
     parts |= _update(component, sizes, cluster)
     found = {name: seconds * component.work.num_updates for name, seconds in parts.items()}
     found["optimizer to host memory and back"] = optimizer_away_seconds(component, sizes, cluster)
@@ -135,7 +136,22 @@ def host_update_seconds(component: Component, sizes: Sizes, cluster: ClusterConf
     return component.work.num_updates * max(computing, held / 2 / kernels(component, cluster).host_rate)
 
 
-def _through_pipeline(component: Component, shape: Passes, cluster: ClusterConfig, *, trains: bool) -> dict[str, float]:
+def tower_seconds(component: Component, tower: Tower | None, sequences: float, k: Kernels, *, trains: bool = False) -> float:
+    """The vision tower of a rank, with one image in each of these sequences."""
+    if tower is None:
+        return 0.0
+    work = component.work
+    features = min(component.seen_tokens, work.mean_prompt or work.mean_length())
+    patches, passed = sequences * features * tower.patches, tower.trained_flops / tower.flops if trains else 1.0
+    keys = (tower.depth - tower.windowed) * features * tower.patches + tower.windowed * min(tower.window, features * tower.patches)
+    computing = sequences * features * tower.flops / k.product_rate + k.attention(patches, keys, 1, 2 * tower.width)
+    moved = HIDDEN_PASSES * patches * tower.width * component.dtype_bytes * tower.depth
+    return passed * (computing + k.moving(moved))
+
+
+def _through_pipeline(
+    component: Component, shape: Passes, cluster: ClusterConfig, tower: Tower | None, *, trains: bool
+) -> dict[str, float]:
     """All micro-batches of a replica through the slowest stage, and the bubble."""
     p, k, model = component.parallel, kernels(component, cluster), component.model
     counts = stage_layers(component.architecture.num_layers, p)
@@ -163,8 +179,13 @@ def _through_pipeline(component: Component, shape: Passes, cluster: ClusterConfi
         "expert parallel": layers * layer.experts * exchanges,
         "pipeline sends": exchanges * p.vpp * sending if p.pp > 1 else 0.0,
     }
+    seeing = tower_seconds(component, tower, shape.tokens / component.work.mean_length(), k, trains=trains)
+    # The first stage's; the head is the last one's, and the slowest stage has one of them.
+    parts["vision tower"] = seeing if p.pp == 1 else max(0.0, seeing - (layers - counts[0]) * layer.products * products - parts["logits"])
     gpu = sum(parts.values())
-    started = (k.launching(launched_layers(component, layers)) + cluster.host_pass_milliseconds * MILLI) * launches
+    started = (
+        k.launching(launched_layers(component, layers) + (tower.depth if tower else 0)) + cluster.host_pass_milliseconds * MILLI
+    ) * launches
     parts["waiting for the host"] = k.together(gpu, started) - gpu
     one = sum(parts.values())
     found = {name: seconds * shape.count for name, seconds in parts.items()}
@@ -217,6 +238,9 @@ def replica(component: Component, engine: Engine, sizes: Sizes, cluster: Cluster
     layer = layer_seconds(flat, whole, cluster, engine.tp)
     per_token = a.num_layers * (layer.products + layer.attention + layer.small + layer.tensor) / whole.tokens
 
+    once = min(1.0, work.prompts / work.rows) if work.prompts else 1.0  # a group's prompt is seen once
+    seeing = tower_seconds(component, sizes.tower, once, kernels(component, cluster))
+
     def prefill(tokens: float) -> float:
         return tokens * per_token + a.num_layers * cluster.launch_microseconds * MICRO
 
@@ -225,7 +249,7 @@ def replica(component: Component, engine: Engine, sizes: Sizes, cluster: Cluster
         capacity=_capacity(component, engine, sizes, cluster),
         step=step,
         prefill=prefill,
-        seating=cluster.engine_request_microseconds * MICRO,
+        seating=cluster.engine_request_microseconds * MICRO + seeing,
         static=static,
     )
 

@@ -84,6 +84,7 @@ class Work:
     update_rows: int = 0  # sequences per optimizer update; 0 for a frozen model
     num_updates: int = 0  # optimizer updates per training step
     unit: int = 1  # rows that stay together: 2 for preference pairs
+    prompts: int = 0  # distinct prompts per training step, whose images are computed once for sampling; 0: one for each row
     extra_rows: int = 0  # further sequences, which are sampled and scored but not trained on
     lengths: ResponseLengths | None = None  # None: all have the full length
 
@@ -180,6 +181,7 @@ class Component:
     within: str = ""  # the component in whose processes it runs; empty: it has its own
     beside_bytes: int = 0  # device memory that other components hold on its GPUs
     rests_on_host: bool = False  # whether it leaves the device while another model of its process computes
+    image_tokens: int = 0  # that images take in each sequence; 0: the longest prompt's, or all if there are no prompts
 
     @property
     def process(self) -> str:
@@ -194,6 +196,11 @@ class Component:
     def prefix(self) -> str:
         """The prefix of its settings as they are typed."""
         return "" if self.name in ("actor", "trainer") else f"{self.name}."
+
+    @property
+    def seen_tokens(self) -> int:
+        """Tokens that images take in the longest sequence of a model that sees."""
+        return self.image_tokens or self.work.longest_prompt or self.work.length
 
     @property
     def dp(self) -> int:
@@ -282,6 +289,23 @@ class BlockBytes:
     backward: int  # most that the backward pass holds besides the waiting tensors, one layer's recomputation included
     forward: int  # most that a pass without gradient holds
     kept: int = 0  # stays allocated after the first pass: the buffer in which sequence parallelism gathers a layer's input
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tower:
+    """A vision tower. Bytes and FLOPs are of one feature: a token that an image takes."""
+
+    kept: float  # bytes that wait for the backward pass, with pixels and features
+    working: float  # most bytes that training holds besides
+    forward: float  # most bytes that a pass without gradient holds
+    fixed: int  # bytes of `working` that all features share: the gradient of a weight
+    patches: int  # that a feature stands for
+    depth: int
+    width: int
+    windowed: int  # layers whose attention sees `window` patches
+    window: int
+    flops: float  # of a forward pass, without those of scores
+    trained_flops: float  # of all passes of training
 
 
 def padded_vocabulary(component: Component) -> int:

@@ -88,6 +88,7 @@ class TensorRTLLMConfig:
 
 
 PAGE_SIZE = 16  # tokens in a page of the key-value cache, unless a kernel needs another size
+KEPT_FEATURES = 1 << 29  # bytes of features of images that the built-in engine keeps
 
 ENGINES = "aligner.engines"  # group of entry points: engines of other packages
 

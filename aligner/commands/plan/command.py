@@ -104,7 +104,15 @@ def with_lengths(found: Sequence[Component], assumed: PlanConfig) -> list[Compon
     work = next((component.work for component in found if component.engine is not None), None)
     by_example = work is None and assumed.example_length
     lengths = _example_lengths(found[0].work, assumed) if by_example else _sampled_lengths(work, assumed)
+    found = [replace(component, image_tokens=_image_tokens(component, assumed)) for component in found]
     return [replace(component, work=replace(component.work, lengths=lengths)) if lengths else component for component in found]
+
+
+def _image_tokens(component: Component, assumed: PlanConfig) -> int:
+    most = component.work.longest_prompt or component.work.length
+    if assumed.image_tokens > most:
+        raise ConfigError(f"plan.image_tokens={assumed.image_tokens}: allowed: at most {most}, the longest prompt or example")
+    return assumed.image_tokens
 
 
 def _example_lengths(own: Work, assumed: PlanConfig) -> ResponseLengths:

@@ -101,6 +101,7 @@ def features(tower: Any, sight: Sight) -> Tensor:
 
 def in_slots(found: Tensor, feature_of: Tensor, others: Tensor | float) -> Tensor:
     """[L, rows, H]: features [features, H] where `feature_of` [L, rows] names one, else `others`."""
+    feature_of = feature_of.contiguous()  # so that what pipeline stages send is
     return torch.where((feature_of >= 0)[..., None], found[feature_of.clamp(min=0)], others)
 
 

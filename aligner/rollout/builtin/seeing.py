@@ -21,10 +21,9 @@ from aligner.models.modules.vision import Sight, features, look, make_tower, mer
 from aligner.parallel import platform
 from aligner.rollout.builtin.attention import SeenChunk
 from aligner.rollout.builtin.scheduler import SeenPrompt
+from aligner.rollout.config import KEPT_FEATURES
 from aligner.rollout.engine import GenRequest
 from aligner.types import Images
-
-_MOST_KEPT = 1 << 29  # bytes of features
 
 
 class Eyes:
@@ -96,6 +95,6 @@ class Eyes:
         for digest in digests:
             self._kept.move_to_end(digest)
         whole = torch.cat([self._kept[digest] for digest in digests], dim=1)
-        while len(self._kept) > 1 and sum(tensor.nbytes for tensor in self._kept.values()) > _MOST_KEPT:
+        while len(self._kept) > 1 and sum(tensor.nbytes for tensor in self._kept.values()) > KEPT_FEATURES:
             self._kept.popitem(last=False)
         return whole

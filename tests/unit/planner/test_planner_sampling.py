@@ -152,3 +152,12 @@ def test_lengths_in_a_file(tmp_path: Path, found):
 def test_work_without_lengths_is_the_longest():
     own = work(Phase.train, rows=4, length=12, response_length=8)
     assert own.responses(3) == [8, 8, 8] and own.mean_length() == 12 and own.mean_prompt == 4
+
+
+def test_images_take_the_prompt_unless_their_tokens_are_given() -> None:
+    own = plan_parts.component()  # prompts of 128 tokens
+    assert own.seen_tokens == 128
+    assert plan_parts.component(work=work(Phase.train, response_length=256)).seen_tokens == 256
+    assert with_lengths([own], PlanConfig(image_tokens=12))[0].seen_tokens == 12
+    with pytest.raises(ConfigError, match="^plan.image_tokens=129: allowed: at most 128, the longest prompt or example"):
+        with_lengths([own], PlanConfig(image_tokens=129))

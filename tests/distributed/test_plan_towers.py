@@ -1,0 +1,115 @@
+"""The planner's memory of models that see against that of real ones: activations, the vision tower's with them, within 10 %."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import world
+from transformers import AutoTokenizer
+from vision_models import write_seeing
+from vision_rows import Rows
+
+from aligner.losses.sft import sft_loss
+from aligner.models import create
+from aligner.models.config import Dtype, ModelConfig, Part, Recompute
+from aligner.models.training.optimizer import OptimizerConfig
+from aligner.parallel.topology import ParallelConfig
+from aligner.planner import dry_run
+from aligner.planner.config import ClusterConfig
+from aligner.planner.estimate import Scales, plan_component
+from aligner.planner.workload import Component, Head, Phase, Work
+from aligner.types import Images, LabeledBatch
+
+LENGTH, ROWS, IMAGES = 160, 4, 6
+SEEN = {"freeze": []}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # (model, fields of ModelConfig, of ParallelConfig)
+    "qwen2_5_vl": ("qwen2_5_vl", SEEN, {}),
+    "qwen3_vl": ("qwen3_vl", SEEN, {}),
+    "qwen3_vl_frozen": ("qwen3_vl", {"freeze": [Part.vision, Part.projector]}, {}),
+    "qwen3_vl_projector": ("qwen3_vl", {"freeze": [Part.vision]}, {}),
+    "qwen3_vl_recompute": ("qwen3_vl", SEEN | {"recompute": Recompute.full}, {}),
+    "qwen2_5_vl_pp2": ("qwen2_5_vl", SEEN, {"pp": 2}),
+    "qwen2_5_vl_tp2": ("qwen2_5_vl", SEEN, {"tp": 2}),
+}
+
+
+def component(folder: Path, name: str, *, image_tokens: int) -> Component:
+    kind, fields, parallel = CASES[name]
+    sizes = {"micro_batch_size": 2, "make_vocab_divisible_by": 8, "logits_chunk_size": 64}
+    model = ModelConfig(path=str(folder / kind), dtype=Dtype.float32, images=True, **sizes, **fields)
+    rows = {"rows": ROWS, "length": LENGTH, "response_length": LENGTH - 1, "update_rows": ROWS, "num_updates": 1}
+    return Component(
+        name="trainer",
+        head=Head.language,
+        num_ranks=2 if parallel else 1,
+        architecture=create.read_architecture(model, vocab_size=0),
+        model=model,
+        parallel=ParallelConfig(**parallel),
+        optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0),
+        work=Work(phases=(Phase.train,), **rows),
+        image_tokens=image_tokens,
+    )
+
+
+def batch(rows: Rows, folder: Path) -> LabeledBatch:
+    """Rows of equal length with as many images each."""
+    digest, slots = rows.digests["b"], rows.vision.expansion(rows.digests["b"])
+    pattern = AutoTokenizer.from_pretrained(folder)(slots, add_special_tokens=False)["input_ids"]
+    tokens = torch.tensor([((pattern + [40]) * IMAGES + [40] * LENGTH)[:LENGTH]] * ROWS)
+    mask = (torch.arange(LENGTH) > 0).expand_as(tokens)
+    return LabeledBatch(
+        tokens=tokens,
+        lengths=torch.full((ROWS,), LENGTH),
+        loss_mask=mask,
+        extras={"images": Images.padded([Images.of([digest] * IMAGES)] * ROWS, LENGTH)},
+    )
+
+
+def measure(folder: Path, name: str) -> tuple[int, int]:
+    """(stage, peak bytes of a step)."""
+    own = component(folder, name, image_tokens=1)
+    with world(CASES[name][2], seed=1) as topology:
+        rows = Rows(CASES[name][0], folder / CASES[name][0])
+        training = create.training(own.model, own.optimizer, vision=rows.vision)
+        policy = create.create_policy(own.model, own.architecture, own.parallel, topology, training)
+        policy.train_step(batch(rows, folder / CASES[name][0]), sft_loss)
+        with dry_run.LiveStorage() as tracker:
+            policy.train_step(batch(rows, folder / CASES[name][0]), sft_loss)
+        return topology.pp_rank, tracker.peak
+
+
+def predict(folder: Path, image_tokens: int) -> dict[str, list[tuple[int, int]]]:
+    """Of every case, by stage: activations with and without images."""
+    found = {}
+    for name in CASES:
+        own, cluster = component(folder, name, image_tokens=image_tokens), ClusterConfig()
+        blind = replace(own, model=replace(own.model, images=False))
+        plans = [plan_component(one, cluster, Scales(cluster.device)) for one in (own, blind)]
+        found[name] = [tuple(plan.activations(Phase.train, stage) for plan in plans) for stage in range(own.parallel.pp)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("towers")
+    for name in ("qwen2_5_vl", "qwen3_vl"):
+        write_seeing(name, made / name, num_hidden_layers=4)
+    return made
+
+
+@pytest.fixture(scope="module")
+def plans(folder: Path, on_ranks) -> dict[str, list[tuple[int, int]]]:
+    rows = Rows("qwen3_vl", folder / "qwen3_vl")
+    return on_ranks(predict, 1, folder, IMAGES * rows.vision.num_slots(rows.digests["b"]))[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_activations_with_images_are_the_real_ones(name: str, folder: Path, plans, on_ranks) -> None:
+    for stage, peak in on_ranks(measure, 2 if CASES[name][2] else 1, folder, name):
+        planned, blind = plans[name][stage]
+        assert planned == pytest.approx(peak, rel=0.1)
+        assert (planned > blind) == (stage == 0)
