@@ -67,7 +67,8 @@ def make_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
 _QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
-_QWEN_TOWER |= {"spatial_merge_size": 2, "in_channels": 3, "temporal_patch_size": 2}
+_QWEN_PATCHES = {"spatial_merge_size": 2, "in_channels": 3, "temporal_patch_size": 2}
+_QWEN_TOWER |= _QWEN_PATCHES
 _QWEN_IDS = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
 _DELTA = {f"linear_{name}": value for name, value in {"num_value_heads": 4, "num_key_heads": 2, "key_head_dim": 16}.items()}
 _DELTA |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
@@ -89,6 +90,26 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "qwen3_5": (
         "Qwen3_5",
         _DELTA | _rope(1, 1, 0, partial_rotary_factor=0.25, mrope_interleaved=True),
+        _QWEN_TOWER | {"deepstack_visual_indexes": [], "num_position_embeddings": 64},
+        _QWEN_IDS,
+    ),
+    "qwen2_vl": (
+        "Qwen2VL",
+        _rope(1, 1, 2),
+        {"depth": 2, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4} | _QWEN_PATCHES,
+        _QWEN_IDS,
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": []} | _rope(2, 3, 3),
+        _QWEN_TOWER | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+        _QWEN_IDS,
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24}
+        | _DELTA
+        | _rope(1, 1, 0, partial_rotary_factor=0.25, mrope_interleaved=True),
         _QWEN_TOWER | {"deepstack_visual_indexes": [], "num_position_embeddings": 64},
         _QWEN_IDS,
     ),

@@ -11,6 +11,7 @@ import torch
 import transformers
 from own_models import SIZES, VISION
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 _PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "do_rescale": True, "do_normalize": True, "do_resize": True, "resample": 2}
@@ -54,7 +55,8 @@ PROCESSORS: dict[str, tuple[str, list[str], dict[str, Any], dict[str, Any], str]
         "<image>",
     ),
 }
-_AS_QWEN = {"qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor"}
+_AS_QWEN = {"qwen2_vl": "Qwen2VLProcessor"}
+_AS_QWEN |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "Qwen3VLProcessor")
 _TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
 {% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
@@ -92,7 +94,7 @@ def write_seeing(name: str, directory: Path, **changes: Any) -> None:
 def _write_model(name: str, directory: Path, ids: list[int], sizes: dict[str, Any], end: int) -> None:
     kind, text, tower, more = VISION[name]
     fields = [field for field in more if field.endswith(("_token_id", "_token_index"))]
-    torch.manual_seed(0)
+    torch.manual_seed(1 if name == "qwen3_5_moe" else 0)  # with 0 its greedy responses have slots, which `transformers` refuses
     config = getattr(transformers, f"{kind}Config")(
         text_config=SIZES | {"max_position_embeddings": 512, "eos_token_id": end, "pad_token_id": end} | text | sizes,
         vision_config=tower,
@@ -103,6 +105,10 @@ def _write_model(name: str, directory: Path, ids: list[int], sizes: dict[str, An
         if float(parameter.detach().std()) < 0.05 and parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     model.save_pretrained(directory)
+    if name == "qwen3_vl_moe":  # as published; `transformers` writes them as its modules have them, and reads both
+        tensors = load_file(directory / "model.safetensors")
+        stacks = {one: tensor.transpose(1, 2).contiguous() for one, tensor in tensors.items() if ".experts." in one}
+        save_file(tensors | stacks, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

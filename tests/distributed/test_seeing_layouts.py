@@ -28,14 +28,18 @@ SP = {"tp": 2, "sequence_parallel": True}
 PACKED = {"packing": True, "micro_batch_tokens": 64}
 SHARED = PACKED | {"share_prompts": True}
 NAMES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")  # the last has delta nets, which context parallelism does not split
+MIXTURES = ("qwen3_vl_moe", "qwen3_5_moe")
+OTHERS = ("qwen2_vl", *MIXTURES)
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {  # (models, fields of ParallelConfig, of ModelConfig)
     "tp2": (NAMES, {"tp": 2}, {}),
-    "tp2_sp": (NAMES, SP, {}),
+    "tp2_sp": ((*NAMES, "qwen2_vl"), SP, {}),
+    "tp2_sp_ep2": (MIXTURES, SP | {"ep": 2}, {}),
+    "ep2_packed": (MIXTURES, {"ep": 2}, PACKED),
     "tp2_sp_packed_recompute": (NAMES, SP, PACKED | {"recompute": "full"}),
     "tp2_shared_prompts": (NAMES[:2], {"tp": 2}, SHARED),
     "cp2": (NAMES[:2], {"cp": 2}, {}),
     "cp2_packed": (NAMES[:2], {"cp": 2}, PACKED),
-    "pp2": (NAMES, {"pp": 2}, {}),
+    "pp2": ((*NAMES, *OTHERS), {"pp": 2}, {}),
     "pp2_packed_recompute": (NAMES[:2], {"pp": 2}, PACKED | {"recompute": "full"}),
     "dp2": (NAMES, {}, {}),
 }
@@ -81,15 +85,15 @@ def in_every_layout(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models whose first stages of two have all layers behind which DeepStack adds something."""
     made = tmp_path_factory.mktemp("seeing")
-    layers = {"qwen3_5": {"layer_types": ["linear_attention", "full_attention"] * 2}}
-    for name in NAMES:
+    layers = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), {"layer_types": ["linear_attention", "full_attention"] * 2})
+    for name in (*NAMES, *OTHERS):
         write_seeing(name, made / name, num_hidden_layers=4, **layers.get(name, {}))
     return made
 
 
 @pytest.fixture(scope="module")
 def one(folder: Path, topology) -> dict[str, dict[str, Any]]:
-    return {name: train(folder / name, topology, {}, {}) for name in NAMES}
+    return {name: train(folder / name, topology, {}, {}) for name in (*NAMES, *OTHERS)}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family, SeeingArchitecture
 from aligner.models.families.hf_config import HFConfig
-from aligner.models.families.mapping import NameTable, Rule, rule
+from aligner.models.families.mapping import Layout, NameTable, Rule, rule
 from aligner.models.families.own_modules import hf_config, outline
 
 
@@ -148,12 +148,21 @@ class _Seeing(NamedTuple):
     mixed: bool  # whether they take turns
     text: tuple[str, ...] = ("model", "language_model")  # what the names of tensors begin with in published files
     tower: tuple[str, ...] = ("model", "visual")
+    stacks_experts: bool = False  # all of a layer in one tensor, transposed, where the family's files have single ones
 
 
+_EXPERT = "mlp.experts.local_experts.{expert}."
+_STACKED = {
+    f"{_EXPERT}linear_fc1.weight": rule("mlp.experts.gate_up_proj", layout=Layout.packed_gate_up, transposed=True),
+    f"{_EXPERT}linear_fc2.weight": rule("mlp.experts.down_proj", transposed=True),
+}
 _SEEING = {
+    "qwen2_vl": _Seeing((16, 24, 24), mixed=False, text=("model",), tower=("visual",)),
     "qwen2_5_vl": _Seeing((16, 24, 24), mixed=False, text=("model",), tower=("visual",)),
     "qwen3_vl": _Seeing((24, 20, 20), mixed=True),
+    "qwen3_vl_moe": _Seeing((24, 20, 20), mixed=True, stacks_experts=True),
     "qwen3_5": _Seeing((11, 11, 10), mixed=True),
+    "qwen3_5_moe": _Seeing((11, 11, 10), mixed=True),
 }
 
 
@@ -230,5 +239,7 @@ def seeing_names(table: NameTable, architecture: SeeingArchitecture) -> SeeingNa
         return {name: replace(own, hf_names=tuple(named[name])) for name, own in rules.items()}
 
     same = {one.name: getattr(table, one.name) for one in fields(NameTable)}
+    if kind.stacks_experts:
+        same["layer"] = {**table.layer, **_STACKED}
     own = {"before": inside(table.before), "after": inside(table.after), "layer_prefix": ".".join((*kind.text, "layers.{layer}."))}
     return SeeingNames(**{**same, **own}, kind=kind)

@@ -37,6 +37,7 @@ from aligner.types import LabeledBatch
 
 directory = pytest.fixture(scope="module")(seeing_directory)
 NAMES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+OTHERS = ("qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe")  # towers and text parts that others have too, put together
 SEES: dict[str, Any] = {"images": True, "freeze": []}
 SHARED = {"packing": True, "micro_batch_tokens": 400, "share_prompts": True}
 WAYS: dict[str, dict[str, Any]] = {
@@ -71,11 +72,25 @@ def gradients_of(policy: Any, model: Any) -> dict[str, tuple[Tensor, Tensor]]:
     for name, parameter in own.named_parameters():
         parameter.data = saved[name]
     stored = weight_names(own.architecture).stored
+    for name in [name for name in theirs if ".experts." in name]:  # of all experts of a layer
+        ours[stored(name)] = all_experts(ours, stored(name))
     return {name: (ours[stored(name)], gradient) for name, gradient in theirs.items()}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NAMES)
+def all_experts(ours: dict[str, Tensor], name: str) -> Tensor:
+    """As `transformers`' module has them, where files have them transposed or one by one."""
+    if name in ours:
+        return ours[name].transpose(1, 2)
+    block, _, kind = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    each = ([ours[f"{block}.{number}.{part}.weight"] for part in parts] for number in range(4))
+    return torch.stack([torch.cat(own) for own in each])
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, way) for name in NAMES for way in WAYS), *((name, way) for name in OTHERS for way in ("padded", "packed, recomputed"))],
+)
 def test_log_probs_and_gradients_of_every_part_are_those_of_transformers(name: str, way: str, directory, load) -> None:
     rows, policy = load(name, SEES | WAYS[way], optimizer=adam(clip_grad=0.0))
     assert isinstance(policy.module, LanguageModel)
@@ -130,7 +145,7 @@ def test_rows_without_images_do_not_need_their_gradients(load) -> None:
     assert metrics["optim/grad_norm"].value() == 0.0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, *OTHERS))
 def test_exports_and_checkpoints_have_every_tensor_bit_for_bit(name: str, directory, load, topology, tmp_path, monkeypatch) -> None:
     rows, policy = load(name, SEES, optimizer=adam())
     save_hf(policy.chunks, tmp_path / "same", writer=True)
@@ -196,7 +211,9 @@ def test_what_cannot_see_is_refused_by_name(directory, load) -> None:
     other = ModelConfig(path=str(directory("gemma3")), images=True)
     assert isinstance(create.read_architecture(other, vocab_size=0), HFArchitecture)
     megatron = replace(other, implementation=ModelConfig().implementation.megatron)
-    with pytest.raises(ConfigError, match=r"model\.images=true: .*config\.json: Megatron's layers read the images of qwen2_5_vl, qwen3_vl"):
+    with pytest.raises(
+        ConfigError, match=r"model\.images=true: .*config\.json: Megatron's layers read the images of qwen2_vl, qwen2_5_vl, qwen3_vl"
+    ):
         create.read_architecture(megatron, vocab_size=0)
 
 
