@@ -210,15 +210,7 @@ def open_session(
     incarnation = from_rank_0(lambda: _open(directory, component, recipe, config, yaml if writes_config else ""))
     _record(directory, component, layout.rank, run)
     progress = Progress()
-    place = Place(
-        component=component,
-        rank=layout.rank,
-        world_size=layout.world_size,
-        host=os.environ.get("SLURMD_NODENAME") or machine.node(),  # every step of a Slurm job inherits the batch script's HOSTNAME
-        incarnation=incarnation,
-        attempt=os.environ.get("ALIGNER_ATTEMPT", ""),
-        servers=SERVERS if component not in SERVERS else (),
-    )
+    place = _place(component, layout, incarnation)
     watch = Watch(
         progress,
         place,
@@ -252,6 +244,19 @@ def _check_ranks(config: Any, component: str, num_ranks: int) -> None:
             f"{prefix}num_processes={named}: {started}; start {named} (`aligner launch local` does, or torchrun, srun or mpiexec "
             f"with {named} processes), or set {prefix}num_processes={num_ranks}"
         )
+
+
+def _place(component: str, layout: topology.Topology, incarnation: str) -> Place:
+    """What this rank is called in health files and stacks."""
+    return Place(
+        component=component,
+        rank=layout.rank,
+        world_size=layout.world_size,
+        host=os.environ.get("SLURMD_NODENAME") or machine.node(),  # every step of a Slurm job inherits the batch script's HOSTNAME
+        incarnation=incarnation,
+        attempt=os.environ.get("ALIGNER_ATTEMPT", ""),
+        servers=SERVERS if component not in SERVERS else (),
+    )
 
 
 def _record(directory: RunDirectory, component: str, rank: int, run: RunConfig) -> None:
