@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,17 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import browser
 import pytest
 from training_jobs import ROOT, eventually, read_rows, run_aligner, write_rows
 
-pytest.importorskip("nicegui", reason="NiceGUI is not installed")
-pytest.importorskip("selenium", reason="selenium is not installed")
-if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
-    pytest.skip("chromium and chromedriver are not installed", allow_module_level=True)
+if why := browser.missing():
+    pytest.skip(why, allow_module_level=True)
 
 import torch
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -33,7 +29,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from aligner.studio.form import launch_log
 from aligner.studio.served import PREFERENCES
 
-pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.browser, pytest.mark.cpu, pytest.mark.timeout(600)]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -106,18 +102,11 @@ class Browser:
 def studio_over(folder: Path, *options: str) -> Iterator[Browser]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-u", "-m", "aligner.cli", "studio", str(folder), "--port", "0", *options]
-    settings = webdriver.ChromeOptions()
-    settings.binary_location = shutil.which("chromium")
-    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1500,1400"):
-        settings.add_argument(option)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         try:
             url = next(found[1] for line in process.stdout or () if (found := re.match(r"open: (\S+)", line)))
-            driver = webdriver.Chrome(options=settings, service=Service(shutil.which("chromedriver")))
-            try:
+            with browser.chromium(width=1500, height=1400) as driver:
                 yield Browser(driver, url)
-            finally:
-                driver.quit()
         finally:
             process.send_signal(signal.SIGKILL)
 

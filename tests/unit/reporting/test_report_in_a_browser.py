@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browser import chromium
 
 from aligner import cli
 from aligner.reporting.rollout_table import write_rows
 from aligner.types import FinishReason, SampleRow
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver")
+pytestmark = pytest.mark.browser
 
 HOSTILE = [
     "<script>document.title = 'broken'</script>",
@@ -58,14 +56,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with chromium() as driver:
+        yield driver
 
 
 def show(browser: object, page: Path, *, width: int, dark: bool = False) -> None:
