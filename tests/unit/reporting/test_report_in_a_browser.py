@@ -101,7 +101,9 @@ def test_hostile_text_does_nothing(browser: object, page: Path) -> None:
     over = "const box = document.querySelectorAll('.chart')[0]; box.scrollIntoView(); return [box.clientWidth, box.clientHeight]"
     browser.execute_script(over)
     chart = browser.find_elements("css selector", ".chart")[0]
-    webdriver.ActionChains(browser).move_to_element(chart).perform()  # the tooltip is HTML with the names of the runs
+    from selenium.webdriver import ActionChains
+
+    ActionChains(browser).move_to_element(chart).perform()  # the tooltip is HTML with the names of the runs
     shown = browser.execute_async_script(
         "const done = arguments[0]; setTimeout(() => done(document.querySelectorAll('.chart')[0].innerText), 500)"
     )
