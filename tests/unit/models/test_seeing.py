@@ -118,7 +118,7 @@ def test_frozen_parts_stay_and_the_others_learn(name: str, load) -> None:
         assert policy.module.trains_vision == bool(moved)
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize("name", (*NAMES[:2], *OTHERS[:2]))
 def test_equal_tokens_share_a_prompt_only_with_equal_images(name: str, load) -> None:
     shared, apart = (load(name, SEES | more, optimizer=adam()) for more in (SHARED, {}))
     rows, policy = shared

@@ -424,3 +424,18 @@ def test_memory_of_generation() -> None:
     assert parts["prefill and sampling"] == chunk + 128 * token // 8 + 100 * 128 * 3 + logits
     reshaped = RolloutConfig(sampling=SamplingConfig(temperature=0.7, top_p=0.9))
     assert memory.logit_bytes(own, replace(engine, tp=1)) == 12 and memory.logit_bytes(own, replace(engine, settings=reshaped)) == 36
+
+
+def test_seconds_of_a_vision_tower() -> None:
+    """Two sequences with an image of 128 features, of 4 patches each: 1,024 patches, of which a layer sees all 512 of an image,
+    another one 16. At 1 TFLOP/s and 1 TB/s."""
+    own = plan_parts.component()
+    fast = ClusterConfig(bf16_tflops=1.0, achievable_flops=1.0, achievable_attention=1.0, hbm_gb_per_second=1e3, achievable_bandwidth=1.0)
+    sizes = {"kept": 0, "working": 0, "forward": 0, "fixed": 0, "patches": 4, "depth": 2, "width": 8, "windowed": 1, "window": 16}
+    tower = workload.Tower(flops=1000, trained_flops=3000, **sizes)
+    products, scores, moved = 256 * 1000, 4 * 1024 * (512 + 16) * 8, layers.HIDDEN_PASSES * 1024 * 8 * 2 * 2
+    expected = (products + scores + moved) * 1e-12
+    k = layers.kernels(own, fast)
+    assert times.tower_seconds(own, tower, 2, k) == pytest.approx(expected)
+    assert times.tower_seconds(own, tower, 2, k, trains=True) == pytest.approx(3 * expected)
+    assert times.tower_seconds(own, None, 2, k) == 0
