@@ -28,9 +28,13 @@ def train(policy, steps: int) -> list[float]:
     return [policy.train_step(make_batch(), sft_loss)["sft/loss"].value() for _ in range(steps)]
 
 
-def rounded(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
-    """What bitsandbytes stores of a whole weight, by its operators."""
-    import bitsandbytes  # noqa: F401
+def rounded(weight: torch.Tensor, kind: Quantization, nested: bool = False) -> torch.Tensor:
+    """What bitsandbytes stores of a whole weight, by its operators; `nested`: with double quantization."""
+    import bitsandbytes.functional
+
+    if nested:
+        quantised, state = bitsandbytes.functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+        return bitsandbytes.functional.dequantize_4bit(quantised, state).view(weight.shape)
 
     if kind is Quantization.int8:
         codes, largest, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(weight)

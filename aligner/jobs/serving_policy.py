@@ -142,7 +142,7 @@ def _described(model: str, *, dtype: Dtype, context: int, images: bool) -> tuple
         path = next((one for one in (run.checkpoints / "policy", run.export, run.adapter) if one.is_dir()), path)
         if path == run.path:
             raise ConfigError(f"{run.path}: the run has no checkpoint of a policy and no export yet")
-    base, lora, quantization = path, LoraConfig(), Quantization.none
+    base, lora, quantization, nested = path, LoraConfig(), Quantization.none, False
     if (path / CONFIG_FILE).is_file():
         settings = _json(path / CONFIG_FILE)
         base = fetch_one("base_model_name_or_path", str(settings.get("base_model_name_or_path") or ""))
@@ -159,11 +159,11 @@ def _described(model: str, *, dtype: Dtype, context: int, images: bool) -> tuple
             parts = [Part(one) for one in described.pop("parts", ["text"])]
             base, lora = Path(marker["base"]), LoraConfig(**described, targets=targets, parts=parts, path=str(path))
             if QUANTIZATION in marker:
-                quantization, packed = saved_quantization(marker)
+                quantization, packed, nested = saved_quantization(marker)
                 dtype = Dtype(str(packed).removeprefix("torch."))
     tokenizer = str(path) if base != path and (path / "tokenizer_config.json").is_file() else ""
     found_in = {"path": str(base), "tokenizer": tokenizer, "dtype": dtype, "lora": lora, "quantization": quantization}
-    config = ModelConfig(**found_in, seq_length=context, images=images)
+    config = ModelConfig(**found_in, double_quantization=nested, seq_length=context, images=images)
     found, architecture = load_model_files(config, run=run)
     if (path / CONFIG_FILE).is_file():
         lora.targets = _targets(path, architecture)

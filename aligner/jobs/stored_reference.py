@@ -150,10 +150,11 @@ def _frozen(config: TrainerRun, policy: MegatronPolicy, tokenizer: Tokenizer) ->
     model, source = config.model, create.source_directory(config.model)
     weights = from_rank_0(lambda: model_digest(source)) or f"random weights of run.seed={config.run.seed}, {policy.chunks[0].architecture}"
     adapter = Path(model.lora.path) / WEIGHTS_FILE if model.lora.is_on and model.lora.path else None
+    packed = [model.quantization.value] * model.quantization.is_on + ["scales of 8 bits"] * model.double_quantization
     return {
         "model": weights,
         "adapter": from_rank_0(lambda: f"{digest(adapter).sha256} in {model.lora}") if adapter else "",  # new ones add nothing
-        "precision": " in ".join([str(policy.chunks[0].config.params_dtype)] + [model.quantization.value] * model.quantization.is_on),
+        "precision": " in ".join([str(policy.chunks[0].config.params_dtype), *packed]),
         "tokenizer": tokenizer.digest,
     }
 

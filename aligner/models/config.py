@@ -227,6 +227,7 @@ class ModelConfig:
     router_bias_update_rate: float = 0.0  # added to the router biases of experts with too few tokens, taken from the others', each step
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantization: Quantization = Quantization.none  # frozen linear layers in nf4 (4 bits) or int8 under the adapters; needs lora.rank
+    double_quantization: bool = False  # the scales of nf4 have 8 bits (and bitsandbytes' numbers): 0.516 bytes a weight instead of 0.5625
     images: bool = False  # Megatron's layers read images too, through the model's own vision tower; transformers' modules always do
     vision: dict[str, Any] = field(default_factory=dict)  # for plans without path: config.json around `architecture`, of a model that sees
     freeze: list[Part] = field(default_factory=lambda: [Part.vision, Part.projector])  # parts of a model that sees: vision, projector, text
@@ -271,6 +272,10 @@ class ModelConfig:
                 self.quantization.is_on and self.lora.is_pissa,
                 f"model.lora.init=pissa: not with {quantized}: its residual would have to be packed instead of the weights; "
                 "allowed: uniform",
+            ),
+            (
+                self.double_quantization and self.quantization is not Quantization.nf4,
+                f"model.double_quantization=true: {quantized} has no blocks of scales; allowed: false, or model.quantization=nf4",
             ),
             (self.packing and not self.micro_batch_tokens, f"model.packing=true: {tokens}"),
             (self.share_prompts and not self.packing, "model.share_prompts=true: needs model.packing=true"),

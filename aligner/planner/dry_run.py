@@ -80,8 +80,17 @@ def shard_parameters(component: Component, stage: int) -> list[tuple[Parameter, 
     """The parameters of every chunk on a rank of a pipeline stage, counted on the real modules."""
     if isinstance(component.architecture, HFArchitecture):
         return [_of_own_modules(component, component.architecture)]
+    _import_operators(component.model)
     with fake_world(component.parallel, stage=stage):
         return [tuple(_parameter(name, p) for name, p in chunk.named_parameters()) for chunk in build_chunks(component)]
+
+
+def _import_operators(model: ModelConfig) -> None:
+    """Those of packed weights, before tensors are fake."""
+    if model.quantization is Quantization.nf4:
+        from aligner.models.modules.linear import operators
+
+        operators()
 
 
 def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple[Parameter, ...]:
@@ -112,15 +121,18 @@ def _of_own_modules(component: Component, architecture: HFArchitecture) -> tuple
 
 def _packed_bytes(component: Component, architecture: HFArchitecture) -> dict[str, int]:
     """Bytes of the packed weights of `transformers`' own modules, by name."""
-    from aligner.models.modules.linear import Packing
     from aligner.models.modules.megatron_config import resolve_dtype
+    from aligner.models.modules.packed import whole_packing
 
-    kind = component.model.quantization
+    kind, nested = component.model.quantization, component.model.double_quantization
     if not kind.is_on:
         return {}
-    packing, model = Packing(kind, resolve_dtype(component.model.dtype), None), outline(architecture)
-    names = [f"{name}.weight" for name in packed_linears(architecture, kind)]
-    return {name: sum(one.nbytes for one in packing.room(model.get_parameter(name).shape, torch.device("meta"))) for name in names}
+    found, model, dtype = {}, outline(architecture), resolve_dtype(component.model.dtype)
+    for name in packed_linears(architecture, kind):
+        weight = model.get_parameter(f"{name}.weight")
+        room = whole_packing(weight, kind, dtype, nested=nested).room(weight.shape, weight.device)
+        found[f"{name}.weight"] = sum(one.nbytes for one in room)
+    return found
 
 
 def _parameter(name: str, parameter: Tensor) -> Parameter:
@@ -212,10 +224,7 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
     parallel = ParallelConfig(tp=p.tp, sequence_parallel=p.sequence_parallel, cp=p.cp)
     architecture = _widest(dense_twin(component.architecture)).with_layers(num_layers)
     small = replace(component, architecture=architecture, model=_twin_adapters(component), parallel=parallel)
-    if small.model.quantization is Quantization.nf4:
-        from aligner.models.modules.linear import operators
-
-        operators()
+    _import_operators(small.model)
     with fake_world(parallel):
         (chunk,) = build_chunks(small)
         if device == Device.gpu and not small.model.batch_invariant:

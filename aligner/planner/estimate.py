@@ -179,7 +179,7 @@ class Scales:
             return layers.block_bytes(component, passes.rows, passes.length)
         p, model = component.parallel, component.model
         split = (p.tp, p.sequence_parallel, p.cp)
-        kind = (model.recompute, model.dtype, model.lora, model.quantization, model.batch_invariant)
+        kind = (model.recompute, model.dtype, model.lora, model.quantization, model.double_quantization, model.batch_invariant)
         key = repr((component.architecture, *split, *kind, passes.rows, passes.length))
         if key not in self._known:
             found = dry_run.measure_block(component, passes.rows, passes.length, self.device)
@@ -198,7 +198,8 @@ class Scales:
     def shards(self, component: Component, stage: int) -> list[tuple[Parameter, ...]]:
         """The parameters of every chunk on a rank of this stage; the number of replicas makes no difference."""
         model = component.model
-        of_model = (model.dtype, model.lora, model.quantization, model.freeze, model.make_vocab_divisible_by)
+        packed = (model.quantization, model.double_quantization)
+        of_model = (model.dtype, model.lora, *packed, model.freeze, model.make_vocab_divisible_by)
         key = repr((component.architecture, component.head, *of_model, component.parallel, stage))
         if key not in self._shards:
             self._shards[key] = dry_run.shard_parameters(component, stage)

@@ -95,7 +95,7 @@ class Estimator:
     def _pieces_of(self, component: Component) -> tuple[list[Parameter], list[Parameter], list[Parameter]]:
         """The parameters of a rank's embedding, of one layer, and of the modules after the last one."""
         p, model = component.parallel, component.model
-        layout, kind = (p.tp, p.sequence_parallel, p.ep, p.etp), (model.dtype, model.lora, model.quantization)
+        layout, kind = (p.tp, p.sequence_parallel, p.ep, p.etp), (model.dtype, model.lora, model.quantization, model.double_quantization)
         key = repr((component.architecture, component.head, *layout, *kind))
         if key not in self._pieces:
             split = ParallelConfig(tp=p.tp, sequence_parallel=p.sequence_parallel, ep=p.ep, etp=p.etp)

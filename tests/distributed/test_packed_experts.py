@@ -27,7 +27,7 @@ LAYOUTS = {
     "tp2_sp_etp2": {"tp": 2, "sequence_parallel": True, "etp": 2},
     "tp2_sp_ep2": {"tp": 2, "sequence_parallel": True, "ep": 2},
 }
-KINDS = ("nf4", "int8")
+KINDS = ("nf4", "int8", "double")  # the last: NF4 with scales of 8 bits
 OPTIMIZER = {"lr": 1e-3, "min_lr": 1e-3, "warmup_steps": 0, "clip_grad": 0.5, "eps": 1e-4}
 TARGETS = [LoraTarget.qkv, LoraTarget.proj, LoraTarget.experts]
 
@@ -45,7 +45,12 @@ def write_base(folder: Path) -> None:
 def start(kind: str, folder: Path, topology, parallel: dict):
     lora = LoraConfig(rank=4, alpha=8.0, targets=TARGETS)
     settings = {"dtype": Dtype.float32, "make_vocab_divisible_by": 8, "logits_chunk_size": 16, "micro_batch_size": 1, "lora": lora}
-    config = ModelConfig(path=str(folder / "base"), quantization=Quantization(kind), **settings)
+    config = ModelConfig(
+        path=str(folder / "base"),
+        quantization=Quantization("nf4" if kind == "double" else kind),
+        double_quantization=kind == "double",
+        **settings,
+    )
     how = training(config, OptimizerConfig(**OPTIMIZER, distributed=True), total_steps=10)
     return create_policy(config, read_architecture(config, vocab_size=0), ParallelConfig(**parallel), topology, how)
 

@@ -76,8 +76,8 @@ def _load_whole(chunks: Sequence[Chunk], directory: Path, *, verify: bool, with_
     # The head is saved with the adapters: that of a critic has one output, whatever the reward model under it has.
     load_source(chunks, base_of(marker, directory), verify=verify, with_head=False)
     if QUANTIZATION in marker:
-        kind, dtype = saved_quantization(marker)
-        round_as(chunks, kind, dtype)
+        kind, dtype, nested = saved_quantization(marker)
+        round_as(chunks, kind, dtype, nested=nested)
     lora = saved_lora(marker)
     adapters = [make_adapters(chunk, lora) for chunk in chunks]
     states = [head_state(chunk) | adapter_state(chunk, own) for chunk, own in zip(chunks, adapters, strict=True)]
@@ -232,6 +232,8 @@ def to_marker(chunk: Chunk) -> dict[str, Any]:
     if lora.parts != LoraConfig().parts:
         described["parts"] = [part.value for part in lora.parts]
     packed = {"kind": chunk.quantization.value, "dtype": str(chunk.config.params_dtype).removeprefix("torch.")}
+    if chunk.double_quantization:
+        packed["scales"] = "8 bits"
     quantization = {QUANTIZATION: packed} if chunk.quantization.is_on else {}
     return {LORA: described, "base": chunk.base, "base_digest": chunk.base_digest} | quantization
 
@@ -264,10 +266,11 @@ def saved_lora(marker: Mapping[str, Any]) -> LoraConfig:
     return LoraConfig(**{**described, "targets": targets, "parts": parts, "init": init})
 
 
-def saved_quantization(marker: Mapping[str, Any]) -> tuple[Quantization, torch.dtype]:
-    """(the form of the weights under the adapters that a marker describes, the dtype of the numbers from which it was made)."""
+def saved_quantization(marker: Mapping[str, Any]) -> tuple[Quantization, torch.dtype, bool]:
+    """(the form of the weights under the adapters that a marker describes, the dtype of the numbers from which it was made, whether the
+    scales have 8 bits)."""
     found = marker[QUANTIZATION]
-    return Quantization(found["kind"]), getattr(torch, found["dtype"])
+    return Quantization(found["kind"]), getattr(torch, found["dtype"]), "scales" in found
 
 
 def base_of(marker: Mapping[str, Any], directory: Path) -> Path:

@@ -35,7 +35,7 @@ from aligner.models.modules.linear import is_split, linear_weight
 from aligner.models.modules.lora import attach
 from aligner.models.modules.megatron_config import transformer_config
 from aligner.models.modules.noise import Noise
-from aligner.models.modules.packed import packed_modules
+from aligner.models.modules.packed import nest, packed_modules
 from aligner.models.modules.scalar_head import HEAD, ScalarHead
 from aligner.models.modules.shared_prompts import SegmentedPackedSeqParams
 from aligner.models.modules.vision import Sight, features, freeze, in_slots, look, make_tower, sees_frozen
@@ -152,7 +152,7 @@ class Transformer(Chunk, mcore.GPTModel):
         self.architecture = architecture
         self.logits_chunk_size = model.logits_chunk_size
         self.batch_invariant, self.float32_logits = model.batch_invariant, model.float32_logits and not model.batch_invariant
-        self.lora, self.quantization = model.lora, model.quantization
+        self.lora, self.quantization, self.double_quantization = model.lora, model.quantization, model.double_quantization
         # Recomputed layers give no gradient if their input requires none, as the output of a frozen embedding.
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
@@ -192,6 +192,8 @@ class Transformer(Chunk, mcore.GPTModel):
         if learned and stage.pre_process:
             positions = self.embedding.position_embeddings.weight  # Megatron-Core makes it in torch's default precision
             positions.data = positions.data.to(config.params_dtype)  # not Module.to: the planner's fake tensors cannot be swapped
+        if self.double_quantization:
+            nest(self)
         if isinstance(architecture, SeeingArchitecture):
             self._begin_to_see(architecture, model, parallel)
         if model.lora.is_on:

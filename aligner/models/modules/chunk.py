@@ -35,6 +35,7 @@ class Chunk(MegatronModule, ABC):
     architecture: Architecture
     lora: LoraConfig
     quantization: Quantization = Quantization.none  # of the linear layers under its adapters
+    double_quantization = False  # whether its scales have 8 bits
     head: ScalarHead | None = None  # of a value or reward model; None for a language model
     score_head: torch.nn.Linear  # in float32, in its last chunk
     base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones

@@ -67,7 +67,7 @@ class HFChunk(WholeChunk):
             )
         )
         self.architecture, self.lora, self.head = architecture, model.lora, head
-        self.quantization = model.quantization
+        self.quantization, self.double_quantization = model.quantization, model.double_quantization
         self.logits_chunk_size, self.float32_logits = model.logits_chunk_size, model.float32_logits
         self.batch_invariant, self.share_embeddings_and_output_weights = False, False
         self.max_sequence_length = model.seq_length or architecture.max_position_embeddings
@@ -104,7 +104,8 @@ class HFChunk(WholeChunk):
             attach(self, model.lora)
         if self.quantization.is_on:
             self.hf.to(platform.device())  # whose kernels pack: a scale may have other last bits on another
-            pack_linears(self.hf, packed_linears(architecture, self.quantization), self.quantization, dtype)
+            names = packed_linears(architecture, self.quantization)
+            pack_linears(self.hf, names, self.quantization, dtype, nested=self.double_quantization)
 
     @property
     def backbone(self) -> Any:

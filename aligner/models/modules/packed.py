@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,10 +20,12 @@ from torch import Tensor
 from aligner.errors import ConfigError
 from aligner.models.architecture.divisible import PACKED_BLOCK
 from aligner.models.config import HFArchitecture, Quantization
+from aligner.models.families import weight_names
+from aligner.models.families.mapping import shard, to_hf, to_megatron
 from aligner.models.families.own_modules import PREFIX, packed_linears
 from aligner.models.modules.chunk import global_name
 from aligner.models.modules.layers import KINDS, SPLIT_INPUTS, LayerModules
-from aligner.models.modules.linear import PackedWeight, Packing, linear_weight
+from aligner.models.modules.linear import Nesting, PackedWeight, Packing, linear_weight, numbered
 from aligner.parallel import mcore
 
 LINEARS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.linears))  # the layers with a packed form
@@ -52,10 +55,10 @@ class _Packed(torch.nn.Module):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         packing = Packing(self.kind, self.weight.dtype, self.tp_group if self.splits_inputs else None)
-        codes, scales = packing.room(self.weight.shape, self.weight.device)
+        codes, *scales = packing.room(self.weight.shape, self.weight.device)
         self.weight.requires_grad_(False)
         self.weight.data = codes  # the Parameter stays, and with it Megatron-Core's marks
-        self.weight.packed = (packing, scales)
+        self.weight.packed = (packing, tuple(scales))
 
     def _forward_impl(
         self,
@@ -94,15 +97,53 @@ class PackedLinear(torch.nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
-def pack_linears(module: torch.nn.Module, names: Iterable[str], kind: Quantization, dtype: torch.dtype) -> None:
+def nest(chunk: Any) -> None:
+    """Give the packed weights of a chunk scales in 8 bits, of any contents."""
+    for name, parameter in _layers(chunk, Quantization.nf4):
+        packing = parameter.packed[0]
+        nesting = _nesting(chunk, name, parameter, linear_weight(parameter).shape)
+        packing = replace(packing, nesting=nesting)
+        _, *scales = packing.room(linear_weight(parameter).shape, parameter.device)
+        parameter.packed = (packing, tuple(scales))
+
+
+def _nesting(chunk: Any, name: str, parameter: Tensor, shape: Sequence[int]) -> Nesting:
+    """Of the weight of the layer `name`, of whose numbers this rank has ones of this shape."""
+    rule = replace(weight_names(chunk.architecture).find(f"{name}.weight"), transposed=False)  # blocks lie along the inputs here
+    group = chunk.pg_collection.expt_tp if ".local_experts." in name else chunk.pg_collection.tp
+    dim, ranks = (1 if name.rsplit(".", 1)[-1] in SPLIT_INPUTS else 0), group.size()
+
+    def parts(scales: Tensor) -> list[Tensor]:
+        shares = [torch.empty_like(scales, memory_format=torch.contiguous_format) for _ in range(ranks)]
+        dist.all_gather(shares, scales.contiguous(), group=group)
+        blocks = [share.chunk(rule.layout.blocks if dim == 0 else 1) for share in shares]
+        return to_hf(rule, torch.cat([torch.cat(block, dim=dim) for block in zip(*blocks, strict=True)]), chunk.architecture)
+
+    whole = [shape[0], shape[1] // PACKED_BLOCK]
+    whole[dim] *= ranks
+    outline = to_hf(rule, torch.empty(whole, device="meta"), chunk.architecture)
+    numbers, count = numbered([one.shape for one in outline], parameter.device)
+    full = to_megatron(rule, numbers, chunk.architecture, 0)
+    return Nesting.of(parts, (shard(rule.layout, full, dim=dim, num_shards=ranks, index=group.rank()), count))
+
+
+def pack_linears(module: torch.nn.Module, names: Iterable[str], kind: Quantization, dtype: torch.dtype, *, nested: bool) -> None:
     """Pack the weights of torch's linear layers with these names, on the device on which they are."""
     for name in names:
         linear = module.get_submodule(name)
         linear.weight.requires_grad_(False)
-        packing = Packing(kind, dtype, None)
-        linear.weight.data, scales = packing.pack(linear.weight.data)
-        linear.weight.packed = (packing, scales)
+        packing = whole_packing(linear.weight, kind, dtype, nested=nested)
+        linear.weight.data, *scales = packing.pack(linear.weight.data)
+        linear.weight.packed = (packing, tuple(scales))
         linear.__class__ = PackedLinear
+
+
+def whole_packing(weight: Tensor, kind: Quantization, dtype: torch.dtype, *, nested: bool) -> Packing:
+    """How a matrix that one rank has is packed."""
+    if not nested:
+        return Packing(kind, dtype, None)
+    (numbers,), count = numbered([(weight.shape[0], weight.shape[1] // PACKED_BLOCK)], weight.device)
+    return Packing(kind, dtype, None, Nesting.of(lambda scales: [scales], (numbers, count)))
 
 
 @contextmanager
@@ -117,13 +158,13 @@ def dense(chunks: Sequence[Any]) -> Iterator[None]:
     yield
     for parameter, (packing, scales) in opened:
         numbers = parameter.data
-        parameter.data, _ = packing.room(numbers.shape, numbers.device)
+        parameter.data = packing.room(numbers.shape, numbers.device)[0]
         parameter.packed = (packing, scales)
         linear_weight(parameter).write(numbers)
 
 
 @torch.no_grad()
-def round_as(chunks: Sequence[Any], kind: Quantization, dtype: torch.dtype) -> None:
+def round_as(chunks: Sequence[Any], kind: Quantization, dtype: torch.dtype, *, nested: bool) -> None:
     """Give the dense linear layers of a model the numbers that they have where they are packed. Raises ConfigError for NF4 if ranks have
     parts of its blocks."""
     for chunk in chunks:
@@ -135,8 +176,9 @@ def round_as(chunks: Sequence[Any], kind: Quantization, dtype: torch.dtype) -> N
                     f"parallel.{'etp' if of_expert else 'tp'}={group.size()}: {name} has {weight.shape[1]} inputs on each rank, and the "
                     f"adapters are of weights in nf4, of which {PACKED_BLOCK} share a scale; allowed: fewer ranks"
                 )
-            packing = Packing(kind, dtype, group if last in SPLIT_INPUTS else None)
-            weight.copy_(packing.unpack(*packing.pack(weight), dtype))
+            nesting = _nesting(chunk, name, weight, weight.shape) if nested else None
+            packing = Packing(kind, dtype, group if last in SPLIT_INPUTS else None, nesting)
+            weight.copy_(packing.unpack(*packing.pack(weight), dtype=dtype))
 
 
 def _layers(chunk: Any, kind: Quantization) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -131,7 +131,7 @@ def test_three_severities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_adapters_on_packed_weights(tmp_path: Path) -> None:
     found = of_llama(tmp_path, quantization_bit=4, use_dora=True, loraplus_lr_ratio=16.0)
     assert not changed(found)
-    wanted = {"model.quantization": "nf4", "model.lora.dora": True, "optimizer.loraplus_ratio": 16.0}
+    wanted = {"model.quantization": "nf4", "model.double_quantization": True, "model.lora.dora": True, "optimizer.loraplus_ratio": 16.0}
     assert {key: found.settings[key] for key in wanted} == wanted
 
 
@@ -165,7 +165,7 @@ def test_what_is_the_same_experiment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"double_quantization": True}, {"val_size": 0.1}, {"image_max_pixels": 262144}, {"packing": True}, {"use_galore": True}]
+    "keys", [{"use_badam": True}, {"val_size": 0.1}, {"image_max_pixels": 262144}, {"packing": True}, {"use_galore": True}]
 )
 def test_what_changes_the_result(keys: dict[str, Any], tmp_path: Path) -> None:
     assert changed(of_llama(tmp_path, **keys)) == set(keys)

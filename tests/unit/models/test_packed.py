@@ -140,7 +140,7 @@ def test_int8_has_a_scale_for_each_row():
     )
     numbers, scales = packing.pack(weight)
     assert numbers.tolist() == [[127, -63, 1], [0, 0, 0], [-127, 64, 0]] and scales.flatten().tolist() == pytest.approx([1, 0, 2 / 127])
-    torch.testing.assert_close(packing.unpack(numbers, scales, torch.float32)[2], torch.tensor([-2.0, 128 / 127, 0.0]))
+    torch.testing.assert_close(packing.unpack(numbers, scales, dtype=torch.float32)[2], torch.tensor([-2.0, 128 / 127, 0.0]))
 
 
 @pytest.mark.parametrize(("kind", "most"), [(Quantization.nf4, 0.57), (Quantization.int8, 1.04)])
@@ -289,7 +289,7 @@ def test_in_place_the_engine_has_no_weights_of_its_own(make):
     assert weights.fill() == 0
     own = {tensor.data_ptr() for tensor in (*weight_storage(policy.chunks),)}
     assert {tensor.data_ptr() for tensor in tensors(weights.model)} == own
-    packed(policy)[3].scales[0, 0] = float("nan")
+    packed(policy)[3].scales[0][0, 0] = float("nan")
     with pytest.raises(EngineError, match=r"linear_fc2.weight .1 of 384 elements"):
         weights.fill()
 
@@ -302,6 +302,7 @@ NF4 = {"quantization": Quantization.nf4, "lora": LoraConfig(rank=2)}
     [
         ({"quantization": Quantization.nf4}, "model.quantization=nf4: packed weights cannot be trained: needs .*model.lora.rank > 0"),
         ({"quantization": Quantization.int8}, "model.quantization=int8: packed weights cannot be trained"),
+        ({"double_quantization": True}, "model.double_quantization=true: model.quantization=none has no blocks .*model.quantization=nf4"),
         (NF4 | {"fp8": True}, "model.quantization=nf4: not with model.fp8=true"),
         (NF4 | {"layers": Layers.transformer_engine}, "model.quantization=nf4: Transformer Engine's layers .*layers=auto, torch"),
     ],
