@@ -10,7 +10,7 @@ from nicegui import ui
 from aligner.errors import ServerError
 from aligner.studio.new_page import MODELS, suggest
 from aligner.studio.served import Models, preference, record
-from aligner.studio.shared import Studio, frame
+from aligner.studio.shared import Studio, frame, later
 
 TEXT = "white-space: pre-wrap; overflow-wrap: anywhere"
 NAMES = ("A", "B")
@@ -20,10 +20,13 @@ def register(studio: Studio) -> None:
     served = Models()
 
     @ui.page("/chat")
-    async def chat() -> None:
-        with frame("Chat"):
+    def chat() -> None:
+        async def build() -> None:
             await suggest(studio)
             Chat(studio, served).show()
+
+        with frame("Chat"):
+            later(build)
 
 
 class Chat:

@@ -21,9 +21,8 @@ from aligner.telemetry.run_files import RunFiles
 DIRECTORY = "run.directory"  # made from the run's name
 IMPORTANT = "most important"
 _TEXT = ("str", "Any")  # types whose values need no quotes in the form
-_PLAIN = re.compile(
-    r"(?!(null|true|false|none|nan|inf)$)[\w./@+-][\w./@:+-]*", re.ASCII | re.IGNORECASE
-)  # text without quotes in Hydra's grammar
+# Text that needs no quotes in Hydra's grammar.
+PLAIN = re.compile(r"(?!(null|true|false|none|nan|inf)$)[\w./@+-][\w./@:+-]*", re.ASCII | re.IGNORECASE)
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 
 
@@ -48,7 +47,7 @@ def as_shown(key: SchemaKey, value: str) -> str:
 
 def override_of(key: SchemaKey, text: str) -> str:
     """`key=value` of what a field says. Lists and dicts are typed as on the command line."""
-    is_plain = key.type not in _TEXT or _PLAIN.fullmatch(text) or (key.type == "Any" and text[:1] in "[{'\"")
+    is_plain = key.type not in _TEXT or PLAIN.fullmatch(text) or (key.type == "Any" and text[:1] in "[{'\"")
     return f"{key.key}={text if is_plain else quoted(text)}"
 
 

@@ -17,7 +17,7 @@ from aligner.settings.explain import shipped
 from aligner.settings.schema import SchemaKey
 from aligner.studio import form
 from aligner.studio.runs import is_run, tail
-from aligner.studio.shared import Studio, frame
+from aligner.studio.shared import Studio, frame, later
 from aligner.studio.worker import PREVIEWED, Worker
 
 PAUSE_SECONDS = 0.6  # without a change, before a form is checked
@@ -35,10 +35,13 @@ def register(studio: Studio) -> None:
     planner, reader = Worker(), Worker()  # a long look at data delays no plan
 
     @ui.page("/new")
-    async def new(config: str = "sft") -> None:
-        with frame("New run"):
+    def new(config: str = "sft") -> None:
+        async def build() -> None:
             await suggest(studio)
             await NewRun(studio, planner, reader).show(config if config in form.recipes() else "sft")
+
+        with frame("New run"):
+            later(build)
 
 
 async def suggest(studio: Studio) -> None:

@@ -23,7 +23,7 @@ from aligner.cluster.lease import LeaseRecord
 from aligner.cluster.run_directory import RunDirectory
 from aligner.reporting.jsonl import MetricsFile
 from aligner.reporting.rollout_table import write_rows
-from aligner.types import FinishReason, SampleRow
+from aligner.types import FinishReason, SampleRow, TokenTable
 
 pytestmark = pytest.mark.browser
 WAIT_SECONDS = 30.0
@@ -203,6 +203,29 @@ def test_samples_by_step_and_filter(seen: Seen) -> None:
     search.send_keys(Keys.CONTROL, "a")
     search.send_keys("of first")
     seen.until("validation", lambda: "what?" in seen.text)
+
+
+def test_a_long_response_is_colored_token_by_token(seen: Seen) -> None:
+    long = RunDirectory(seen.folder / "first")
+    texts = tuple("<b>" if i % 7 == 0 else f"w{i} " for i in range(32_000))
+    numbers = {"sampler": tuple(-i / 1000 for i in range(32_000)), "trainer": tuple(-i / 1001 for i in range(32_000))}
+    row = SampleRow(
+        prompt="long?",
+        response="".join(texts),
+        reward=1.0,
+        finish_reason=FinishReason.length,
+        tokens=TokenTable(texts=texts, numbers=numbers),
+    )
+    write_rows(long.rollouts, 99, [row])
+    seen.open("/run/first?part=samples")
+    seen.click("Tokens")
+    colored = "return [...document.querySelectorAll('[aria-label=Tokens] span')].map(one => [one.innerText, one.style.backgroundColor])"
+    first = seen.until("tokens", lambda: seen.driver.execute_script(colored))
+    assert first[0][0] == "<b>" and len({color for _, color in first}) > 1 and len(first) < 8000  # what is out of sight is not in the page
+    assert first[1] == ["w1 ", first[1][1]] and "orange -32 to blue" in seen.text
+    seen.driver.execute_script("document.querySelector('[aria-label=Tokens]').scrollTop = 1e7")
+    seen.until("the last token", lambda: any(text == "w31999 " for text, _ in seen.driver.execute_script(colored)))
+    (long.rollouts / "step_000099.jsonl").unlink()
 
 
 def test_a_comparison(seen: Seen) -> None:
