@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -21,11 +21,21 @@ BatchT = TypeVar("BatchT", bound=Batch)
 Loss = Callable[[TokenOutputs, BatchT], LossOutput]  # called with one micro-batch; hyper-parameters are bound by functools.partial
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Added:
+    """A whole batch besides that of an optimizer step, with its own loss: `coef` times its sum over the batch / its count over the batch is
+    added to the step's. A policy's log-probs of it are at temperature 1."""
+
+    batch: Batch
+    loss: Loss[Any]
+    coef: float
+
+
 class Trainable(Protocol):
     """A model with an optimizer."""
 
-    def train_step(self, batch: BatchT, loss: Loss[BatchT]) -> dict[str, Metric]:
-        """One optimizer step over the whole batch. Returns the loss's metrics (reduced over ranks) and `optim/*`."""
+    def train_step(self, batch: BatchT, loss: Loss[BatchT], added: Sequence[Added] = ()) -> dict[str, Metric]:
+        """One optimizer step over the whole batch and those `added`. Returns the losses' metrics (reduced over ranks) and `optim/*`."""
 
 
 class Policy(Trainable, Protocol):

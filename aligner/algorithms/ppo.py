@@ -16,6 +16,13 @@ by the next one if its branch has ended there (an edited history, a sub-agent), 
 However it branches, every token is learnt from once, and its advantage is of the one score (with gamma = lambda = 1: score - V[t], less the
 KL to come). Mini-batches, the policy's and the critic's, are of whole sessions.
 
+With `pretraining_coef` this is PPO-ptx (Ouyang et al. 2022, 2203.02155, equation 2): each policy update descends on
+
+    loss = PPO's loss + pretraining_coef * (-sum over the pretraining batch's tokens of log pi(token) / their number)
+
+with the next batch of `pretraining.train`; the number of tokens is that of the whole batch, over all data-parallel replicas, and pi is at
+temperature 1. In an update without PPO tokens neither is learnt.
+
 Against GRPO (`grpo.py`): a critic gives every token its own advantage from one response per prompt, and the KL is part of the reward.
 """
 
@@ -32,11 +39,16 @@ from torch import Tensor
 
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import CRITIC, POLICY
+from aligner.data.collate import SupervisedExample, supervised_batch
+from aligner.data.config import PretrainingConfig
+from aligner.data.epochs import EpochSampler
+from aligner.data.order import order_of
 from aligner.errors import ConfigError, check_numbers
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.advantages import gae_over_rows, outcome_rewards, whiten
 from aligner.losses.kl import adapt_kl_coef, kl_estimate
+from aligner.losses.sft import pretraining_loss
 from aligner.losses.shaping import Moments
 from aligner.losses.value import value_loss
 from aligner.models.config import Architecture, ModelConfig
@@ -56,13 +68,13 @@ from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
 from aligner.online.task import REWARDED, OnlineTask
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.workload import Phase, Work
-from aligner.protocols import Policy
+from aligner.protocols import Added, Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
-from aligner.run.settings import check_layout
+from aligner.run.settings import check_layout, check_replicas
 from aligner.run.traits import Server, Traits, UsedModel
 from aligner.servers.components import CriticConfig, in_section
-from aligner.telemetry.metrics import merge, values
+from aligner.telemetry.metrics import Metric, merge, values
 from aligner.types import PolicyBatch, RolloutBatch, ValueBatch
 from aligner.types.batches import of_kind
 
@@ -78,6 +90,7 @@ class PPOConfig(PolicyGradientConfig):
     kl_coef: float = 0.02  # of the KL to the reference, inside the reward
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation: 0 is one step of bootstrapping, 1 the whole return
     critic_warmup_steps: int = 0  # first steps, in which only the critic trains
+    pretraining_coef: float = 0.0  # PPO-ptx: weight of the mean negative log-likelihood of pretraining.train's tokens in the loss; 0: off
 
     def __post_init__(self) -> None:
         PolicyGradientConfig.__post_init__(self)
@@ -85,8 +98,25 @@ class PPOConfig(PolicyGradientConfig):
         if self.rollouts_per_step % self.mini_batch_size:
             raise ConfigError(f"algorithm.mini_batch_size={self.mini_batch_size}: must divide rollouts_per_step={self.rollouts_per_step}")
         check_numbers(self, "algorithm", not_negative=("critic_warmup_steps",))
+        if not 0 <= self.pretraining_coef < math.inf:
+            raise ConfigError(f"algorithm.pretraining_coef={self.pretraining_coef}: must be finite and not negative (0: off)")
         if not 0 <= self.gae_lambda <= 1:
             raise ConfigError(f"algorithm.gae_lambda={self.gae_lambda}: must be between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pretraining:
+    """The text of PPO-ptx, in batches."""
+
+    examples: Sequence[SupervisedExample]
+    order: EpochSampler
+    pad_id: int
+    coef: float
+
+    def batch(self, number: int) -> Added:
+        """The batch of policy update `number` (from 0), counted over the whole run."""
+        rows = [self.examples[row] for row in self.order.indices(number)]
+        return Added(batch=supervised_batch(rows, self.pad_id), loss=pretraining_loss, coef=self.coef)
 
 
 class PPO(OnlineAlgorithm[PPOConfig]):
@@ -96,12 +126,21 @@ class PPO(OnlineAlgorithm[PPOConfig]):
     """
 
     def __init__(
-        self, config: PPOConfig, policy: Policy, task: OnlineTask, critic: CriticRole, rollout_source: RolloutSource | None = None
+        self,
+        config: PPOConfig,
+        policy: Policy,
+        task: OnlineTask,
+        critic: CriticRole,
+        rollout_source: RolloutSource | None = None,
+        *,
+        pretraining: Pretraining | None = None,
     ) -> None:
         super().__init__(config, policy, task, rollout_source, group_size=1, critic=critic.asked)
         self.critic = critic
         self.kl_coef = config.kl_coef
         self.moments = Moments()  # of the scores so far
+        self.pretraining = pretraining
+        self.pretraining_batches = 0  # taken in the steps so far
         self.loss = config.loss(max_response_length=task.max_response_length)
 
     def step(self, step: int, clock: Clock) -> StepResult:
@@ -124,9 +163,10 @@ class PPO(OnlineAlgorithm[PPOConfig]):
             epochs = 0 if self._is_warming_up(step) else self.config.num_epochs
             key, episodes = f"{task.seed}/{step}", collected.episodes
             parts = mini_batches(policy_batch, self.config.mini_batch_size, epochs, key=key, episodes=episodes)
-            policy_metrics = merge([self.policy.train_step(part, self.loss) for part in parts])
+            policy_metrics = merge([self._update(part, number) for number, part in enumerate(parts, self.pretraining_batches)])
         self.sample_again()
         self.moments = rewarded.moments
+        self.pretraining_batches += len(parts) if self.pretraining else 0
         used_kl_coef, mean_kl = self.kl_coef, masked_mean(kl, batch.loss_mask)
         if self.config.kl_target and not self._is_warming_up(step) and math.isfinite(mean_kl):
             self.kl_coef = adapt_kl_coef(self.kl_coef, mean_kl, self.config.kl_target, self.config.kl_horizon, len(collected.episodes))
@@ -173,13 +213,21 @@ class PPO(OnlineAlgorithm[PPOConfig]):
         self.critic.finish()
 
     def state(self) -> dict[str, Any]:
-        return {"kl_coef": self.kl_coef, "shaping": asdict(self.moments), **self.critic.state()}
+        taken = {"pretraining_batches": self.pretraining_batches} if self.pretraining else {}
+        return {"kl_coef": self.kl_coef, "shaping": asdict(self.moments), **taken, **self.critic.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.kl_coef = state["kl_coef"]
         self.moments = Moments(**state["shaping"])
+        self.pretraining_batches = state.get("pretraining_batches", 0)  # a run may begin with PPO alone
         self.critic.load_state(state)
         self.rollout_source.load_state({}, self.policy.version)  # every step takes one round
+
+    def _update(self, part: PolicyBatch, number: int) -> dict[str, Metric]:
+        """One update of the policy, with the pretraining batch of that number if there is such text."""
+        if self.pretraining is None:
+            return self.policy.train_step(part, self.loss)
+        return self.policy.train_step(part, self.loss, [self.pretraining.batch(number)])
 
     def _is_warming_up(self, step: int) -> bool:
         """Whether only the critic trains: what the KL of a policy that stands still is, says nothing about its coefficient."""
@@ -200,6 +248,7 @@ class TrainPPO(OnlineRun):
     plays_sessions: ClassVar[bool] = True
     algorithm: PPOConfig = field(default_factory=PPOConfig)  # settings of PPO; defaults are NeMo-Aligner's where it has them
     critic: CriticConfig = field(default_factory=CriticConfig)
+    pretraining: PretrainingConfig = field(default_factory=PretrainingConfig)  # text for algorithm.pretraining_coef
 
     @property
     def steps_without_updates(self) -> int:
@@ -211,13 +260,23 @@ class TrainPPO(OnlineRun):
             raise ConfigError("critic.with_reward=true: needs reward.serve=true: a reward that the actor computes is in no server")
         if self.critic.optimizer.ema_decay:
             raise ConfigError(f"critic.optimizer.ema_decay={self.critic.optimizer.ema_decay}: no critic is exported; allowed: 0")
+        coef, text = self.algorithm.pretraining_coef, self.pretraining.train
+        if coef and not text:
+            raise ConfigError(f"algorithm.pretraining_coef={coef}: needs pretraining.train, the text that it weighs; or 0")
+        if text and not coef:
+            raise ConfigError(f"pretraining.train={text}: nothing learns it with algorithm.pretraining_coef=0; allowed: ''")
         OnlineRun.__post_init__(self)
         if self.placement is Placement.colocated and not self.critic.is_served:
             self.critic.optimizer.offload = True  # as of every model whose GPUs others use
         self.algorithm.shaping.check_length(self.rollout.sampling.longest)
 
     def traits(self) -> Traits:
-        return replace(self.actor_traits(phases=(Phase.logprobs,), has_reference=True), checkpoints=(POLICY, CRITIC))
+        traits = replace(self.actor_traits(phases=(Phase.logprobs,), has_reference=True), checkpoints=(POLICY, CRITIC))
+        work, text = traits.work, self.pretraining
+        if not (self.algorithm.pretraining_coef and work.length):
+            return traits
+        added = math.ceil(text.batch_size * (text.max_length or work.length) / work.length)  # as many sequences of the rollouts' length
+        return replace(traits, work=replace(work, update_rows=work.update_rows + added))
 
     def models(self) -> list[UsedModel]:
         actor, *others = OnlineRun.models(self)
@@ -272,6 +331,12 @@ class TrainPPO(OnlineRun):
     def reward_service(self) -> str:
         return "critic" if self.critic.with_reward else "reward"
 
+    def check(self, architecture: Architecture, num_ranks: int) -> None:
+        OnlineRun.check(self, architecture, num_ranks)
+        if self.algorithm.pretraining_coef:
+            dp = num_ranks // self.parallel.replica_size
+            check_replicas("batch_size", self.pretraining.batch_size, dp, section="pretraining")
+
     def check_reward(self, model: ModelConfig, architecture: Architecture, num_ranks: int) -> None:
         with in_section(self.reward_service):
             check_layout(model, self.critic.parallel if self.critic.with_reward else self.reward.parallel, architecture, num_ranks)
@@ -291,11 +356,17 @@ class TrainPPO(OnlineRun):
 
 def build(job: OnlineJob[TrainPPO]) -> Built:
     """The actor; servers are found through the run directory."""
-    settings = job.config.algorithm
+    settings, text = job.config.algorithm, job.config.pretraining
+    examples = job.pretraining(text) if settings.pretraining_coef else None
     task = job.task(with_reference=True, num_prompts=settings.rollouts_per_step)
     critic = create_critic(job, task)
     job.ready()
-    algorithm = PPO(settings, job.policy, task, critic, job.rollout_source(task, critic=critic.asked))
+    pretraining = None
+    if examples is not None:
+        order = order_of(examples, text.batch_size, job.config.run.seed)
+        pretraining = Pretraining(examples=examples, order=order, pad_id=job.tokenizer.pad_id, coef=settings.pretraining_coef)
+    source = job.rollout_source(task, critic=critic.asked)
+    algorithm = PPO(settings, job.policy, task, critic, source, pretraining=pretraining)
     resident = critic if isinstance(critic, ModelCritic) else None
     return Built(algorithm=algorithm, model=job.policy.model, critic=critic.asked, resident=resident, given_away=task.given_away)
 

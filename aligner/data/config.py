@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from aligner.data.mixture import as_sources, check_mixture
 from aligner.data.templates import check_template
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, check_numbers
 from aligner.hub.names import Files
 
 
@@ -188,6 +188,28 @@ class SFTDataConfig(ExampleDataConfig):
                 f"data.prompt_field is {self.prompt_field!r} and data.response_field is {self.response_field!r}, "
                 "allowed: both named or both empty"
             )
+
+
+@dataclass(kw_only=True, slots=True)
+class PretrainingConfig:
+    """Text that a policy learns besides its own samples (`algorithm.pretraining_coef`): the records of SFT, of a prompt with a response the
+    response, of a plain text all. They are read with the chat template, cache and other settings of `data`; longer ones are cut."""
+
+    train: str = ""  # a jsonl, json or parquet file, a directory, ORG/NAME[@REV][:SPLIT] or datasets:NAME; with algorithm.pretraining_coef
+    batch_size: int = 32  # examples beside each update of the policy
+    max_length: int = 0  # tokens of an example; 0: the model's context length
+    from_hub: ClassVar[Mapping[str, Files]] = {"train": Files.data}
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "pretraining", at_least_1=("batch_size",))
+        if self.max_length and self.max_length < 2:
+            raise ConfigError(f"pretraining.max_length={self.max_length}: must be at least 2, or 0 (the model's context length)")
+
+    def reading(self, data: DataConfig) -> SFTDataConfig:
+        """How the records are read in a run with this `data`."""
+        names = ("bad_lines", "cache", "num_workers", "chat_template", "thinking", "special_text", "images")
+        shared = {name: getattr(data, name) for name in names}
+        return SFTDataConfig(train=self.train, max_length=self.max_length, overlong=Overlong.truncate, **shared)
 
 
 @dataclass(kw_only=True, slots=True)

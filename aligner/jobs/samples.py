@@ -17,10 +17,13 @@ from aligner.agents.create import create_agents
 from aligner.agents.play import Playing, SessionEngine
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import POLICY, REFERENCE
+from aligner.data.collate import SupervisedExample
+from aligner.data.config import PretrainingConfig
 from aligner.data.epochs import EpochSampler
 from aligner.data.order import order_of
 from aligner.data.prompts import load_prompts
 from aligner.data.stored import row_counts
+from aligner.data.supervised import load_supervised
 from aligner.data.tokenizer import Tokenizer
 from aligner.endpoint.app import Endpoint
 from aligner.endpoint.requests import Model
@@ -149,6 +152,15 @@ class OnlineJob(Generic[C]):
     def load_prompts(self, tokenizer: Tokenizer) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
         """The prompts of data.train and data.validation."""
         return load_prompt_sets(self.session, self.config, tokenizer)
+
+    def pretraining(self, settings: PretrainingConfig) -> Sequence[SupervisedExample]:
+        """The text that is learnt besides the policy's own samples; says what was left out. Raises DataError listing all bad lines."""
+        if settings.max_length > self.context:
+            raise ConfigError(f"pretraining.max_length={settings.max_length}: longer than the model's context of {self.context} tokens")
+        how = replace(settings, max_length=settings.max_length or self.context).reading(self.config.data)
+        examples, report = load_supervised(settings.train, how, self.tokenizer, heartbeat=self.session.progress.heartbeat)
+        self.session.trains_on(report)
+        return examples
 
     def frozen_model(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
         """Another model whose weights can take the place of the policy's; see `aligner.jobs.sources`."""

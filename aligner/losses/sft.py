@@ -14,6 +14,8 @@ are made before the training pass and travel as a number per row.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,12 @@ def sft_loss(outputs: TokenOutputs, batch: LabeledBatch) -> LossOutput:
     logprobs = masked(require(outputs.logprobs, "TokenOutputs.logprobs"), batch.loss_mask)
     total, count = -logprobs.sum(), batch.loss_mask.sum()
     return LossOutput(total=total, count=count, metrics={"sft/loss": Mean(total=total.detach(), count=count)})
+
+
+def pretraining_loss(outputs: TokenOutputs, batch: LabeledBatch) -> LossOutput:
+    """`sft_loss` of the text that PPO-ptx holds on to. Metrics: policy/pretraining_loss, in nats per token."""
+    result = sft_loss(outputs, batch)
+    return replace(result, metrics={"policy/pretraining_loss": result.metrics["sft/loss"]})
 
 
 def importance_weights(target: Tensor, proposal: Tensor, *, group_size: int) -> Tensor:

@@ -37,7 +37,7 @@ _PANELS = (
     ("loss", "loss", r"(sft|preference|reward|kto|distillation)/loss|validation/loss"),
     ("loss", "loss of the policy", r"policy/loss"),
     ("loss", "loss of the critic", r"critic/loss"),
-    ("loss", "supervised part of the loss, nats per token", r".+/(sft_loss|nll)"),
+    ("loss", "supervised part of the loss, nats per token", r".+/(sft_loss|nll|pretraining_loss)"),
     ("reward", "margin of chosen over rejected", r".+/margin"),
     ("reward", "implicit rewards of chosen and rejected", r"(preference|kto|validation)/(chosen|rejected|desirable|undesirable)_reward"),
     ("reward", "scores of the reward model", r"reward/(chosen|rejected|label|score)_mean"),

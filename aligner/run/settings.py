@@ -303,10 +303,10 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig, architecture: Arc
     check_together(architecture, model, parallel)
 
 
-def check_replicas(setting: str, size: int, num_replicas: int) -> None:
+def check_replicas(setting: str, size: int, num_replicas: int, *, section: str = "algorithm") -> None:
     """Raise ConfigError for a batch with fewer examples than there are data-parallel replicas."""
     if size < num_replicas:
-        raise ConfigError(f"algorithm.{setting}={size}: smaller than the {num_replicas} data-parallel replicas")
+        raise ConfigError(f"{section}.{setting}={size}: smaller than the {num_replicas} data-parallel replicas")
 
 
 def check_pooling(pooling: Pooling, model: ModelConfig) -> None:

@@ -20,7 +20,7 @@ from aligner.losses.kl import KLEstimator
 from aligner.losses.policy import Objective, policy_loss
 from aligner.losses.preference import DPOVariant, dpo_loss, kto_loss
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss, regression_loss
-from aligner.losses.sft import sft_loss, steerlm_loss
+from aligner.losses.sft import pretraining_loss, sft_loss, steerlm_loss
 from aligner.losses.value import value_loss
 from aligner.models.config import Architecture, Dtype, Family, LoraConfig, LoraTarget, ModelConfig, Recompute
 from aligner.models.create import create_policy, create_reward_model, create_value_model, training
@@ -28,6 +28,7 @@ from aligner.models.modules.peft import CONFIG_FILE, WEIGHTS_FILE, export_adapte
 from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.models.weights import export_hf
 from aligner.parallel.topology import ParallelConfig
+from aligner.protocols import Added
 from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, Routes, StepBatch, ValueBatch
 
 ROWS, WIDTH, VOCAB = 8, 24, 61
@@ -60,7 +61,7 @@ def make_batch(kind: str):
         routes[5, :4] = routes[0, :4]  # these two share a prompt, rows 0, 1 and 6 have other experts for the same one
         routes[positions + 1 >= lengths[:, None]] = 255
         return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1], extras={"routes": Routes(routes)})
-    if kind == "ppo":
+    if kind in ("ppo", "ptx"):
         return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1])
     if kind == "objectives":  # an advantage per response; ratios on both sides of every clip range
         others = [torch.randn(ROWS, WIDTH, generator=generator) * 0.2 - 4.0 for _ in range(2)]
@@ -96,6 +97,16 @@ def make_batch(kind: str):
     return LabeledBatch(**common)
 
 
+def make_added(kind: str) -> list[Added]:
+    """What is learnt besides the batch: text of other lengths, more rows on one replica than on the other."""
+    if kind != "ptx":
+        return []
+    generator, lengths, positions = torch.Generator().manual_seed(8), torch.tensor([30, 5, 28, 11, 19]), torch.arange(30)
+    mask = (positions >= 1) & (positions < lengths[:, None])
+    tokens = torch.randint(3, VOCAB, (5, 30), generator=generator).where(positions < lengths[:, None], 0)
+    return [Added(batch=LabeledBatch(tokens=tokens, lengths=lengths, loss_mask=mask), loss=pretraining_loss, coef=0.7)]
+
+
 def make_architecture(kind: str, experts: bool, num_layers: int, biases: bool = False):
     sizes = {"num_layers": num_layers, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
     # Weights of this size give attention and router something to distinguish, and so gradients that are not rounding.
@@ -124,7 +135,7 @@ def make_model(kind: str, spec: Spec, topology, optimizer):
         "steps": ScalarHead(outputs=("step",), pooling=Pooling.tokens),
     }
     create = create_value_model if kind == "value" else partial(create_reward_model, head=heads[kind]) if kind in heads else create_policy
-    temperature = 0.8 if kind in ("ppo", "objectives") else 1.0
+    temperature = 0.8 if kind in ("ppo", "ptx", "objectives") else 1.0
     alpha = 5.0 if kind == "noisy" else 0.0
     how = training(config, optimizer, total_steps=10, temperature=temperature, replay_routes=kind == "routed", neftune_alpha=alpha)
     return create(config, make_architecture(kind, spec.experts, spec.num_layers, spec.biases), parallel, topology, how)
@@ -167,8 +178,10 @@ def make_losses(kind: str) -> list:
         return [partial(distillation_terms, ce_coef=0.3, divergence=one, temperature=1.5) for one in Divergence]
     if kind == "reward_mean":
         return [partial(bradley_terry_loss, variant=one, centre_coef=0.1) for one in (BradleyTerry.margin, BradleyTerry.scaled)]
+    ppo = partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean)
     losses = {
-        "ppo": partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean),
+        "ppo": ppo,
+        "ptx": ppo,
         "routed": partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, aggregation=Aggregation.token_mean),
         "dpo": partial(dpo_loss, beta=0.1),
         "value": partial(value_loss, clip=0.2),
@@ -232,8 +245,8 @@ def exported(chunks) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in export_hf(chunks)}
 
 
-def train_step(model, batch, loss) -> dict[str, float]:
-    return {name: metric.value() for name, metric in model.train_step(batch, loss).items()}
+def train_step(model, batch, loss, added=()) -> dict[str, float]:
+    return {name: metric.value() for name, metric in model.train_step(batch, loss, added).items()}
 
 
 def assert_metrics(got: dict[str, float], expected: dict[str, float]) -> None:

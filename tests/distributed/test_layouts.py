@@ -13,14 +13,26 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from layout_models import VOCAB, Spec, assert_close, assert_metrics, exported, gradients, make_batch, make_model, make_steps, train_step
+from layout_models import (
+    VOCAB,
+    Spec,
+    assert_close,
+    assert_metrics,
+    exported,
+    gradients,
+    make_added,
+    make_batch,
+    make_model,
+    make_steps,
+    train_step,
+)
 from ranks import world
 
 from aligner.models.training.optimizer import OptimizerConfig
 
 KINDS = ("ppo", "dpo", "value")
 LOSSES = ("objectives", "preferences", "reward_mean", "regression", "steps")
-OTHERS = ("reward", "sft", "noisy", "distill", "regression", "steps")
+OTHERS = ("reward", "sft", "noisy", "distill", "regression", "steps", "ptx")
 WITH_OBJECTIVES = ["dp2", "tp2_cp2_packed", "token_budget"]  # with every loss
 PACKED = {"micro_batch_tokens": 48, "packing": True}
 SHARED = PACKED | {"share_prompts": True}
@@ -91,7 +103,7 @@ def train_kind(kind: str, spec: Spec, topology) -> dict:
     outputs = partial(teacher_and_student, model) if kind == "distill" else getattr(model, scores.get(kind, "logprobs"))
     result: dict = {"outputs": [outputs(batch)], "metrics": [], "gradients": []}
     for given, loss in make_steps(kind):
-        result["metrics"].append(train_step(model, given, loss))
+        result["metrics"].append(train_step(model, given, loss, make_added(kind)))
         if not spec.distributed_optimizer:  # a distributed optimizer's rank holds its own shard of the reduced gradient only
             result["gradients"].append(gradients(model.model.chunks))
     return result | {"weights": exported(model.model.chunks), "outputs": [*result["outputs"], outputs(batch)]}
@@ -166,9 +178,9 @@ def test_losses_on_preferences(layout, run):
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_layout_of_experts_equals_single_process(layout, run):
     """With both auxiliary losses on, whose weight must not depend on the layout either; other layouts are in test_expert_layouts.py."""
-    base = {"experts": True, "model": ROUTER}
-    one, many = run(1, base, KINDS), run(EXPERTS[layout][0], base | EXPERTS[layout][1], KINDS)
-    for kind in KINDS:
+    base, kinds = {"experts": True, "model": ROUTER}, [*KINDS, "ptx"]
+    one, many = run(1, base, kinds), run(EXPERTS[layout][0], base | EXPERTS[layout][1], kinds)
+    for kind in kinds:
         assert one[kind]["metrics"][0]["moe/load_balancing_loss"] > 1
         assert_equal(one[kind], many[kind])
 

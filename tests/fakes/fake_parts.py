@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.protocols import Loss, Replica
+from aligner.protocols import Added, Loss, Replica
 from aligner.telemetry.metrics import Metric, Sum
 from aligner.types import FinishReason, MaskedBatch, PolicyBatch, Prompt, Rollout, Scores, TokenBatch, ValueBatch
 
@@ -83,14 +83,16 @@ class FakePolicy:
         self.level = level
         self.version = 0
         self.trained: list[PolicyBatch] = []
+        self.added: list[Sequence[Added]] = []
 
     def logprobs(self, batch: MaskedBatch) -> Tensor:
         self.log.append("logprobs")
         return self.level * batch.loss_mask.float()
 
-    def train_step(self, batch: PolicyBatch, loss: Loss) -> dict[str, Metric]:
+    def train_step(self, batch: PolicyBatch, loss: Loss, added: Sequence[Added] = ()) -> dict[str, Metric]:
         self.log.append("update")
         self.trained.append(batch)
+        self.added.append(added)
         self.version += 1
         return {"optim/steps": Sum(total=1)}
 

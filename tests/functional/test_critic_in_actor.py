@@ -4,6 +4,7 @@ of one, the same bits in turns on the device and after a kill.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,12 @@ def settings(folder: Path, kind: str = "model", reward_seconds: float = 0.0) -> 
     """Two epochs of both models over 24 rollouts a step, in mini-batches of which the critic's last is smaller; cosine decay.
 
     Learning rates are small: Adam turns a gradient's last bits near 0 into whole steps. The vocabulary is padded the same for any tp.
+    Every update of the policy learns some text too (PPO-ptx).
     """
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": "abcde"[: number % 5 + 1] * 2}) + "\n" for number in range(7)))
     return [
+        *("algorithm.pretraining_coef=0.3", f"pretraining.train={text}", "pretraining.batch_size=3"),
         *ppo_settings(folder),
         *(f"critic.kind={kind}", "reward.serve=false", slow_reward(folder, reward_seconds), "model.make_vocab_divisible_by=5"),
         *("algorithm.rollouts_per_step=24", "algorithm.mini_batch_size=12", "algorithm.num_epochs=2"),
@@ -56,6 +61,7 @@ def test_it_equals_a_critic_behind_a_server(whole: Path, task: Path) -> None:
     run_job(LAUNCH, task / "served", settings(task, "server"))
     assert (task / "served" / "logs" / "critic.0.log").exists() and not (whole / "logs" / "critic.0.log").exists()
     assert_close(task / "served", whole)
+    assert all(line["policy/pretraining_loss"] > 0 for line in without_times(whole))
     learnt = [line["critic/mean"] for line in without_times(whole)[1:]]
     assert len(set(learnt)) == NUM_STEPS - 1
 

@@ -220,11 +220,11 @@ class AuxiliaryLosses:
         self._aux, self._z = aux, z
         self._active = bool(chunks[0].config.num_moe_experts) and bool(aux or z)
 
-    def weigh(self, config: mcore.TransformerConfig, batch: Batch, loss: Loss) -> None:
-        """Make the division by the loss's count, which comes after the backward pass, one by the batch's tokens for these losses."""
+    def weigh(self, config: mcore.TransformerConfig, batch: Batch, loss: Loss, added: Sequence[Batch] = ()) -> None:
+        """Make the division by the loss's count, which comes after the backward pass, one by the tokens of all batches for these losses."""
         if not self._active:
             return
-        scale = _count(batch, loss) / max(int(batch.lengths.sum()), 1)
+        scale = loss_count(batch, loss) / max(sum(int(one.lengths.sum()) for one in (batch, *added)), 1)
         if self._aux:
             config.moe_aux_loss_coeff = self._aux * scale
         if self._z:
@@ -244,7 +244,7 @@ class AuxiliaryLosses:
         return {"moe/load_balancing_loss": Mean(total=both[0].item(), count=both[1].item())}
 
 
-def _count(batch: Batch, loss: Loss) -> int:
+def loss_count(batch: Batch, loss: Loss) -> int:
     """What the loss will be divided by over the whole batch. It is a number of tokens, pairs or sequences, whatever the outputs are."""
     with torch.no_grad():
         zeros = torch.zeros(batch.tokens.shape)

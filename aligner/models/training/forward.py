@@ -28,7 +28,7 @@ class MicroBatch:
     """Rows of one forward pass, on the device and on the host. A `filler` micro-batch keeps ranks in step and counts nothing.
 
     `routes` [L, rows, layers, k], on the host, are those of the tokens in the placement's slots; `images` the `Images` of the rows; `noise`
-    is added to their embeddings.
+    is added to their embeddings. `added`: the loss of a batch besides the step's (`aligner.protocols.Added`).
     """
 
     batch: Batch
@@ -38,15 +38,26 @@ class MicroBatch:
     routes: Tensor | None = None
     images: Tensor | None = None
     noise: Noise | None = None
+    added: Loss | None = None
 
 
 Outputs = Callable[[Tensor, MicroBatch], TokenOutputs]
 
 
-def cut(batch: Batch, rows: Sequence[Sequence[int]], splits: Splits, *, count: int, unit: int, fixed_shape: bool) -> list[MicroBatch]:
+def cut(
+    batch: Batch,
+    rows: Sequence[Sequence[int]],
+    splits: Splits,
+    *,
+    count: int,
+    unit: int,
+    fixed_shape: bool,
+    at_least: tuple[int, int] = (0, 0),
+) -> list[MicroBatch]:
     """The micro-batches with these rows, each cut to its own longest sequence, and fillers up to `count` of them.
 
-    `fixed_shape` gives all of them the same input shape: pipeline stages exchange activations without announcing their sizes.
+    `fixed_shape` gives all of them the same input shape, `at_least` this one: pipeline stages exchange activations without announcing their
+    sizes.
     """
     parts = [take_rows(batch, torch.tensor(numbers)) for numbers in rows]
     parts = [trim_columns(part, int(part.lengths.max())) for part in parts]
@@ -54,7 +65,7 @@ def cut(batch: Batch, rows: Sequence[Sequence[int]], splits: Splits, *, count: i
     everything = [*parts, *fillers]
     shape = None
     if fixed_shape and everything:
-        shapes = [input_shape(input_lengths(part, splits), splits) for part in everything]
+        shapes = [at_least, *(input_shape(input_lengths(part, splits), splits) for part in everything)]
         shape = (max(shape[0] for shape in shapes), max(shape[1] for shape in shapes))
     return [_micro_batch(part, splits, shape, filler=number >= len(parts)) for number, part in enumerate(everything)]
 
@@ -102,7 +113,7 @@ def forward_backward(chunks: list[Any], parts: list[MicroBatch], outputs: Output
 
     def loss_of(part: MicroBatch) -> Callable:
         def compute(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-            result = loss(outputs(hidden, part), part.batch)
+            result = (part.added or loss)(outputs(hidden, part), part.batch)
             return result.total, result.count * int(counts), dict(result.metrics)
 
         return compute

@@ -19,7 +19,7 @@ from aligner.models.training.offload import LockedMemory
 from aligner.models.training.trainable import Field, TrainableModel
 from aligner.models.weights import export_hf
 from aligner.parallel import platform
-from aligner.protocols import Loss
+from aligner.protocols import Added, Loss
 from aligner.telemetry.metrics import Metric
 from aligner.types import (
     Batch,
@@ -41,9 +41,9 @@ class _Trained(ABC):
     def __init__(self, model: TrainableModel) -> None:
         self.model = model
 
-    def train_step(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
-        """One optimizer step on a loss of the model's outputs. Returns metrics over the global batch."""
-        return self.model.train_step(batch, self._outputs, loss)
+    def train_step(self, batch: Batch, loss: Loss, added: Sequence[Added] = ()) -> dict[str, Metric]:
+        """One optimizer step on a loss of the model's outputs, and those `added`. Returns metrics over the global batches."""
+        return self.model.train_step(batch, self._outputs, loss, added)
 
     def averaged(self) -> AbstractContextManager[None]:
         """See `TrainableModel.averaged`."""
@@ -112,7 +112,7 @@ class MegatronPolicy(_Trained):
 
     def _outputs(self, hidden: Tensor, part: MicroBatch) -> TokenOutputs:
         module, batch, mask = self.chunks[-1], part.batch, part.host.loss_mask
-        common = {"tokens": batch.tokens, "mask": mask, "temperature": self.temperature}
+        common = {"tokens": batch.tokens, "mask": mask, "temperature": self.temperature if part.added is None else 1.0}
         if isinstance(batch, DistillationBatch):
             return heads.named_outputs(module, hidden, part.placement, named=batch.teacher_tokens, **common)
         return heads.token_outputs(module, hidden, part.placement, **common)

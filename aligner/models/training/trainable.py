@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from aligner.models.modules.chunk import Chunk, WeightGather, WholeChunk
 from aligner.models.modules.fusions import note_once
 from aligner.models.modules.linear import weight_storage
 from aligner.models.modules.noise import noise_of
-from aligner.models.modules.router import AuxiliaryLosses, routers, take_metrics
+from aligner.models.modules.router import AuxiliaryLosses, loss_count, routers, take_metrics
 from aligner.models.modules.shared_prompts import prompt_keys
 from aligner.models.training import forward as passes
 from aligner.models.training.adam import LossScale, build_optimizer, build_scheduler, main_weights
@@ -36,7 +37,7 @@ from aligner.parallel.collectives import all_ranks, broadcast_object, gather_ass
 from aligner.parallel.mcore import tensor_parallel
 from aligner.parallel.micro_batches import Family, MicroBatching, Plan, plan, plan_families
 from aligner.parallel.topology import Topology
-from aligner.protocols import Loss
+from aligner.protocols import Added, Loss
 from aligner.telemetry.metrics import Max, Mean, Metric, Sum, without_values
 from aligner.types import Batch, LossOutput, MaskedBatch, PreferenceBatch, Routes, TokenBatch, TokenOutputs
 from aligner.types.rows import num_rows, pad_columns
@@ -240,8 +241,8 @@ class TrainableModel:
             found[name] = gather_assigned_rows(local, rows, group=self.topology.dp_group).cpu()
         return found
 
-    def train_step(self, batch: Batch, outputs: passes.Outputs, loss: Loss) -> dict[str, Metric]:
-        """One optimizer step over all rows. Collective. Returns the loss's metrics over the global batch and `optim/*`.
+    def train_step(self, batch: Batch, outputs: passes.Outputs, loss: Loss, added: Sequence[Added] = ()) -> dict[str, Metric]:
+        """One optimizer step over all rows. Collective. Returns the losses' metrics over the global batches and `optim/*`.
 
         If a loss or the gradient is not finite, the guard decides for all ranks. It raises RunHalted or RollBack, or omits the update.
         Where only a float16 gradient has overflowed, the update is omitted and counted in `optim/overflows`, and the loss scale is lowered.
@@ -249,18 +250,17 @@ class TrainableModel:
         An update that leaves a parameter non-finite or absurdly large cannot be undone: the guard never continues from it.
         Raises ConfigError if a data-parallel replica would get no row.
         """
-        if num_rows(batch) // _unit(batch) < self.topology.dp_size:
-            raise ConfigError(
-                f"a training batch of {num_rows(batch) // _unit(batch)} is smaller than the {self.topology.dp_size} data-parallel replicas"
-            )
+        others = [one.batch for one in added]
+        if (smallest := min(num_rows(one) // _unit(one) for one in (batch, *others))) < self.topology.dp_size:
+            raise ConfigError(f"a training batch of {smallest} is smaller than the {self.topology.dp_size} data-parallel replicas")
         self.wake()
         generators = generator_state()
         for runner in self.runners:
             runner.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.auxiliary.weigh(self.config, batch, loss)
-        parts = self._with_noise(self._micro_batches(batch, layout := self._plan(batch)), layout)
+        self.auxiliary.weigh(self.config, batch, loss, others)
         totals: list[Tensor] = []
+        parts = self._training_parts(batch, loss, added, totals)
         metrics = passes.forward_backward(self.runners, parts, outputs, _noting_totals(loss, totals), counts=self.topology.cp_rank == 0)
         problem, is_of_gradient = self._find_non_finite(totals)
         if problem:
@@ -407,14 +407,29 @@ class TrainableModel:
         options = {"num_replicas": replicas, "unit": _unit(batch), "multiple": self.splits.row_multiple}
         return plan(batch.lengths.tolist(), self.micro_batches, **options)
 
-    def _micro_batches(self, batch: Batch, layout: Plan) -> list[passes.MicroBatch]:
+    def _training_parts(self, batch: Batch, loss: Loss, added: Sequence[Added], totals: list[Tensor]) -> list[passes.MicroBatch]:
+        """The micro-batches of a step, and then those of what is added, whose losses also go to `totals`."""
+        layout, others, shape = self._plan(batch), [self._plan(one.batch) for one in added], (0, 0)
+        for _ in range(2 if added and self.topology.pp_size > 1 else 1):  # the second time all have the largest shape
+            own = self._micro_batches(batch, layout, shape)
+            more = [self._micro_batches(one.batch, other, shape) for one, other in zip(added, others, strict=True)]
+            rows, lengths = zip(*(part.placement.whole_shape for part in chain(own, *more)), strict=True)
+            shape = max(rows), max(lengths)
+        count = loss_count(batch, loss) if added else 0
+        scaled = [_noting_totals(_scaled(one, count), totals) for one in added]
+        return self._with_noise(own, layout) + [
+            replace(part, added=of_part) for parts, of_part in zip(more, scaled, strict=True) for part in parts
+        ]
+
+    def _micro_batches(self, batch: Batch, layout: Plan, at_least: tuple[int, int] = (0, 0)) -> list[passes.MicroBatch]:
         own = layout[self.topology.dp_rank]
         count = len(own)
         if self.config.num_moe_experts:  # ranks of different replicas exchange tokens: they must make the same number of passes
             count = max(len(replica) for replica in layout)
         if len(self.chunks) > 1:  # the interleaved schedule works in groups of pp micro-batches
             count = -(-count // self.topology.pp_size) * self.topology.pp_size
-        return passes.cut(batch, own, self.splits, count=count, unit=_unit(batch), fixed_shape=self.topology.pp_size > 1)
+        fixed = {"fixed_shape": self.topology.pp_size > 1, "at_least": at_least}
+        return passes.cut(batch, own, self.splits, count=count, unit=_unit(batch), **fixed)
 
     def _with_noise(self, parts: list[passes.MicroBatch], layout: Plan) -> list[passes.MicroBatch]:
         if not self.neftune_alpha:
@@ -449,6 +464,17 @@ def families(batch: MaskedBatch, *, unit: int, capacity: int) -> list[Family]:
 
 def _unit(batch: Batch) -> int:
     return 2 if isinstance(batch, PreferenceBatch) else 1
+
+
+def _scaled(added: Added, count: int) -> Loss:
+    """The loss of an added batch for gradients that are divided by `count`, that of the step's own loss over its whole batch."""
+    factor = added.coef * count / max(loss_count(added.batch, added.loss), 1)
+
+    def scaled(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        result = added.loss(outputs, batch)
+        return replace(result, total=factor * result.total, count=torch.zeros_like(result.count))
+
+    return scaled
 
 
 def _noting_totals(loss: Loss, totals: list[Tensor]) -> Loss:

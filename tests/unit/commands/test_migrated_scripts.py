@@ -511,6 +511,17 @@ def test_shares_of_the_steps(split: str, is_other: bool) -> None:
     assert ("data_split" in changed(found)) is is_other and any("data_split" in one for one in found.stops) is is_other
 
 
+def test_text_beside_ppo() -> None:
+    """Its coefficient has a default there, without effect unless there is such text; its steps are not PPO's, which is said."""
+    ppo = SCRIPTS["deepspeed-chat ppo"]
+    found = of(f"{ppo} --unsupervised_dataset_name o/n --unsupervised_dataset_config_name part")
+    assert (found.settings["algorithm.pretraining_coef"], found.settings["pretraining.train"]) == (27.8, "o/n")
+    assert of(f"{ppo} --unsupervised_dataset_name o/n --unsup_coef 3").settings["algorithm.pretraining_coef"] == 3
+    for other in (ppo, f"{ppo} --unsup_coef 3"):
+        assert not {"algorithm.pretraining_coef", "pretraining.train"} & of(other).settings.keys()
+    assert "(the updates of unsupervised text)" in changed(found) - changed(of(ppo))
+
+
 def test_a_command_is_printed_as_it_is_typed() -> None:
     words = shlex.split(command_line(of(f"{OPENRLHF_SFT} --data.max_samples 256")).replace("\\\n", ""))
     assert words[:4] == ["aligner", "launch", "local", "sft"] and "data.train=[{path:'d.jsonl',max_records:256}]" in words
