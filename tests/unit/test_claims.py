@@ -51,10 +51,11 @@ OTHERS = {
     "aligner/data/tokenizer.py": r"model\.vocab_size",
     "aligner/commands/evaluate.py": r"judge\.\w+",  # of a file with a judge alone
     "aligner/rewards/": r"judge\.\w+",  # of a part of reward.functions, as are url and path
-    "aligner/commands/migrate/": r"(algorithm|data|model)\.\w+(\.\w+)?",
+    "aligner/commands/migrate/": r"(algorithm|critic|data|model)\.\w+(\.\w+)?",
     "aligner/models/checkpoint/optimizer.py": r"optimizer\.state",  # of Megatron-Core's files
     "aligner/models/families/": r"model\.(decoder|embed_tokens|norm)\..+|model\.decoder",
     "aligner/models/checkpoint/foreign/": r"model\.module",
+    "aligner/planner/tower.py": r"model\.visual",
     "aligner/parallel/cpu_platform.py": r"optimizer\.\w+",
 }
 OPEN = {"algorithm.advantage_estimator": Estimator, "algorithm.objective": Objective, "algorithm.loss": DPOVariant}

@@ -121,13 +121,13 @@ def test_a_damaged_file_is_found_by_who_loads_it(tmp_path, first, text):
 def test_a_refused_start_changes_nothing_in_the_directory(tmp_path, first, capsys):
     run = saved(tmp_path, first)
     config = from_yaml(TrainGRPO, first)
-    _open(run, "actor", config, first)
+    _open(run, "actor", "grpo", config, first)
     config.run.seed = 2
     with pytest.raises(ConfigError, match="run.seed: 1 -> 2"):
-        _open(run, "actor", config, to_yaml(config))
+        _open(run, "actor", "grpo", config, to_yaml(config))
     assert run.config.read_text() == first
     config.run.allow_changes = True
-    _open(run, "actor", config, to_yaml(config))
+    _open(run, "actor", "grpo", config, to_yaml(config))
     assert (
         "seed: 2" in run.config.read_text() and "warning: settings changed since step_000003: run.seed: 1 -> 2" in capsys.readouterr().out
     )

@@ -66,8 +66,9 @@ def changed(found: Migration) -> set[str]:
 # every command is composed, and planned
 
 
-def planned(found: Migration) -> None:
-    """Raises AlignerError where the plan refuses the command. Sizes are those of a published model instead of files that are not here."""
+def loaded(found: Migration) -> Any:
+    """The config of the command, with the sizes of a published model instead of files that are not here. Raises AlignerError if it is
+    refused."""
     models = {key: value for key, value in found.settings.items() if re.fullmatch(r"((critic|reward)\.)?model\.(path|tokenizer)", key)}
     name = str(models.get("model.path"))
     sizes = (
@@ -81,7 +82,12 @@ def planned(found: Migration) -> None:
     lora = [word for word in own if word.startswith("model.lora.") and sizes == "qwen3_30b_a3b"]  # of 128 experts a minute each
     words = [f"model={sizes}", "model.path=", *(word for word in own if word not in lora)]
     words += ["model.architecture.max_position_embeddings=65536"] if found.recipe in ("grpo", "ppo") else []
-    config = plan.load(found.recipe, words)
+    return plan.load(found.recipe, words)
+
+
+def planned(found: Migration) -> None:
+    """Raises AlignerError where the plan refuses the command."""
+    config = loaded(found)
     plan.plan_config(found.recipe, config, Scales(config.cluster.device), advises=False)
 
 
@@ -157,7 +163,7 @@ def test_noise_on_embeddings_is_of_sft_alone(tmp_path: Path) -> None:
 def test_other_optimizers(keys: dict[str, Any], wanted: dict[str, Any], tmp_path: Path) -> None:
     found = of_llama(tmp_path, **keys)
     assert not changed(found) and {key: found.settings[key] for key in wanted} == wanted
-    planned(found)
+    assert loaded(found).optimizer.kind.value == wanted["optimizer.kind"]
 
 
 def test_what_is_the_same_experiment(tmp_path: Path) -> None:
