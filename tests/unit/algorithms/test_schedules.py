@@ -60,8 +60,8 @@ def noted(monkeypatch) -> dict[int, Noted]:
     seen: dict[int, Noted] = defaultdict(Noted)
     real = TrainableModel.train_step
 
-    def noting(self: Any, batch: Any, outputs: Any, loss: Any) -> Any:
-        found, own = real(self, batch, outputs, loss), seen[id(self)]
+    def noting(self: Any, batch: Any, outputs: Any, loss: Any, *added: Any) -> Any:
+        found, own = real(self, batch, outputs, loss, *added), seen[id(self)]
         own.rates += {group["lr"] for group in self.optimizer.param_groups}
         own.decays.append({group["weight_decay"] for group in self.optimizer.param_groups})
         own.kl_coefs += [loss.keywords["kl_coef"]] if "kl_coef" in getattr(loss, "keywords", {}) else []
