@@ -150,7 +150,7 @@ def test_200_sessions_at_a_time_are_recorded_once_and_leave_nothing(tmp_path: Pa
                 assert trace.parents() == [-1, 0, 1] and trace.reward == number and not trace.changed()
             del trace
             engine.requests.clear()
-            until(lambda: ours() == before)
+            until(lambda: ours() <= before)  # what earlier tests left may go meanwhile
         assert not engine.cancelled
 
 
