@@ -74,7 +74,10 @@ class Run:
             except (DataError, OSError) as error:
                 self.problem = str(error)
             self.identity = self.identity or _json(self.files.identity)
-            self.state = state_of(self.files, self.steps)
+            try:
+                self.state = state_of(self.files, self.steps)
+            except (OSError, ValueError) as error:  # a file that is removed meanwhile, or is not text: other runs are shown all the same
+                self.state = State("unknown", str(error))
             self._looked = time.monotonic()
 
     @property
@@ -83,7 +86,8 @@ class Run:
         try:
             written = self.files.config.stat().st_mtime_ns
             if written != self._config[0]:
-                self._config = written, yaml.load(self.files.config.read_bytes(), _LOADER) or {}  # noqa: S506  a safe loader
+                found = yaml.load(self.files.config.read_bytes(), _LOADER)  # noqa: S506  a safe loader
+                self._config = written, found if isinstance(found, dict) else {}
         except (OSError, yaml.YAMLError):
             return {}
         return self._config[1]
@@ -102,8 +106,10 @@ class Run:
 
     @property
     def max_steps(self) -> int:
-        """0 if the settings give epochs instead."""
-        return int((self.config.get("loop") or {}).get("max_steps") or 0)
+        """0 if the settings give epochs instead, or no number."""
+        loop = self.config.get("loop")
+        found = loop.get("max_steps") if isinstance(loop, dict) else 0
+        return found if isinstance(found, int) else 0
 
     def diagnosis(self) -> Diagnosis:
         """The rules' findings so far, judged again at most every JUDGE_SECONDS."""
@@ -126,7 +132,7 @@ class Run:
 
 
 def state_of(files: RunFiles, steps: list[StepMetrics]) -> State:
-    """What the run's files say of it. Never raises: a damaged file makes it unknown."""
+    """What the run's files say of it. Raises OSError or ValueError for one that cannot be read as text."""
     if files.done.is_file():
         step = _json(files.done).get("step", steps[-1].step if steps else 0)
         return State("done", files.learnt_nothing.read_text().strip()) if files.learnt_nothing.is_file() else State("done", f"step {step}")
@@ -140,7 +146,7 @@ def state_of(files: RunFiles, steps: list[StepMetrics]) -> State:
         if age > max(record.valid_seconds, 30.0):
             return State("failed", f"{record.describe()} has shown no sign of life for {age:.0f} s")
         stalls = sorted(files.stacks.glob("*.report.txt"))
-        return State("stalled", stalls[0].read_text().splitlines()[0]) if stalls else State("running", record.describe())
+        return State("stalled", stalls[0].read_text().partition("\n")[0]) if stalls else State("running", record.describe())
     return _ended(files, steps)
 
 
@@ -190,7 +196,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             found.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return [line for line in found if isinstance(line, dict)]
 
 
 @dataclass
@@ -231,7 +237,8 @@ class Runs:
     @property
     def archived(self) -> set[str]:
         """Names of the runs that were put away."""
-        return set(_json(self.folder / ARCHIVE).get("archived", []))
+        found = _json(self.folder / ARCHIVE).get("archived")
+        return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
 
     def archive(self, names: set[str]) -> None:
         """Put exactly these away. Raises OSError."""

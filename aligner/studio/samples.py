@@ -81,7 +81,7 @@ class Samples:
         self._shown.clear()
         try:
             found = await background.io_bound(self._read)
-        except (AlignerError, OSError) as error:
+        except (AlignerError, OSError, ValueError) as error:  # damaged, unreadable, not text
             with self._shown:
                 ui.label(str(error)).classes("text-negative")
             return

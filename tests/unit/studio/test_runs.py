@@ -192,3 +192,27 @@ def test_the_command_that_continues_has_the_run_s_settings() -> None:
     config = composed("sft", words[4:])
     assert config.run.directory == "/a b/c" and config.model.path == "true" and config.optimizer.lr == 0.2 and config.loop.max_steps == 7
     assert config.logging.wandb_run_name == settings["logging.wandb_run_name"] and list(config.data.train)[0]["path"] == "x.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config", "- a list\n"),
+        ("config", "loop: {max_steps: many}\n"),
+        ("config", "loop: none\n"),
+        ("attempts", '5\n"text"\n'),
+        ("identity", "[]"),
+        ("learnt_nothing", b"\xff\xfe"),
+        ("done", "[]"),
+        ("metrics", b"\xff\n"),
+    ],
+)
+def test_no_file_of_one_run_hides_the_others(tmp_path: Path, file: str, text: str | bytes) -> None:
+    run = _run(tmp_path, "odd", 2)
+    _run(tmp_path, "good", 2)
+    if file == "learnt_nothing":
+        run.done.write_text("{}")
+    getattr(run, file).write_bytes(text.encode() if isinstance(text, str) else text)
+    (tmp_path / module.ARCHIVE).write_text('{"archived": [["odd"], 5]}')
+    runs = Runs(tmp_path)
+    assert {row(one)["name"] for one in runs.all()} == {"odd", "good"} and runs.archived == set()
