@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from layout_models import train_step
 from megatron.core.distributed import distributed_data_parallel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 from ranks import world
 from tiers import cases
 from torch import Tensor
@@ -72,6 +72,12 @@ LAYOUTS = {  # name: (ranks, spec, the layouts that go on: (ranks, fields of Par
     "value_pp2_dp3": (6, MANY | {"kind": "value", "architecture": TIED, "parallel": {"pp": 2}}, [(1, {}), (2, {"tp": 2}), (2, {})]),
     "value_bfloat16_dp2": (2, MANY | {"kind": "value", "architecture": UNTIED, "dtype": "bfloat16"}, [(1, {}), (2, {"pp": 2})]),
     "lora_tp2_etp2": (2, {"architecture": EXPERTS, "parallel": {**TP2_SP, "etp": 2}, "lora": OF_EXPERTS}, [(2, {**TP2_SP, "ep": 2})]),
+    "undistributed_ep2": (2, {"architecture": EXPERTS, "parallel": {"ep": 2}, "distributed": False}, [(1, {})]),
+    "undistributed_value_bfloat16_tp2_dp2": (
+        4,
+        {"kind": "value", "architecture": UNTIED, "dtype": "bfloat16", "parallel": {"tp": 2}, "distributed": False},
+        [(1, {}), (2, {"pp": 2})],
+    ),
     "lora_dp3": (3, MANY | {"architecture": UNTIED, "lora": LORA}, [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})]),
 }
 
@@ -105,6 +111,7 @@ class Spec:
     overlap: bool = False
     offload: bool = False
     cpu_offload: float = 0.0  # the fraction
+    distributed: bool = True
     recompute: str = "none"
 
 
@@ -131,7 +138,7 @@ def make_model(spec: Spec, topology):
     architecture = Architecture(**(spec.architecture | {"family": Family(spec.architecture.get("family", "llama"))}))
     build = create.create_policy if spec.kind == "policy" else create.create_value_model
     on_host = {"offload": spec.offload, "cpu_offload": spec.cpu_offload > 0, "cpu_offload_fraction": spec.cpu_offload or 1.0}
-    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=1, **on_host)
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=1, distributed=spec.distributed, **on_host)
     training = Training(optimizer=optimizer, total_steps=STEPS, micro_batch_size=2, overlap=spec.overlap)
     return build(config, architecture, ParallelConfig(**spec.parallel), topology, training)
 
@@ -153,8 +160,15 @@ def train(model, spec: Spec, steps: Iterable[int]) -> list[dict[str, float]]:
     return found
 
 
-def held(part):
-    """(parameter, range of its flattened elements, the optimizer's tensors) of all that this rank holds in one distributed optimizer."""
+def held(part, parameters: Iterable[Tensor]):
+    """(parameter, range of its flattened elements, the optimizer's tensors) of all that this rank holds in one optimizer."""
+    if not isinstance(part, DistributedOptimizer):
+        states = part.optimizer.state
+        for parameter in parameters:
+            if (main := getattr(parameter, "main_param", parameter)) in states:
+                tensors = {"param": main, **states[main]}
+                yield parameter, Range(0, main.numel()), {name: tensors[name].detach().flatten() for name in OF_STATE}
+        return
     for buffer in part.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -191,7 +205,7 @@ def differing(model, directory: Path) -> dict[str, int]:
         shards |= {shard.data: shard for shard in chunk.values() if isinstance(shard.data, Tensor)}
     found: dict[str, int] = {}
     for part in model.model.optimizer.chained_optimizers:
-        for parameter, place, tensors in held(part) if not part.is_stub_optimizer else ():
+        for parameter, place, tensors in held(part, shards) if not part.is_stub_optimizer else ():
             for name, tensor in tensors.items():
                 key = f"optimizer.state.{name}.{shards[parameter].key}"
                 wanted = local_part(shards[parameter], stored[key])[place.start : place.end]
@@ -283,7 +297,9 @@ def run(on_ranks, tmp_path) -> Callable:
     return start
 
 
-@pytest.mark.parametrize("name", cases(LAYOUTS, fast=("dp2", "tied_pp2_dp2", "tp2_ep2", "value_bfloat16_dp2", "lora_dp3", "lora_tp2_etp2")))
+@pytest.mark.parametrize(
+    "name", cases(LAYOUTS, fast=("dp2", "tied_pp2_dp2", "tp2_ep2", "value_bfloat16_dp2", "lora_dp3", "lora_tp2_etp2", "undistributed_ep2"))
+)
 def test_saved_state_is_the_state_in_memory_and_training_goes_on_the_same(name, run):
     ranks, spec, others = LAYOUTS[name]
     saved, result = run(ranks, **spec)

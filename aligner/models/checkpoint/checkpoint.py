@@ -331,10 +331,7 @@ def _load_optimizer(model: TrainableModel, directory: Path) -> None:
     wanted = checkpoint_optimizer.sharded_state(model.optimizer, weights, is_loading=True)
     loaded = read({"optimizer": wanted} if wanted else {}, directory / "optimizer").get("optimizer", {})
     del wanted
-    try:
-        strangers = checkpoint_optimizer.restore(model.optimizer, weights, loaded, step=model.version)
-    except CheckpointError as error:
-        raise CheckpointError(f"{directory}: cannot be continued at this layout: {error}") from error
+    strangers = checkpoint_optimizer.restore(model.optimizer, weights, loaded, step=model.version)
     if named := sorted({name for part in gather_objects(strangers) for name in part}):
         raise CheckpointError(
             f"{directory}: the optimizer's state is not that of the weights ({len(named)} parameters, the first is {named[0]}). Until "

@@ -5,8 +5,8 @@ holds a range of each parameter's flattened elements. A range of a tensor of n d
 of the whole model's tensor: nothing is gathered, and no offset in a buffer is used. (Upstream's `fully_reshardable`, with the same files,
 gathers everything on every rank and, up to 0.19, cuts at the wrong places behind a bucket that ends in padding: pull request 5077.)
 
-Muon's parts are not distributed: every rank holds its whole parameters, in the same form. Other optimizers that are not distributed have
-Megatron-Core's.
+An optimizer that is not distributed holds whole parameters on every rank, and saves them in the same form. (Megatron-Core's own fails with
+a float32 head on a bfloat16 model, and does not spread experts over other ranks.)
 
 The only parameter-group state that the run's config does not give is the number of steps taken: the model's version.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,14 +31,10 @@ from aligner.parallel.mcore import ChainedOptimizer, DistributedOptimizer, Range
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")  # Adam's, for each parameter; the first are the float32 weights
 _CONFIGURED = ("max_lr", "min_lr", "betas", "eps")
-# Of optimizers that are not distributed, which have every parameter whole.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def sharded_state(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
     """The optimizer's state with its place in the whole model's; with `is_loading` tensors on the CPU to read it into."""
-    if not _is_ours(optimizer):
-        return optimizer.sharded_state_dict(sharded_weights, is_loading=is_loading, metadata=_METADATA)
     shards = {}
     for held in _held(optimizer, sharded_weights):
         for state, values in held.blank() if is_loading else held.values():
@@ -51,23 +47,11 @@ def restore(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded
     """Put a loaded state, of `step` steps, into the optimizer. Learning rates, betas and epsilon stay those of this run's config.
 
     Returns the names of this rank's parameters whose float32 weights differ from the model's: the state belongs to other weights, and
-    none of it is loaded. Empties `loaded` on the way, so that host memory holds the state once. Raises CheckpointError if
-    non-distributed optimizers were saved with another distribution of the experts.
+    none of it is loaded. Empties `loaded` on the way, so that host memory holds the state once.
     """
     configured = [{name: group[name] for name in _CONFIGURED} for group in optimizer.param_groups]
-    if _is_ours(optimizer):
-        if strangers := _fill(optimizer, sharded_weights, loaded, step):
-            return strangers
-    else:
-        parts = optimizer.chained_optimizers
-        if len(parts) == 1 and 0 in loaded or len(parts) > 1 and set(loaded) != set(range(len(parts))):
-            raise CheckpointError(
-                "its experts were spread over ranks otherwise (parallel.ep); resharding them needs optimizer.distributed=true"
-            )
-        for saved in _saved_groups(loaded):
-            # Megatron-Core 0.19 finds a saved group by its rates too, and these are the run's: the same for every group.
-            saved |= {name: configured[0][name] for name in ("max_lr", "min_lr") if name in saved}
-        optimizer.load_state_dict(loaded)
+    if strangers := _fill(optimizer, sharded_weights, loaded, step):
+        return strangers
     for group, settings in zip(optimizer.param_groups, configured, strict=True):
         group.update(settings)
     return []
@@ -77,20 +61,6 @@ def rounds(optimizer: ChainedOptimizer) -> tuple[str, ...]:
     """How the names of states begin that this optimizer may round as it takes them, if they were other blocks or in float32."""
     holds_codes = any(isinstance(part.optimizer, Adam8bit) for part in optimizer.chained_optimizers if not part.is_stub_optimizer)
     return tuple(f"optimizer.state.{state}." for state in _STATES[1:]) if holds_codes else ()
-
-
-def _saved_groups(loaded: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The parameter groups of one optimizer's state, of its float32 part, or of several optimizers."""
-    for name, part in loaded.items():
-        if name == "param_groups":
-            yield from part
-        elif name in ("optimizer", *range(len(loaded))):
-            yield from _saved_groups(part)
-
-
-def _is_ours(optimizer: ChainedOptimizer) -> bool:
-    parts = optimizer.chained_optimizers
-    return all(isinstance(part, DistributedOptimizer) for part in parts) or any(isinstance(part.optimizer, Muon) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,19 +73,19 @@ class _Held:
     weight: Any  # the parameter's shard of the whole model, or what makes its shards
     start: int
     size: int
+    whole: Tensor | None  # the float32 weights of an optimizer that is not distributed
 
     @property
     def states(self) -> tuple[str, ...]:
         own = self.part.optimizer
-        if isinstance(own, Muon):
-            return ("param", *own.moments(own.main[self.parameter]))
+        if isinstance(own, Muon) and self.whole is not None:
+            return ("param", *own.moments(self.whole))
         return (*_STATES, EMA) if self.part.keeps_average else _STATES
 
     def _own(self) -> dict[str, Any]:
         """What the optimizer has of the parameter."""
-        own = self.part.optimizer
-        if isinstance(own, Muon):
-            return {"param": own.main[self.parameter], **own.state[own.main[self.parameter]]}
+        if self.whole is not None:
+            return {"param": self.whole, **self.part.optimizer.state[self.whole]}
         return self.part._get_main_param_and_optimizer_states(self.parameter)
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
@@ -132,7 +102,7 @@ class _Held:
             yield state, torch.empty(self.size, dtype=torch.float32)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        if not isinstance(self.part.optimizer, HostAdam | Adam8bit | Muon):
+        if self.whole is None and not isinstance(self.part.optimizer, HostAdam | Adam8bit):
             self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
             return
         own = self._own()  # Megatron-Core would put others in the place of these
@@ -157,22 +127,24 @@ def _held(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any]) -> Itera
     """Every parameter part that this rank holds; a rank may hold padding only."""
     weights = {shard.data: shard for shard in sharded_leaves(sharded_weights)}
     for place, part in enumerate(optimizer.chained_optimizers):
-        for number, (parameter, span) in enumerate(_ranges(part)):
-            name = f"{place}.{number}"
-            yield _Held(name=name, part=part, parameter=parameter, weight=weights[parameter], start=span.start, size=span.size)
+        for number, (parameter, span, whole) in enumerate(_ranges(part, weights)):
+            name, weight = f"{place}.{number}", weights[parameter]
+            yield _Held(name=name, part=part, parameter=parameter, weight=weight, start=span.start, size=span.size, whole=whole)
 
 
-def _ranges(part: Any) -> Iterator[tuple[Tensor, Any]]:
+def _ranges(part: Any, weights: Iterable[Tensor]) -> Iterator[tuple[Tensor, Any, Tensor | None]]:
     if part.is_stub_optimizer:
         return
-    if isinstance(part.optimizer, Muon):
-        yield from ((parameter, Range(0, parameter.numel())) for parameter in part.optimizer.main)
+    if not isinstance(part, DistributedOptimizer):
+        updated = {main for group in part.optimizer.param_groups for main in group["params"]}
+        mains = ((parameter, getattr(parameter, "main_param", parameter)) for parameter in weights)
+        yield from ((parameter, Range(0, parameter.numel()), main) for parameter, main in mains if main in updated)
         return
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
-                    yield parameter, ranges["param"]
+                    yield parameter, ranges["param"], None
 
 
 @torch.no_grad()
@@ -188,18 +160,31 @@ def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: 
             strangers.append(held.weight.key)
     if strangers:
         return strangers
-    for part in optimizer.chained_optimizers:
-        if any(True for _ in _ranges(part)):  # it allocates the state; a rank that holds only padding has none
-            if isinstance(part.optimizer, HostAdam | Adam8bit | Muon):
-                part.optimizer.begin(step)
-                continue
-            groups = part.state_dict()["optimizer"]["param_groups"]
-            part.load_state_dict({"optimizer": {"param_groups": [{**group, "step": step} for group in groups]}})
+    for part in {id(held.part): held.part for held, _ in found}.values():  # a rank that holds only padding has no state
+        _begin(part, step)
     if any(held.part.keeps_average for held, _ in found):
         make_room(optimizer)
     for held, tensors in found:
         held.fill(tensors)
     return []
+
+
+def _begin(part: Any, step: int) -> None:
+    """Allocate a state of `step` steps, whose moments are to be filled in."""
+    own = part.optimizer
+    if isinstance(own, HostAdam | Adam8bit | Muon):
+        own.begin(step)
+    elif isinstance(part, DistributedOptimizer):
+        groups = part.state_dict()["optimizer"]["param_groups"]
+        part.load_state_dict({"optimizer": {"param_groups": [{**group, "step": step} for group in groups]}})
+    else:
+        part.init_state_fn(own, part.config)
+        if isinstance(own, torch.optim.AdamW):
+            for state in own.state.values():
+                state["step"] = torch.tensor(float(step))
+        else:  # the fused kernels count the steps of a group
+            for group in own.param_groups:
+                group["step"] = step
 
 
 def _pieces(weight: Any, key: str, values: Tensor, held: _Held) -> list[ShardedTensor]:

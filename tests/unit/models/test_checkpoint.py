@@ -20,7 +20,13 @@ pytestmark = pytest.mark.usefixtures("topology")
 
 @pytest.mark.parametrize(
     ("kind", "distributed", "dtype"),
-    [("policy", True, Dtype.float32), ("policy", False, Dtype.float32), ("policy", True, Dtype.bfloat16), ("reward", True, Dtype.float32)],
+    [
+        ("policy", True, Dtype.float32),
+        ("policy", False, Dtype.float32),
+        ("policy", True, Dtype.bfloat16),
+        ("reward", True, Dtype.float32),
+        ("reward", False, Dtype.bfloat16),  # whose head is in float32
+    ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(kind, distributed, dtype, make_model, tmp_path):
     options = {"optimizer": adam(distributed=distributed), "config": {"dtype": dtype}, "training": {"micro_batch_size": 2}}
@@ -113,13 +119,18 @@ def test_a_value_model_starts_from_a_reward_or_a_language_model(make_model, tmp_
     assert torch.equal(loaded["score_head.weight"], head)
 
 
-def test_spread_experts_of_an_optimizer_that_is_not_distributed():
-    from types import SimpleNamespace
-
-    one, two = (SimpleNamespace(param_groups=[], chained_optimizers=[SimpleNamespace(optimizer=None)] * number) for number in (1, 2))
-    for optimizer, loaded in ((one, {0: {}, 1: {}}), (two, {"optimizer": {}, 0: {}, 1: {}})):
-        with pytest.raises(CheckpointError, match=r"spread over ranks otherwise \(parallel.ep\).*needs optimizer.distributed=true"):
-            checkpoint_optimizer.restore(optimizer, {}, loaded, step=1)
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_run_continues_with_the_other_kind_of_optimizer(distributed, dtype, make_model, tmp_path):
+    # The norm that gradients are clipped by is summed in another order.
+    first = make_model("policy", optimizer=adam(distributed=distributed, clip_grad=0.0), config={"dtype": dtype})
+    train(first, range(2))
+    save(first, tmp_path)
+    resumed = make_model("policy", optimizer=adam(distributed=not distributed, clip_grad=0.0), config={"dtype": dtype}, seed=2)
+    checkpoint.load(resumed.model, tmp_path)
+    for ours, theirs in zip(train(resumed, range(2, 4)), train(first, range(2, 4)), strict=True):
+        assert ours == pytest.approx(theirs)
+    assert same(weights_of(resumed), weights_of(first))
 
 
 def test_a_resumed_run_follows_its_own_configs_schedule(make_model, tmp_path):
