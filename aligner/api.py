@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.outcomes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.data.mixture import is_mixture
 from aligner.errors import AlignerError, ConfigError

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import os
 
     from aligner.cluster import outcomes
-    from aligner.cluster.exit_codes import ExitCode
+    from aligner.cluster.outcomes import ExitCode
     from aligner.errors import AlignerError, describe_os_error
 
     try:
@@ -109,7 +109,7 @@ def commands() -> None:
 @_settings
 def train(config: str, settings: tuple[str, ...]) -> None:
     """Train, or write data, with a recipe on this rank (start it on every rank: srun, torchrun, mpiexec, aligner launch)."""
-    from aligner.cluster.exit_codes import ExitCode
+    from aligner.cluster.outcomes import ExitCode
     from aligner.errors import ConfigError
     from aligner.settings import explain
     from aligner.settings.command_line import read
@@ -256,7 +256,7 @@ add(
 )
 add(
     _data,
-    "tasks = tasks:tasks",
+    "tasks = validate_data:tasks",
     Argument("target", "FILE", "FILE: the .jsonl file to write, for data.train or data.validation.", type=FILE),
     Argument("overrides", "[KEY=VALUE]...", "KEY=VALUE: settings of environment., as for `aligner train`.", nargs=-1),
     click.Option(["--count"], type=COUNT, default=1000, metavar="N", help="Number of prompts (default: 1000)."),

@@ -19,7 +19,7 @@ from pathlib import Path
 from asynchronous import Spec
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig, TrainGRPO
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.loop.loop import Clock
 from aligner.losses.correction import Correction, CorrectionConfig
 from aligner.models.config import ModelConfig

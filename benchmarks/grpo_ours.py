@@ -26,7 +26,7 @@ from trl_grpo_reference import Clock as PhaseClock
 from trl_grpo_reference import Spec, fixed_batch, median_seconds, per_1000_tokens, read_spec
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig, TrainGRPO
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.loop.loop import Clock
 from aligner.models.config import Dtype, ModelConfig
 from aligner.models.training.optimizer import Decay, OptimizerConfig

@@ -20,7 +20,7 @@ from trl_sft_reference import Spec, read_spec
 
 from aligner.algorithms.sft import SFT, SFTConfig, TrainSFT
 from aligner.data.collate import SupervisedExample
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.loop.loop import Clock
 from aligner.models.config import ModelConfig
 from aligner.models.training.optimizer import Decay, OptimizerConfig

@@ -16,8 +16,7 @@ from aligner.errors import ConfigError, check_numbers
 from aligner.loop.writing import COLUMNS, Record, digest_of
 from aligner.planner.workload import Head, Phase
 from aligner.run.recipe import Recipe
-from aligner.run.settings import WritingRun, reading
-from aligner.run.traits import Traits
+from aligner.run.settings import Traits, WritingRun, reading
 from aligner.servers.config import ClientConfig
 
 if TYPE_CHECKING:

@@ -24,11 +24,10 @@ from torch import Tensor
 
 from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.constitution import Case, Constitution, Framing, Principle, Question
-from aligner.data.parts import Parts
 from aligner.errors import ConfigError, DataError, RunHalted
 from aligner.files import publish
 from aligner.hub.names import Files
-from aligner.loop.writing import Record
+from aligner.loop.writing import Parts, Record
 from aligner.types import LabeledBatch
 
 SUPERVISED, PREFERENCES, TRACES = "records.jsonl", "preferences.jsonl", "traces.jsonl"

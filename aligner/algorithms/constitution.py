@@ -50,8 +50,7 @@ from aligner.rewards.local import NoReward
 from aligner.rollout.config import RolloutConfig, check_engine, check_untrained
 from aligner.run import lengths
 from aligner.run.recipe import Recipe
-from aligner.run.settings import WritingRun, check_layout
-from aligner.run.traits import Traits, UsedModel
+from aligner.run.settings import Traits, UsedModel, WritingRun, check_layout
 from aligner.types import FinishReason, Prompt, SamplingConfig
 
 if TYPE_CHECKING:

@@ -35,8 +35,7 @@ from aligner.losses.preference import DPOVariant, LogRatios, UserPairLoss, dpo_l
 from aligner.protocols import Loss, Policy, Reference
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe, named, resolve, text_of
-from aligner.run.settings import TrainerRun, reading
-from aligner.run.traits import Traits
+from aligner.run.settings import TrainerRun, Traits, reading
 from aligner.telemetry.metrics import merge, values
 from aligner.types import PreferenceBatch, TokenOutputs
 

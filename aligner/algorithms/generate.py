@@ -19,8 +19,7 @@ from aligner.rewards.local import NoReward
 from aligner.rollout.config import RolloutConfig, check_engine, check_untrained
 from aligner.run import lengths
 from aligner.run.recipe import Recipe
-from aligner.run.settings import WritingRun, check_layout, reading
-from aligner.run.traits import Traits
+from aligner.run.settings import Traits, WritingRun, check_layout, reading
 from aligner.types import FinishReason
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ from aligner.planner.workload import Phase
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
-from aligner.run.settings import TrainerRun, reading
-from aligner.run.traits import Traits
+from aligner.run.settings import TrainerRun, Traits, reading
 from aligner.telemetry.metrics import Mean, merge, values
 from aligner.types import LabeledBatch, TokenOutputs
 

@@ -39,8 +39,7 @@ from aligner.online.task import SAMPLED, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
-from aligner.run.settings import JobRun, check_best_metric
-from aligner.run.traits import Traits
+from aligner.run.settings import JobRun, Traits, check_best_metric
 from aligner.types import DistillationBatch, MaskedBatch, PolicyBatch, RolloutBatch
 from aligner.types.batches import of_kind
 

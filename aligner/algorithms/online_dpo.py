@@ -35,7 +35,7 @@ from aligner.online.task import REWARDED, OnlineTask
 from aligner.protocols import Policy, Reference
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
-from aligner.run.traits import Traits
+from aligner.run.settings import Traits
 from aligner.types import LossOutput, PreferenceBatch, RolloutBatch, TokenOutputs
 from aligner.types.batches import of_kind
 from aligner.types.rows import take_rows

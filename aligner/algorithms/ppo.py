@@ -41,8 +41,7 @@ from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.config import PretrainingConfig
-from aligner.data.epochs import EpochSampler
-from aligner.data.order import order_of
+from aligner.data.order import EpochSampler, order_of
 from aligner.errors import ConfigError, check_numbers
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Built, Clock, StepResult
@@ -71,8 +70,7 @@ from aligner.planner.workload import Phase, Work
 from aligner.protocols import Added, Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
-from aligner.run.settings import check_layout, check_replicas
-from aligner.run.traits import Server, Traits, UsedModel
+from aligner.run.settings import Server, Traits, UsedModel, check_layout, check_replicas
 from aligner.servers.components import CriticConfig, in_section
 from aligner.telemetry.metrics import Metric, merge, values
 from aligner.types import PolicyBatch, RolloutBatch, ValueBatch

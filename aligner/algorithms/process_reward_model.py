@@ -25,8 +25,7 @@ from aligner.models.modules.scalar_head import Pooling, ScalarHead
 from aligner.planner.workload import Head
 from aligner.protocols import Loss, Trainable
 from aligner.run.recipe import Recipe
-from aligner.run.settings import TrainerRun, reading
-from aligner.run.traits import Traits
+from aligner.run.settings import TrainerRun, Traits, reading
 from aligner.telemetry.metrics import merge, values
 from aligner.types import LossOutput, StepBatch, TokenOutputs
 

@@ -32,8 +32,7 @@ from aligner.loop.writing import Record, digest_of
 from aligner.planner.workload import Head, Phase
 from aligner.reporting.formats import Column
 from aligner.run.recipe import Recipe
-from aligner.run.settings import WritingRun
-from aligner.run.traits import Traits
+from aligner.run.settings import Traits, WritingRun
 from aligner.servers.config import ClientConfig
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from aligner.planner.workload import Head
 from aligner.protocols import Loss
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
-from aligner.run.settings import TrainerRun, check_pooling, reading
-from aligner.run.traits import Traits
+from aligner.run.settings import TrainerRun, Traits, check_pooling, reading
 from aligner.types import LabeledBatch
 
 if TYPE_CHECKING:

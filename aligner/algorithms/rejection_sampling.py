@@ -32,7 +32,7 @@ from aligner.online.task import REWARDED, OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
-from aligner.run.traits import Traits
+from aligner.run.settings import Traits
 from aligner.types import EpisodeRows, LabeledBatch, RolloutBatch
 from aligner.types.batches import of_kind
 from aligner.types.rows import take_rows

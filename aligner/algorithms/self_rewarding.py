@@ -36,8 +36,8 @@ from aligner.algorithms.judge import (
 )
 from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import PreferencePair
-from aligner.data.epochs import EpochSampler
 from aligner.data.images import images_in
+from aligner.data.order import EpochSampler
 from aligner.data.supervised import answered
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RunHalted
@@ -51,7 +51,7 @@ from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
-from aligner.run.traits import Traits
+from aligner.run.settings import Traits
 from aligner.types import FinishReason, Prompt, SampleRow, SamplingConfig
 
 if TYPE_CHECKING:

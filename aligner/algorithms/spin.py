@@ -20,7 +20,7 @@ from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Pa
 from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import PreferencePair, supervised_batch
 from aligner.data.config import DemonstrationDataConfig
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.data.reading import Mixed
 from aligner.data.supervised import Demonstration, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
@@ -34,8 +34,7 @@ from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.run import lengths
 from aligner.run.recipe import Recipe
-from aligner.run.settings import JobRun, check_best_metric, reading
-from aligner.run.traits import Traits
+from aligner.run.settings import JobRun, Traits, check_best_metric, reading
 from aligner.types import Prompt, SampleRow
 
 if TYPE_CHECKING:

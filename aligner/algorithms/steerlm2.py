@@ -31,8 +31,7 @@ from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy, Reference
 from aligner.reporting.formats import Column, Goal
 from aligner.run.recipe import Recipe
-from aligner.run.settings import TrainerRun, check_layout, reading
-from aligner.run.traits import Traits
+from aligner.run.settings import TrainerRun, Traits, check_layout, reading
 from aligner.telemetry.metrics import values
 from aligner.types import LabeledBatch
 

@@ -23,8 +23,7 @@ from aligner.parallel.collectives import from_rank_0
 from aligner.planner.workload import Phase
 from aligner.reporting.formats import Column
 from aligner.run.recipe import Recipe
-from aligner.run.settings import WritingRun, reading
-from aligner.run.traits import Traits
+from aligner.run.settings import Traits, WritingRun, reading
 from aligner.types import LabeledBatch
 
 if TYPE_CHECKING:

@@ -32,9 +32,8 @@ from aligner.cluster import processes
 from aligner.cluster.component import Component, check_components, free_ports, rank_environment
 from aligner.cluster.config import LocalLauncherConfig
 from aligner.cluster.console import Channel, Console
-from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import LeaseRecord
-from aligner.cluster.outcomes import TOO_EARLY
+from aligner.cluster.outcomes import TOO_EARLY, ExitCode
 from aligner.cluster.run_directory import RunDirectory, ServiceWatch
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.errors import ConfigError, LaunchError, describe_os_error

@@ -1,4 +1,4 @@
-"""How each rank of a component ended, by its own record. Standard library only.
+"""How each rank of a component ended, by its own record, and what a run's exit code means to its launcher. Standard library only.
 
 `srun` reports one code for all tasks of a step: mostly 137 from a task that it killed itself, and 0 after the loss of a node. So a rank
 that exits writes `<rank>.json` into the directory ALIGNER_OUTCOMES, new for every start of a component. A killed rank leaves nothing.
@@ -18,10 +18,29 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from pathlib import Path
 
-from aligner.cluster.exit_codes import ExitCode
+from aligner.errors import AlignerError, ConfigError, DataError, RunHalted
 from aligner.files import publish
+
+
+class ExitCode(IntEnum):
+    """Codes of a component's processes, of the local launcher and of a Slurm job. Any other code is a crash: restart, within the limits."""
+
+    done = 0
+    failed = 1  # a crash, or an error that a restart may fix
+    refused = 2  # a mistake in the request (settings, data, preflight): a restart would meet it again
+    stopped = 75  # stopped in order before the last step, with a checkpoint: start again to continue
+    halted = 78  # ended for good before the last step (numbers went bad, no progress): a person has to look
+
+
+def exit_code_of(error: AlignerError) -> ExitCode:
+    """The exit code of a program ended by this error."""
+    if isinstance(error, (ConfigError, DataError)):
+        return ExitCode.refused
+    return ExitCode.halted if isinstance(error, RunHalted) else ExitCode.failed
+
 
 VARIABLE = "ALIGNER_OUTCOMES"
 _FIRST_RANK_SECONDS = 3.0

@@ -18,7 +18,7 @@ from pathlib import Path
 from aligner.algorithms.registry import composed, config_file
 from aligner.cluster.component import interpreter
 from aligner.cluster.config import Placement
-from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.outcomes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import CHOICES
 from aligner.cluster.slurm.client import SlurmClient

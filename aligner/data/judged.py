@@ -13,11 +13,11 @@ from torch import Tensor
 
 from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.encoding import Encoded, encode_conversation, encode_plain, encode_prompt, encode_response, plain_text
-from aligner.data.epochs import EpochSampler
 from aligner.data.forms import Purpose
 from aligner.data.images import digests_of, images_in, only_images
 from aligner.data.labelled import MISSING, attribute_text, is_labelled, parse_labelled, parse_labels, parse_step_labels
 from aligner.data.messages import shown, text_of
+from aligner.data.order import EpochSampler
 from aligner.data.reading import Reader, loader
 from aligner.data.records import (
     ConversationRecord,

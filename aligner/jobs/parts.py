@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from aligner.cluster.exit_codes import ExitCode
-from aligner.data.epochs import EpochSampler
-from aligner.data.order import order_of
+from aligner.cluster.outcomes import ExitCode
+from aligner.data.order import EpochSampler, order_of
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, listed, load_tokenizer
 from aligner.data.vision import Vision

@@ -19,8 +19,7 @@ from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import POLICY, REFERENCE
 from aligner.data.collate import SupervisedExample
 from aligner.data.config import PretrainingConfig
-from aligner.data.epochs import EpochSampler
-from aligner.data.order import order_of
+from aligner.data.order import EpochSampler, order_of
 from aligner.data.prompts import load_prompts
 from aligner.data.stored import row_counts
 from aligner.data.supervised import load_supervised

@@ -12,12 +12,11 @@ from importlib import import_module
 from typing import Any
 
 from aligner.algorithms.registry import built_in, recipe_of, recipes
-from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.outcomes import ExitCode
 from aligner.errors import ConfigError
 from aligner.run.program import entrypoint
 from aligner.run.recipe import Recipe
-from aligner.run.settings import JobRun
-from aligner.run.traits import Kind
+from aligner.run.settings import JobRun, Kind
 from aligner.settings.command_line import read
 
 JOBS: Mapping[Kind, tuple[str, str]] = {

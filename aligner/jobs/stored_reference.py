@@ -3,7 +3,7 @@
 The policy is the reference until it has been trained or a checkpoint has been loaded. So every start can compute the missing files: a
 killed run continues after the last complete file.
 
-    <directory>/manifest.json             what was computed from what (`aligner.data.parts`)
+    <directory>/manifest.json             what was computed from what (`aligner.loop.writing`)
     <directory>/part_000000.safetensors   for the rows of `part_size` examples, in order: number of trained tokens, their log-probs
 
 Log-probs are float32, trained tokens only: 4 bytes each. A run reads rows on demand.
@@ -29,13 +29,12 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.distillation import data_digest
 from aligner.data.mixture import Mixture
-from aligner.data.parts import Parts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.files import publish
 from aligner.jobs.parts import run_loop
 from aligner.jobs.sources import model_digest
-from aligner.loop.writing import Record, Writing, WrittenFiles
+from aligner.loop.writing import Parts, Record, Writing, WrittenFiles
 from aligner.models import create
 from aligner.models.checkpoint.manifest import digest
 from aligner.models.modules.peft import WEIGHTS_FILE

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from aligner.cluster.exit_codes import ExitCode
-from aligner.data.epochs import EpochSampler
-from aligner.data.order import order_of
+from aligner.cluster.outcomes import ExitCode
+from aligner.data.order import EpochSampler, order_of
 from aligner.data.report import LoadReport
 from aligner.data.stored import row_counts
 from aligner.data.tokenizer import Tokenizer

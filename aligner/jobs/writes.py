@@ -12,13 +12,12 @@ from torch import Tensor
 
 from aligner.cluster.run_directory import RunDirectory
 from aligner.data.collate import token_batch
-from aligner.data.parts import Parts
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs.parts import conclude, load_model_files, run_loop, with_lengths
 from aligner.jobs.sources import frozen_model, model_digest, pinned
-from aligner.loop.writing import Writing, WrittenFiles
+from aligner.loop.writing import Parts, Writing, WrittenFiles
 from aligner.models import create
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.training.guard import GuardConfig

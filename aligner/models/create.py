@@ -26,14 +26,12 @@ from aligner.models.modules.build import build_model
 from aligner.models.modules.chunk import Chunk, WholeChunk
 from aligner.models.modules.fusions import fusions, note_once, say_once
 from aligner.models.modules.heads import combine_outputs
-from aligner.models.modules.hf_chunk import HFChunk
-from aligner.models.modules.hf_probe import probe
+from aligner.models.modules.hf_chunk import HFChunk, probe
 from aligner.models.modules.layers import attention_of, feed_forward_of
 from aligner.models.modules.lora import initialise_adapters
 from aligner.models.modules.megatron_config import resolve_dtype
 from aligner.models.modules.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
-from aligner.models.modules.peft import load_peft, peft_config, targets_in_wrapper
-from aligner.models.modules.pissa import start_from_weights
+from aligner.models.modules.peft import load_peft, peft_config, start_from_weights, targets_in_wrapper
 from aligner.models.modules.scalar_head import VALUES, ScalarHead, read_head
 from aligner.models.training.guard import Guard, GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig

@@ -23,8 +23,18 @@ from aligner.rewards.forms import columns_read
 from aligner.rewards.load import load_reward_function
 from aligner.rollout.config import EngineKind, RolloutConfig, check_engine, check_untrained
 from aligner.run import lengths
-from aligner.run.settings import CheckpointConfig, JobRun, LoopConfig, check_best_metric, check_layout, check_replicas
-from aligner.run.traits import Kind, Server, Traits, UsedModel
+from aligner.run.settings import (
+    CheckpointConfig,
+    JobRun,
+    Kind,
+    LoopConfig,
+    Server,
+    Traits,
+    UsedModel,
+    check_best_metric,
+    check_layout,
+    check_replicas,
+)
 from aligner.servers.components import ActorConfig, RewardConfig, in_section
 from aligner.servers.config import ClientConfig
 from aligner.types import Prompt

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.data.reading import Mixed
 from aligner.models.training.guard import GuardConfig
 from aligner.online.collect import Scorers

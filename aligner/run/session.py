@@ -23,8 +23,8 @@ import torch
 import yaml
 
 from aligner.cluster import outcomes
-from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import watch_lease
+from aligner.cluster.outcomes import ExitCode
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL, RunDirectory
 from aligner.data.report import LoadReport
 from aligner.errors import AlignerError, ConfigError, ServerError, describe_os_error

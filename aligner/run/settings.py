@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL
 from aligner.cluster.slurm.spec import ContainerConfig, SlurmConfig
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, check_numbers
@@ -27,10 +27,58 @@ from aligner.planner.workload import Head, Phase, Work
 from aligner.reporting.config import LoggingConfig
 from aligner.rollout.config import RolloutConfig
 from aligner.run import lengths
-from aligner.run.traits import Kind, Server, Traits, UsedModel
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+from aligner.servers.config import ServerConfig
+
+
+class Kind(str, Enum):
+    """What a run does; `aligner.jobs.start` has the job of each."""
+
+    trains = "trains"  # on existing data
+    samples = "samples"  # and learns from its own samples
+    writes = "writes"  # a data set, instead of training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsedModel:
+    """A model that a component loads."""
+
+    component: str
+    key: str  # of its settings
+    config: ModelConfig
+    is_scalar: bool = False  # has one number per token instead of logits
+    needs_head: bool = False  # a scalar head that is not in the files would be random, and never be trained
+    reads_text: bool = False  # it is sent texts, not token ids: its tokenizer may be another one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """A component that serves the trainer, from an allocation of its own."""
+
+    name: str
+    num_ranks: int
+    parallel: ParallelConfig
+    settings: ServerConfig
+    work: Work | None  # None: a function, which needs no model
+    model: ModelConfig
+    optimizer: OptimizerConfig | None = None  # None: frozen
+    check: Callable[[ModelConfig, Any, int], None] | None = None  # (model, architecture, ranks): raises ConfigError for what it refuses
+    guest: Server | None = None  # another one, in its processes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """Properties of a run with these settings, for code that does not run it."""
+
+    role: str  # of the component that trains or writes: actor, trainer, writer
+    work: Work  # of one of its steps
+    head: Head = Head.language
+    has_reference: bool = False  # a frozen copy of what is trained
+    has_engine: bool = False  # it samples, as `rollout` says
+    checkpoints: Sequence[str] = (POLICY,)  # folders of a run directory's checkpoints that have to agree
 
 
 class BestMode(str, Enum):

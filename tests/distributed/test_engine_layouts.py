@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 from training_jobs import eventually
 
 from aligner.data.collate import rollout_batch
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.environments.exchange import EpisodeError
 from aligner.errors import AlignerError, CheckpointError, ConfigError, EngineError
 from aligner.loop.loop import Clock

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.cluster.lease import RunHeld
+from aligner.cluster.outcomes import ExitCode, exit_code_of
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import Allocation, StopRequests, allocation, step_environment
 from aligner.cluster.slurm.client import SlurmClient

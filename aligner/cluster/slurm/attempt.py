@@ -17,9 +17,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import Lease
-from aligner.cluster.outcomes import TOO_EARLY
+from aligner.cluster.outcomes import TOO_EARLY, ExitCode
 from aligner.cluster.run_directory import RunDirectory, is_ready, waits_for_its_turn
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
 from aligner.cluster.slurm.steps import Place, Step

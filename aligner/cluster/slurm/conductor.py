@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from aligner.cluster import lease as leases
-from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import Lease, LeaseRecord
+from aligner.cluster.outcomes import ExitCode
 from aligner.cluster.slurm.attempt import (
     ENDED,
     POLL_SECONDS,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.outcomes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import StopRequests
 from aligner.cluster.slurm.client import OVER, SlurmClient

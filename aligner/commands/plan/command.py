@@ -29,8 +29,7 @@ from aligner.planner.workload import Component, Engine, Head, Phase, ResponseLen
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.run.from_hub import fetch_named
 from aligner.run.lengths import fill
-from aligner.run.settings import JobRun, WritingRun
-from aligner.run.traits import Server
+from aligner.run.settings import JobRun, Server, WritingRun
 from aligner.servers.components import in_section
 from aligner.settings.compose import from_yaml, schema_of
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from aligner.cluster import outcomes
-from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.outcomes import ExitCode
 from aligner.commands.parts import PreflightOptions
 from aligner.commands.preflight import allocation, cluster, framework, models, ranks, samples, sizing
 from aligner.commands.preflight.framework import Context, Finding, Level, Runner

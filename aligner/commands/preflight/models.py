@@ -17,8 +17,7 @@ from aligner.models.checkpoint.hf_files import stored_tensors
 from aligner.models.config import HFArchitecture
 from aligner.models.modules.scalar_head import HF_HEADS
 from aligner.planner.config import Device
-from aligner.run.settings import JobRun
-from aligner.run.traits import UsedModel
+from aligner.run.settings import JobRun, UsedModel
 from aligner.servers.components import in_section
 
 SAMPLE = "The quick brown fox: 3 + 4 = 7, naïve café, 你好.\n\tdef f(x): return x"

@@ -308,7 +308,7 @@ class HFArchitecture(Architecture):
     hf: dict[str, Any] = field(default_factory=dict)  # config.json
 
     def __post_init__(self) -> None:
-        """Nothing is checked here: `transformers` checks its own configs, and `aligner.models.modules.hf_probe` the model."""
+        """Nothing is checked here: `transformers` checks its own configs, and `aligner.models.modules.hf_chunk` the model."""
 
     @property
     def model_type(self) -> str:

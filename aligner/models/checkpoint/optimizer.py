@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from aligner.errors import CheckpointError
-from aligner.models.training.adam import HostAdam
+from aligner.models.training.adam import EMA, HostAdam, make_room
 from aligner.models.training.adam8bit import Adam8bit
-from aligner.models.training.average import EMA, make_room
 from aligner.models.training.muon import Muon
 from aligner.parallel.mcore import ChainedOptimizer, DistributedOptimizer, Range, ShardedTensor, sharded_leaves
 

@@ -25,11 +25,10 @@ from aligner.models.architecture.divisible import fp8_token_multiple
 from aligner.models.config import Architecture, ModelConfig, Normalization, Part, PositionEmbedding, Recompute, SeeingArchitecture
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout, shard
 from aligner.models.families.wrappers import TOWER
-from aligner.models.modules.attention import split_for_checkpoint
+from aligner.models.modules.attention import WholeLinear, split_for_checkpoint
 from aligner.models.modules.batch_invariant import INVARIANT
 from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.heads import linear_head
-from aligner.models.modules.latent_attention import WholeLinear
 from aligner.models.modules.layers import KINDS, ORDINARY, SPLIT_INPUTS, LayerModules, block_spec, finish_transformer_engine
 from aligner.models.modules.linear import is_split, linear_weight
 from aligner.models.modules.lora import attach

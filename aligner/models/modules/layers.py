@@ -18,9 +18,8 @@ from torch import Tensor
 
 from aligner.models.architecture import rope
 from aligner.models.config import Architecture, LoraTarget, Normalization, ParallelResidual, SeeingArchitecture
-from aligner.models.modules.attention import CoreAttention, placed, split_for_checkpoint, split_parameter
+from aligner.models.modules.attention import CoreAttention, LatentAttention, placed, split_for_checkpoint, split_parameter
 from aligner.models.modules.gated_delta_net import GatedAttention, GatedDeltaNet
-from aligner.models.modules.latent_attention import LatentAttention
 from aligner.models.modules.router import Router
 from aligner.models.modules.vision import DeepLayer
 from aligner.models.training.tracing import Operation

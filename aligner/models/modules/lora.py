@@ -5,7 +5,7 @@ With `model.lora.dora` (Liu et al. 2024, 2402.09353) it becomes m (W + scaling B
 the sum: A and B give the direction of a row, and the magnitude m of each output, at first ||W||, learns too. The norm gets no gradient, as
 in the paper (section 4.3) and in PEFT. Without dropout: what scales the layer's own product would have to see dropped inputs, too.
 
-With `model.lora.init=pissa` it becomes W x + scaling (B A - B0 A0) x with the frozen first pair (`aligner.models.modules.pissa`).
+With `model.lora.init=pissa` it becomes W x + scaling (B A - B0 A0) x with the frozen first pair (`aligner.models.modules.peft`).
 
 A layer that holds several of Hugging Face's projections (query, key and value; gate and up) has a pair for each of them, so that an adapter
 is one of PEFT's, too. The A's lie one below the other and are one product; each B gives its own rows of the fused output.

@@ -1,16 +1,20 @@
-"""Adapters in the format of Hugging Face's PEFT: a directory with `adapter_config.json` and `adapter_model.safetensors`."""
+"""What adapters begin with and end as: the format of Hugging Face's PEFT, a directory with `adapter_config.json` and
+`adapter_model.safetensors`; and PiSSA, which starts them from the weights under them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,7 +29,8 @@ from aligner.models.families.wrappers import module_name
 from aligner.models.modules.chunk import Chunk, global_name
 from aligner.models.modules.lora import Adapter, named_adapters, pairs_of
 from aligner.models.modules.scalar_head import HEAD, ScalarHead
-from aligner.models.weights import all_places, gathered, named_shards, places_everywhere, shard_anywhere
+from aligner.models.weights import all_places, export_hf, gathered, named_shards, places_everywhere, shard_anywhere
+from aligner.parallel.collectives import gather_objects
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -321,3 +326,48 @@ def _copy(target: Tensor, found: Tensor, source: Path | str, name: str) -> None:
     if found.shape != target.shape:
         raise CheckpointError(f"{source}: a matrix of {name} is {tuple(found.shape)} on this rank, the model's {tuple(target.shape)}")
     target.copy_(found)
+
+
+@torch.no_grad()
+def start_from_weights(chunks: Sequence[Chunk]) -> None:
+    """Fill new adapters, which add nothing yet, with the largest singular values and vectors of the weights (PiSSA; Meng et al. 2024,
+    2404.02948). Collective: every rank decomposes its share of the matrices, each of them whole, so that every layout starts the same.
+
+    With W = U S V', A = sqrt(S_r / scaling) V_r' and B = U_r sqrt(S_r / scaling). The paper puts the residual W - scaling B A in W's place.
+    Here W stays, and the layer subtracts the product of the frozen first pair: the same function and gradients, nothing is rounded away,
+    and the export is an adapter of the original weights, of twice the rank, as PEFT makes it of its own.
+    """
+    chunk, rank, size = chunks[0], dist.get_rank(), dist.get_world_size()
+    transposed = chunk.architecture.family is Family.gpt2
+    names = {f"{one.name}.weight" for one in projections(chunk.architecture, chunk.lora)}
+    found: dict[str, Tensor] = {}
+    own: tuple[str, Tensor] | None = None
+    wanted = ((name, weight) for name, weight in export_hf(chunks) if name in names)
+    for number, (name, weight) in enumerate(wanted, start=1):
+        names.remove(name)
+        if chunk.lora.rank > min(weight.shape):
+            raise ConfigError(f"model.lora.rank={chunk.lora.rank}: {name} has {min(weight.shape)} singular values (model.lora.init=pissa)")
+        if number % size == rank:
+            own = name, (weight.t() if transposed else weight).float().clone()
+        if own is not None and (number % size == 0 or not names):  # every rank has one: all of them compute at the same time
+            found |= zip(pair_names(chunk, own[0].removesuffix(".weight")), pair_of(*own, chunk.lora), strict=True)
+            own = None
+    if names:
+        raise ConfigError(f"model.lora.init=pissa: {min(names)} is no matrix of its own in the model's files; allowed: uniform")
+    fill_adapters(chunks, {name: tensor for part in gather_objects(found) for name, tensor in part.items()}, "model.lora.init=pissa")
+    for chunk in chunks:
+        for _, adapter in named_adapters(chunk):
+            adapter.freeze_start()
+
+
+def pair_of(name: str, weight: Tensor, lora: LoraConfig) -> tuple[Tensor, Tensor]:
+    """A [rank, inputs] and B [outputs, rank] of a float32 matrix, on the CPU."""
+    if lora.pissa_iterations:
+        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+            torch.manual_seed(zlib.crc32(name.encode()))
+            left, values, right = torch.svd_lowrank(weight, lora.rank, niter=lora.pissa_iterations)
+            right = right.t()
+    else:
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    roots = (values[: lora.rank] / lora.scaling).sqrt()
+    return (roots[:, None] * right[: lora.rank]).cpu(), (left[:, : lora.rank] * roots).cpu()

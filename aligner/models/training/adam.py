@@ -241,3 +241,43 @@ class LossScale:
         for scaler in self._scalers:
             counts = {name: int(value) for name, value in state.items() if name != "scale"}
             scaler.load_state_dict({"scale": torch.tensor([state["scale"]], dtype=torch.float), **counts})
+
+
+EMA = "ema"  # key of a parameter's state
+
+
+def averaging_step(optimizer: Any, decay: float) -> Any:
+    """A step of Megatron-Core's (chained) optimizer, with an exponential moving average of its float32 weights (`optimizer.ema_decay`)
+    unless `decay` is 0; what its `step` returns. Averages begin with the weights before the first step, in the state beside the moments."""
+    held = list(_held(optimizer)) if decay else []
+    starts = {weight: weight.detach().clone() for state, weight in held if EMA not in state.get(weight, {})}
+    result = optimizer.step()
+    for state, weight in held:
+        if state.get(weight):  # without a gradient it has no moments yet, and is where it was
+            state[weight].setdefault(EMA, starts.get(weight)).lerp_(weight.detach(), 1 - decay)
+    return result
+
+
+def make_room(optimizer: Any) -> None:
+    """Averages of any contents beside the moments, to be read from a checkpoint."""
+    for state, weight in _held(optimizer):
+        state[weight][EMA] = torch.empty_like(weight, requires_grad=False)
+
+
+@torch.no_grad()
+def exchange(optimizer: Any) -> None:
+    """Put the averages in the weights' place and the weights in theirs, in the optimizer and in this rank's share of the model."""
+    for state, weight in _held(optimizer):
+        if EMA in state.get(weight, {}):
+            kept = weight.detach().clone()
+            weight.copy_(state[weight][EMA])
+            state[weight][EMA].copy_(kept)
+    for part in (part for part in optimizer.chained_optimizers if not part.is_stub_optimizer):
+        part._copy_main_params_to_model_params()
+
+
+def _held(optimizer: Any) -> Iterator[tuple[dict[Tensor, Any], Tensor]]:
+    """(states by weight, weight) of this rank's float32 weights."""
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            yield from ((part.optimizer.state, weight) for group in part.optimizer.param_groups for weight in group["params"])

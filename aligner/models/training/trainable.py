@@ -26,8 +26,7 @@ from aligner.models.modules.noise import noise_of
 from aligner.models.modules.router import AuxiliaryLosses, loss_count, routers, take_metrics
 from aligner.models.modules.shared_prompts import prompt_keys
 from aligner.models.training import forward as passes
-from aligner.models.training.adam import LossScale, build_optimizer, build_scheduler, main_weights
-from aligner.models.training.average import averaging_step, exchange
+from aligner.models.training.adam import LossScale, averaging_step, build_optimizer, build_scheduler, exchange, main_weights
 from aligner.models.training.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
 from aligner.models.training.offload import HostMemory, by_device, device_tensors, gradients, optimizer_tensors
 from aligner.models.training.optimizer import OptimizerConfig

@@ -21,8 +21,8 @@ from torch import Tensor
 from aligner.models.architecture import rope
 from aligner.models.architecture.rope import neighbours_apart
 from aligner.models.config import Architecture, ParallelResidual
+from aligner.models.modules.attention import LATENT_EPS
 from aligner.models.modules.build import rounded_scale
-from aligner.models.modules.latent_attention import LATENT_EPS
 from aligner.models.modules.megatron_config import activation_of
 from aligner.models.modules.windowed_attention import form_of
 from aligner.models.training.tracing import Operation, Tap

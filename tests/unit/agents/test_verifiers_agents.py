@@ -13,7 +13,7 @@ import pytest
 
 from aligner.agents import AgentOutcome, SessionAccess
 from aligner.agents.verifiers import ServerGone, Verifiers, apply, env_of, outcome_of, verifiers_tasks
-from aligner.commands.tasks import tasks
+from aligner.commands.validate_data import tasks
 from aligner.environments.config import EnvironmentConfig, EnvironmentKind
 from aligner.errors import ConfigError
 from aligner.types import Prompt, SamplingConfig

@@ -29,7 +29,7 @@ def make_task(topology, fakes) -> Callable:
 
     `held_out`: fields of its `Validation`; `fields`: its own, or fields of its `Scorers`.
     """
-    from aligner.data.epochs import EpochSampler
+    from aligner.data.order import EpochSampler
     from aligner.models.training.guard import GuardConfig
     from aligner.online.collect import Scorers
     from aligner.online.task import OnlineTask, Validation

@@ -25,12 +25,11 @@ from aligner.algorithms.chains import (
 from aligner.algorithms.constitution import Constitutional
 from aligner.data.config import ConstitutionDataConfig, PreferenceDataConfig, SFTDataConfig
 from aligner.data.constitution import Constitution, Framing, Principle, load_cases
-from aligner.data.parts import Parts
 from aligner.data.supervised import load_preferences, load_supervised
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import ConfigError, DataError, RunHalted
 from aligner.loop.loop import Clock
-from aligner.loop.writing import Writing
+from aligner.loop.writing import Parts, Writing
 from aligner.online.collect import Scorers
 from aligner.protocols import Replica
 from aligner.rewards.local import NoReward

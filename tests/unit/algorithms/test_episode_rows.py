@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.algorithms.grpo import GRPO, GRPOConfig
+from aligner.algorithms.grpo import GRPO, GRPOConfig, has_signal
 from aligner.data.collate import rollout_batch
 from aligner.losses.aggregation import Aggregation
 from aligner.online.collect import ScoredRollouts, joined
-from aligner.online.groups import has_signal
 from aligner.types import Episode, EpisodeRows, TokenOutputs
 
 

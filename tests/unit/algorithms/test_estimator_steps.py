@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.grpo import GRPO, GRPOConfig, KLIn
+from aligner.algorithms.grpo import GRPO, Exhausted, GRPOConfig, KLIn
 from aligner.errors import ConfigError, RunHalted, ServerUnreachable
 from aligner.loop.loop import Clock
 from aligner.losses.advantages import Estimator
@@ -17,7 +17,6 @@ from aligner.losses.shaping import ShapingConfig, Standardize
 from aligner.models.training.guard import GuardConfig, NonFinite, NonFiniteReward
 from aligner.online import collect as rollouts
 from aligner.online.collect import sample_seeds
-from aligner.online.groups import Exhausted
 from aligner.protocols import Replica
 from aligner.telemetry.metrics import Mean
 

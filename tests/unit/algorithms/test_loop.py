@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.errors import AlignerError, CheckpointError, ConfigError, ServerUnreachable
 from aligner.loop.loop import BY_TIME, Clock, StepResult, TimeBudget, run
 from aligner.run.settings import LoopConfig

@@ -11,7 +11,7 @@ import torch
 from aligner.algorithms.ppo import PPO, PPOConfig, Pretraining, TrainPPO
 from aligner.data.collate import SupervisedExample
 from aligner.data.config import BadLines, Learn, Overlong, PretrainingConfig, PromptDataConfig
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.errors import ConfigError
 from aligner.loop.loop import Clock
 from aligner.losses.aggregation import Aggregation

@@ -12,8 +12,7 @@ import pytest
 
 from aligner.algorithms import registry, sft
 from aligner.errors import ConfigError
-from aligner.run.settings import TrainerRun, WritingRun
-from aligner.run.traits import Traits
+from aligner.run.settings import TrainerRun, Traits, WritingRun
 
 
 @pytest.fixture

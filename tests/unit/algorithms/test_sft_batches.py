@@ -7,7 +7,7 @@ import torch
 
 from aligner.algorithms.sft import SFT, SFTConfig
 from aligner.data.collate import SupervisedExample, supervised_batch
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.jobs.trains import batch_statistics
 from aligner.loop.loop import Clock
 from aligner.models.training.optimizer import OptimizerConfig

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import os, sys, threading
 from aligner.cluster import outcomes
-from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.outcomes import ExitCode
 
 def user_code():
     {code}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.errors import ConfigError
 
 

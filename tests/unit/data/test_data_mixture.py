@@ -16,10 +16,9 @@ from aligner.data.config import (
     UnpairedDataConfig,
 )
 from aligner.data.distillation import load_distillation
-from aligner.data.epochs import EpochSampler
 from aligner.data.judged import load_unpaired
 from aligner.data.mixture import Mixture, Source, is_mixture, read_alone, sources
-from aligner.data.order import MAX_CYCLE, MixtureSampler, order_of
+from aligner.data.order import MAX_CYCLE, EpochSampler, MixtureSampler, order_of
 from aligner.data.prompts import load_prompts, read_questions
 from aligner.data.report import NoUsableRecord
 from aligner.data.supervised import load_demonstrations, load_preferences, load_supervised

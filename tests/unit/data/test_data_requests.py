@@ -12,10 +12,10 @@ from aligner.algorithms.generate import GenerateConfig
 from aligner.data.config import AnnotateDataConfig, RequestDataConfig, SFTDataConfig
 from aligner.data.encoding import PromptStyle
 from aligner.data.labelled import encode_labelled, load_requests, load_unlabelled, parse_labelled, response_text
-from aligner.data.parts import Parts
 from aligner.data.sources import RawRecord
 from aligner.data.supervised import load_supervised
 from aligner.errors import ConfigError, DataError
+from aligner.loop.writing import Parts
 
 TURNS = [
     {"from": "User", "value": "hi"},

@@ -19,7 +19,7 @@ from fake_parts import FakeCritic, FakePolicy
 from aligner.algorithms.grpo import GRPO, GRPOConfig
 from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.data.collate import rollout_batch
-from aligner.data.epochs import EpochSampler
+from aligner.data.order import EpochSampler
 from aligner.endpoint.sessions import Call, KeptSessions, SessionClosed, Trace
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.value import value_loss

@@ -11,8 +11,8 @@ import pytest
 from gymnasium import spaces
 
 from aligner.algorithms.registry import composed
-from aligner.commands import tasks as commands_tasks
-from aligner.commands.tasks import tasks
+from aligner.commands import validate_data
+from aligner.commands.validate_data import tasks
 from aligner.environments.config import EnvironmentConfig, EnvironmentKind
 from aligner.environments.environment import Environment, Turn
 from aligner.environments.kinds import build_environment
@@ -159,7 +159,7 @@ def test_arguments_are_typed_alike_for_tasks_and_for_training(
 ) -> None:
     given = ["environment.kind=gymnasium", "environment.name=FrozenLake-v1", *arguments]
     seen: list[EnvironmentConfig] = []
-    monkeypatch.setattr(commands_tasks, "_records", lambda config, *_: [seen.append(config)] and iter(()))
+    monkeypatch.setattr(validate_data, "_records", lambda config, *_: [seen.append(config)] and iter(()))
     tasks(tmp_path / "a.jsonl", given, 1, 0, "")
     trained = composed("grpo", ["model.path=m", "data.train=d", "reward.function.path=a:b", *given]).environment
     assert seen == [trained] and trained.arguments == {"map": {"size": 4, "names": ["a b", "c"]}, "is_slippery": False}

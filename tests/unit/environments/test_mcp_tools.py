@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.commands.tasks import tasks
+from aligner.commands.validate_data import tasks
 from aligner.environments import keeper
 from aligner.environments.adapters.mcp import McpServers, ToolUse
 from aligner.environments.environment import Turn

@@ -9,8 +9,7 @@ from model_steps import adam, make_batch, same, save, train, weights_of
 from aligner.errors import ConfigError
 from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype, LoraConfig
-from aligner.models.training.adam import main_weights
-from aligner.models.training.average import EMA
+from aligner.models.training.adam import EMA, main_weights
 from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from aligner.cluster.exit_codes import exit_code_of
+from aligner.cluster.outcomes import exit_code_of
 from aligner.errors import CheckpointError, ConfigError, ModelFilesError
 from aligner.models import weights
 from aligner.models.config import ModelConfig

@@ -16,8 +16,7 @@ from aligner.losses.sft import sft_loss
 from aligner.models.checkpoint import checkpoint
 from aligner.models.config import Dtype, LoraConfig, LoraInit, LoraTarget, ModelConfig, Quantization
 from aligner.models.modules.lora import named_adapters
-from aligner.models.modules.peft import CONFIG_FILE, export_adapters, save_peft
-from aligner.models.modules.pissa import pair_of
+from aligner.models.modules.peft import CONFIG_FILE, export_adapters, pair_of, save_peft
 from aligner.models.training.policy import ReferencePolicy
 from aligner.models.weights import export_hf, save_hf
 

@@ -15,7 +15,7 @@ from aligner.errors import CheckpointError, ModelFilesError
 from aligner.models.checkpoint.hf_weights import fp8, mxfp4
 from aligner.models.config import ModelConfig
 from aligner.models.weights import save_hf
-from aligner.run.traits import UsedModel
+from aligner.run.settings import UsedModel
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"vocab_size": 61, "max_position_embeddings": 128, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}

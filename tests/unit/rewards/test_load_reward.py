@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from aligner.cluster.exit_codes import ExitCode, exit_code_of
+from aligner.cluster.outcomes import ExitCode, exit_code_of
 from aligner.errors import AlignerError, ConfigError, UserCodeError
 from aligner.rewards.builtin import exact_match
 from aligner.rewards.config import RewardFunctionConfig
