@@ -256,10 +256,7 @@ def check_constitution(constitution: Constitution, config: Any) -> None:
 
 
 def publish_feedback(parts: Parts, folder: Path, *, constitution: Constitution, wanted: Sequence[str]) -> str:
-    """Write the parts as the files that training reads, and a report of what was left out. What to say of it.
-
-    Raises DataError if a file that was wanted has no record; all files are there nevertheless.
-    """
+    """Write the parts as files for training, and a report, which is returned. Raises DataError if a wanted file has no record."""
     counts: Counter[str] = Counter()
     for part in range(parts.num_parts):
         for trace in parts.read(part):
@@ -301,10 +298,7 @@ class JudgeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What a judge says of two responses: for every question the log-odds that the first is better when it is (A), and when it is (B).
-
-    `mass`: how much of the probability was on the two answers, in the mean; little says that the questions were not understood.
-    """
+    """For every question the log-odds that the first response is better as (A), and as (B). `mass`: mean probability on the two."""
 
     log_odds: tuple[tuple[float, float], ...]
     mass: float
@@ -359,10 +353,7 @@ class Judge:
     heartbeat: Callable[[], None] = lambda: None
 
     def compare(self, asked: Sequence[Sequence[Question]], sources: Sequence[str]) -> list[Judgement | None]:
-        """Judgements of pairs of responses, each asked all of its questions; None if a question is too long.
-
-        Raises RunHalted if log-probs are not finite.
-        """
+        """Judgements of pairs, each asked its questions; None if one is too long. Raises RunHalted if log-probs are not finite."""
         rows = [self._rows(questions, source) for questions, source in zip(asked, sources, strict=True)]
         scored = iter(self._scores([row for some in rows for row in some or ()]))
         found: list[Judgement | None] = []

@@ -109,10 +109,7 @@ def read_template(path: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """All judgements of one response: their `texts`, and for each the score, or None if it does not parse.
-
-    No texts: the response was too long to be judged.
-    """
+    """All judgements of one response: `texts` (none if it was too long), and for each the score, None if it does not parse."""
 
     scores: tuple[float | None, ...]
     texts: tuple[str, ...]

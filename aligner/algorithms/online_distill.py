@@ -98,10 +98,7 @@ class Teacher(Protocol):
 
 
 class OnlineDistillation(OnlineAlgorithm[OnlineDistillationConfig]):
-    """The algorithm over its parts. Every rank constructs one.
-
-    `below`: one more than the largest id of the tokenizer. `judged`: the rollouts have rewards, which are only reported.
-    """
+    """The algorithm over its parts, on every rank. `below`: above the tokenizer's ids. `judged`: rewards are reported."""
 
     def __init__(
         self,
@@ -217,10 +214,7 @@ def build(job: OnlineJob[TrainOnlineDistillation]) -> Built:
 
 
 def _teacher_model(job: OnlineJob[TrainOnlineDistillation]) -> ModelConfig:
-    """The teacher's model; the same one at every start of the run.
-
-    Raises ConfigError if it cannot take the student's place: its weights are put into the student's module for a pass.
-    """
+    """The teacher's model, the same at every start. Raises ConfigError if its weights do not fit the student's module."""
     path = job.config.teacher.path
     if not path:
         raise ConfigError("teacher.path='': name the teacher, a Hugging Face directory or a checkpoint of this project")

@@ -110,10 +110,7 @@ def online_dpo_loss(outputs: TokenOutputs, batch: PreferenceBatch, **settings: A
 
 
 class OnlineDPO(OnlineAlgorithm[OnlineDPOConfig]):
-    """The algorithm over its parts. Every rank constructs one.
-
-    `reference`: None if the loss needs none. `rollout_source`: where rollouts come from; None: sampled when they are needed.
-    """
+    """The algorithm over its parts, on every rank. `rollout_source` None: sampled when needed."""
 
     def __init__(
         self,

@@ -118,10 +118,7 @@ class Pretraining:
 
 
 class PPO(OnlineAlgorithm[PPOConfig]):
-    """The algorithm over its parts. Every rank of the actor constructs one.
-
-    `rollout_source`: where rollouts with their values come from, one per prompt; None: sampled when they are needed.
-    """
+    """The algorithm over its parts, on every rank. `rollout_source` gives rollouts with values; None: sampled when needed."""
 
     def __init__(
         self,

@@ -62,10 +62,7 @@ class ProposalsConfig(AnnotateConfig):
         return LabelQuery(quantity=self.adds, attributes=self.attributes, lowest=self.lowest, highest=self.highest)
 
     def log_prob(self, scores: Sequence[float], levels: Sequence[float]) -> float:
-        """log P(a|x,y) of these levels (MISSING: free) by the attribute model's scores of a response, nats.
-
-        Raises ValueError if there are more of the one than of the other.
-        """
+        """log P(a|x,y) in nats of these levels (MISSING: free) by the attribute model's scores. Raises ValueError for other lengths."""
         asked = [self._probability(score, level) for score, level in zip(scores, levels, strict=True) if level != MISSING]
         return sum(math.log(max(one, sys.float_info.min)) for one in asked)  # far from the score, with a large c, floats end
 

@@ -1,6 +1,4 @@
-"""All recipes: every module of this package with a `RECIPE`, and those that other packages name as entry points of the group
-`aligner.recipes`. Nothing else lists them.
-"""
+"""All recipes: modules of this package with a `RECIPE`, and entry points `aligner.recipes` of other packages. Nothing else lists them."""
 
 from __future__ import annotations
 

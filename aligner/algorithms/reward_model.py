@@ -53,10 +53,7 @@ class ScoreModel(Trainable, Protocol):
 
 
 class RewardModelTraining(EpochTraining[RewardModelConfig, PreferencePair, PreferenceBatch, ScoreModel]):
-    """The algorithm over its parts. Every rank constructs one.
-
-    Raises DataError if the loss is of margins and no training pair has one.
-    """
+    """The algorithm over its parts, on every rank. Raises DataError if the loss is of margins and no training pair has one."""
 
     def check(self) -> None:
         if self.config.loss is not BradleyTerry.standard:

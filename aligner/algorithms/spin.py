@@ -60,10 +60,7 @@ class SPINConfig(IterationConfig):
 
 
 class SPIN(PairIterations[SPINConfig]):
-    """The algorithm over its parts. Every rank constructs one.
-
-    `settings`: text that says how responses are sampled; files written with different settings are ignored.
-    """
+    """The algorithm over its parts, on every rank. `settings`: text that says how is sampled; files of others are ignored."""
 
     area = "spin"
 

@@ -78,10 +78,7 @@ class Weighed:
 
 
 class SteerLM2(EpochTraining[SteerLM2Config, ProposedGroup, LabeledBatch, Policy]):
-    """The algorithm over its parts. Every rank constructs one. `reference`: None if the records have log Q'.
-
-    Raises DataError if neither says it.
-    """
+    """The algorithm over its parts, on every rank. Raises DataError without log Q' in the records or by a `reference`."""
 
     def __init__(self, config: SteerLM2Config, policy: Policy, reference: Reference | None, **data: Any) -> None:
         self.reference = reference

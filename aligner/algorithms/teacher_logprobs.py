@@ -1,7 +1,4 @@
-"""A teacher's pass over supervised examples, for `distillation.py`: no training, one step is one file of its log-probs.
-
-The loop brings resuming, signals and the end of a job's time: the files that are there are the steps that are finished.
-"""
+"""A teacher's pass over supervised examples, for `distillation.py`: no training, one step of the loop is one file of its log-probs."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ _FIRST_PORT, _LAST_PORT, _NUM_TRIES = 15000, 32768, 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """`env` is added to the environment of every rank; the run ends when the `main` components have ended. On a terminal rank 0 of the one
-    with `terminal` draws directly, and the other processes write only to their logs."""
+    """`env` joins every rank's; the run ends with the `main` components. Of the one with `terminal`, rank 0 draws directly."""
 
     name: str
     command: tuple[str, ...]

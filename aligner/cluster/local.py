@@ -44,8 +44,7 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def recorded_signals() -> Iterator[list[int]]:
-    """Meanwhile SIGINT, SIGTERM and SIGHUP are added to the list instead of ending the process. Only the main thread receives signals: in
-    another thread nothing is installed."""
+    """Meanwhile SIGINT, SIGTERM and SIGHUP are added to the list instead of ending the process; nothing outside the main thread."""
     received: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     taken = [number for number in _STOP if is_main and signal.getsignal(number) is not signal.SIG_IGN]  # nohup: stays ignored

@@ -34,8 +34,7 @@ def _carries(pid: int, marker: str) -> bool:
 
 
 def find(marker: str, sessions: Collection[int] = ()) -> set[int]:
-    """Living processes that carry `marker` (none if it is empty), belong to one of `sessions`, or descend from such a process (never the
-    caller)."""
+    """Living processes with `marker` (if any), of one of `sessions`, or descended from such; never the caller."""
     parents, found = {}, set()
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
@@ -68,8 +67,7 @@ def _wait_until_gone(search: Callable[[], set[int]], seconds: float, pause: Call
 
 
 def end(search: Callable[[], set[int]], seconds: float, pause: Callable[[float], None]) -> set[int]:
-    """Send SIGTERM to what `search` finds, SIGKILL to the rest after `seconds`; returns the survivors. The launcher drains pipes in
-    `pause`, so that no stopping process hangs in a write."""
+    """SIGTERM to what `search` finds, SIGKILL after `seconds`; returns survivors. `pause` drains pipes, so no write hangs."""
     send(search(), signal.SIGTERM)
     if not _wait_until_gone(search, seconds, pause):
         return set()

@@ -24,8 +24,7 @@ class RunDirectory(RunFiles):
     """The directory of a run whose components this process starts, or belongs to."""
 
     def create(self) -> RunDirectory:
-        """Make the directory (mode 0700: it holds the servers' access token) and its sub-directories. Raises ConfigError if it is not a
-        directory, is full, or is not this user's alone."""
+        """Make the directory (mode 0700) and its sub-directories. Raises ConfigError if it cannot be, or is not this user's alone."""
         try:
             return self._create()
         except OSError as error:

@@ -1,7 +1,4 @@
-"""Parts of the commands of `aligner`: their class, shared arguments, and options that are declared as the fields of a dataclass.
-
-It imports click only, so that `aligner --help` and completion in a shell answer at once.
-"""
+"""Parts of the commands of `aligner`: class, shared arguments, options from the fields of a dataclass. Imports click only: fast help."""
 
 from __future__ import annotations
 

@@ -53,8 +53,7 @@ def diagnose(directory: Path, *, as_json: bool = False) -> int:
 
 
 def trace(directory: Path, output: Path | None = None, *, steps: int = 0) -> int:
-    """Write the trace of a run, which may be under way, to `output` (None: trace.json in its directory); of its last `steps` (0: of
-    all)."""
+    """Write a run's trace to `output` (None: trace.json in its directory); of its last `steps` (0: of all)."""
     run = RunView(directory)
     output = run.files.path / "trace.json" if output is None else output
     spans, num_damaged = run.spans()

@@ -122,10 +122,7 @@ def draw(principles: Sequence[Principle], count: int, key: str) -> list[Principl
 
 
 def load_constitution(path: str) -> Constitution:
-    """The file at `path`; if it is empty, the built-in principles (constitution.yaml).
-
-    Raises: ConfigError for a missing file; DataError listing all faults, each with the file, in YAML the line, and the entry.
-    """
+    """The file at `path`, or the built-in principles (constitution.yaml). Raises ConfigError, or DataError listing all faults."""
     file = Path(path or DEFAULT)
     if not file.is_file():
         raise ConfigError(f"data.constitution={path}: no such file (looked for {file.absolute()})")
@@ -259,10 +256,7 @@ HUMAN_MARK = "\n\nHuman:"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A prompt to be answered: messages for the chat template, or a text that ends where the assistant's turn begins.
-
-    `pair`: two given responses, if nothing is sampled.
-    """
+    """A prompt to be answered: messages, or a text that ends where the assistant's turn begins; or a `pair` of given responses."""
 
     prompt: Prompt
     messages: Conversation | None

@@ -246,10 +246,7 @@ class Selected(Sequence[DistilledExample]):
 def _load_one(
     location: str, config: DistillationDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[Sequence[DistilledExample], LoadReport]:
-    """Examples at `location` (see `aligner.data.reading`).
-
-    Raises also DataError for an incomplete directory, and ConfigError if the teacher had another vocabulary.
-    """
+    """Examples at `location`. Raises also DataError for an incomplete directory, ConfigError for a teacher's other vocabulary."""
 
     def read(raw: RawRecord, reader: Reader) -> DistilledExample:
         return _fitted(parse_distilled(raw, tokenizer.max_token_id), reader)

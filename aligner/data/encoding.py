@@ -16,10 +16,7 @@ _THINKING_MARKS = re.compile(r"</?think>|\[/?THINK\]|<\|(START|END)_THINKING\|>"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """Token ids with their loss mask: True on trained tokens (response and its end token), never on position 0.
-
-    `images`: the digests of those whose slots are among the tokens; of cut tokens, of the whole.
-    """
+    """Token ids; the loss mask is True on trained tokens (response and end), never on position 0. `images`: digests of those in slots."""
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]

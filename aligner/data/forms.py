@@ -276,10 +276,7 @@ class Form:
 
 
 def recognised(location: str, config: Any, purpose: Purpose, first: int | None) -> Iterator[RawRecord]:
-    """The records at `location` in fields of ours; a record whose form is unknown or ambiguous has an `error`.
-
-    They stay unchanged if the settings `config` name the fields.
-    """
+    """The records at `location` in fields of ours (unchanged if `config` names fields); `error` if the form is unknown or ambiguous."""
     for raw in read_records(location, first):
         yield raw if getattr(config, "prompt_field", "") else recast(raw, purpose, config.form)
 

@@ -44,8 +44,7 @@ _KEYS = ("bytes", "base64", "image", "image_url", "video", "video_url", "url", "
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The images of a record: those of its own field (a tuple for each image or video there), and the number of all. `may_chat`: a plain
-    text may become a message."""
+    """A record's images: of its own field (a tuple for each there), and how many in all. `may_chat`: text may become a message."""
 
     column: tuple[tuple[Image, ...], ...]
     number: int

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from aligner.data import records
 from aligner.data.config import AnnotateDataConfig, RequestDataConfig
 from aligner.data.encoding import Encoded, PromptStyle, encode_plain, masked, with_begin
 from aligner.data.forms import Purpose, recast
@@ -25,16 +26,6 @@ from aligner.data.images import images_in
 from aligner.data.messages import Message, is_blank, number_of, shown, text_of, turns_of
 from aligner.data.prompts import load_prompts
 from aligner.data.reading import Reader, read_all
-from aligner.data.records import (
-    ConversationRecord,
-    TextRecord,
-    field_text,
-    parse_prompt,
-    parse_supervised,
-    raw_object,
-    refuse_two,
-    supervised_readings,
-)
 from aligner.data.report import LoadReport
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.tokenizer import Tokenizer
@@ -126,10 +117,7 @@ class LabelledRecord:
 
 
 def encode_labelled(tokenizer: Tokenizer, record: LabelledRecord, style: PromptStyle, *, ends: bool = True) -> Encoded:
-    """A conversation with labels as plain text; every trained turn up to the mark of the next one is in the mask, and the end token.
-
-    `ends`: False if the last turn was cut off: it then has no end.
-    """
+    """A conversation with labels as plain text, whose mask has every trained turn with the next one's mark. `ends`: the last is not cut."""
     written, tokens, spans = "", with_begin(tokenizer, [], style), []
     record = as_text(tokenizer, record)
     for text, learnt in record.segments(ends=ends):
@@ -161,12 +149,9 @@ def is_labelled(raw: RawRecord) -> bool:
 
 
 def parse_labelled(raw: RawRecord, *, judged: bool = False) -> LabelledRecord:
-    """`{system?, conversations: [{from, value, label?}], mask?, type?}`; without a `type` labels are ignored.
-
-    `judged`: the labels are trained on, not the text: they are read without a `type` too, and with `TEXT_TO_VALUE`.
-    """
-    record = raw_object(raw)
-    refuse_two(["conversations", *supervised_readings(record)])
+    """`{system?, conversations: [{from, value, label?}], mask?, type?}`. `judged`: labels are trained on, and read without a `type`."""
+    record = records.raw_object(raw)
+    records.refuse_two(["conversations", *records.supervised_readings(record)])
     _refuse_images(getattr(record, "images", None) is not None and record.images.number > 0)  # type: ignore[attr-defined]
     kind = record.get("type")
     if judged and kind in (None, TEXT_TO_VALUE):
@@ -175,7 +160,7 @@ def parse_labelled(raw: RawRecord, *, judged: bool = False) -> LabelledRecord:
         raise DataError(
             f"field 'type' is {shown(kind)}, allowed: {VALUE_TO_TEXT!r} or none (to predict labels, train a reward model on them)"
         )
-    mask = field_text(record, "mask") if "mask" in record else "User"
+    mask = records.field_text(record, "mask") if "mask" in record else "User"
     turns = record["conversations"]
     if not isinstance(turns, list) or not turns:
         raise DataError(f"field 'conversations' is {shown(turns)}, expected a non-empty list of {{from, value, label}}")
@@ -185,7 +170,7 @@ def parse_labelled(raw: RawRecord, *, judged: bool = False) -> LabelledRecord:
     if all(turn.learnt for turn in parsed):
         speakers = sorted({turn.speaker for turn in parsed})
         raise DataError(f"field 'mask' is {shown(mask)}, which is not among the speakers {shown(speakers)}: all turns would be learnt")
-    return LabelledRecord(system=field_text(record, "system", empty=True) if "system" in record else "", turns=parsed)
+    return LabelledRecord(system=records.field_text(record, "system", empty=True) if "system" in record else "", turns=parsed)
 
 
 def _refuse_images(holds_some: bool) -> None:
@@ -249,10 +234,7 @@ class Request:
         return as_json(replace(self.record, turns=(*self.record.turns, turn))) | {"source": self.prompt.source, **more}
 
     def proposed(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A record with several responses, as `aligner.data.proposals` reads it once they have their log-probs.
-
-        An answer has `value` and further fields. Raises DataError if no attributes are requested.
-        """
+        """A record with several responses for `aligner.data.proposals`. Raises DataError if no attributes are requested."""
         if self.record is None:
             raise DataError(f"{self.prompt.source}: requests no attributes, expected some (data.attributes) with algorithm.grouped=true")
         asked = as_json(self.record)
@@ -345,17 +327,17 @@ def _asked(raw: RawRecord, config: RequestDataConfig) -> tuple[LabelledRecord, s
     if is_labelled(raw):
         record = parse_labelled(raw)
         return replace(record, turns=record.turns[:-1]), config.attributes or record.turns[-1].label
-    prompt = parse_prompt(raw, config.prompt_field, None).prompt
+    prompt = records.parse_prompt(raw, config.prompt_field, None).prompt
     return from_messages(turns_of(prompt, "user"), config.system), config.attributes
 
 
 def _conversation(raw: RawRecord, prompt_field: str, response_field: str) -> LabelledRecord:
     if is_labelled(raw):
         return parse_labelled(raw)
-    record = parse_supervised(raw, prompt_field, response_field)
-    if isinstance(record, ConversationRecord):
+    record = records.parse_supervised(raw, prompt_field, response_field)
+    if isinstance(record, records.ConversationRecord):
         return from_messages(record.messages)
-    if isinstance(record, TextRecord):
+    if isinstance(record, records.TextRecord):
         raise DataError("is a text, of which no part is a response, expected a prompt with a response")
     return from_messages((*turns_of(record.prompt, "user"), *turns_of(record.response, "assistant")))
 

@@ -78,10 +78,7 @@ class JudgedRecord:
 
 
 def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str | None = "") -> PromptRecord:
-    """`{prompt}`, `{messages}`, `{text}` or `{instruction, input?}`, or the field named, and its answer.
-
-    `answer_field`: empty: the first of `ANSWERS` in the record; None: no answer is read.
-    """
+    """`{prompt}`, `{messages}`, `{text}` or `{instruction, input?}`, or the field named, with its answer ("": of `ANSWERS`; None: none)."""
     record = raw_object(raw)
     formats = "{prompt}, {messages}, {text} or {instruction, input?}"
     name = prompt_field or the_one(record, ("prompt", "messages", "text", "instruction"), formats, hint=_NAME_ONE)

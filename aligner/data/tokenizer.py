@@ -127,10 +127,7 @@ class Tokenizer:
         return tuple(whole[: starts[0]]) if starts else ()
 
     def protected(self, text: str) -> str:
-        """A text from outside, for `encode`, `continuation` and chat templates: its special tokens frame nothing (`data.special_text`).
-
-        Those that stand for images are always text. Raises DataError if the text is refused.
-        """
+        """A text from outside, whose special tokens frame nothing (`data.special_text`). Raises DataError if it is refused."""
         found = self._framing.found(text)
         if self._special_text is SpecialText.keep:
             found = [frame for frame in found if frame in self._framing.slots]
@@ -156,10 +153,7 @@ class Tokenizer:
         return str(self._backend.eos_token)
 
     def encode(self, text: str, *, add_special: bool = False, plain: bool = False) -> list[int]:
-        """Token ids of `text`; `add_special`: with the tokenizer's own additions (usually a begin token).
-
-        `plain`: special tokens spelled out in the text stay text.
-        """
+        """Token ids of `text`; `add_special`: with a begin token and the like; `plain`: special tokens spelled out stay text."""
         if not text:
             return []
         if not (add_special or plain):
@@ -204,10 +198,7 @@ class Tokenizer:
         return whole[len(head) :] if whole.startswith(head) else self.decode(ids, skip_special=skip_special)
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
-        """Token ids of a conversation in the model's own format.
-
-        Raises: ConfigError if the tokenizer has no template; DataError if the template refuses the messages.
-        """
+        """Token ids of a conversation in the model's own format. Raises ConfigError without a template, DataError if it refuses."""
         return self._framing.encode(self._rendered(messages, add_generation_prompt=add_generation_prompt))[0]
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
@@ -375,10 +366,7 @@ def model_settings(path: Path) -> dict[str, Any]:
 
 
 def model_end_ids(directory: Path) -> list[int]:
-    """Every `eos_token_id`, a number or a list, in a directory's generation_config.json and config.json, if they exist.
-
-    Raises: ConfigError naming file and value if it is not an id of the model.
-    """
+    """Every `eos_token_id` in generation_config.json and config.json. Raises ConfigError if one is not an id of the model."""
     found: list[int] = []
     rows = model_settings(directory / "config.json").get("vocab_size")
     for path in (directory / "generation_config.json", directory / "config.json"):

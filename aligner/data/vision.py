@@ -84,8 +84,7 @@ class Vision:
 
     @classmethod
     def of(cls, directories: Sequence[Path | None], images: Path | None) -> Vision | None:
-        """That of the first of these directories that has a processor of images, for the files in `images` (as `ImageStore`); None if none
-        has."""
+        """The image processor in the first of these directories that has one, for files in `images` (see `ImageStore`); else None."""
         found = next((one for one in directories if one is not None and any((one / name).is_file() for name in PROCESSOR_FILES)), None)
         return None if found is None else cls(found, ImageStore(images))
 
@@ -247,10 +246,7 @@ def check_header(content: bytes, max_pixels: int, *, is_video: bool = False) -> 
 
 
 def decoded(content: bytes) -> Any:
-    """The image in a file as PIL's, in RGB and upright, as `transformers` loads it. Raises DataError if it is damaged.
-
-    Transparency is left out, like in `transformers`; of 16 bits, the higher 8 stay.
-    """
+    """A file's image as PIL's, RGB and upright, as `transformers` loads it. Raises DataError if it is damaged."""
     from PIL import Image, ImageOps
 
     try:

@@ -323,10 +323,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def prepare(text: str) -> HubName:
-    """The repository of this name, created (private) if it does not exist. Called before the work, to find what would refuse a push.
-
-    Raises ConfigError for an invalid name, or without a token that may write; AlignerError without a network.
-    """
+    """The repository of this name, created (private) if missing. Raises what would refuse a push: ConfigError, AlignerError."""
     name = parse(text)
     if name is None:
         is_here = " (there is a file or directory of that name)" if Path(text).exists() else ""
@@ -342,10 +339,7 @@ def prepare(text: str) -> HubName:
 
 
 def push(directory: Path, name: HubName, *, card: str, message: str) -> str:
-    """Upload the export in `directory` with this card, as one commit; a card in the directory takes precedence.
-
-    Returns the address of the commit. Raises ConfigError for a token that may not write, AlignerError without a network.
-    """
+    """Upload the export in `directory`, with this card or its own, as one commit; returns its address. Raises as `prepare`."""
     files = sorted(file for file in directory.iterdir() if file.is_file() and file.name.endswith(_PARTS))
     own = directory / CARD
     operations = [CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=str(file)) for file in files]

@@ -61,8 +61,7 @@ def _pin(record: Path, role: str, model: ModelConfig) -> str:
 
 
 def model_digest(source: Path | None) -> str:
-    """A digest that changes with the weights; empty for random ones. For a checkpoint: of its marker, which has every file's digest. For a
-    Hugging Face model: of its config and its weight files' names, sizes and times; in the Hub's cache of its commit."""
+    """A digest that changes with the weights: of a checkpoint's marker, or a Hugging Face model's config and files; "" if random."""
     if source is None:
         return ""
     if (name := name_of(source)) is not None:

@@ -47,8 +47,7 @@ def program(name: str) -> Callable[..., None]:
 
 
 def server_program(section: str) -> Callable[..., None]:
-    """The program of the server that this section of the settings describes. `recipe=NAME` among its arguments, or the config that they
-    choose, selects the recipe (default: ppo)."""
+    """The program of the server that this section describes. `recipe=NAME`, or the config, selects the recipe (default: ppo)."""
 
     def main(argv: Sequence[str] | None = None, program: str = "") -> None:
         try:

@@ -87,8 +87,7 @@ class _Part:
 
 
 class WithReference(Sequence[Example]):
-    """The examples, from number `first` of the parts on, with their stored log-probs, read on access; all have equally many rows. Raises
-    DataError if a file is damaged or holds other rows."""
+    """Examples from number `first` of the parts on, with log-probs read on access. Raises DataError for a damaged or other file."""
 
     def __init__(self, examples: Sequence[Example], parts: Parts, first: int) -> None:
         self.mixture: Mixture | None = getattr(examples, "mixture", None)

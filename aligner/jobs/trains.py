@@ -35,8 +35,7 @@ MUCH_PADDING = 0.15
 
 @dataclass(kw_only=True, slots=True)
 class TrainerJob(Generic[C]):
-    """The inputs of a recipe's algorithm, on one rank. `config` has every length, and once the data are read every number of steps, and the
-    run's original model."""
+    """What a recipe's algorithm is made of, on one rank; `config` has every length and number of steps, and the original model."""
 
     session: Session
     config: C

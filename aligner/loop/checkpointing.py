@@ -160,10 +160,7 @@ class RunCheckpointer:
         self._under_way: _SaveUnderWay | None = None
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Restore this run's newest checkpoint that has its partner, if any, and remove partial files of a killed run.
-
-        Damaged checkpoints are set aside, or raise CheckpointError (`run.damaged_checkpoint`).
-        """
+        """Restore the newest checkpoint that has its partner, if any; remove partial ones, set damaged ones aside (or raise)."""
         own = self._folders[0]
         warn_of_shortage(self.session, self.model, own, self.config)
         if self.resident is not None:
@@ -305,10 +302,7 @@ class CriticCheckpointer:
         return self.session.directory.checkpoints / CRITIC
 
     def save(self, request: SaveRequest) -> str:
-        """Path of the checkpoint of `request.step`, for the critic at mark `request.after`; complete on return with `request.wait`.
-
-        Idempotent. Raises `ledger.Refused` if the request means another critic state than the current one.
-        """
+        """The path of a checkpoint for the critic at mark `request.after`. Idempotent. Raises `ledger.Refused` for another state."""
         step, mark = request.step, request.after or self.ledger.mark
         if self._under_way is not None and self._under_way[:2] == (step, mark):
             return self._end() if request.wait else str(self._under_way[2].final)
@@ -353,10 +347,7 @@ def load_critic(
     accept_gap: bool = False,
     damaged: DamagedCheckpoint = DamagedCheckpoint.fall_back,
 ) -> Ledger:
-    """Restore the critic's checkpoint that belongs to the policy's. Returns its ledger; empty if the critic starts anew.
-
-    Raises CheckpointError if the checkpoint has no ledger or belongs to another run.
-    """
+    """Restore the critic's checkpoint of the policy's. Returns its ledger, empty if it starts anew. Raises CheckpointError."""
     folder = session.directory.checkpoints / CRITIC
     warn_of_shortage(session, model, folder, config)
     from_rank_0(lambda: files.clean([folder]))

@@ -78,10 +78,7 @@ class Stateless:
 
 @dataclass(eq=False)
 class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
-    """Base algorithm; subclasses define training (`collate`, `loss`) and validation (`validate`).
-
-    Every rank constructs one. `computes`: the phase in which `collate` makes a pass of a model; empty: it only reads.
-    """
+    """Base of algorithms of epochs: subclasses define `collate`, `loss`, `validate`. `computes`: the phase of a pass in `collate`."""
 
     computes: ClassVar[str] = ""
 

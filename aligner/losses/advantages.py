@@ -230,10 +230,7 @@ def group_advantages(scores: Tensor, group_ids: Tensor, *, normalize_std: bool, 
 
 @torch.no_grad()
 def rloo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """RLOO (2402.14740): R minus the mean reward of the *other* responses of its group. [B] -> [B].
-
-    `group_ids` int64 [B], equal for responses to one prompt. Raises ValueError for a group of one.
-    """
+    """RLOO (2402.14740): R minus the mean reward of the *other* responses of its group. [B] -> [B]. A group of one: ValueError."""
     groups, sizes = _groups(group_ids)
     scores64 = scores.double()
     others = _group_sum(scores64, groups, sizes)[groups] - scores64

@@ -54,10 +54,7 @@ Surrogate = Callable[[Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tensor]]
 
 
 def surrogate(objective: Objective | Surrogate, log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-    """(loss per token with gradient, bool where it was clipped), both [B, S], of one of ours or of a function of the user's.
-
-    Raises UserCodeError if such a function returns something else.
-    """
+    """(loss per token with gradient, bool where clipped), [B, S], of ours or a user's function (UserCodeError for what is none)."""
     if isinstance(objective, Objective):
         return _SURROGATES[objective](log_ratios, advantages, mask, clip)
     found = objective(log_ratios, advantages, mask, clip)

@@ -262,10 +262,7 @@ class UnpairedLoss(str, Enum):
 
 
 def mean_log_ratio(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, average_logprobs: bool = False) -> Mean:
-    """The mean over rows of log pi - log pi_ref, summed (or averaged) over a row's masked tokens; no gradient.
-
-    float [B, S] twice and bool [B, S]; rows with an empty mask count nothing.
-    """
+    """The mean over rows with tokens of log pi - log pi_ref, float [B, S], summed (or averaged) over the mask; no gradient."""
     ratios = masked_sums(masked(logprobs.detach() - ref_logprobs, mask), mask, average=average_logprobs)
     return _mean(ratios, mask.any(dim=1))
 

@@ -61,10 +61,7 @@ def train_on_returns(
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float:
-    """1 - Var(G - v) / Var(G) of everything that was merged into `value_loss`'s metrics: 1 is perfect, 0 no better than a constant.
-
-    NaN if all returns are equal, so that there is nothing to explain.
-    """
+    """1 - Var(G - v) / Var(G) of all merged `value_loss` metrics: 1 is perfect, 0 a constant's, NaN if all returns are equal."""
     return_variance = metrics["value/return_sq_mean"] - metrics["value/return_mean"] ** 2
     error_variance = metrics["value/error_sq_mean"] - metrics["value/error_mean"] ** 2
     scale = max(metrics["value/return_sq_mean"], 1e-30)

@@ -1,7 +1,4 @@
-"""Settings of a model (`ModelConfig`); `Architecture` and its parts can be imported from here too.
-
-Light: imports neither Megatron-Core nor transformers.
-"""
+"""Settings of a model (`ModelConfig`); also names of `Architecture` and its parts. Imports neither Megatron-Core nor transformers."""
 
 from __future__ import annotations
 

@@ -44,10 +44,7 @@ from aligner.parallel.topology import ParallelConfig, Topology
 
 
 def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
-    """The directory of the weights, `latest` resolved; None for a model with random weights. `key`: the config key of its settings.
-
-    Raises ConfigError if the path has no model, CheckpointError for a damaged checkpoint.
-    """
+    """The directory of the weights, `latest` resolved; None without. `key`: of its settings. Raises ConfigError or CheckpointError."""
     if not config.path:
         return None
     path = Path(config.path)

@@ -138,8 +138,7 @@ def shard_anywhere(chunk: Chunk, place: Place, own: Tensor | None) -> Tensor:
 
 
 def gathered(chunk: Chunk, place: Place, tensor: Tensor, blocks: int = 1) -> Tensor:
-    """The full tensor, of each of whose `blocks` every tensor-parallel rank holds an equal share. Assembled in place without a second copy.
-    Collective."""
+    """The full tensor, of each of whose `blocks` every tensor-parallel rank holds an equal share; assembled in place. Collective."""
     group = tensor_group(chunk, place)
     if place.split_dim is None or group.size() == 1:
         return tensor

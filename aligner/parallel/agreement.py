@@ -26,10 +26,7 @@ _LINGER_SECONDS = 3.0  # for the other ranks to read a bad verdict: the store en
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
-    """A rank's own record, by default this process's; all fields but the first three must be equal everywhere.
-
-    `gpu`: a name that is unique on the host; empty: on the CPU, unknown, or shared on purpose.
-    """
+    """A rank's record; all fields but the first three must be equal everywhere. `gpu`: its name on the host; "": none to claim."""
 
     rank: int
     host: str = field(default_factory=socket.gethostname)

@@ -65,10 +65,7 @@ def broadcast_object(value: T | None, *, src: int = 0, group: dist.ProcessGroup 
 
 
 def leaders_integers(values: Sequence[int], *, group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
-    """The numbers of the first rank of `group`, on every rank of it; all pass as many. `group` None: there is one rank.
-
-    Cheaper than an object: one small tensor.
-    """
+    """The numbers of the first rank of `group` (None: one rank), on every rank of it; one small tensor, cheaper than an object."""
     box = upload(torch.tensor(values, dtype=torch.int64), device)
     if group is not None:
         dist.broadcast(box, src=dist.get_global_rank(group, 0), group=group)
@@ -76,8 +73,7 @@ def leaders_integers(values: Sequence[int], *, group: dist.ProcessGroup | None, 
 
 
 def all_ranks(condition: bool | Tensor, device: torch.device) -> bool:
-    """Whether `condition`, on the host or the device, holds on every rank of the world: one answer everywhere, by one number on the
-    device."""
+    """Whether `condition`, on the host or the device, holds on every rank of the world, by one number on the device."""
     if dist.get_world_size() == 1:
         return bool(condition)
     agreed = condition.int() if isinstance(condition, Tensor) else upload(torch.tensor(int(condition)), device)

@@ -25,10 +25,7 @@ def local_slots(length: int, cp_rank: int, cp_size: int) -> Tensor:
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The 2 cp chunks of a whole sequence in order, each [S / (2 cp), ...], from this rank's two [S / cp, ...].
-
-    The gradient of every rank's copy is summed back to the rank that holds the chunk. Collective.
-    """
+    """A whole sequence's 2 cp chunks in order, each [S / (2 cp), ...], of this rank's two. Gradients are summed. Collective."""
     gathered = gather_ranks(x, group)
     early, late = gathered.view(group.size(), 2, x.shape[0] // 2, *x.shape[1:]).unbind(dim=1)
     return [*early.unbind(0), *reversed(late.unbind(0))]
@@ -40,9 +37,6 @@ def gather_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's `x`, on every rank; the gradient is passed on unchanged.
-
-    For tensors in which each rank fills in its own entries, and which all ranks then use in the same way.
-    """
+    """The sum of every rank's `x`, in which each fills in its own entries, on every rank; the gradient is passed on unchanged."""
     # Megatron-Core sums in place.
     return x if group.size() == 1 else reduce_from_tensor_model_parallel_region(x.clone(memory_format=torch.contiguous_format), group)

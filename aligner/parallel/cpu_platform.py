@@ -30,10 +30,7 @@ FACTORIES = (
 
 
 def install() -> None:
-    """Prepare this process for Megatron-Core on CPU. Call once, before the first `import megatron.core`.
-
-    Raises RuntimeError if CUDA is available (real kernels must not be shadowed) or Megatron-Core was imported before.
-    """
+    """Prepare this process for Megatron-Core on CPU, before it is imported. Raises RuntimeError after that, or with CUDA."""
     if torch.cuda.is_available():
         raise RuntimeError("the CPU platform must not be installed where CUDA is available")
     if "megatron.core" in sys.modules:

@@ -65,8 +65,7 @@ def round_weight(weight: Tensor, group: dist.ProcessGroup | None = None) -> Roun
 
 
 def product(x: Tensor, weight: Rounded, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`x` [..., in] times the transpose of `weight` [out, in], in the precision of `x`. With a `group`: the sum over its ranks' parts of
-    the inputs, on every rank; collective."""
+    """`x` [..., in] times `weight` [out, in] transposed, in `x`'s precision; summed over the ranks of a `group` (collective)."""
     rows = x.reshape(-1, x.shape[-1])
     left = round_rows(rows, term_bits(rows.shape[1] * _size(group))[0], group)
     total = left.numbers @ weight.numbers.t()
@@ -132,8 +131,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first dimensions of each head, as many as the tables have (`sin` with the signs of its halves), as Megatron-Core rounds:
-    product, product, sum."""
+    """Rotate the first dimensions of each head, as many as the tables have, rounding as Megatron-Core: product, product, sum."""
     rotated = cos.shape[-1]
     first, rest = x[..., :rotated], x[..., rotated:]
     return torch.cat([first * cos + first.roll(rotated // 2, -1) * sin, rest], dim=-1)

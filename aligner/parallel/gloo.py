@@ -56,10 +56,7 @@ def settle(timeout: timedelta) -> None:
 
 
 def share_devices(*, is_alone: bool) -> None:
-    """Let all gloo groups from now on share the same devices. Called before the first group; later calls do nothing.
-
-    `is_alone`: this process is the only rank, so no connection is accepted.
-    """
+    """Let all gloo groups from now on share devices; later calls do nothing. `is_alone`: no other rank, so nothing listens."""
     if not SharedGloo.devices:
         before = set(_listening())
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]

@@ -143,10 +143,7 @@ def initialize(
 
 
 def meet(*, timeout_seconds: float, environ: Mapping[str, str] | None = None) -> tuple[World, Store]:
-    """This process's world and the store of its ranks, without a process group. Every rank of the component calls it once.
-
-    It does not wait for all ranks. Raises LaunchError for the store, as `initialize` does.
-    """
+    """This process's world and the store of its ranks, without a process group or waiting for all. Raises LaunchError."""
     environ = os.environ if environ is None else environ
     world, rendezvous = detect_world(environ)
     if world is None:
@@ -373,10 +370,7 @@ _ADVICE = (
 
 
 def check_library(version: str, environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if PMIx started an MPICH that was built without it: MPI_Init would end the process.
-
-    `version` is the text of MPI_Get_library_version.
-    """
+    """Raise LaunchError if PMIx started an MPICH (by MPI_Get_library_version) without PMIx: MPI_Init would end the process."""
     built = next((line for line in version.splitlines() if line.startswith("MPICH configure:")), "pmix")
     spoken = "PMIX_RANK" in environ and not any(name in environ for name in ("PMI_RANK", "PMI_FD", "PMI_PORT"))
     if spoken and "pmix" not in built:

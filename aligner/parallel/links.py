@@ -58,10 +58,7 @@ def start_group(world: World, store: Store, *, timeout_seconds: float, ranks_per
 
 
 def measure(nodes: Sequence[str]) -> list[Link]:
-    """The measurements that this rank reports, as the first of its group. Every rank calls it; `nodes` has every rank's node.
-
-    Raises LaunchError if a sum is wrong.
-    """
+    """The measurements that this rank reports, as the first of its group; collective. Raises LaunchError for a wrong sum."""
     rank = dist.get_rank()
     found: list[Link] = []
     members = [other for other, node in enumerate(nodes) if node == nodes[rank]]

@@ -124,10 +124,7 @@ def linear_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, projection:
 
 
 def linear_logprobs_of(hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection = WHOLE) -> Tensor:
-    """Log-probability of several tokens in each position, float32 [N, M]: `targets` int64 [N, M]. Otherwise like `linear_logprobs`.
-
-    The first target of a row may equal one of the others, which differ from each other.
-    """
+    """Log-probabilities float32 [N, M] of `targets` int64 [N, M]: the first may equal another. Else like `linear_logprobs`."""
     return _LinearLogprobsOf.apply(hidden, weight, targets, projection)
 
 

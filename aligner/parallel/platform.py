@@ -18,10 +18,7 @@ _DRIVER = "/dev/nvidiactl"  # a call of CUDA would start the driver, with the en
 
 
 def backend(ranks_per_gpu: int = 1) -> str:
-    """Name of the torch.distributed backend: that of an existing process group, else the one for this machine's device.
-
-    NCCL refuses ranks that share a GPU; their collectives use the host.
-    """
+    """The torch.distributed backend: the process group's, else this machine's (on the host for ranks that share a GPU)."""
     if dist.is_initialized() and dist.get_backend() in ("nccl", "gloo"):
         return dist.get_backend()
     return "nccl" if torch.cuda.is_available() and ranks_per_gpu == 1 else "gloo"
@@ -128,10 +125,7 @@ def bind_to_node(root: Path = Path("/sys")) -> str:
 
 
 def visible_devices() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU machine.
-
-    The variable can still be changed afterwards: torch counts by NVML, and does not start the driver, which reads it once.
-    """
+    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them; counted by NVML, so the variable can still change."""
     count = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return visible.split(",")[:count] if visible else [str(number) for number in range(count)]
@@ -164,10 +158,7 @@ PEAK_MEMORY = "peak_bytes"  # of a rank's training step in the run's trace
 
 
 def peak_memory() -> int:
-    """Peak memory of this process in bytes: on the GPU, with context and communicators; without a GPU, on the host.
-
-    GPU memory outside torch enters with its present size, since nothing records its peak.
-    """
+    """This process's peak memory in bytes: of the GPU (outside torch its present size), or without one of the host."""
     if not torch.cuda.is_available():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     free, total = torch.cuda.mem_get_info()

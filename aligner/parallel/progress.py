@@ -78,10 +78,7 @@ class _Thread:
 
 
 class Progress:
-    """The recorder. Entering or leaving a phase or a collective, and `heartbeat`, are progress. Any thread may call it.
-
-    Two threads may be in collectives at a time, of different groups; a phase is of the whole rank.
-    """
+    """The recorder, for any thread. Entering or leaving a phase (of the rank) or a collective, and `heartbeat`, are progress."""
 
     def __init__(self) -> None:
         self._threads: defaultdict[int, _Thread] = defaultdict(_Thread)

@@ -21,10 +21,7 @@ Interval = tuple[int, int]  # [start, stop) of indices of the full tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """Each rank's part of a full tensor along `dim`: `shards[i]` are rank i's intervals, in the order of its own indices.
-
-    Every rank holds a single shard.
-    """
+    """Each rank's part of a full tensor along `dim`: `shards[i]` are rank i's intervals, in the order of its own indices."""
 
     dim: int
     shards: tuple[tuple[Interval, ...], ...]
@@ -48,10 +45,7 @@ def replicated(size: int) -> Sharding:
 
 
 def even(size: int, num_shards: int, *, dim: int = 0, blocks: int = 1) -> Sharding:
-    """Equal parts of each of `blocks` equal blocks: 1 for an ordinary matrix, 2 for `[gate; up]`.
-
-    Raises ConfigError if the parts would not be equal.
-    """
+    """Equal parts of each of `blocks` equal blocks (`[gate; up]` has 2). Raises ConfigError if they would not be equal."""
     block = size // blocks
     if block * blocks != size or block % num_shards:
         raise ConfigError(f"a dimension of {size} in {blocks} blocks cannot be split over {num_shards} tensor-parallel ranks")

@@ -88,10 +88,7 @@ class Topology:
 
 
 def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
-    """Make Megatron-Core's groups over the initialised torch.distributed world and seed its generators. Every rank calls this.
-
-    Raises ConfigError if the world size does not fit.
-    """
+    """Make Megatron-Core's groups over the world and seed its generators. Collective. Raises ConfigError for a wrong world size."""
     from aligner.parallel.mcore import parallel_state, tensor_parallel
 
     parallel.check_world(dist.get_world_size())

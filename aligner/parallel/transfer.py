@@ -68,10 +68,7 @@ class _Transfer:
 
 
 class Refill:
-    """A resharding plan prepared for one rank, for any number of runs.
-
-    `index` is this rank's number in the new split. Each run writes `bytes_per_run` into its tensors.
-    """
+    """A resharding plan for one rank, of number `index` in the new split. Each run writes `bytes_per_run` into its tensors."""
 
     def __init__(self, buckets: Sequence[Bucket], *, lanes: Lanes, index: int) -> None:
         self._lanes = lanes
@@ -81,10 +78,7 @@ class Refill:
 
     @torch.no_grad()
     def run(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-        """Fill `targets` (this rank's part of every tensor in the new split) from `sources` (its tensors of the old split).
-
-        Collective over the world; both mappings are by the moves' names. Returns once the work is queued on the device.
-        """
+        """Fill `targets` from `sources`, by the moves' names. Collective over the world. Returns once it is queued on the device."""
         for transfer in self._transfers:
             if transfer.is_here:
                 _cut(transfer, targets, lambda step: dict.fromkeys((piece.peer for piece in step.taken), _window(step, sources)))

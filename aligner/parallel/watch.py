@@ -40,10 +40,7 @@ NUM_KINDS = 3  # collectives that the report names beside a slow rank
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Identifies this process. `incarnation` is the same on all ranks of one start of the component, and new at every start.
-
-    `servers` are the components of the run whose answers this one waits for.
-    """
+    """This process; `incarnation` is new for each start of the component. `servers`: those whose answers it waits for."""
 
     component: str
     rank: int

@@ -17,10 +17,7 @@ class Device(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    """Nodes of one kind. Only `aligner plan` reads it; the defaults are a CPU's, conf/cluster/ holds machines.
-
-    Rates are of one GPU. Link rates count one direction; FLOP/s are dense (without sparsity).
-    """
+    """Nodes of one kind, for `aligner plan` (conf/cluster/). Rates are of one GPU and one direction; FLOP/s are dense."""
 
     device: Device = Device.cpu  # what the ranks compute on
     gpus_per_node: int = 1  # ranks that share a node (and its host memory)

@@ -66,8 +66,7 @@ def fake_world(parallel: ParallelConfig, *, stage: int = 0) -> Iterator[None]:
 
 
 def build_chunks(component: Component) -> list[Any]:
-    """This (fake) rank's chunks of the component's model, without Transformer Engine, which a planning machine may lack: the parameters are
-    the same."""
+    """This (fake) rank's chunks, without Transformer Engine, which a planning machine may lack: the parameters are the same."""
     from aligner.models.modules.build import build_model
     from aligner.models.modules.scalar_head import VALUES
 

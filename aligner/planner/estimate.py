@@ -131,8 +131,7 @@ def stage_state(component: Component, chunks: Sequence[Sequence[Parameter]], clu
 
 
 def whole_parameters(component: Component, shards: Sequence[Sequence[Sequence[Parameter]]]) -> int:
-    """Parameters of the whole model from its stages' shards: split ones times their ranks, without the last stage's copy of a tied
-    embedding."""
+    """Parameters of the whole model from its stages' shards: split ones times their ranks, a tied embedding once."""
     parallel, total = component.parallel, 0
     for stage, chunks in enumerate(shards):
         for parameter in (p for chunk in chunks for p in chunk):
@@ -352,8 +351,7 @@ def lay_out(parameters: Sequence[Parameter], *, distributed: bool, shards: int, 
 
 
 def state_bytes(parameters: Sequence[Parameter], replication: Replication, *, dp_rank: int | None = None) -> StateBytes:
-    """Bytes of a chunk's training state on the rank with this data-parallel rank; None: the fullest. Parameters in 4 bytes are their own
-    main weights."""
+    """A chunk's training state on data-parallel rank `dp_rank` (None: the fullest). Parameters in 4 bytes need no main weights."""
     total = frozen_bytes([p for p in parameters if p.is_frozen])
     trained = [p for p in parameters if not p.is_frozen]
     kinds = sorted(trained, key=lambda p: (p.is_expert, p.itemsize))  # stable: the module's order within a kind

@@ -362,8 +362,7 @@ class JobSearch:
 
 
 def step_seconds(options: Sequence[Option], *, colocated: bool, asynchronous: bool) -> float:
-    """An estimate of a step: servers score while the actor samples and train while it trains; colocated components take turns. An
-    asynchronous sampler has the whole step for the next round."""
+    """An estimate of a step: servers score while the actor samples, and train while it trains; colocated ones take turns."""
     main, *servers = options
     if colocated:
         return sum(sum(option.times.values()) for option in options)

@@ -168,8 +168,7 @@ def _delta_projections(a: Architecture, tp: int = 1) -> tuple[tuple[float, float
 
 
 def _delta_rule_flops(a: Architecture) -> int:
-    """FLOPs of one token, forward: the convolution, three products with the state, four inside a chunk (two of keys, one of values, the
-    triangular system)."""
+    """FLOPs of one token, forward: the convolution, three products with the state, four inside a chunk."""
     key, value, heads = a.linear_key_head_dim, a.linear_value_head_dim, a.linear_value_heads
     convolved = a.linear_conv_size * (2 * a.linear_key_heads * key + heads * value)
     return 2 * (convolved + heads * (3 * key * value + CHUNK * (2 * key + (key + value) // 2 + value)))

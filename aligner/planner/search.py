@@ -14,19 +14,9 @@ from aligner.models.architecture.divisible import uneven_stages
 from aligner.models.config import ModelConfig, Recompute
 from aligner.models.training.optimizer import OptimizerConfig, OptimizerKind
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import dry_run
+from aligner.planner import dry_run, memory
 from aligner.planner.config import ClusterConfig
 from aligner.planner.estimate import Scales, approximate_state_bytes, check, engine_weight_bytes, frozen_bytes, replication
-from aligner.planner.memory import (
-    Sizes,
-    cache_tokens,
-    decode_batch,
-    inference_micro_batches,
-    page_tokens,
-    phase_memory,
-    sequence_tokens,
-    train_micro_batches,
-)
 from aligner.planner.workload import BlockBytes, Component, Engine, Head, Parameter, Phase, StateBytes, stage_layers
 
 NOTICEABLE = 0.98  # part of the peak: a change that leaves more is not offered
@@ -51,20 +41,21 @@ class Estimator:
         """Estimated peak, even if it does not fit."""
         return self.peak_of(component, self.measured(component, self.sizes(component)))
 
-    def peak_of(self, component: Component, sizes: Sizes) -> int:
-        """Estimated peak at these sizes, among the first stage, which has most in flight, the second, which may have more layers, and the
-        last with the logits."""
+    def peak_of(self, component: Component, sizes: memory.Sizes) -> int:
+        """Estimated peak of the first stage (most in flight), the second (maybe more layers) and the last (with the logits)."""
         last = component.parallel.pp - 1
-        return max(moment.total for moment in phase_memory(component, sizes, self.cluster, {0, min(1, last), last}))
+        return max(moment.total for moment in memory.phase_memory(component, sizes, self.cluster, {0, min(1, last), last}))
 
-    def sizes(self, component: Component) -> Sizes:
+    def sizes(self, component: Component) -> memory.Sizes:
         """Weights and training state; no activations, which `measured` adds and times do not depend on."""
-        return Sizes(stages=self._states(component), train=NOTHING, inference=NOTHING, engine_weights=self._engine_weights(component))
+        return memory.Sizes(
+            stages=self._states(component), train=NOTHING, inference=NOTHING, engine_weights=self._engine_weights(component)
+        )
 
-    def measured(self, component: Component, sizes: Sizes) -> Sizes:
+    def measured(self, component: Component, sizes: memory.Sizes) -> memory.Sizes:
         """The sizes with the activations of the component's micro-batches."""
-        inference = self.scales.scaled_block(component, inference_micro_batches(component))
-        train = inference if component.optimizer is None else self.scales.scaled_block(component, train_micro_batches(component))
+        inference = self.scales.scaled_block(component, memory.inference_micro_batches(component))
+        train = inference if component.optimizer is None else self.scales.scaled_block(component, memory.train_micro_batches(component))
         return replace(sizes, train=train, inference=inference)
 
     def _states(self, component: Component) -> tuple[StateBytes, ...]:
@@ -154,11 +145,11 @@ def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str
     if engine is not None:
         if not engine.asynchronous:
             yield "rollout.offload=true", replace(component, engine=replace(engine, offload=True))
-        for tokens in sorted({cache_tokens(component, engine) // share for share in (2, 4, 8)}):
-            whole = tokens // page_tokens(component, engine) * page_tokens(component, engine)
-            if whole >= sequence_tokens(component, engine):
+        for tokens in sorted({memory.cache_tokens(component, engine) // share for share in (2, 4, 8)}):
+            whole = tokens // memory.page_tokens(component, engine) * memory.page_tokens(component, engine)
+            if whole >= memory.sequence_tokens(component, engine):
                 yield f"rollout.kv_cache_tokens={whole}", replace(component, engine=replace(engine, kv_cache_tokens=whole))
-        for size in sorted({max(1, decode_batch(component, engine) // share) for share in (2, 4, 8, 32)}):
+        for size in sorted({max(1, memory.decode_batch(component, engine) // share) for share in (2, 4, 8, 32)}):
             yield f"rollout.max_batch_size={size}", replace(component, engine=replace(engine, max_batch_size=size))
 
 
@@ -242,11 +233,11 @@ class Space:
         if not self.is_free(self.key(component, f"model.{name}")):
             yield from (replace(model, recompute=one) for one in recompute)
             return
-        passes = train_micro_batches if trains and Phase.train in component.work.phases else inference_micro_batches
+        passes = memory.train_micro_batches if trains and Phase.train in component.work.phases else memory.inference_micro_batches
         for rows, one in product(ROWS_PER_MICRO_BATCH, recompute):
             changed = replace(model, recompute=one, **{name: rows * row if name == "micro_batch_tokens" else rows})
             is_filled = passes(replace(component, model=changed)).rows == rows * component.work.unit
-            if is_filled or (rows == 1 and passes is inference_micro_batches):
+            if is_filled or (rows == 1 and passes is memory.inference_micro_batches):
                 yield changed
 
     def engines(self, component: Component, engine: Engine, ranks: int) -> list[Engine]:

@@ -140,8 +140,7 @@ class _Run(ABC):
         return self.does(now, "refit", refit_seconds(self.component, engine, self.main.sizes, self.cluster)) if engine else now
 
     def trained(self, now: float) -> float:
-        """Passes without gradient, then training, while the critic trains or, if all take turns, before it does. A critic of the same
-        processes has the trainer wait."""
+        """Passes without gradient, then training, while or (if they share GPUs) after the critic trains."""
         for phase in self.work.phases:
             if phase not in (Phase.generate, Phase.train):
                 now = self.does(now, phase.value, self.main.seconds[phase])

@@ -119,8 +119,7 @@ def _training(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dic
 
 
 def optimizer_away_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig) -> float:
-    """Moves the optimizer's state from host memory before training, and back (`optimizer.offload`). Components that take turns move it
-    anyway."""
+    """Moves the optimizer's state from host memory and back (`optimizer.offload`); components that take turns do so anyway."""
     if component.optimizer is None or not component.optimizer.offload or Phase.train in component.turns:
         return 0.0
     moved = 2 * max(device_optimizer(component, state) for state in sizes.stages)
@@ -302,8 +301,7 @@ def expert_bytes(component: Component, weights: int, tp: int) -> float:
 
 
 def refit_seconds(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> float:
-    """New weights for the engine: copied, and gathered first if the training layout differs. Another package's engine, and one on GPUs of
-    its own, receive whole tensors."""
+    """New weights for the engine: copied, or gathered first if the layout differs; other packages' receive whole tensors."""
     if not component.engine_holds_weights:
         return 0.0
     k = kernels(component, cluster)
@@ -331,8 +329,7 @@ def generation(component: Component, engine: Engine, sizes: Sizes, cluster: Clus
 def sampled(
     component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig, lengths: Sequence[int], assumed: PlanConfig | None = None
 ) -> list[tuple[ReplicaQueue, Sequence[int], list[tuple[float, int]]]]:
-    """The replicas that are followed, after they have sampled their shares of these responses; each with its share, and (when, number)
-    of every end."""
+    """The replicas that are followed after sampling their shares of these responses; each with (when, number) of every end."""
     found, assumed = [], assumed or PlanConfig()
     for own in followed(lengths, replicas_of(component, engine)):
         queue = replica(component, engine, sizes, cluster, static=assumed.static_batches)
@@ -343,8 +340,7 @@ def sampled(
 
 
 def followed(lengths: Sequence[int], replicas: int) -> list[Sequence[int]]:
-    """The responses of each replica that may be the slowest: it has the longest response, or the most tokens. One replica if all have the
-    same lengths."""
+    """The responses of each replica that may be the slowest (longest response, most tokens); one if all lengths are equal."""
     every = shares(lengths, replicas)
     if lengths[0] == lengths[-1] == max(lengths) == min(lengths):
         return every[:1]

@@ -1,5 +1,4 @@
-"""Input of a plan: the components of a job, each a model in a layout with the work of one training step, how its rows are cut, and the
-sizes that `aligner.planner.dry_run` measures."""
+"""Input of a plan: a job's components, each a model in a layout with the work of a step, its rows, and measured sizes."""
 
 from __future__ import annotations
 

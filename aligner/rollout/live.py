@@ -66,10 +66,7 @@ class _News:
 
 
 class LiveEngine:
-    """One replica's engine, for the requests of others. A future that is cancelled frees its seat before the next step.
-
-    Constructing it is collective over the component. Raises ConfigError for an engine that knows no settings of single requests.
-    """
+    """One replica's engine, for others' requests. A cancelled future frees its seat. Collective over the component. Raises ConfigError."""
 
     def __init__(self, engine: PhasedEngine) -> None:
         if not engine.capabilities.serves:

@@ -39,10 +39,7 @@ def named(setting: str, value: str, options: type[Options]) -> Options | None:
 
 
 def resolve(setting: str, value: str, options: type[Options], parameters: Sequence[str]) -> Options | Callable[..., Any]:
-    """As `named`, and imports the user's function, whose exceptions then name the setting.
-
-    Raises ConfigError if it cannot be called with these parameters by position.
-    """
+    """As `named`, with the user's function imported and its exceptions named. Raises ConfigError if these parameters do not fit."""
     found = named(setting, value, options)
     if found is not None:
         return found
@@ -60,10 +57,7 @@ C = TypeVar("C", bound=JobRun)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe(Generic[C]):
-    """Users type `name`, which also names its config. `build(job)` builds the algorithm, or does all the work of a writing job.
-
-    `config` is a subclass of TrainerRun, OnlineRun or WritingRun, which define `job` and the result of `build`.
-    """
+    """Users type `name`, also its config's. `build(job)` builds the algorithm, or does a writing job's work; `config`: its settings."""
 
     name: str
     config: type[C]

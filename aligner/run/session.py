@@ -272,10 +272,7 @@ def _record(directory: RunDirectory, component: str, rank: int, run: RunConfig) 
 
 
 def _open(directory: RunDirectory, component: str, recipe: str, config: Any, config_yaml: str) -> str:
-    """Make the run directory and write the configuration, if any, into it. Returns a name for this start of the component.
-
-    Raises ConfigError if the directory belongs to another experiment or is unusable.
-    """
+    """Write the run directory's configuration; returns a name for this start. Raises ConfigError for one of another experiment."""
     try:
         directory.create()
         clear_last_report(directory.stacks, component)

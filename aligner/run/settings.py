@@ -366,10 +366,7 @@ def check_pooling(pooling: Pooling, model: ModelConfig) -> None:
 def check_best_metric(
     checkpoint: CheckpointConfig, loop: LoopConfig, *, reports: Sequence[str], validation: str, missing: str = ""
 ) -> None:
-    """Raise ConfigError if the best checkpoint is to be kept and no validation can identify it.
-
-    A validation on the data `validation` gives the metrics `reports`. `missing` says what others need.
-    """
+    """Raise ConfigError if the best checkpoint is to be kept and no validation `reports` it. `missing` says what others need."""
     metric = checkpoint.best_metric
     if not metric:
         return

@@ -40,10 +40,7 @@ _SCHEME = "Bearer "
 
 
 def run_secret(path: Path) -> str:
-    """The secret in the file `path`, 64 hexadecimal digits; the first caller chooses it.
-
-    Raises ConfigError if the file is damaged, is not an ordinary file of this user, or others have any right to it.
-    """
+    """The secret in the file `path`, which the first caller chooses. Raises ConfigError unless it is this user's alone and whole."""
     try:
         if not os.path.lexists(path):
             publish_first(path, secrets.token_hex(SECRET_BYTES) + "\n", mode=0o600)
@@ -127,10 +124,7 @@ class Access:
         return hmac.compare_digest(given, self._expected)
 
     def connection(self, url: str, timeout_seconds: float) -> http.client.HTTPConnection:
-        """An unopened connection to a server.
-
-        Raises ServerUnreachable if only one side is set up for TLS: the secret would cross the network in the clear.
-        """
+        """An unopened connection. Raises ServerUnreachable if one side alone has TLS: the secret would cross in the clear."""
         address = urlsplit(url)
         if address.scheme != self.scheme:
             wanted = (

@@ -20,24 +20,11 @@ from torch import Tensor
 
 from aligner.data.collate import token_batch
 from aligner.errors import RequestRejected, ServerError, ServerTimeout
-from aligner.servers import wire
+from aligner.servers import payloads, wire
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
 from aligner.servers.ledger import Journal
 from aligner.servers.link import Patience, Recovery, Server, ServiceLink, WorkerThreads, combine
-from aligner.servers.payloads import (
-    START,
-    CriticStatus,
-    SaveRequest,
-    StatusRequest,
-    TrainIdentity,
-    TrainReply,
-    ValuesRequest,
-    check_mark,
-    describe,
-    digest_of,
-    position,
-)
 from aligner.servers.registry import Registration, current_attempt
 from aligner.types import Rollout, Scores, TokenBatch, ValueBatch
 from aligner.types.rows import num_rows, select_rows
@@ -54,13 +41,10 @@ TURN_BACK = (
 
 
 class CriticHistory:
-    """One client's history with the critic of run `run`, up to the request `mark`, which is part of an actor's checkpoint.
-
-    Without a journal it can only ask for values. Its calls wait for the answer.
-    """
+    """A client's history with run `run`'s critic up to `mark`. Without a journal it only asks for values. Its calls wait."""
 
     def __init__(self, link: ServiceLink, config: ClientConfig, *, run: str, journal: Journal | None) -> None:
-        self.mark = START
+        self.mark = payloads.START
         self.recovery = Recovery(link, config, self._fit)
         self._link = link
         self._config = config
@@ -70,22 +54,22 @@ class CriticHistory:
         self._pair_before = 0
 
     def ask_values(self, batch: TokenBatch) -> np.ndarray:
-        inputs = wire.encode_values_request(ValuesRequest(batch=batch, after=self.mark))
+        inputs = wire.encode_values_request(payloads.ValuesRequest(batch=batch, after=self.mark))
         return self.recovery.call(wire.CRITIC_INFER, inputs, self._config.request_timeout_seconds)["values"]
 
-    def train_now(self, batch: ValueBatch, step: int) -> TrainReply:
+    def train_now(self, batch: ValueBatch, step: int) -> payloads.TrainReply:
         """Add a request to the history. It is in the journal before it is sent. Raises RequestRejected and removes a bad one."""
         self.recovery.connect()
         arrays = wire.encode_value_batch(batch)
-        last_step, last_part = position(self.mark)
+        last_step, last_part = payloads.position(self.mark)
         part = last_part + 1 if step == last_step else 0
-        identity = TrainIdentity(run=self._run, step=step, part=part, digest=digest_of(arrays), previous=self.mark)
+        identity = payloads.TrainIdentity(run=self._run, step=step, part=part, digest=payloads.digest_of(arrays), previous=self.mark)
         self._own_journal().append(identity, arrays)
         self.mark = identity.mark
         inputs = arrays | wire.encode_fields(identity)
         try:
             reply = self.recovery.call(wire.CRITIC_TRAIN, inputs, self._config.train_timeout_seconds)
-            return TrainReply(loss_mean=float(reply["loss_mean"][0]), metrics=json.loads(reply["metrics"][0]))
+            return payloads.TrainReply(loss_mean=float(reply["loss_mean"][0]), metrics=json.loads(reply["metrics"][0]))
         except RequestRejected:  # a bad request, which no server will ever apply
             self.mark = identity.previous
             self._own_journal().drop_after(identity.previous)
@@ -94,27 +78,24 @@ class CriticHistory:
     def begin_save_now(self, step: int) -> None:
         """The critic copies its current state for a checkpoint, and continues."""
         self._saving = (step, self.mark)
-        self._save(SaveRequest(step=step, after=self.mark, wait=False))
+        self._save(payloads.SaveRequest(step=step, after=self.mark, wait=False))
 
     def save_now(self, step: int) -> str:
         """The path of the complete checkpoint of `step`: the one that was begun, or a new one."""
         begun = self._saving is not None and self._saving[0] == step
-        path = self._save(SaveRequest(step=step, after=self._saving[1] if begun else self.mark, wait=True))
+        path = self._save(payloads.SaveRequest(step=step, after=self._saving[1] if begun else self.mark, wait=True))
         self._saving = None if begun else self._saving
         return path
 
     def resume(self, mark: str) -> None:
-        """Continue after `mark`, the critic's mark in an actor's checkpoint; later entries of the journal are forgotten.
-
-        Raises ServerError if the critic was trained on something else and cannot be brought there; it lists the checkpoints and the remedy.
-        """
+        """Continue after `mark`, forgetting later entries. Raises ServerError, with the remedy, if the critic has another past."""
         self.follow(mark)
         self._own_journal().drop_after(mark)
         self.recovery.reconnect()
 
     def follow(self, mark: str) -> None:
         """Ask from now on for values of a critic that was trained last on `mark`."""
-        self.mark = check_mark("mark", mark)
+        self.mark = payloads.check_mark("mark", mark)
 
     def checkpointed(self, step: int) -> None:
         """Checkpoints of both sides for `step` are complete: the journal keeps what came after those *before* them.
@@ -129,7 +110,7 @@ class CriticHistory:
             raise ServerError("this client has no journal: it can ask the critic for values, but neither train nor save it")
         return self._journal
 
-    def _save(self, request: SaveRequest) -> str:
+    def _save(self, request: payloads.SaveRequest) -> str:
         reply = self.recovery.call(wire.CRITIC_SAVE, wire.encode_fields(request), self._config.train_timeout_seconds)
         return reply["path"][0].decode()
 
@@ -140,7 +121,7 @@ class CriticHistory:
             return
         count = -1
         while (status := self._status(server)).mark != self.mark:
-            if position(status.mark) >= position(self.mark):
+            if payloads.position(status.mark) >= payloads.position(self.mark):
                 raise ServerError(self._misfit(server, status))
             if status.count != count:
                 count = status.count
@@ -152,11 +133,11 @@ class CriticHistory:
     def _bring(self, server: Server, journal: Journal, patience: Patience) -> None:
         target, status = self.mark, self._status(server)
         missing = journal.between(status.mark, target)
-        is_behind = position(status.mark) < position(target)
+        is_behind = payloads.position(status.mark) < payloads.position(target)
         if missing is None and not (status.accepts_gap and is_behind):
             raise ServerError(self._misfit(server, status))
         if missing is None:
-            missing = [entry for entry in journal.leading_to(target) if position(entry.mark) > position(status.mark)]
+            missing = [entry for entry in journal.leading_to(target) if payloads.position(entry.mark) > payloads.position(status.mark)]
             print(f"warning: critic.accept_gap: {self._misfit(server, status)}", flush=True)
             status = self._status(server, adopt=missing[0].previous if missing else target)
         elif missing:
@@ -172,22 +153,22 @@ class CriticHistory:
     def _continue_save(self, server: Server, mark: str) -> None:
         """A checkpoint that was begun with the server before must be begun again where the critic passes its mark."""
         if self._saving is not None and self._saving[1] == mark:
-            request = SaveRequest(step=self._saving[0], after=mark, wait=False)
+            request = payloads.SaveRequest(step=self._saving[0], after=mark, wait=False)
             self._link.call(server, wire.CRITIC_SAVE, wire.encode_fields(request), self._config.train_timeout_seconds)
 
-    def _status(self, server: Server, adopt: str | None = None) -> CriticStatus:
-        inputs = wire.encode_fields(StatusRequest(run=self._run, adopt=adopt))
+    def _status(self, server: Server, adopt: str | None = None) -> payloads.CriticStatus:
+        inputs = wire.encode_fields(payloads.StatusRequest(run=self._run, adopt=adopt))
         reply = self._link.call(server, wire.CRITIC_STATUS, inputs, self._config.train_timeout_seconds)
-        return CriticStatus(**json.loads(reply["status"][0]))
+        return payloads.CriticStatus(**json.loads(reply["status"][0]))
 
-    def _misfit(self, server: Server, status: CriticStatus) -> str:
+    def _misfit(self, server: Server, status: payloads.CriticStatus) -> str:
         """Which side has what, and what to do."""
         origin = f"its checkpoint of step {status.checkpoint_step}" if status.checkpoint_step else "its first weights"
         both = (
-            f"{server.registration.describe()} began at {origin} and was trained last on {describe(status.mark)}, "
-            f"while this actor's critic was trained last on {describe(self.mark)}"
+            f"{server.registration.describe()} began at {origin} and was trained last on {payloads.describe(status.mark)}, "
+            f"while this actor's critic was trained last on {payloads.describe(self.mark)}"
         )
-        here, there = position(self.mark), position(status.mark)
+        here, there = payloads.position(self.mark), payloads.position(status.mark)
         if there > here:
             return f"{both}: the critic is ahead of an actor that has resumed from an older checkpoint. {TURN_BACK}"
         if there == here:
@@ -264,10 +245,7 @@ class CriticClient(CriticHistory):
 
 @dataclass(eq=False)
 class RewardClient:
-    """A reward model or reward function behind `services_dir`.
-
-    `texts(rollout)` gives (prompt, response, answer) for servers that score texts. `reduce` turns scores [B, K] into rewards [B].
-    """
+    """A reward model or function. `texts(rollout)`: (prompt, response, answer) for servers of texts. `reduce`: [B, K] -> [B]."""
 
     services_dir: Path
     _: KW_ONLY

@@ -72,10 +72,7 @@ class Frontend:
         self._thread = threading.Thread(target=self._run, name="pytriton", daemon=True)
 
     def start(self, stop_requested: Callable[[], bool]) -> None:
-        """Return when every endpoint answers; `stop_requested` ends the wait.
-
-        Raises TritonDied if it or a stub died (its output is in the `log` file), ServerError if it was late, or the wait was cancelled.
-        """
+        """Return when every endpoint answers. Raises TritonDied (output in `log`), or ServerError if late or not wanted any more."""
         started = time.monotonic()
         self._thread.start()
         while not self._ready.wait(0.1):

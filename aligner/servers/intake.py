@@ -27,10 +27,7 @@ Answer = dict[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """`handler` runs on every rank with the same payload; its result on rank 0 is the answer.
-
-    `check` may raise ValueError to reject a payload; it runs on rank 0 only, in another thread. Only if `computes` is the model needed.
-    """
+    """`handler` runs on every rank; `check`, on rank 0, may raise ValueError. Only if `computes` is the model needed."""
 
     endpoint: Endpoint
     handler: Callable[[Payload], Result]

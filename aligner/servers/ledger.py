@@ -57,10 +57,7 @@ class Refused(ServerError):
 
 
 class Ledger:
-    """Starts at the critic's checkpoint of `checkpoint_step` (0: its first weights).
-
-    With `accepts_gap` a client may make it `adopt` a mark: the critic joins a policy whose history it does not share.
-    """
+    """Starts at the critic's checkpoint of `checkpoint_step` (0: first weights). `accepts_gap`: a client may make it `adopt` a mark."""
 
     def __init__(self, run: str, *, accepts_gap: bool = False) -> None:
         self.run = run
@@ -163,10 +160,7 @@ class Journal:
         self._entries = [_identity_of(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
 
     def append(self, identity: TrainIdentity, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write an entry after its previous one; entries after that one belong to an abandoned past, and go.
-
-        Raises ServerError if it cannot be written (a full disk, say). The journal is then unchanged.
-        """
+        """Write an entry after its previous one, dropping later ones. Raises ServerError, with the journal unchanged, if it cannot."""
         with self._lock:
             path = self._path(identity)
             fields = {name: str(value) for name, value in asdict(identity).items()}

@@ -101,10 +101,7 @@ def make_registration(*, name: str, role: str, num_ranks: int, layout: str = "",
 
 
 def read_registration(path: Path) -> tuple[Registration, int] | None:
-    """The registration and its heartbeat (the file's mtime in ns); None without a file.
-
-    Opens the file although `stat` would do for the heartbeat: network file systems refresh attributes when a file is opened.
-    """
+    """The registration and its heartbeat (mtime in ns), or None. Opens the file: network file systems then refresh attributes."""
     try:
         with path.open() as file:
             fields = json.load(file)
@@ -232,10 +229,7 @@ class Publication(contextlib.AbstractContextManager["Publication"]):
         return self._failure
 
     def withdraw(self) -> None:
-        """Remove the registration unless another server has taken the name. Callable more than once.
-
-        A failure is only printed: the process may be leaving with an error that counts, and clients recognise a dead process.
-        """
+        """Remove the registration unless another server has the name. A failure is printed: a more important error may be under way."""
         self._stop.set()
         self._thread.join(timeout=self._heartbeat_seconds + 5.0)
         try:

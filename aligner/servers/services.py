@@ -55,10 +55,7 @@ class CriticService:
         return torch.where(inside, self.model.values(batch).float().cpu(), 0.0)
 
     def train(self, request: TrainRequest) -> TrainReply:
-        """Train on one step's rollouts; the metrics are merged over all optimizer steps. A request that was applied is only answered.
-
-        Raises `ledger.Refused` if the request does not follow the last applied one.
-        """
+        """Train on one step's rollouts, once; metrics of all optimizer steps. Raises `ledger.Refused` for a request out of order."""
         recorded = self.ledger.find(request.identity)
         if recorded is not None:
             return recorded
@@ -119,10 +116,7 @@ class RewardService:
 
 @dataclass
 class FunctionRewardService:
-    """The operation of a reward function `(prompts, responses, answers) -> rewards`.
-
-    Requests of tokens alone are turned into responses to an empty prompt with `decode(tokens)`, if it is given.
-    """
+    """The operation of a reward function `(prompts, responses, answers) -> rewards`. `decode` makes texts of tokens alone."""
 
     function: TextReward
     name: str = ""

@@ -127,10 +127,7 @@ class Residence:
 
 @dataclass(eq=False)
 class SharedDevice:
-    """The training component's side: it has the turn, unless it gives the GPUs away. Every rank calls every method.
-
-    `turn` is rank 0's. A model that is handed to `holds` leaves and comes back with it; what else is on the device has to be asleep.
-    """
+    """The training component's side, on every rank; `turn` is rank 0's. A model handed to `holds` leaves and comes back with it."""
 
     turn: Turn
     progress: Progress

@@ -46,9 +46,7 @@ class CommandLine:
 
 
 def read(arguments: Sequence[str]) -> CommandLine:
-    """Options are Hydra's, with `config=NAME` for `--config-name NAME`. `--config-dir DIR` becomes an override, which reaches every process
-    of a run. Raises ConfigError for an option without its value.
-    """
+    """Hydra's options, `config=NAME` too; `--config-dir` becomes an override. Raises ConfigError for an option without its value."""
     given = [
         _WITHOUT_VALUE.get(one, one) if not follows or "=" in follows or follows.startswith("-") else one
         for one, follows in zip(arguments, [*arguments[1:], ""], strict=False)

@@ -248,8 +248,7 @@ _parsed = lru_cache(maxsize=64)(lambda texts: OverridesParser.create().parse_ove
 
 
 def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
-    """(the places of hydra.searchpath: directories, or places that only Hydra can read; the other overrides in Hydra's grammar). Raises
-    ConfigError for a text that is not an override."""
+    """(places of hydra.searchpath, some for Hydra alone; the other overrides in Hydra's grammar). Raises ConfigError."""
     try:
         found = parsed(overrides)
     except HydraException as error:
@@ -418,10 +417,7 @@ def _shown(value: Any) -> str:
 
 
 def as_file(base: str, overrides: Sequence[str], more: Mapping[str, str], folders: Sequence[Path], *, comment: str) -> str:
-    """YAML that builds on the config `base`: presets and values of `overrides`, then those of `more`, which are plain values.
-
-    `folders` have the config and its presets. Raises ConfigError for an override that removes a setting, which a file cannot do.
-    """
+    """YAML that builds on the config `base`, with `overrides`, then `more`. Raises ConfigError for one that removes a setting."""
     groups, chosen = groups_in(folders), dict(_presets(base, folders))
     added: list[Any] = []
     replaced: list[Any] = []
@@ -459,10 +455,7 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def resolved(text: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Another project's YAML as plain values, with `overrides` by dotted keys and its references (`${model.tp}`) resolved.
-
-    A reference to a missing key stays unchanged. Raises ValueError if the text is not a mapping.
-    """
+    """Another project's YAML as plain values, with `overrides`, references resolved if they can be. Raises ValueError."""
     try:
         written = yaml.safe_load(text)
     except yaml.YAMLError as error:

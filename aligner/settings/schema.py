@@ -19,10 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchemaKey:
-    """One dotted key. `section` holds more keys below it; `open` takes any key below it (dicts, lists).
-
-    A part `*` stands for a name of the user's own, in a dict of sections.
-    """
+    """One dotted key. `section` holds more keys below it; `open` takes any. A part `*` is a name of the user's own."""
 
     key: str
     type: str

@@ -145,8 +145,7 @@ class LabeledBatch(SampledBatch):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch(MaskedBatch):
-    """Responses in steps: loss_mask is True on the last token of each judged step, step_labels (float32 [B, S]) has from 0 (bad) to 1
-    (good) there."""
+    """Responses in steps: at each judged step's last token loss_mask is True, and step_labels float32 [B, S] from 0 (bad) to 1 (good)."""
 
     step_labels: Tensor
 

@@ -144,10 +144,7 @@ class Routes(RowTensor):
 
 
 class Images(RowTensor):
-    """The images of a row, in the order of their slots among its tokens: the SHA-256 digests of their files; zeros behind the last one.
-
-    The files are in the run's directory of images (`aligner.data.images`).
-    """
+    """The images of a row, in the order of their slots: the SHA-256 digests of their files (`aligner.data.images`), then zeros."""
 
     name = "images"
     dtypes = (torch.int64,)

@@ -225,8 +225,7 @@ class TokenTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
-    """One rollout as text, for people to read, and the digests of its images. `group` is the number of its prompt in the data, `parts`
-    are what the reward is made of."""
+    """One rollout as text, for people, with its images' digests; `group` is its prompt's number, `parts` made the reward."""
 
     prompt: str
     response: str

@@ -199,8 +199,7 @@ class _Rows:
         return Row(key=entry.key, value=value, kind=meaning.kind, settings=changed, note=meaning.note, severity=severity)
 
     def _severity(self, entry: Entry, meaning: Meaning) -> Severity | None:
-        """None if it is carried over, else how much that matters: a value without a counterpart changes the result unless its whole key has
-        none."""
+        """None if carried over, else how much it matters: the result changes unless the whole key has no counterpart here."""
         if not (meaning.differs or meaning.absent):
             return None
         if entry.question:

@@ -140,8 +140,7 @@ def _sampled_lengths(work: Work | None, assumed: PlanConfig) -> ResponseLengths 
 
 
 def measured_lengths(path: Path) -> tuple[float, tuple[int, ...]]:
-    """(mean, rising lengths) of the responses that a file lists; of a run only the mean, from the last steps of its metrics. Raises
-    ConfigError if the file or the metrics have none."""
+    """(mean, rising lengths) of the responses in a file; of a run the mean of its last steps. Raises ConfigError without any."""
     path = path / "metrics.jsonl" if path.is_dir() else path
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]

@@ -300,8 +300,7 @@ def check_writable(folder: Path, name: str, overrides: Sequence[str]) -> None:
 
 
 def write(folder: Path, name: str, overrides: Sequence[str], best: Row, *, steps: int) -> str:
-    """Write `<name>_<gpus>_gpus.yaml`, a config on top of `name`, and its Slurm script `.sub` to `folder`; returns the config's name.
-    `steps` become its loop.max_steps where it has one."""
+    """Write `<name>_<gpus>_gpus.yaml` on top of config `name`, and its `.sub`, to `folder`; returns its name. `steps`: loop.max_steps."""
     places, typed = search_path(overrides)
     chosen = f"{name}_{best.gpus}_gpus"
     keys = {text.partition("=")[0] for text in typed}

@@ -1,7 +1,4 @@
-"""The ranks of an allocation and their messages: small JSON values in the rendezvous store, with a deadline on every wait.
-
-No process group is needed, so a missing, dead or different rank is named before a collective could hang on it.
-"""
+"""The ranks of an allocation and their messages (small JSON in the rendezvous store, with deadlines): a missing rank is named."""
 
 from __future__ import annotations
 

@@ -209,8 +209,7 @@ class Trial:
 
 @item("engine", Where.every_rank, seconds=1800.0, needs=("network", "data", "weights", "plan"))
 def engine(context: Context) -> Trial:
-    """Build the engine and refit it: with the policy's weights, with negated ones, and with the right ones again. Log-probs that follow
-    prove that it samples from the weights that it was sent."""
+    """Build the engine; refit it with the policy's weights, negated ones and the right ones: log-probs prove what it samples from."""
     from aligner.commands.gap import built, recomputed, samples  # Megatron-Core comes with it
     from aligner.jobs.parts import load_model_files
     from aligner.parallel import topology

@@ -1,6 +1,4 @@
-"""What a model is: its family, its sizes and the kinds of its parts (`Architecture`). Light: imports neither Megatron-Core nor
-transformers.
-"""
+"""What a model is: its family, its sizes and the kinds of its parts (`Architecture`). Imports neither Megatron-Core nor transformers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whether a model can be laid out and computed with given settings, and what 8-bit products (`model.fp8`) require of it. Arithmetic only:
-imports no Megatron-Core.
-"""
+"""Whether a model can be laid out and computed with given settings, and what `model.fp8` requires. Imports no Megatron-Core."""
 
 from __future__ import annotations
 

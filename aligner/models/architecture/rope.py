@@ -75,8 +75,7 @@ def longrope_attention_factor(factor: float, original_length: int) -> float:
 
 
 def angles_of_axes(positions: Tensor, frequencies: Tensor, architecture: SeeingArchitecture) -> Tensor:
-    """Angles [..., D] of positions [3, ...] in time, height and width, each of which turns its sections of the frequencies (Qwen2-VL's
-    multimodal rotary embedding, 2409.12191). Text has the same position on each."""
+    """Angles [..., D] of positions [3, ...] in time, height and width, each of which turns its own frequencies (Qwen2-VL, 2409.12191)."""
     angles, sections = positions[..., None].float() * frequencies, architecture.rope_sections
     if architecture.rope_mixed:
         half = angles[0].clone()

@@ -58,10 +58,7 @@ def _explained(directory: Path) -> Iterator[None]:
 
 
 def plan(state: dict[str, Any], directory: Path) -> PlannedDirectory:
-    """Decide which rank writes what of a sharded state. Every rank calls it. The tensors are still those of the model.
-
-    Raises CheckpointError.
-    """
+    """Decide which rank writes what of a sharded state, whose tensors are still the model's. Collective. Raises CheckpointError."""
     with _explained(directory):
         request = dist_checkpointing.save(state, str(directory), async_sharded_save=True, **SAVE_PLAN)
     return PlannedDirectory(path=directory, request=request, results={})

@@ -219,8 +219,7 @@ _OF_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx"
 
 
 def carry_over(source: Path, destination: Path) -> None:
-    """Copy the files of a Hugging Face model that training does not change: licences, processors, code of its own. The model card stays:
-    it describes other weights."""
+    """Copy what training does not change: licences, processors, the model's own code. Not the model card, which describes other weights."""
     for path in sorted(source.iterdir()) if not (source / MARKER).exists() else ():
         is_weights = path.suffix in _OF_WEIGHTS or path.name.endswith(".index.json")
         is_ours = path.name in _NOT_CARRIED or (destination / path.name).exists()
@@ -229,8 +228,7 @@ def carry_over(source: Path, destination: Path) -> None:
 
 
 def copy_tokenizer(source: Path, destination: Path, model: Path | None = None) -> None:
-    """Copy the files of a tokenizer and an image processor (not weights, not the model's config), and the settings for generation of the
-    model in `model`."""
+    """Copy the files of a tokenizer and an image processor, without weights and config, and `model`'s settings for generation."""
     for name in (*TOKENIZER_FILES, *PROCESSOR_FILES, "generation_config.json"):
         own = model if model is not None and name == "generation_config.json" else source
         if (own / name).exists():

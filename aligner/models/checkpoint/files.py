@@ -51,10 +51,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def resolve(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, what the pointer file `path` names, or what `latest` names in the directory `path`.
-
-    Raises CheckpointError if it finds none.
-    """
+    """The checkpoint that `path` is, or that it names as a pointer file, or `latest` in it names. Raises CheckpointError if none."""
     if is_complete(path):
         return path
     pointer = path if path.name in (LATEST, BEST) and path.is_file() else path / LATEST
@@ -118,10 +115,7 @@ def is_sound(directory: Path) -> bool:
 
 
 def new_writing_directory(final: Path) -> Path:
-    """A fresh directory for the checkpoint that will be `final`.
-
-    Its name is new each time: a process of a killed run that still writes cannot reach into the files of its successor.
-    """
+    """A fresh directory for the checkpoint `final`; of a new name, since a process of a killed run may still write into the last one."""
     writing = final.parent / f"{WRITING}{final.name}.{secrets.token_hex(4)}"
     writing.mkdir(parents=True)
     return writing
@@ -152,10 +146,7 @@ def remove_step(folders: Sequence[Path], step: int) -> None:
 
 
 def set_aside(directory: Path) -> None:
-    """Rename a damaged checkpoint so that nothing loads it; `latest` then names the newest that is left.
-
-    Actor and critic may call this at once, each for both of their folders: the second call finds nothing to do.
-    """
+    """Rename a damaged checkpoint so that nothing loads it, and point `latest` at the newest left. Actor and critic may do it at once."""
     folder = directory.parent
     names = (f"{DAMAGED}{directory.name}{number}" for number in ("", *(f".{n}" for n in range(2, 1000))))
     aside = next(folder / name for name in names if not (folder / name).exists())

@@ -95,8 +95,7 @@ class HFWeights:
             self._cut_stacks(text_part(wrapper)["hidden_size"])
 
     def _cut_stacks(self, width: int) -> None:
-        """Find the tensors of single experts in those of all experts of a layer: [experts, gate and up, width] and [experts, width, inner],
-        or their transposes."""
+        """Find single experts' tensors in a layer's: [experts, gate and up, width] and [experts, width, inner], or transposes."""
         for name, stored in list(self._stored.items()):
             block, _, kind = name.rpartition(".")
             one = self._tensors[stored]
@@ -234,10 +233,7 @@ def _canonical(name: str, prefix: str) -> str:
 
 
 def described(directory: Path) -> Architecture:
-    """The architecture that a directory's `config.json` names and, if they are here, its weight files bear out. Nothing is built.
-
-    Raises ConfigError as `architecture_from_hf`, and ModelFilesError if sizes and files differ.
-    """
+    """The architecture in a directory's `config.json`, checked against weight files there. Raises ConfigError or ModelFilesError."""
     file = directory / CONFIG_FILE
     hf = read_json(file)
     if not hf_files.has_weights(directory):

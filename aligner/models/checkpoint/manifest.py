@@ -53,10 +53,7 @@ def read(directory: Path) -> dict[str, Digest]:
 
 
 def verify(directory: Path, *, needed: Callable[[str], bool]) -> None:
-    """Compare the files whose relative path is `needed` with the manifest. Every rank calls it and hashes its share.
-
-    Raises CheckpointError on every rank, with the damaged files and the newest older checkpoint that is intact.
-    """
+    """Compare `needed` files with the manifest; collective, each rank hashes a share. Raises CheckpointError naming the damaged ones."""
     damaged = damage(directory, needed=needed)
     if not damaged:
         return

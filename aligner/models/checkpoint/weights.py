@@ -42,8 +42,7 @@ def sharded_state(chunks: Sequence[Chunk]) -> dict[str, Any]:
 
 
 def load_source(chunks: Sequence[Chunk], source: Path, *, verify: bool = True, with_head: bool = True) -> None:
-    """Fill the chunks of a model from a Hugging Face directory, from what Megatron-LM or NeMo wrote or, as `load_weights`, from a
-    checkpoint. Every rank calls it."""
+    """Fill the chunks from a Hugging Face directory, Megatron-LM's or NeMo's files, or a checkpoint (`load_weights`). Collective."""
     if (source / MARKER).exists():
         load_weights(chunks, source, verify=verify, with_head=with_head)
     elif is_foreign(source):
@@ -86,10 +85,7 @@ def _load_whole(chunks: Sequence[Chunk], directory: Path, *, verify: bool, with_
 
 
 def load_same(chunks: Sequence[Chunk], path: Path, *, verify: bool = True) -> None:
-    """Fill the chunks of a model like the saved one; if it has adapters, only those. Every rank calls it.
-
-    Raises CheckpointError, also if the saved model had other adapters.
-    """
+    """Fill the chunks of a model like the saved one; if it has adapters (the same ones), only those. Collective. Raises CheckpointError."""
     directory = _verified(path, verify)
     check_same(read_marker(directory), chunks[0], directory)
     states = [saved_state(chunk) for chunk in chunks]
@@ -121,10 +117,7 @@ def _read_states(
 
 
 def _heads_absent(chunk: Chunk, directory: Path) -> tuple[str, ...]:
-    """Name prefixes of the head's parameters that the checkpoint lacks: they keep their initialisation.
-
-    Raises CheckpointError if its head has another number of outputs.
-    """
+    """Prefixes of the head's parameters that the checkpoint lacks. Raises CheckpointError for a head with another number of outputs."""
     head = read_head(directory) if chunk.head is not None else None
     if head is None:
         return (HEAD,)
@@ -267,17 +260,13 @@ def saved_lora(marker: Mapping[str, Any]) -> LoraConfig:
 
 
 def saved_quantization(marker: Mapping[str, Any]) -> tuple[Quantization, torch.dtype, bool]:
-    """(the form of the weights under the adapters that a marker describes, the dtype of the numbers from which it was made, whether the
-    scales have 8 bits)."""
+    """(form of the packed weights under a marker's adapters, dtype that they were packed from, whether their scales have 8 bits)."""
     found = marker[QUANTIZATION]
     return Quantization(found["kind"]), getattr(torch, found["dtype"]), "scales" in found
 
 
 def base_of(marker: Mapping[str, Any], directory: Path) -> Path:
-    """The directory of the base weights of a checkpoint's adapters; those of the Hub are downloaded where its cache lacks them.
-
-    Raises CheckpointError if they are missing or have changed, and as `aligner.hub.download.fetch` does.
-    """
+    """The directory of the weights that a checkpoint's adapters belong to; downloaded if the Hub's. Raises as `same_weights`."""
     if not (base := marker["base"]):
         raise CheckpointError(f"{directory}: its adapters belong to random weights that are in no file; start such runs from model.path")
     return same_weights(base, marker["base_digest"], what=f"{directory}: its adapters belong")

@@ -1,6 +1,4 @@
-"""Where the rest of a model of images and text is, of which the text part is trained and in checkpoints; how weights elsewhere are known
-again.
-"""
+"""Where the rest of a model of images and text is whose text part is trained, and how weights in other places are known again."""
 
 from __future__ import annotations
 
@@ -42,10 +40,7 @@ def named(source: Path) -> str:
 
 
 def same_weights(base: str, digest: str, *, what: str) -> Path:
-    """The directory of weights that a marker names, where `what` belongs; those of the Hub are downloaded if its cache lacks them.
-
-    Raises CheckpointError if they are missing or have changed, and as `aligner.hub.download.fetch` does.
-    """
+    """The directory of a marker's weights, to which `what` belongs; downloaded if the Hub's. Raises CheckpointError if gone or changed."""
     if (name := parse(base)) is not None:
         from aligner.hub.download import Wanted, fetch  # huggingface_hub, which other checkpoints do not need
 

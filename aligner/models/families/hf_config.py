@@ -1,7 +1,4 @@
-"""Reads a Hugging Face `config.json` as transformers does. Refuses settings that would change the numbers and are not computed here.
-
-Ignores the keys that transformers' model of the family ignores.
-"""
+"""Reads a Hugging Face `config.json` as transformers does; refuses settings that change the numbers and are not computed here."""
 
 from __future__ import annotations
 

@@ -190,8 +190,7 @@ def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[T
 
 
 def _by_group(layout: Layout, a: Architecture) -> tuple[int, list[list[int]]]:
-    """Of a Megatron tensor whose rows are ordered by key-value group, or key head: how many there are, and the rows of the parts of each
-    Hugging Face tensor. (0, []) for others."""
+    """(number of key-value groups or key heads by which a Megatron tensor's rows are ordered, rows of each part); (0, []) for others."""
     if layout in (Layout.qkv, Layout.packed_qkv):
         keys = a.num_key_value_heads * a.head_dim
         sizes = [a.num_attention_heads * a.head_dim * (1 + a.attention_gate), keys, keys]  # a gate's rows follow those of its query

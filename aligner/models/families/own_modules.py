@@ -41,8 +41,7 @@ _PARTS = {LoraTarget.qkv: (LoraTarget.q, LoraTarget.k, LoraTarget.v), LoraTarget
 
 
 def hf_config(hf: dict[str, Any], where: str) -> Any:
-    """The `transformers` config of a `config.json`. Raises ConfigError for a kind of model that this release does not have, and for code
-    that is in the model's directory."""
+    """The `transformers` config of a `config.json`. Raises ConfigError for a kind that is unknown there, and for code in the directory."""
     import transformers  # takes seconds, and most models do not need it
     from transformers import CONFIG_MAPPING, AutoConfig
 

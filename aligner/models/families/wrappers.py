@@ -77,10 +77,7 @@ def has_images(hf: Mapping[str, Any]) -> bool:
 
 
 def text_part(hf: dict[str, Any]) -> dict[str, Any]:
-    """The config of the text part of a model of images and text, as it would be alone; any other unchanged.
-
-    Raises ConfigError for a wrapper of another class, or around a text part of another kind.
-    """
+    """The config of the text part of a model of images and text; any other unchanged. Raises ConfigError for what is not known."""
     wrapper = WRAPPERS.get(str(hf.get("model_type")))
     text = None if wrapper is None else _text_config(hf, wrapper)
     if wrapper is None or text is None:
@@ -188,8 +185,7 @@ def seeing(architecture: Architecture, hf: dict[str, Any], *, where: str) -> See
 
 
 def with_axes(hf: dict[str, Any]) -> dict[str, Any]:
-    """The `config.json` of a model that can see, saying what `transformers` takes for granted about its axes of positions; any other
-    unchanged."""
+    """A seeing model's `config.json`, saying what `transformers` takes for granted about its axes of positions; any other unchanged."""
     if not can_see(hf):
         return hf
     kind, inside = _SEEING[hf["model_type"]], isinstance(hf.get("text_config"), dict)

@@ -272,8 +272,7 @@ class CoreAttention(mcore.MegatronModule):
 
 
 def split_for_checkpoint(tensors: dict[str, Tensor], prefix: str, sharded_offsets: tuple, *, splits: bool = True) -> dict:
-    """Megatron-Core's sharded tensors of parameters whose first dimension the tensor-parallel ranks split; without `splits` they are whole
-    on all of them."""
+    """Sharded tensors of parameters whose first dimension tensor-parallel ranks split; without `splits` they are whole on all."""
     state, dims = mcore.parallel_state, dict.fromkeys(tensors, 0) if splits else {}
     groups = {"tp_group": state.get_tensor_model_parallel_group(), "dp_cp_group": state.get_data_parallel_group(True)}
     return mcore.make_sharded_tensors_for_checkpoint(tensors, prefix, dims, sharded_offsets, **groups)

@@ -97,8 +97,7 @@ def narrow(model: mcore.GPTModel, size: int) -> None:
 
 
 class ProjectedEmbedding(mcore.VocabParallelEmbedding):
-    """A vocabulary of `size` numbers a token, projected to the residual stream. The projection is whole on every tensor-parallel rank, and
-    so is its gradient: Megatron-Core splits the tokens behind it."""
+    """A vocabulary of `size` numbers a token, projected to the residual stream; the projection and its gradient are whole on every rank."""
 
     def __init__(self, vocab_size: int, size: int, *, config: mcore.TransformerConfig, tp_group: Any) -> None:
         super().__init__(vocab_size, size, init_method=config.embedding_init_method, config=config, tp_group=tp_group)

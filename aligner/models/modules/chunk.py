@@ -90,8 +90,7 @@ class WholeChunk(Chunk):
 
     @abstractmethod
     def read_files(self, directory: Path, *, with_head: bool) -> None:
-        """Fill the chunk from the files of a Hugging Face directory; a head that they lack keeps its initialisation, and every head does
-        without `with_head`."""
+        """Fill the chunk from a Hugging Face directory; a head that it lacks, and every one without `with_head`, stays as it is."""
 
     @abstractmethod
     def file_tensors(self) -> Iterator[tuple[str, Tensor]]:

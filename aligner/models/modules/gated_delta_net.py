@@ -298,8 +298,7 @@ class GatedDeltaNet(mcore.MegatronModule):
 
 
 class GatedAttention(mcore.SelfAttention):
-    """Attention whose output is multiplied by a sigmoid of gates, which follow each head's query: rows of a group are
-    [query, gate, query, gate, ..., key, value]."""
+    """Attention whose output is multiplied by a sigmoid of gates; rows of a group are [query, gate, query, gate, ..., key, value]."""
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries [S, B, heads, D], keys and values [S, B, groups, D], gates [S, B, heads, D]; S is of the whole sequence."""

@@ -92,8 +92,7 @@ def _scored(module: Chunk, hidden: Tensor, index: Tensor, mask: Tensor) -> Tenso
 
 
 def linear_head(head: ScalarHead, size: int, device: torch.device, *, residual: int = 0) -> torch.nn.Linear:
-    """The linear layer of a head on hidden states of this size: small random weights, the same on every rank, and a bias of zero.
-    `residual`: the width of the residual stream, if that is another."""
+    """A head's linear layer: small random weights, the same on every rank, and no bias. `residual`: width of the stream, if not `size`."""
     made = torch.nn.Linear(size, head.num_outputs, bias=head.has_bias, dtype=torch.float32, device=device)
     generator = torch.Generator(device="cpu").manual_seed(0)
     with torch.no_grad():

@@ -147,8 +147,7 @@ class HFChunk(WholeChunk):
         return images
 
     def seen(self, tokens: Tensor, images: Tensor) -> dict[str, Any]:
-        """What the module takes for rows with images beside their tokens [rows, L]; empty if no row has one. Positions are those of Qwen's
-        three axes for models that have them."""
+        """What the module takes beside tokens [rows, L] with images, such as positions on Qwen's three axes; empty without images."""
         digests = [digest for row in images for digest in Images.digests(row)]
         if not digests:
             return {}
@@ -257,8 +256,7 @@ class HFChunk(WholeChunk):
         yield from ((name, own[name].detach()) for name in own if name.startswith(HEAD))
 
     def _untie(self) -> None:
-        """An output layer that the files have apart from the embedding stays apart, whatever the config says: in copies, checkpoints and
-        exports too."""
+        """An output layer that the files have apart from the embedding stays apart, whatever the config says, in copies and exports too."""
         configs = (self.hf.config, self.hf.config.get_text_config())
         if self.hf.get_output_embeddings().weight is self.hf.get_input_embeddings().weight or not any(
             getattr(one, "tie_word_embeddings", False) for one in configs

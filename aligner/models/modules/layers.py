@@ -158,8 +158,7 @@ def _sum(output: tuple[Tensor, Tensor | None]) -> Tensor:
 
 
 class NormOfHeads(torch.nn.Module):
-    """What norms of the queries, or of the keys, share whose weights are of all heads side by side. Each tensor-parallel rank has its
-    heads'."""
+    """What norms of the queries, or keys, share whose weights are of all heads side by side; each rank has its own heads'."""
 
     def __init__(self, config: mcore.TransformerConfig, hidden_size: int, eps: float, *, heads: int, **_: Any) -> None:
         super().__init__()

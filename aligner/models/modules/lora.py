@@ -155,8 +155,7 @@ class Adapter(torch.nn.Module):
         return self._scales() * (product - bias + self(x)) + bias
 
     def share(self, x: Tensor) -> Tensor:
-        """This rank's rows of the addition, for inputs without dropout; where the ranks have parts of the input, its term of the rows. No
-        communication."""
+        """This rank's rows of the addition, without dropout; where ranks have parts of the input, its term of them. No communication."""
         return self._added_up(F.linear(x, self._all_a()) * self.scaling, lambda b: b)
 
     @torch.no_grad()

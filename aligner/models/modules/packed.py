@@ -148,8 +148,7 @@ def whole_packing(weight: Tensor, kind: Quantization, dtype: torch.dtype, *, nes
 
 @contextmanager
 def dense(chunks: Sequence[Any]) -> Iterator[None]:
-    """In the block the packed weights of a model's chunks are dense, with any contents; at its end they are packed. For checkpoints, which
-    are read as a whole, and whose adapters are merged first."""
+    """In the block the packed weights are dense, of any contents; at its end they are packed. For checkpoints, which are whole."""
     opened = [(p, p.packed) for chunk in chunks for p in chunk.parameters() if "packed" in p.__dict__]
     for parameter, (packing, _) in opened:
         numbers = torch.empty(linear_weight(parameter).shape, dtype=packing.dtype, device=parameter.device)
@@ -165,8 +164,7 @@ def dense(chunks: Sequence[Any]) -> Iterator[None]:
 
 @torch.no_grad()
 def round_as(chunks: Sequence[Any], kind: Quantization, dtype: torch.dtype, *, nested: bool) -> None:
-    """Give the dense linear layers of a model the numbers that they have where they are packed. Raises ConfigError for NF4 if ranks have
-    parts of its blocks."""
+    """Round a model's dense linear layers as if packed. Raises ConfigError for NF4 if ranks have parts of its blocks."""
     for chunk in chunks:
         for name, weight in _layers(chunk, kind):
             of_expert, last = ".local_experts." in name, name.rsplit(".", 1)[-1]

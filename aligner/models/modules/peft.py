@@ -259,10 +259,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _saved_head(chunk: Chunk, config: Mapping[str, Any], directory: Path) -> dict[str, str]:
-    """Our names of a head's parameters that were saved with the adapter, by PEFT's names.
-
-    Raises ConfigError where other modules than the model's head were saved.
-    """
+    """Our names, by PEFT's, of a head's saved parameters. Raises ConfigError where other modules than the model's head were saved."""
     saved = config.get("modules_to_save") or []
     if not saved:
         return {}

@@ -68,10 +68,7 @@ VALUES = ScalarHead(outputs=("value",), pooling=Pooling.tokens)
 
 
 def read_head(directory: Path) -> ScalarHead | None:
-    """The head that a checkpoint, or a Hugging Face model that classifies, has; None for a language model.
-
-    Raises CheckpointError for a damaged marker, or one that does not describe its head.
-    """
+    """The head that a checkpoint, or a classifying Hugging Face model, has, or None. Raises CheckpointError for a damaged marker."""
     if (directory / MARKER).exists():
         marker = read_marker(directory)
         if marker["kind"] != "scalar":

@@ -107,8 +107,7 @@ def sees(queries: Tensor, keys: Tensor, form: Form) -> Tensor:
 
 
 def masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, form: Form, scale: float, sinks: Tensor | None = None) -> Tensor:
-    """Attention of all queries to the keys that bool `visible` allows, which broadcasts to [B, heads, L, T]; each head has its keys.
-    `sinks` broadcasts to [B, heads, L, 1]."""
+    """Attention to keys that bool `visible` allows, which broadcasts to [B, heads, L, T], as `sinks` do to [B, heads, L, 1]."""
     if not form.softcap and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
     scores = query @ key.transpose(-1, -2) * (scale / (form.softcap or 1))

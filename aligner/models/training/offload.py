@@ -23,10 +23,7 @@ _ALIGNMENT = 64  # bytes; of any type's size a multiple
 
 
 class LockedMemory:
-    """Host memory that the device reads and writes without the host's waiting; without CUDA, any. Its pages are let go with the object.
-
-    It has the size that is asked for: torch's own such memory comes in powers of two, up to twice as much.
-    """
+    """Host memory, of the size that is asked for (torch rounds to powers of two), that a device accesses without the host's waiting."""
 
     def __init__(self) -> None:
         self._locked: list[torch.UntypedStorage] = []

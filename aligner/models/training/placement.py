@@ -1,5 +1,4 @@
-"""The positions of a micro-batch's tokens in the model's input on this rank: padded or packed, whole or the part of a context-parallel
-rank."""
+"""The positions of a micro-batch's tokens in the model's input on this rank: padded or packed, whole or a context-parallel part."""
 
 from __future__ import annotations
 

@@ -172,8 +172,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """Chunks from position 0 of similar lengths: one padded attention call. Padding comes after a row's tokens, where a causal mask hides
-    it. The indices are made on the host, once for all layers; the indices of a mask would wait for the device in each layer."""
+    """Chunks from position 0 of similar lengths: one padded attention call. The indices are made on the host, once for all layers."""
 
     rows: Tensor  # int64 [chunks, longest]: which flat token is there
     kept: tuple[Tensor, Tensor]  # int64 [tokens] each: chunk and column of the real tokens
@@ -366,8 +365,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Ten
 
 
 class GatheredAttention:
-    """Attention over the pages of one layer, which already hold the keys and values of the queries' own tokens: on copies of the pages, on
-    any device. Subclasses attend in another form or where the pages lie."""
+    """Attention over the pages of one layer, on copies, on any device. Subclasses attend in another form, or where the pages lie."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size

@@ -73,11 +73,7 @@ class Shards:
 
 
 class Decoder:
-    """A language model's forward pass over a KV cache. Collective over the group of `shards`.
-
-    `frequencies` of the rotary embedding: one for each pair of rotated dimensions; None if positions are learned. `page_size` 0: the
-    kernels' own.
-    """
+    """A language model's forward pass over a KV cache. Collective over the group of `shards`. `page_size` 0: the kernels' own."""
 
     add_up = staticmethod(row_sums)  # the sampler's sum over the vocabulary; the trainer's, for log-probs of the same bits
     tap: Tap | None = None  # receives the output of every operation, for tokens as they lie in the pass; compiled kernels report fewer

@@ -79,8 +79,7 @@ class Rotary:
         self._local = tables(rope.frequencies(rope.local(architecture)), 1.0) if local else None
 
     def at(self, positions: Tensor, axes: Tensor | None = None) -> list[Tables | None]:
-        """For each layer the rows [N, 1, 1, R] of N tokens' positions, or of those [3, N] on several axes; None for a layer that rotates
-        nothing."""
+        """For each layer the rows [N, 1, 1, R] of N tokens' positions, or of those [3, N] on several axes; None where nothing rotates."""
         every, local = (None if both is None else _rows(both, positions) for both in (self.everywhere, self._local))
         if axes is not None:
             every = self._of_axes(axes)
@@ -194,10 +193,7 @@ def route(x: Tensor, router: Affine, bias: Tensor | None, architecture: Architec
 
 
 def mix(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, Tensor], inner: Inner, *, biased: bool) -> Tensor:
-    """Sum of weight times output over the experts that `routing` (from `route`) chose for each token [N, H].
-
-    `biased`: this rank adds the outer biases. Tokens are sorted by expert, so each expert runs once, on the tokens that chose it.
-    """
+    """The sum of weight times output over the experts in `routing`, each run once on its tokens. `biased`: this rank adds outer biases."""
     weights, chosen = routing
     top_k = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
@@ -265,8 +261,7 @@ def multiplies_groups(weight: Tensor) -> bool:
 
 
 def stack_of(experts: Sequence[FeedForward]) -> Stack | None:
-    """Views of the experts' weights; None if these are packed, not at equal distances in one storage (`OwnWeights` are, training's buffers
-    mostly), or not aligned for the kernels."""
+    """Views of the experts' weights; None if they are packed, not aligned, or not at equal distances in one storage."""
     if not isinstance(experts[0].down.weight, Tensor):
         return None
     for is_backwards in (False, True):

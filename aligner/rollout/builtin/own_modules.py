@@ -189,10 +189,7 @@ class OwnModulesEngine:
         """Nothing is kept between generations."""
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        """Responses to the requests of `work`, in any order, as they end.
-
-        Raises EngineError naming a request whose prompt is empty or leaves no room in the context.
-        """
+        """Responses to the requests of `work` as they end. Raises EngineError naming a prompt that is empty or leaves no room."""
         run = _Run(self._chunk, self._config, sampling, self._eos_id, self._decode)
         run.pauses, run.version, run.callers = self._pauses, self.version, callers_of(work)
         was_training = self._chunk.training

@@ -90,8 +90,7 @@ class TorchFlashAttention(FlashAttention):
 
 
 def load(package: Package) -> FlashAttention | None:
-    """The package's attention; None if it is not installed, or if its function lacks a parameter (logged), as torch's does in versions
-    without pages."""
+    """The package's attention; None if it is not installed or its function lacks a parameter (logged), as in versions without pages."""
     is_torch, name, used = package is TORCH, "flash_attn_with_kvcache", {"cache_seqlens", "causal"}
     if is_torch:
         name, used = "varlen_attn", {"window_size", "enable_gqa", "seqused_k"}
@@ -107,8 +106,7 @@ def load(package: Package) -> FlashAttention | None:
 
 
 def flash_attention(weight: Tensor, heads: tuple[int, int, int]) -> FlashAttention | None:
-    """The fastest kernel that works for this weight's dtype and device, or None. `heads`: this rank's key-value groups, queries per group,
-    dimensions."""
+    """The fastest kernel that works for this weight, or None. `heads`: this rank's key-value groups, queries per group, dimensions."""
     dimensions = heads[2]
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16) or dimensions > MOST_DIMENSIONS or dimensions % 8:
         return None

@@ -1,7 +1,4 @@
-"""The engine's side of a comparison: its decoder traced over given sequences, as in a generation.
-
-Either a whole sequence in prefill passes, or its prompt in prefill passes and every later token in a decode step.
-"""
+"""The engine's side of a comparison: its decoder traced over sequences, all in prefill passes, or from the response on in decode steps."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ _LAST = (Operation.final_norm, Operation.logits)  # only for tokens whose logits
 
 
 class SequenceProbe:
-    """A decoder and a cache for these sequences (token ids, as many as the rows of the traces). Every rank of a replica makes it.
-
-    `chunk_tokens` bounds a prefill pass, as `rollout.prefill_chunk_tokens` does.
-    """
+    """A decoder and a cache for these sequences (token ids). Every rank of a replica makes it. `chunk_tokens` bounds a prefill pass."""
 
     def __init__(self, decoder: Decoder, sequences: Sequence[Sequence[int]], *, chunk_tokens: int) -> None:
         self._decoder = decoder

@@ -210,10 +210,7 @@ def _refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 def expected(moves: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes) -> Tensor:
-    """Checksums of the parts that each rank of the new split must get, int64 [moves, ranks], from the training shards.
-
-    Collective over the world; every rank gets all of them.
-    """
+    """Checksums of the parts that each rank of the new split must get, int64 [moves, ranks], from training's shards. Collective."""
     ranks = max(len(move.target.shards) for move in moves)
     device = next(iter(sources.values())).device
     sums = torch.zeros(len(moves), ranks, dtype=torch.int64, device=device)
@@ -246,8 +243,7 @@ def _indices(sharding: Sharding, index: int, device: torch.device) -> Tensor:
 
 @contextmanager
 def negated(chunks: Sequence[LanguageModel]) -> Iterator[None]:
-    """In the block all parameters of the policy have the opposite sign: after a refit the engine must sample as this policy does. Not
-    while an engine has the policy's place in memory."""
+    """In the block all parameters of the policy have the opposite sign: after a refit the engine must sample as this policy does."""
     parameters = {parameter.data_ptr(): parameter for chunk in chunks for parameter in chunk.parameters()}  # a tied one once
     for parameter in parameters.values():
         linear_weight(parameter).negate()

@@ -20,10 +20,7 @@ from aligner.rollout.engine import Callers
 
 
 class RunningBatch:
-    """The rows, in the order in which they joined; `max_length`: the most tokens of a response.
-
-    Arrays that steps under way may still read are replaced, never changed in place.
-    """
+    """The rows, in the order in which they joined. Arrays that steps under way may still read are replaced, never changed in place."""
 
     def __init__(
         self, *, num_seats: int, max_length: int, max_pages: int, page_size: int, device: torch.device, sees: bool = False

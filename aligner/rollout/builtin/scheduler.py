@@ -82,10 +82,7 @@ class PagePool:
                     del self._published[self._key_of.pop(page)]
 
     def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
-        """Let other sequences find the whole pages of `tokens`, which must be filled before they are read.
-
-        Returns the number of these pages that can be found.
-        """
+        """Let other sequences find the whole pages of `tokens`, filled before they are read. Returns how many of them can be found."""
         if not self.shares:
             return 0
         before = _ROOT
@@ -335,10 +332,7 @@ class Scheduler:
                 self._forget(prefix)
 
     def keep(self, response: Response, sampled: Sequence[int]) -> None:
-        """Before a response leaves: keep its whole pages, while there is room, for the next turn of the same episode.
-
-        Not if the weights changed meanwhile, since other sequences begin with the same tokens.
-        """
+        """Before a response leaves: keep its whole pages for the episode's next turn, while there is room and the weights are the same."""
         if len(response.versions) > 1:
             return
         in_cache = (*response.prompt_keys, *sampled[:-1])  # the last token was never computed

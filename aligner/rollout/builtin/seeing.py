@@ -27,8 +27,7 @@ from aligner.types import Images
 
 
 class Eyes:
-    """The vision tower with the engine's weights: `named` are these by their global names. With `apart` nothing is shared with training,
-    which goes on in another thread."""
+    """The vision tower with the engine's weights, `named` by their global names. `apart`: nothing is shared with training's thread."""
 
     def __init__(self, chunk: LanguageModel, named: Mapping[str, Tensor], *, apart: bool) -> None:
         assert isinstance(chunk.architecture, SeeingArchitecture)

@@ -223,10 +223,7 @@ def _delta(prefix: str, tensors: Mapping[str, Tensor]) -> DeltaWeights:
 
 
 def named_parameters(chunks: Sequence[LanguageModel]) -> dict[str, Tensor]:
-    """This rank's training parameters by global name, without adapters'.
-
-    The last stage's copy of a tied embedding is left out: the first stage has it.
-    """
+    """This rank's training parameters by global name, without adapters' and the last stage's copy of a tied embedding."""
     return {
         global_name(chunk, name): parameter
         for chunk in chunks

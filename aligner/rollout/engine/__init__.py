@@ -35,8 +35,7 @@ ALL_MEMORY = frozenset(Memory)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """An engine's name, the kind of its log-probs, which a run's configuration must fit, whether it reads prompts' images, and whether it
-    knows settings and callers of single requests."""
+    """An engine's name, the kind of its log-probs, whether it reads images, and whether single requests have settings and callers."""
 
     name: str
     logprobs: LogprobKind
@@ -178,10 +177,7 @@ class Sampling(Protocol):
 
 
 class Engine(Sampling, Protocol):
-    """An engine on one rank. The lifecycle drives it, keeps the order of the phases, and calls each method on every rank.
-
-    `refit`, `wake` and `sleep` are collective over the component, `generate` over a replica.
-    """
+    """An engine on one rank. `refit`, `wake` and `sleep` are collective over the component, `generate` over a replica."""
 
     replica: Replica
 
@@ -213,10 +209,7 @@ class ForeignEngine(Sampling, Protocol):
         """All buckets have arrived, on every rank: finish the load and forget cached prefixes. Later results have this `version`."""
 
     def abort_refit(self) -> None:
-        """The refit failed on some rank: undo what `begin_refit` entered. The weights stay mixed.
-
-        Called after any of the other three methods, whether it failed or succeeded on this rank.
-        """
+        """The refit failed on some rank: undo what `begin_refit` entered, whatever became of the other methods on this rank."""
 
     def read_back(self, name: str) -> Tensor | None:
         """The engine's weight of this Hugging Face name, full and in its dtype, for verification after `finish_refit`; None if it

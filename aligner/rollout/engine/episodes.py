@@ -203,10 +203,7 @@ class _News:
 
 
 class EpisodeWork:
-    """`aligner.rollout.engine.Work`: the next turns of episodes first, then new episodes, from `work`.
-
-    `episodes` is None on all but the leading rank. Every rank of the replica calls `take` at the same points, with the same room.
-    """
+    """`aligner.rollout.engine.Work`: next turns first, then new episodes, from `work`. `episodes` is None but on the leading rank."""
 
     def __init__(self, work: Work, conversing: Conversing, episodes: Episodes | None) -> None:
         self._work = work

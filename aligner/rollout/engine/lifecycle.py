@@ -121,8 +121,7 @@ class PhasedEngine:
                 self._refill()
 
     def wake(self) -> None:
-        """Allocate the released memory, and be ready to generate from the policy's current weights. Waits for the expected generations of
-        another thread."""
+        """Allocate the released memory and be ready to generate, once the expected generations of another thread have ended."""
         self._refuse_unless_idle("wake")
         if self.gate is not None:
             together(self.gate.drain, "waiting for the rollout engine", error=EngineError)
@@ -168,8 +167,7 @@ class PhasedEngine:
         return self._episodes(requests, prompts, sampling, self.conversing)
 
     def serve(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        """Responses to the requests of `work`, as they end; their own settings are `complete`. Collective over the replica alone. Raises
-        EngineError as `generate` does."""
+        """Responses to the requests of `work`, whose settings are `complete`. Collective over the replica. Raises as `generate` does."""
         self._refuse_unless_ready()
         with self._generating():
             yield from self._results(work, self.complete(sampling))

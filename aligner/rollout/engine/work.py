@@ -210,8 +210,7 @@ class WorkSharing:
 
     @contextmanager
     def open(self, requests: Sequence[GenRequest]) -> Iterator[Work]:
-        """This replica's share of `requests`, which are the same on all ranks. If the block raises, the other replicas start nothing more.
-        No rank waits for another one here."""
+        """This replica's share of `requests`, which all ranks pass. If the block raises, no replica starts anything more."""
         self._num_opened += 1
         division = divide(requests, self._replica.count, fixed=self._fixed)
         if not division.queue or self._replica.count == 1:

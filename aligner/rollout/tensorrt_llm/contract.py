@@ -129,11 +129,7 @@ def _symbol(key: str, entry: Mapping[str, Any]) -> Symbol:
 
 
 def gate(*, allow_drafts: bool) -> Contract:
-    """The contract of the installed version, found without importing it.
-
-    Raises EngineError if the package is not installed and, with a list of the known versions, if this one is unknown or its contract is a
-    draft and drafts are not allowed.
-    """
+    """The installed version's contract, found without importing it. Raises EngineError if it is missing, unknown or a refused draft."""
     known = [load(name) for name in known_versions()]
     shown = ", ".join(one.version + (" (draft)" if one.draft else "") for one in known)
     try:

@@ -127,10 +127,7 @@ class TensorRTLLMEngine:
             self._tell("abort_refit")
 
     def read_back(self, name: str) -> Tensor | None:
-        """The engine's weight of this name, in host memory: embeddings, norms and output projections of a replica of one rank.
-
-        None for weights that it fuses or splits over ranks.
-        """
+        """A weight in host memory: embeddings, norms and output projections of a replica of one rank; None for fused or split ones."""
         if self._tp > 1 or name not in self._shapes:
             return None
         return self._tell("parameter", name, self._shapes[name])
@@ -149,10 +146,7 @@ class TensorRTLLMEngine:
                 self._unready = "its weights woke and were not refitted"
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
-        """Yield responses as they end. In a replica of several ranks the first one yields them, the others nothing.
-
-        Raises EngineError out of order, if the package reports an error for a request, and if none ends for `timeout_seconds`.
-        """
+        """Responses as they end, from the replica's first rank. Raises EngineError, also if none ends for `timeout_seconds`."""
         self._running()
         self._settings.check_sampling(sampling)
         if self._unready:

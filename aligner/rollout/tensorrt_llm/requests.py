@@ -1,7 +1,4 @@
-"""Requests to TensorRT-LLM: submitted to its process as room is free, collected as they end.
-
-Converts sampling settings and responses. A setting without an exact counterpart is refused by name.
-"""
+"""Requests to TensorRT-LLM, as room is free, and their results. A setting without an exact counterpart is refused by name."""
 
 from __future__ import annotations
 
@@ -75,10 +72,7 @@ WAIT, END = 0, -1
 
 
 class Take:
-    """The source of requests for all ranks of a replica: only the first rank knows when it has room, and informs the others.
-
-    `group`: the ranks of the replica, for tensors on the CPU; None for a single rank.
-    """
+    """The source of requests on all ranks of a replica, whose first rank alone knows its room. `group`: these ranks; None for one."""
 
     def __init__(self, work: Work, group: dist.ProcessGroup | None) -> None:
         self._work = work
