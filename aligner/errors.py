@@ -6,8 +6,10 @@ A bad value raises `ConfigError`, a `ValueError` that names field, value and wha
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 _STORAGE = {
     errno.ENOSPC: "the file system is full",
@@ -107,16 +109,28 @@ def describe_os_error(error: OSError, path: os.PathLike[str] | str) -> str:
     return f"{_STORAGE[error.errno]}: {where} ({code}: {said})" if error.errno in _STORAGE else f"{said}: {where} ({code})"
 
 
+Range = tuple[Callable[[Any], bool], str]
+AT_LEAST_1: Range = (lambda value: value >= 1, "must be at least 1")
+NOT_NEGATIVE: Range = (lambda value: value >= 0, "must not be negative")
+ABOVE_0: Range = (lambda value: value > 0, "must be above 0")
+FINITE: Range = (lambda value: 0 <= value < math.inf, "must be finite and not negative")
+POSITIVE: Range = (lambda value: 0 < value < math.inf, "must be finite and above 0")
+SHARE: Range = (lambda value: 0 < value <= 1, "must be above 0 and at most 1")
+UP_TO_1: Range = (lambda value: 0 <= value <= 1, "must be between 0 and 1")
+
+
+def check_range(config: object, section: str, allowed: Range, *names: str, note: str = "") -> None:
+    """Raise ConfigError, naming setting and value, unless these attributes of `config`, a `section` of the settings, are in the range."""
+    holds, must = allowed
+    for name in names:
+        if not holds(value := getattr(config, name)):
+            raise ConfigError(f"{section}{'.' if section else ''}{name}={value}: {must}{note}")
+
+
 def check_numbers(
     config: object, section: str, *, at_least_1: Sequence[str] = (), not_negative: Sequence[str] = (), above_0: Sequence[str] = ()
 ) -> None:
-    """Raise ConfigError naming a setting of `section` that breaks its rule. `config` has the settings as attributes."""
-    rules: Sequence[tuple[Sequence[str], Callable[[float], bool], str]] = (
-        (at_least_1, lambda value: value >= 1, "must be at least 1"),
-        (not_negative, lambda value: value >= 0, "must not be negative"),
-        (above_0, lambda value: value > 0, "must be above 0"),
-    )
-    for names, holds, rule in rules:
-        for name in names:
-            if not holds(getattr(config, name)):
-                raise ConfigError(f"{section}.{name}={getattr(config, name)}: {rule}")
+    """`check_range` of several ranges."""
+    check_range(config, section, AT_LEAST_1, *at_least_1)
+    check_range(config, section, NOT_NEGATIVE, *not_negative)
+    check_range(config, section, ABOVE_0, *above_0)

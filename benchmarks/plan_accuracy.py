@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from aligner.commands.calibrate import KINDS, read
-from aligner.planner.calibration import STEP, error, median_and_worst
+from aligner.commands.calibrate import KINDS, STEP, error, median_and_worst, read
 
 FILE = Path(__file__).with_name("published_steps.yaml")
 PAGE = Path(__file__).parents[1] / "docs" / "plan_accuracy.md"

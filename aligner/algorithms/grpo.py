@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from aligner.data.collate import rollout_batch
-from aligner.errors import ConfigError, check_numbers
-from aligner.loop.learnt import of_rows
+from aligner.errors import FINITE, ConfigError, RunHalted, check_numbers, check_range
+from aligner.loop.learnt import TOKENS_SEEN, accounted, of_rows
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.advantages import (
     STD_EPSILON,
@@ -37,7 +37,7 @@ from aligner.losses.advantages import (
 from aligner.losses.aggregation import Aggregation, require
 from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from aligner.losses.shaping import Moments
-from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
+from aligner.online.collect import ScoredRollouts, joined, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.policy_gradient import (
     PolicyGradientConfig,
@@ -50,6 +50,7 @@ from aligner.online.policy_gradient import (
     turns_of,
 )
 from aligner.online.rollout_source import OnlineAlgorithm, RolloutSource
+from aligner.online.selection import with_spread
 from aligner.online.task import REWARDED, OnlineTask
 from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy
@@ -64,12 +65,6 @@ from aligner.types.rows import num_rows
 
 if TYPE_CHECKING:
     from aligner.jobs.samples import OnlineJob
-
-
-from aligner.errors import RunHalted
-from aligner.loop.learnt import TOKENS_SEEN, accounted
-from aligner.online.collect import joined
-from aligner.online.selection import with_spread
 
 
 class Exhausted(str, Enum):
@@ -180,8 +175,7 @@ class GRPOConfig(PolicyGradientConfig):
         PolicyGradientConfig.__post_init__(self)
         check_numbers(self, "algorithm", at_least_1=("prompts_per_step", "group_size", "max_rounds_per_step"))
         check_numbers(self, "algorithm", not_negative=("step_weight",))
-        if not 0 <= self.std_epsilon < math.inf:
-            raise ConfigError(f"algorithm.std_epsilon={self.std_epsilon}: must be finite and not negative")
+        check_range(self, "algorithm", FINITE, "std_epsilon")
         self.advantage_estimator = text_of(self.advantage_estimator)
         check_estimator(named("algorithm.advantage_estimator", self.advantage_estimator, Estimator), self)
         if self.rollouts_per_step % self.mini_batch_size:

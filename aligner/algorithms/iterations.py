@@ -25,7 +25,7 @@ from aligner.algorithms.dpo import PairLossConfig
 from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import PreferencePair, preference_batch
 from aligner.data.order import order_of
-from aligner.errors import CheckpointError, ConfigError, check_numbers
+from aligner.errors import NOT_NEGATIVE, CheckpointError, ConfigError, check_numbers, check_range
 from aligner.files import publish
 from aligner.loop.epochs import Stateless
 from aligner.loop.loop import Clock, StepResult
@@ -87,8 +87,7 @@ class IterationConfig(PairLossConfig):
     def __post_init__(self) -> None:
         PairLossConfig.__post_init__(self)
         check_numbers(self, "algorithm", at_least_1=("batch_size", "epochs_per_iteration", "sampled_together"))
-        if self.prompts_per_iteration < 0:
-            raise ConfigError(f"algorithm.prompts_per_iteration={self.prompts_per_iteration}: must not be negative (0: all prompts)")
+        check_range(self, "algorithm", NOT_NEGATIVE, "prompts_per_iteration", note=" (0: all prompts)")
 
     @property
     def mini_batch_size(self) -> int:

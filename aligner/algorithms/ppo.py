@@ -42,7 +42,7 @@ from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.data.collate import SupervisedExample, supervised_batch
 from aligner.data.config import PretrainingConfig
 from aligner.data.order import EpochSampler, order_of
-from aligner.errors import ConfigError, check_numbers
+from aligner.errors import FINITE, UP_TO_1, ConfigError, check_numbers, check_range
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Built, Clock, StepResult
 from aligner.losses.advantages import gae_over_rows, outcome_rewards, whiten
@@ -96,10 +96,8 @@ class PPOConfig(PolicyGradientConfig):
         if self.rollouts_per_step % self.mini_batch_size:
             raise ConfigError(f"algorithm.mini_batch_size={self.mini_batch_size}: must divide rollouts_per_step={self.rollouts_per_step}")
         check_numbers(self, "algorithm", not_negative=("critic_warmup_steps",))
-        if not 0 <= self.pretraining_coef < math.inf:
-            raise ConfigError(f"algorithm.pretraining_coef={self.pretraining_coef}: must be finite and not negative (0: off)")
-        if not 0 <= self.gae_lambda <= 1:
-            raise ConfigError(f"algorithm.gae_lambda={self.gae_lambda}: must be between 0 and 1")
+        check_range(self, "algorithm", FINITE, "pretraining_coef", note=" (0: off)")
+        check_range(self, "algorithm", UP_TO_1, "gae_lambda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from aligner.errors import ConfigError
+from aligner.errors import AT_LEAST_1, FINITE, POSITIVE, check_range
 
 
 class Placement(str, Enum):
@@ -25,11 +25,6 @@ class LocalLauncherConfig:
     lease_seconds: float = 60.0  # processes exit after this long without a heartbeat from the launcher
 
     def __post_init__(self) -> None:
-        least = {"grace_seconds": 0, "shutdown_timeout_seconds": 0, "max_server_restarts": 0, "num_failure_lines": 1}
-        for name, bound in least.items():
-            if not bound <= getattr(self, name) < float("inf"):
-                rule = "must be at least 1" if bound else "must be finite and not negative"
-                raise ConfigError(f"local_launcher.{name}={getattr(self, name)}: {rule}")
-        for name in ("ready_timeout_seconds", "lease_seconds"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"local_launcher.{name}={getattr(self, name)}: must be finite and above 0")
+        check_range(self, "local_launcher", FINITE, "grace_seconds", "shutdown_timeout_seconds", "max_server_restarts")
+        check_range(self, "local_launcher", AT_LEAST_1, "num_failure_lines")
+        check_range(self, "local_launcher", POSITIVE, "ready_timeout_seconds", "lease_seconds")

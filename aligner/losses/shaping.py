@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from aligner.errors import ConfigError, check_numbers
+from aligner.errors import NOT_NEGATIVE, ConfigError, check_numbers, check_range
 
 FLOOR = 1e-8  # of a variance: scores that are all equal become 0
 
@@ -46,8 +46,7 @@ class ShapingConfig:
         if self.clip_low is not None and self.clip_high is not None and self.clip_low >= self.clip_high:
             raise ConfigError(f"algorithm.shaping.clip_low={self.clip_low}: must be below clip_high={self.clip_high}")
         check_numbers(self, "algorithm.shaping", above_0=("scale",))
-        if self.overlong_buffer < 0:
-            raise ConfigError(f"algorithm.shaping.overlong_buffer={self.overlong_buffer}: must not be negative (0 is off)")
+        check_range(self, "algorithm.shaping", NOT_NEGATIVE, "overlong_buffer", note=" (0 is off)")
         check_numbers(self, "algorithm.shaping", not_negative=("overlong_penalty",))
 
     def check_length(self, max_length: int) -> None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar
 
-from aligner.errors import ConfigError
+from aligner.errors import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, ConfigError, check_range
 from aligner.hub.names import Files
-from aligner.models.architecture.architecture import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, refuse, require
 from aligner.models.architecture.architecture import NOT_SCALED as NOT_SCALED
 from aligner.models.architecture.architecture import OF_EXPERTS as OF_EXPERTS
 from aligner.models.architecture.architecture import ROPE_FACTORS as ROPE_FACTORS
@@ -22,6 +21,7 @@ from aligner.models.architecture.architecture import Normalization as Normalizat
 from aligner.models.architecture.architecture import ParallelResidual as ParallelResidual
 from aligner.models.architecture.architecture import PositionEmbedding as PositionEmbedding
 from aligner.models.architecture.architecture import SeeingArchitecture as SeeingArchitecture
+from aligner.models.architecture.architecture import refuse
 
 
 class Dtype(str, Enum):
@@ -149,9 +149,9 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         self.targets, self.parts = list(self.targets), list(self.parts)
-        require(self, "model.lora", NOT_NEGATIVE, "rank", note=" (0 is off)")
-        require(self, "model.lora", NOT_NEGATIVE, "pissa_iterations", note=" (0 is exact)")
-        require(self, "model.lora", POSITIVE, "alpha")
+        check_range(self, "model.lora", NOT_NEGATIVE, "rank", note=" (0 is off)")
+        check_range(self, "model.lora", NOT_NEGATIVE, "pissa_iterations", note=" (0 is exact)")
+        check_range(self, "model.lora", POSITIVE, "alpha")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.lora.dropout={self.dropout}: must be in [0, 1)")
         if self.dora and self.dropout:
@@ -230,10 +230,10 @@ class ModelConfig:
     freeze: list[Part] = field(default_factory=lambda: [Part.vision, Part.projector])  # parts of a model that sees: vision, projector, text
 
     def __post_init__(self) -> None:
-        require(self, "model", AT_LEAST_1, "micro_batch_size", "logits_chunk_size", "make_vocab_divisible_by")
-        require(self, "model", NOT_NEGATIVE, "seq_length", note=" (0 is the model's own)")
+        check_range(self, "model", AT_LEAST_1, "micro_batch_size", "logits_chunk_size", "make_vocab_divisible_by")
+        check_range(self, "model", NOT_NEGATIVE, "seq_length", note=" (0 is the model's own)")
         coefficients = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate")
-        require(self, "model", NOT_NEGATIVE, "micro_batch_tokens", *coefficients, note=" (0 is off)")
+        check_range(self, "model", NOT_NEGATIVE, "micro_batch_tokens", *coefficients, note=" (0 is off)")
         not_torch = "needs Transformer Engine's layers; allowed: model.layers=auto or transformer_engine, not batch_invariant"
         delayed = (
             "its scales are those of passes before, so data-parallel replicas that make different numbers of passes wait for each other "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,7 +12,7 @@ from aligner.data.prompts import load_prompts
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig
-from aligner.errors import ConfigError
+from aligner.errors import NOT_NEGATIVE, POSITIVE, SHARE, ConfigError, check_range
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.training.guard import GuardConfig
 from aligner.models.training.optimizer import OptimizerConfig
@@ -55,12 +54,9 @@ class ValidationConfig:
     pass_threshold: float = 0.5  # smallest score of `scorer` with which a response counts as right
 
     def __post_init__(self) -> None:
-        if self.num_samples < 0:
-            raise ConfigError(f"validation.num_samples={self.num_samples}: must not be negative (0 is off)")
-        if not 0 < self.temperature < math.inf:
-            raise ConfigError(f"validation.temperature={self.temperature}: must be finite and above 0 (one greedy response is made anyway)")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"validation.top_p={self.top_p}: must be above 0 and at most 1 (1 is off)")
+        check_range(self, "validation", NOT_NEGATIVE, "num_samples", note=" (0 is off)")
+        check_range(self, "validation", POSITIVE, "temperature", note=" (one greedy response is made anyway)")
+        check_range(self, "validation", SHARE, "top_p", note=" (1 is off)")
         for k in self.k:
             if not 1 <= k <= self.num_samples:
                 raise ConfigError(f"validation.k={self.k}: {k} must be from 1 to num_samples={self.num_samples}")

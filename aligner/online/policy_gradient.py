@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.errors import ConfigError, check_numbers
+from aligner.errors import UP_TO_1, ConfigError, check_numbers, check_range
 from aligner.losses.advantages import DIVIDES, GROUPED, PER_RESPONSE, TURNED, Estimator, Turns
 from aligner.losses.aggregation import Aggregation, masked
 from aligner.losses.correction import CorrectionConfig
@@ -73,8 +73,7 @@ class PolicyGradientConfig:
         check_numbers(self, "algorithm", at_least_1=("mini_batch_size", "num_epochs", "kl_horizon"), not_negative=("kl_coef", "kl_target"))
         if self.kl_target and not self.kl_coef:
             raise ConfigError(f"algorithm.kl_target={self.kl_target}: moves kl_coef=0, which stays 0; allowed: 0, or kl_coef above 0")
-        if not 0 <= self.gamma <= 1:
-            raise ConfigError(f"algorithm.gamma={self.gamma}: must be between 0 and 1")
+        check_range(self, "algorithm", UP_TO_1, "gamma")
 
     @property
     def updates_per_step(self) -> int:

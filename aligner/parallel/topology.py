@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from aligner.errors import ConfigError
+from aligner.errors import AT_LEAST_1, NOT_NEGATIVE, ConfigError, check_range
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,18 +31,16 @@ class ParallelConfig:
     tp_comm_overlap: bool = False  # exchange a layer's activations while it computes (Transformer Engine, packed micro-batches)
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"parallel.{name}={getattr(self, name)}: must be at least 1")
+        check_range(self, "parallel", AT_LEAST_1, "tp", "pp", "vpp", "cp", "ep", "etp")
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError("parallel.sequence_parallel=true: needs parallel.tp > 1 (tensor-parallel ranks split the sequence)")
         if self.tp_comm_overlap and not self.sequence_parallel:
             raise ConfigError("parallel.tp_comm_overlap=true: needs parallel.sequence_parallel=true (its exchanges are overlapped)")
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(f"parallel.vpp={self.vpp}: the interleaved schedule needs parallel.pp > 1")
-        for name in ("first_stage_layers", "last_stage_layers"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"parallel.{name}={getattr(self, name)}: must not be negative (0 is an equal share)")
+        ends = ("first_stage_layers", "last_stage_layers")
+        check_range(self, "parallel", NOT_NEGATIVE, *ends, note=" (0 is an equal share)")
+        for name in ends:
             if getattr(self, name) and (self.pp == 1 or self.vpp > 1):
                 raise ConfigError(f"parallel.{name}={getattr(self, name)}: needs parallel.pp > 1 and parallel.vpp=1")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from aligner.errors import ConfigError, check_numbers
+from aligner.errors import AT_LEAST_1, POSITIVE, ConfigError, check_numbers, check_range
 
 
 class OnError(str, Enum):
@@ -32,8 +32,7 @@ class RewardFunctionConfig:
     on_error: OnError = OnError.stop  # after a failure: stop: the run ends; invalid: the sample gets no reward and is counted
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0):
-            raise ConfigError(f"timeout_seconds={self.timeout_seconds}: must be finite and above 0")
+        check_range(self, "", POSITIVE, "timeout_seconds")
         if self.arguments and not self.path:
             raise ConfigError(f"arguments={dict(self.arguments)}: requires path, the factory that accepts them")
 
@@ -58,8 +57,7 @@ class RubricItem:
         """Raise ConfigError, naming the settings of the item at `key`."""
         if not self.text.strip():
             raise ConfigError(f"{key}.text={self.text!r}: say what the judge is asked")
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ConfigError(f"{key}.weight={self.weight}: must be finite and above 0")
+        check_range(self, key, POSITIVE, "weight")
         check_numbers(self, key, at_least_1=("highest",))
 
 
@@ -155,8 +153,7 @@ class NamedRewardConfig(RewardFunctionConfig):
             raise ConfigError(f"judge.token_file={self.judge.token_file} and token_variable={self.token_variable}: give one of the two")
         if not math.isfinite(self.weight):
             raise ConfigError(f"weight={self.weight}: must be finite")
-        if self.num_threads < 1:
-            raise ConfigError(f"num_threads={self.num_threads}: must be at least 1")
+        check_range(self, "", AT_LEAST_1, "num_threads")
 
 
 def check_parts(parts: dict[str, NamedRewardConfig]) -> None:

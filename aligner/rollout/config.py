@@ -8,7 +8,7 @@ from enum import Enum
 from importlib.metadata import entry_points
 from typing import Any
 
-from aligner.errors import ConfigError
+from aligner.errors import ABOVE_0, NOT_NEGATIVE, SHARE, ConfigError, check_range
 from aligner.models.config import Architecture
 from aligner.types import SamplingConfig
 
@@ -65,11 +65,8 @@ class TensorRTLLMConfig:
     allow_drafts: bool = False  # also allow versions whose recorded contract is a draft, mostly from other versions' sources
 
     def __post_init__(self) -> None:
-        for name in ("timeout_seconds", "pause_seconds", "start_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"rollout.tensorrt_llm.{name}={getattr(self, name)}: must be above 0")
-        if not 0 < self.kv_memory_fraction <= 1:
-            raise ConfigError(f"rollout.tensorrt_llm.kv_memory_fraction={self.kv_memory_fraction}: must be above 0 and at most 1")
+        check_range(self, "rollout.tensorrt_llm", ABOVE_0, "timeout_seconds", "pause_seconds", "start_seconds")
+        check_range(self, "rollout.tensorrt_llm", SHARE, "kv_memory_fraction")
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise ConfigError naming a setting that this engine does not support, and the remedy."""
@@ -146,12 +143,10 @@ class AsynchronousConfig:
     timeout_seconds: float = 3600.0  # time limit for a round of rollouts, and for a step of the sampler
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 0:
-            raise ConfigError(f"rollout.asynchronous.max_staleness={self.max_staleness}: must not be negative (0 is on-policy)")
+        check_range(self, "rollout.asynchronous", NOT_NEGATIVE, "max_staleness", note=" (0 is on-policy)")
         if self.recompute and not self.partial:
             raise ConfigError("rollout.asynchronous.recompute=true: without partial no response continues; allowed: with partial=true")
-        if self.timeout_seconds <= 0:
-            raise ConfigError(f"rollout.asynchronous.timeout_seconds={self.timeout_seconds}: must be above 0")
+        check_range(self, "rollout.asynchronous", ABOVE_0, "timeout_seconds")
 
 
 @dataclass(kw_only=True, slots=True)

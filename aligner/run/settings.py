@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from aligner.cluster.slurm.spec import ContainerConfig, SlurmConfig
 from aligner.data.order import EpochSampler
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import ConfigError, check_numbers
+from aligner.errors import AT_LEAST_1, FINITE, NOT_NEGATIVE, ConfigError, check_numbers, check_range
 from aligner.models.architecture.divisible import check_divisible, check_together
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.modules.scalar_head import Pooling
@@ -27,11 +26,10 @@ from aligner.planner.workload import Head, Phase, Work
 from aligner.reporting.config import LoggingConfig
 from aligner.rollout.config import RolloutConfig
 from aligner.run import lengths
+from aligner.servers.config import ServerConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-from aligner.servers.config import ServerConfig
 
 
 class Kind(str, Enum):
@@ -109,8 +107,7 @@ class CheckpointConfig:
     write_timeout_seconds: float = 1200.0  # for writing the files of one checkpoint
 
     def __post_init__(self) -> None:
-        if self.keep < 0:
-            raise ConfigError(f"checkpoint.keep={self.keep}: must not be negative (0 keeps all)")
+        check_range(self, "checkpoint", NOT_NEGATIVE, "keep", note=" (0 keeps all)")
         check_numbers(self, "checkpoint", at_least_1=("keep_best",), above_0=("write_timeout_seconds",))
 
 
@@ -139,9 +136,8 @@ class RunConfig:
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"run.seed={self.seed}: must be from 0 to {2**63 - 1}")
         check_numbers(self, "run", above_0=("start_timeout_seconds", "download_timeout_seconds", "collective_timeout_seconds"))
-        if not 0 <= self.trace_mib < float("inf"):
-            raise ConfigError(f"run.trace_mib={self.trace_mib}: must be finite and not negative (0: no trace)")
-        check_numbers(self, "run", at_least_1=("ranks_per_gpu",))
+        check_range(self, "run", FINITE, "trace_mib", note=" (0: no trace)")
+        check_range(self, "run", AT_LEAST_1, "ranks_per_gpu")
         if not 0 <= self.stall_timeout_seconds < self.collective_timeout_seconds:
             raise ConfigError(
                 f"run.stall_timeout_seconds={self.stall_timeout_seconds}: must be below "
@@ -167,12 +163,9 @@ class LoopConfig:
     def __post_init__(self) -> None:
         if self.max_steps < 0:
             raise ConfigError(f"loop.max_steps={self.max_steps}: must be at least 1 (0: as many as loop.epochs take, else {DEFAULT_STEPS})")
-        if not 0 <= self.epochs < math.inf:
-            raise ConfigError(f"loop.epochs={self.epochs}: must be finite and not negative (0: loop.max_steps alone counts)")
+        check_range(self, "loop", FINITE, "epochs", note=" (0: loop.max_steps alone counts)")
         self.max_steps = self.max_steps or (0 if self.epochs else DEFAULT_STEPS)
-        for name in ("save_every", "save_minutes", "validate_every", "table_every"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"loop.{name}={getattr(self, name)}: must be finite and not negative (0 is off)")
+        check_range(self, "loop", FINITE, "save_every", "save_minutes", "validate_every", "table_every", note=" (0 is off)")
 
     def over(self, order: EpochSampler) -> LoopConfig:
         """With the number of steps that `epochs` take in this order of the examples; without `epochs` if `max_steps` are fewer."""
@@ -205,8 +198,7 @@ class JobRun(ABC):
     num_processes: int = 1  # ranks (of an online run: of the actor), however they are started
 
     def __post_init__(self) -> None:
-        if self.num_processes < 1:
-            raise ConfigError(f"num_processes={self.num_processes}: must be at least 1")
+        check_range(self, "", AT_LEAST_1, "num_processes")
 
     @property
     def examples_per_step(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from aligner.errors import ConfigError
+from aligner.errors import AT_LEAST_1, NOT_NEGATIVE, ConfigError, check_range
 from aligner.models.config import ModelConfig
 from aligner.models.training.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
@@ -71,11 +71,8 @@ class CriticConfig:
     accept_gap: bool = False  # accept a critic that missed some of the policy's training; false: the run ends and lists what is missing
 
     def __post_init__(self) -> None:
-        for name in ("num_processes", "mini_batch_size", "num_epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"critic.{name}={getattr(self, name)}: must be at least 1")
-        if self.clip < 0:
-            raise ConfigError(f"critic.clip={self.clip}: must not be negative (0 is off)")
+        check_range(self, "critic", AT_LEAST_1, "num_processes", "mini_batch_size", "num_epochs")
+        check_range(self, "critic", NOT_NEGATIVE, "clip", note=" (0 is off)")
 
     @property
     def is_served(self) -> bool:
@@ -120,8 +117,7 @@ class RewardConfig:
     environment: str = ""  # virtual environment that the launchers start its server in (folder or python); empty: their own
 
     def __post_init__(self) -> None:
-        if self.num_processes < 1:
-            raise ConfigError(f"reward.num_processes={self.num_processes}: must be at least 1")
+        check_range(self, "reward", AT_LEAST_1, "num_processes")
         if not all(map(math.isfinite, self.attribute_weights)) or (self.attribute_weights and not any(self.attribute_weights)):
             raise ConfigError(f"reward.attribute_weights={self.attribute_weights}: must be finite, and not all of them 0")
         if self.functions and self.function.path:

@@ -20,11 +20,10 @@ from aligner.cluster.outcomes import ExitCode, exit_code_of
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import Allocation, StopRequests, allocation, step_environment
 from aligner.cluster.slurm.client import SlurmClient
-from aligner.cluster.slurm.commands import EXPORT, Runtime, runtime, wrapped
 from aligner.cluster.slurm.conductor import conduct
 from aligner.cluster.slurm.separate import hold
 from aligner.cluster.slurm.spec import SPEC_LINE, ContainerConfig, read_spec
-from aligner.cluster.slurm.steps import Place
+from aligner.cluster.slurm.steps import EXPORT, Place, Runtime, runtime, wrapped
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
 from aligner.telemetry import terminal

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
-from aligner.errors import ConfigError
+from aligner.errors import AT_LEAST_1, FINITE, NOT_NEGATIVE, POSITIVE, ConfigError, check_range
 
 
 class Activation(str, Enum):
@@ -111,11 +110,6 @@ _NEEDS: dict[str, dict[str, Any]] = {
 MOST_LAYERS = 10_000  # more would take hours to build
 ROPE_FACTORS = ("rope_llama3_factor", "rope_linear_factor", "rope_yarn_factor", "rope_dynamic_factor")
 NOT_SCALED: dict[str, Any] = dict.fromkeys(ROPE_FACTORS, 0.0) | {"rope_short_factors": [], "rope_long_factors": []}
-Range = tuple[Callable[[Any], bool], str]
-AT_LEAST_1: Range = (lambda value: value >= 1, "must be at least 1")
-NOT_NEGATIVE: Range = (lambda value: value >= 0, "must not be negative")
-FINITE: Range = (lambda value: 0 <= value < math.inf, "must be finite and not negative")
-POSITIVE: Range = (lambda value: 0 < value < math.inf, "must be finite and above 0")
 
 
 def refuse(*checks: tuple[Any, str]) -> None:
@@ -123,14 +117,6 @@ def refuse(*checks: tuple[Any, str]) -> None:
     for wrong, message in checks:
         if wrong:
             raise ConfigError(message)
-
-
-def require(config: Any, key: str, allowed: Range, *names: str, note: str = "") -> None:
-    """Raise ConfigError, naming setting and value, unless these fields of a section of the config are in the range."""
-    holds, must = allowed
-    for name in names:
-        if not holds(value := getattr(config, name)):
-            raise ConfigError(f"{key}.{name}={value}: {must}{note}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -338,14 +324,14 @@ _NUMBERS += ("rope_score_scale", "glu_limit", "glu_offset", "attention_temperatu
 
 
 def _check_sizes(a: Architecture) -> None:
-    require(a, "architecture", AT_LEAST_1, *_COUNTS, "attention_temperature_length")
+    check_range(a, "architecture", AT_LEAST_1, *_COUNTS, "attention_temperature_length")
     if a.num_layers > MOST_LAYERS:
         raise a.wrong("num_layers", f"must be at most {MOST_LAYERS}")
-    require(a, "architecture", FINITE, *_NUMBERS)
-    require(a, "architecture", POSITIVE, "rope_theta", "embedding_scale", "logits_scale", "router_scale")
-    require(a, "architecture", NOT_NEGATIVE, "sliding_window", "latent_size", "query_latent_size", note=" (0 is none)")
-    require(a, "architecture", NOT_NEGATIVE, "embedding_size", note=" (0 is hidden_size)")
-    require(a, "architecture", NOT_NEGATIVE, "num_experts", note=" (0 is a dense model)")
+    check_range(a, "architecture", FINITE, *_NUMBERS)
+    check_range(a, "architecture", POSITIVE, "rope_theta", "embedding_scale", "logits_scale", "router_scale")
+    check_range(a, "architecture", NOT_NEGATIVE, "sliding_window", "latent_size", "query_latent_size", note=" (0 is none)")
+    check_range(a, "architecture", NOT_NEGATIVE, "embedding_size", note=" (0 is hidden_size)")
+    check_range(a, "architecture", NOT_NEGATIVE, "num_experts", note=" (0 is a dense model)")
     for switch, needing in _NEEDS.items():
         for name, neutral in needing.items() if not getattr(a, switch) else ():
             if getattr(a, name) != neutral:
@@ -383,7 +369,7 @@ def _check_rope_scaling(a: Architecture) -> None:
     scaled = [name for name in (*ROPE_FACTORS, "rope_long_factors") if getattr(a, name)]
     if len(scaled) > 1:
         raise a.wrong(scaled[-1], f"the rotary embedding is scaled one way; allowed with {scaled[0]}: 0")
-    require(a, "architecture", POSITIVE, "rope_original_length", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor")
+    check_range(a, "architecture", POSITIVE, "rope_original_length", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor")
     if not 0 < a.rope_low_freq_factor <= a.rope_high_freq_factor < math.inf:
         raise a.wrong("rope_low_freq_factor", f"must be above 0 and not above rope_high_freq_factor={a.rope_high_freq_factor}")
     count = a.rotated // 2 if a.rope_short_factors or a.rope_long_factors else 0
@@ -434,7 +420,7 @@ def _check_experts(a: Architecture) -> None:
         raise a.wrong("shared_ffn_hidden_size", f"must not be negative (0 is none), nor 0 with shared_expert_gate={gate}")
     if not 1 <= a.experts_per_token <= a.num_experts:
         raise a.wrong("experts_per_token", f"must be from 1 to num_experts={a.num_experts}")
-    require(a, "architecture", AT_LEAST_1, "expert_ffn_hidden_size", note=" with num_experts > 0")
+    check_range(a, "architecture", AT_LEAST_1, "expert_ffn_hidden_size", note=" with num_experts > 0")
     if a.experts_per_token == 1 and a.normalize_expert_weights:
         why = "with experts_per_token=1 every weight is 1, which gives the router no gradient; allowed: False"
         raise a.wrong("normalize_expert_weights", why)
@@ -486,7 +472,7 @@ def _check_linear(a: Architecture) -> None:
         raise a.wrong("attention_gate", "allowed with rotary_interleaved=False")
     if not a.linear_attention_layers:
         return
-    require(a, "architecture", AT_LEAST_1, *OF_LINEAR, note=" with linear_attention_layers")
+    check_range(a, "architecture", AT_LEAST_1, *OF_LINEAR, note=" with linear_attention_layers")
     if a.linear_value_heads % a.linear_key_heads:
         raise a.wrong("linear_key_heads", f"must divide linear_value_heads={a.linear_value_heads}")
     for name in ("latent_size", "linear_bias", "sliding_window", "post_norms"):

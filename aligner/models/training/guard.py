@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from aligner.errors import ConfigError, RollBack, RunHalted
-from aligner.models.architecture.architecture import AT_LEAST_1, FINITE, NOT_NEGATIVE, require
+from aligner.errors import AT_LEAST_1, FINITE, NOT_NEGATIVE, ConfigError, RollBack, RunHalted, check_range
 
 UPDATES = "optim/updates"  # that were made
 SKIPPED = "optim/skipped"
@@ -73,10 +72,10 @@ class LogprobGapConfig:
     repeat_every: int = 50  # steps until a warning is repeated
 
     def __post_init__(self) -> None:
-        require(self, "guard.logprob_gap", FINITE, "warn", "stop", note=" (0 is off)")
+        check_range(self, "guard.logprob_gap", FINITE, "warn", "stop", note=" (0 is off)")
         if 0 < self.stop <= self.warn:
             raise ConfigError(f"guard.logprob_gap.stop={self.stop}: must be above warn={self.warn}, or 0")
-        require(self, "guard.logprob_gap", AT_LEAST_1, "patience", "repeat_every")
+        check_range(self, "guard.logprob_gap", AT_LEAST_1, "patience", "repeat_every")
 
     @property
     def is_on(self) -> bool:
@@ -97,9 +96,9 @@ class GuardConfig:
     logprob_gap: LogprobGapConfig = field(default_factory=LogprobGapConfig)
 
     def __post_init__(self) -> None:
-        require(self, "guard", NOT_NEGATIVE, "max_skips", "max_roll_backs")
-        require(self, "guard", FINITE, "max_weight", note=" (0: any finite weight)")
-        require(self, "guard", AT_LEAST_1, "learnt_nothing_steps")
+        check_range(self, "guard", NOT_NEGATIVE, "max_skips", "max_roll_backs")
+        check_range(self, "guard", FINITE, "max_weight", note=" (0: any finite weight)")
+        check_range(self, "guard", AT_LEAST_1, "learnt_nothing_steps")
 
 
 class Guard:

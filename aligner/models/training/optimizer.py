@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 
-from aligner.errors import ConfigError
-from aligner.models.architecture.architecture import AT_LEAST_1, FINITE, Range, require
+from aligner.errors import AT_LEAST_1, FINITE, ConfigError, Range, check_range
 
 MAX_LR = 10.0  # a step of Adam moves a weight by about the learning rate
 
@@ -69,21 +68,13 @@ class OptimizerConfig:
             raise ConfigError("optimizer.loraplus_ratio: needs optimizer.distributed=true")
         if self.warmup_steps < -1:
             raise ConfigError(f"optimizer.warmup_steps={self.warmup_steps}: must not be negative (-1: use optimizer.warmup_fraction)")
-        require(self, "optimizer", FINITE, "decay_steps", "clip_grad")
-        require(self, "optimizer", AT_LEAST_1, "loss_scale_window")
-        require(
-            self,
-            "optimizer",
-            (lambda beta: 0 <= beta < 1, "must be at least 0 and below 1"),
-            "warmup_fraction",
-            "beta1",
-            "beta2",
-            "ema_decay",
-            "muon_momentum",
-        )
-        require(self, "optimizer", (lambda eps: 0 < eps < 1, "must be above 0 and below 1"), "eps")
+        check_range(self, "optimizer", FINITE, "decay_steps", "clip_grad")
+        check_range(self, "optimizer", AT_LEAST_1, "loss_scale_window")
+        below_1: Range = (lambda beta: 0 <= beta < 1, "must be at least 0 and below 1")
+        check_range(self, "optimizer", below_1, "warmup_fraction", "beta1", "beta2", "ema_decay", "muon_momentum")
+        check_range(self, "optimizer", (lambda eps: 0 < eps < 1, "must be above 0 and below 1"), "eps")
         powers: Range = (lambda scale: 0 < scale < math.inf and math.frexp(scale)[0] == 0.5, "must be a power of two")
-        require(self, "optimizer", powers, "initial_loss_scale", "min_loss_scale", note=", so that scaling rounds nothing")
+        check_range(self, "optimizer", powers, "initial_loss_scale", "min_loss_scale", note=", so that scaling rounds nothing")
         if not 0 <= self.lr * self.weight_decay < 1:
             raise ConfigError(f"optimizer.weight_decay={self.weight_decay}: must not be negative, and lr * weight_decay must be below 1")
         if self.min_loss_scale > self.initial_loss_scale:

@@ -18,11 +18,10 @@ from aligner.cluster.slurm import conductor as preflights
 from aligner.cluster.slurm import steps
 from aligner.cluster.slurm.allocation import StopRequests, allocation
 from aligner.cluster.slurm.client import SlurmClient
-from aligner.cluster.slurm.commands import runtime
 from aligner.cluster.slurm.conductor import conduct
 from aligner.cluster.slurm.following import go_on
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig, to_json
-from aligner.cluster.slurm.steps import Place
+from aligner.cluster.slurm.steps import Place, runtime
 
 FAKES = Path(__file__).parents[2] / "fakes" / "slurm_commands"
 RUNNING = "JobId=42 JobName=demo JobState=RUNNING Account=lab QOS=(null) Partition=gpu TimeLimit=01:00:00 EndTime=2099-01-01T00:00:00"

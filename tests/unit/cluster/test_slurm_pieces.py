@@ -17,10 +17,9 @@ import pytest
 from aligner.algorithms.registry import recipe_of, recipes
 from aligner.cluster import outcomes
 from aligner.cluster.outcomes import Outcome
-from aligner.cluster.slurm import commands
+from aligner.cluster.slurm import steps
 from aligner.cluster.slurm.allocation import allocation, export_option, step_environment, submission_environment
 from aligner.cluster.slurm.client import SlurmClient
-from aligner.cluster.slurm.commands import runtime, srun_command
 from aligner.cluster.slurm.spec import (
     ComponentSpec,
     ContainerConfig,
@@ -33,6 +32,7 @@ from aligner.cluster.slurm.spec import (
     render,
     to_json,
 )
+from aligner.cluster.slurm.steps import runtime, srun_command
 from aligner.commands.parts import LaunchOptions
 from aligner.commands.slurm import job_spec, launch_slurm
 from aligner.errors import ConfigError, LaunchError
@@ -144,7 +144,7 @@ def test_srun_of_a_component(variables, options, command) -> None:
             "--gpus-per-node=8",
         ),
         *("--cpus-per-task=14", "--mpi=pmix", "--kill-on-bad-exit=1", "--wait=600", "--input=none", "--output=/run/actor.step.log"),
-        *("--open-mode=append", "--chdir=/work/dir", *options, "sh", "-c", commands._LOG, "/run/actor", *command),
+        *("--open-mode=append", "--chdir=/work/dir", *options, "sh", "-c", steps._LOG, "/run/actor", *command),
     ]
 
 

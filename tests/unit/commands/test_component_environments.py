@@ -13,8 +13,8 @@ import pytest
 
 from aligner.algorithms.registry import recipes
 from aligner.cluster.component import Component, activated, check_installed, interpreter, rank_environment
-from aligner.cluster.slurm.commands import runtime, srun_command
 from aligner.cluster.slurm.spec import from_json, to_json
+from aligner.cluster.slurm.steps import runtime, srun_command
 from aligner.commands import programs
 from aligner.commands.slurm import job_spec
 from aligner.errors import ConfigError

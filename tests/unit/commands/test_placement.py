@@ -14,8 +14,8 @@ from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.registry import recipes
 from aligner.cluster.component import Component, rank_environment
 from aligner.cluster.slurm.allocation import allocation
-from aligner.cluster.slurm.commands import runtime, srun_command
 from aligner.cluster.slurm.spec import JobSpec, render
+from aligner.cluster.slurm.steps import runtime, srun_command
 from aligner.commands.plan.command import components
 from aligner.commands.preflight import sizing
 from aligner.commands.preflight.framework import Level

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from aligner.planner.calibration import error, median_and_worst
+from aligner.commands.calibrate import error, median_and_worst
 
 ROOT = Path(__file__).parents[3]
 WRITTEN = yaml.safe_load((ROOT / "benchmarks" / "published_steps.yaml").read_text())

@@ -11,9 +11,8 @@ import pytest
 from plan_parts import architecture, work
 
 from aligner.commands import calibrate as command
+from aligner.commands.calibrate import STEP, MeasuredJob, calibrate, error
 from aligner.errors import ConfigError
-from aligner.planner import calibration
-from aligner.planner.calibration import STEP, MeasuredJob, calibrate, error
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
 from aligner.planner.simulation import Habits
 from aligner.planner.workload import Phase
@@ -49,7 +48,7 @@ def job(name: str, measured: dict[str, float], *, length: int = 1000, rows: int 
 
 def test_a_known_machine_is_found_again():
     """Four jobs as a machine would run them whose products are slower, and its memory faster, than usual."""
-    usual = {name: value for name, (value, _) in calibration.USUAL_GPU.items()}
+    usual = {name: value for name, (value, _) in command.USUAL_GPU.items()}
     machine = replace(GPU, **(usual | {"achievable_flops": 0.55, "achievable_bandwidth": 0.85, "step_seconds": 9.0}))
     jobs = [job("short", {STEP: 1.0}), job("long", {STEP: 1.0}, length=8000), job("tensor", {STEP: 1.0}, tp=4)]
     jobs.append(job("training", {"train": 1.0}, sampled=False, rows=512, length=4000))
